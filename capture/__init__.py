@@ -1,0 +1,31 @@
+"""Record the attention calls a model really makes, and read them back.
+
+from capture import record, load
+
+with record(pipe.transformer, out="captured_inputs", max=10):
+    pipe("a panda playing guitar")
+for call in load("captured_inputs"):
+    print(call.origin.module, call.shape, call.query.stride())
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from capture.call import AttentionCall
+    from capture.dataset import load
+    from capture.recording import record
+
+__all__ = ["AttentionCall", "load", "record"]
+
+_HOMES = {"AttentionCall": "capture.call", "load": "capture.dataset", "record": "capture.recording"}
+
+
+def __getattr__(name: str) -> Any:
+    # On first use: `capture --help` must not wait for torch.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'capture' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

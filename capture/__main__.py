@@ -1,0 +1,5 @@
+"""`python -m capture`."""
+
+from capture.cli import main
+
+main()

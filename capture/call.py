@@ -1,0 +1,140 @@
+"""The vocabulary: one recorded call of `scaled_dot_product_attention` and where it came from.
+
+Letters used for shapes everywhere in this project: B batch, Hq query heads, Hkv key/value heads
+(Hq is a multiple of Hkv), Sq query length, Sk key length, D head dimension, Dv the value's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from capture.strides import copy_with_strides
+
+
+class Shape(NamedTuple):
+    """The sizes of one attention call."""
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    v_head_dim: int
+
+    def __str__(self) -> str:
+        """`2×30/6×17776/226×64`: batch, heads (query/kv), lengths (query/key), head dim (qk/v)."""
+
+        def pair(a: int, b: int) -> str:
+            return str(a) if a == b else f"{a}/{b}"
+
+        return "×".join(
+            (
+                str(self.batch),
+                pair(self.q_heads, self.kv_heads),
+                pair(self.q_len, self.kv_len),
+                pair(self.head_dim, self.v_head_dim),
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a call came from; every field is plain JSON."""
+
+    model: str = ""
+    """Name given at capture: `cogvideo`, a directory, or whatever `record(..., name=)` was told."""
+    weights: str = ""
+    """One phrase saying which weights made the values: `random, seed 0`, a checkpoint id …"""
+    module: str = ""
+    """Dotted path of the innermost watched module: `transformer.transformer_blocks.0.attn1`."""
+    call_index: int = 0
+    """Position among *all* SDPA calls of the recording, from 0."""
+    step: int = 0
+    """How many forwards of the module's root came before the one that made this call."""
+    phase: str = ""
+    """`denoise`, `prefill`, `decode` or `encode`."""
+    device: str = "cpu"
+    """Device the model ran on, with the GPU's name: `cpu`, `cuda (NVIDIA H200)`."""
+    seed: int | None = None
+    backend: str = ""
+    """The torch backend that produced the output, as a kernel name: `torch-flash` …"""
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of SDPA: its arguments as the model passed them, and what the model got back.
+
+    `query` is (B, Hq, Sq, D), `key` (B, Hkv, Sk, D), `value` (B, Hkv, Sk, Dv) and `output`
+    (B, Hq, Sq, Dv). Tensors have the shape, dtype **and strides** the model's own had. `attn_mask`
+    broadcasts to (B, Hq, Sq, Sk): bool (True = attend) or float (added to the scores). `scale=None`
+    means 1/sqrt(D). `output` is None for synthetic calls and captures made with `--no-output`.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    output: Tensor | None = None
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+    dropout_p: float = 0.0
+    origin: Origin = field(default_factory=Origin)
+
+    @property
+    def shape(self) -> Shape:
+        batch, q_heads, q_len, head_dim = self.query.shape
+        kv_heads, kv_len = self.key.shape[1:3]
+        return Shape(batch, q_heads, kv_heads, q_len, kv_len, head_dim, self.value.shape[3])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.query.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.query.device
+
+    @property
+    def softmax_scale(self) -> float:
+        """The factor applied to QKᵀ, in effect: `scale`, or 1/sqrt(D) when that is None."""
+        return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments that repeat the call: `F.scaled_dot_product_attention(**arguments)`."""
+        arguments: dict[str, Any] = {
+            "query": self.query,
+            "key": self.key,
+            "value": self.value,
+            "attn_mask": self.attn_mask,
+            "dropout_p": self.dropout_p,
+            "is_causal": self.is_causal,
+            "scale": self.scale,
+        }
+        if self.enable_gqa:
+            arguments["enable_gqa"] = True
+        return arguments
+
+    def to(self, device: str | torch.device) -> AttentionCall:
+        """The same call with every tensor on `device`, strides kept."""
+        return self.with_tensors(
+            {name: copy_with_strides(tensor, device) for name, tensor in self.tensors().items()}
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The call's tensors by field name, without those that are None."""
+        named = {name: getattr(self, name) for name in TENSOR_FIELDS}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def with_tensors(self, tensors: dict[str, Tensor]) -> AttentionCall:
+        """The same call with some tensors replaced, named as in `tensors()`."""
+        return replace(self, **tensors)  # type: ignore[arg-type]
+
+
+TENSOR_FIELDS = ("query", "key", "value", "attn_mask", "output")

@@ -1,0 +1,105 @@
+"""Every attention call a model made, counted: what predicts a whole run from the calls kept.
+
+As JSON a census is `{"signatures": [...], "rows": [{"module", "phase", "signature", "calls",
+"kept", "first_step", "last_step"}]}`, where `signature` indexes the list.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from capture.dataset import dtype_name
+from capture.interceptor import Arguments
+from capture.modules import Site
+
+
+class Signature(NamedTuple):
+    """What two calls must share to cost the same."""
+
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    value: tuple[int, ...]
+    dtype: str
+    mask: tuple[int, ...] | None
+    mask_dtype: str | None
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+
+    @classmethod
+    def of(cls, arguments: Arguments) -> Signature:
+        mask = arguments.attn_mask
+        return cls(
+            query=tuple(arguments.query.shape),
+            key=tuple(arguments.key.shape),
+            value=tuple(arguments.value.shape),
+            dtype=dtype_name(arguments.query.dtype),
+            mask=None if mask is None else tuple(mask.shape),
+            mask_dtype=None if mask is None else dtype_name(mask.dtype),
+            is_causal=arguments.is_causal,
+            scale=arguments.scale,
+            enable_gqa=arguments.enable_gqa,
+        )
+
+    @property
+    def stratum(self) -> tuple[object, ...]:
+        """The signature without the key length that a growing cache makes different every step."""
+        return (
+            self.query,
+            self.key[:-2],
+            self.key[-1] == self.value[-1],
+            self.query[-2] == self.key[-2],
+            self.mask is None,
+            self.is_causal,
+        )
+
+
+@dataclass
+class _Count:
+    calls: int
+    kept: int
+    first_step: int
+    last_step: int
+
+
+@dataclass
+class Census:
+    """Counts calls by module × phase × signature."""
+
+    calls: int = 0
+    _counts: dict[tuple[str, str, Signature], _Count] = field(default_factory=dict)
+
+    def add(self, site: Site, signature: Signature) -> None:
+        self.calls += 1
+        key = (site.module, site.phase, signature)
+        count = self._counts.setdefault(key, _Count(0, 0, site.step, site.step))
+        count.calls += 1
+        count.last_step = site.step
+
+    def adjust_kept(self, site: Site, signature: Signature, by: int) -> None:
+        self._counts[site.module, site.phase, signature].kept += by
+
+    def modules(self) -> list[str]:
+        """Paths of the modules that called attention, in order of first call."""
+        return list(dict.fromkeys(module for module, _, _ in self._counts))
+
+    def to_json(self) -> dict[str, Any]:
+        signatures = {
+            signature: index
+            for index, signature in enumerate(
+                dict.fromkeys(signature for _, _, signature in self._counts)
+            )
+        }
+        return {
+            "signatures": [signature._asdict() for signature in signatures],
+            "rows": [
+                {
+                    "module": module,
+                    "phase": phase,
+                    "signature": signatures[signature],
+                    **vars(count),
+                }
+                for (module, phase, signature), count in self._counts.items()
+            ],
+        }

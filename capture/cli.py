@@ -1,0 +1,244 @@
+"""The `capture` command. Imports torch only after the arguments are understood."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from capture.recording import Recording
+
+EXAMPLES = """examples:
+  capture --model cogvideo --max 10                     record 10 attention calls of CogVideoX
+  capture --model llama --steps 32 --prompt "Once"      32 decoded tokens after this prompt
+  capture --model flux --size full --weights random     full size without a download: timing only
+  capture --model ./my-checkpoint --max 20              a local diffusers or transformers directory
+  capture --model my_model.py:build                     your function: returns (module, run)
+  capture --show captured_inputs                        what was recorded
+  capture --verify captured_inputs                      is it intact, is the output reproduced
+
+then: replay --dir captured_inputs --metric all
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point; exits 0 when fine, 1 when a check failed, 2 on wrong usage."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    try:
+        code = _dispatch(arguments, parser)
+    except KeyboardInterrupt:
+        print(f"capture: interrupted; what {arguments.out} holds is readable", file=sys.stderr)
+        code = 130
+    except Exception as error:
+        if arguments.debug:
+            raise
+        code = _explain(error)
+    sys.exit(code)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="capture",
+        description="Record the attention calls a model really makes (query, key, value, mask, "
+        "output) into a directory of safetensors files.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_argument_group("what to run")
+    what.add_argument(
+        "--model",
+        metavar="NAME|DIR|FILE.py:FUNCTION",
+        help="cogvideo, cogvideo-5b, flux, flux-schnell, llama, llama-3.1-8b; a checkpoint "
+        "directory; or a function of yours",
+    )
+    what.add_argument(
+        "--size",
+        choices=["tiny", "full"],
+        help="tiny: built in, needs no download (default without a GPU); full: the official size",
+    )
+    what.add_argument(
+        "--weights",
+        choices=["pretrained", "random"],
+        help="random weights are fit for timing, not for judging quantised kernels",
+    )
+    what.add_argument("--checkpoint", metavar="ID_OR_DIR", help="weights other than the official")
+    what.add_argument("--prompt", help="text to run the model on")
+    what.add_argument("--steps", type=_positive, help="denoising steps, or tokens to decode")
+    what.add_argument("--seed", type=int, default=0, help="of weights and noise (default 0)")
+    what.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
+    what.add_argument("--device", help="cuda, cpu … (default: cuda where there is one)")
+
+    keep = parser.add_argument_group("what to keep")
+    keep.add_argument("--max", type=_positive, default=10, help="calls to keep (default 10)")
+    keep.add_argument(
+        "--sample",
+        choices=["spread", "first"],
+        default="spread",
+        help="spread over layers, steps and phases (default), or the first calls",
+    )
+    keep.add_argument("--modules", metavar="GLOB", help="module paths to keep calls from")
+    keep.add_argument("--max-bytes", type=_size, metavar="N", help="e.g. 500M, 20G")
+    keep.add_argument("--no-output", action="store_true", help="leave the model's outputs out")
+    keep.add_argument(
+        "--out", default="captured_inputs", metavar="DIR", help="default captured_inputs"
+    )
+    keep.add_argument("--overwrite", action="store_true", help="replace this model's capture")
+
+    look = parser.add_argument_group("look at a recording")
+    look.add_argument("--show", metavar="DIR", help="list what DIR holds")
+    look.add_argument("--verify", metavar="DIR", help="check files and recompute outputs")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    return parser
+
+
+def _dispatch(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    if arguments.show:
+        return _show(arguments.show)
+    if arguments.verify:
+        return _verify(arguments.verify)
+    if not arguments.model:
+        parser.error("--model is needed: cogvideo, flux, llama, a directory or file.py:function")
+    return _capture(arguments)
+
+
+def _capture(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from capture.models_package import import_models
+    from capture.recording import prepare_directory, record
+    from capture.show import human_bytes
+
+    name = _capture_name(arguments.model)
+    progress = Console(stderr=True)
+    # A full-size model takes minutes to load: first what can fail at once.
+    prepare_directory(arguments.out, name, overwrite=arguments.overwrite)
+    with progress.status(f"loading {arguments.model} …"):
+        runnable = import_models().load(
+            arguments.model,
+            size=arguments.size,
+            weights=arguments.weights,
+            checkpoint=arguments.checkpoint,
+            prompt=arguments.prompt,
+            steps=arguments.steps,
+            seed=arguments.seed,
+            dtype=arguments.dtype,
+            device=arguments.device,
+        )
+    progress.print(f"{name}: weights {runnable.weights}", highlight=False)
+    with record(
+        runnable.roots,
+        out=arguments.out,
+        max=arguments.max,
+        name=name,
+        sample=arguments.sample,
+        modules=arguments.modules or runnable.sampled,
+        weights=runnable.weights,
+        seed=arguments.seed,
+        settings=runnable.settings,
+        max_bytes=arguments.max_bytes,
+        output=not arguments.no_output,
+        overwrite=arguments.overwrite,
+    ) as recording:
+        _run_with_progress(runnable, recording, progress)
+    if recording.refused_for_bytes:
+        progress.print("--max-bytes was reached: fewer calls kept, less evenly spread")
+    size = human_bytes(recording.nbytes)
+    print(f"kept {recording.kept} of {recording.seen} attention calls ({size}) in {arguments.out}/")
+    return 0
+
+
+def _run_with_progress(runnable: Any, recording: Recording, console: Any) -> None:
+    from rich.live import Live
+    from rich.spinner import Spinner
+    from rich.text import Text
+
+    from capture.show import human_bytes
+
+    spinner = Spinner("dots")
+
+    def status() -> Any:
+        spinner.update(
+            text=Text(
+                f"running {runnable.name}: {recording.seen} calls seen, {recording.kept} kept, "
+                f"{human_bytes(recording.nbytes)}"
+            )
+        )
+        return spinner
+
+    with Live(get_renderable=status, console=console, refresh_per_second=8, transient=True):
+        runnable.run()
+
+
+def _show(directory: str) -> int:
+    from rich.console import Console
+
+    from capture.dataset import load
+    from capture.show import show
+
+    show(load(directory), Console())
+    return 0
+
+
+def _verify(directory: str) -> int:
+    from rich.console import Console
+
+    from capture.dataset import load
+    from capture.show import show_findings
+    from capture.verify import verify
+
+    dataset = load(directory)
+    if dataset.note:
+        print(f"note: {dataset.note}", file=sys.stderr)
+    with Console(stderr=True).status("checking files and recomputing outputs …"):
+        findings = verify(dataset)
+    show_findings(findings, Console())
+    bad = sum(not finding.good for finding in findings)
+    print(f"{len(findings) - bad} of {len(findings)} files good")
+    return 1 if bad or dataset.note else 0
+
+
+def _capture_name(model: str) -> str:
+    """Built-in names and functions as given; a directory by its last part."""
+    is_directory = Path(model).is_dir()
+    return Path(model).resolve().name if is_directory else model
+
+
+def _explain(error: Exception) -> int:
+    """One sentence for what the user can remedy; `--debug` hints for what nobody foresaw."""
+    from capture.errors import CaptureError, DatasetError
+    from capture.models_package import import_models
+
+    known: tuple[type[Exception], ...] = (CaptureError, DatasetError, import_models().ModelError)
+    if isinstance(error, known):
+        print(f"capture: {error}", file=sys.stderr)
+        return 2
+    print(
+        f"capture: the model failed: {type(error).__name__}: {error} (traceback with --debug)",
+        file=sys.stderr,
+    )
+    return 1
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def _size(text: str) -> int:
+    units = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+    number, unit = text.upper().removesuffix("B"), 1
+    if number[-1:] in units:
+        number, unit = number[:-1], units[number[-1]]
+    try:
+        value = int(float(number) * unit)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 500M or 20G")
+    return value

@@ -1,0 +1,391 @@
+"""The on-disk format: a directory of recorded calls that anything can read.
+
+    captured_inputs/
+        manifest.json                    what was captured, the census, a checksum per file
+        cogvideo-000012.safetensors      one self-contained call each
+
+A call's file holds its tensors and, as JSON under the key `attention-replay` of the safetensors
+header, everything else (`Header`). Expanded dimensions are stored once and strides kept in the
+header. Files are written under a temporary name and renamed; nothing is pickled. A directory whose
+manifest is missing is read from its files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from capture.call import AttentionCall, Origin, Shape
+from capture.errors import DatasetError
+from capture.strides import Layout, pack, unpack
+
+FORMAT = "attention-replay/1"
+MANIFEST = "manifest.json"
+_HEADER_KEY = "attention-replay"
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a call's file says beside its tensors, and the manifest repeats."""
+
+    origin: Origin
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+    dropout_p: float
+    dtypes: dict[str, str]
+    layouts: dict[str, Layout]
+    mask_is_noop: bool = False
+    """The mask lets everything through (all True, or all zero): it costs a kernel, not a value."""
+
+    @property
+    def shape(self) -> Shape:
+        batch, q_heads, q_len, head_dim = self.layouts["query"].size
+        _, kv_heads, kv_len, _ = self.layouts["key"].size
+        v_head_dim = self.layouts["value"].size[3]
+        return Shape(batch, q_heads, kv_heads, q_len, kv_len, head_dim, v_head_dim)
+
+    @property
+    def dtype(self) -> str:
+        """The query's, e.g. `bfloat16`."""
+        return self.dtypes["query"]
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Header:
+        known = {item.name for item in fields(Origin)}
+        return cls(
+            origin=Origin(
+                **{name: value for name, value in data["origin"].items() if name in known}
+            ),
+            is_causal=data["is_causal"],
+            scale=data["scale"],
+            enable_gqa=data["enable_gqa"],
+            dropout_p=data["dropout_p"],
+            dtypes=data["dtypes"],
+            layouts={
+                name: Layout(tuple(layout["size"]), tuple(layout["stride"]))
+                for name, layout in data["layouts"].items()
+            },
+            mask_is_noop=data["mask_is_noop"],
+        )
+
+
+@dataclass(frozen=True)
+class PackedCall:
+    """A call on its way to a file: header and contiguous CPU tensors."""
+
+    header: Header
+    values: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, call: AttentionCall) -> PackedCall:
+        """Copies `call`'s tensors to the CPU; later changes to them do not reach the file."""
+        packed = {name: pack(tensor) for name, tensor in call.tensors().items()}
+        return cls(
+            Header(
+                origin=call.origin,
+                is_causal=call.is_causal,
+                scale=call.scale,
+                enable_gqa=call.enable_gqa,
+                dropout_p=call.dropout_p,
+                dtypes={name: dtype_name(values.dtype) for name, (values, _) in packed.items()},
+                layouts={name: layout for name, (_, layout) in packed.items()},
+                mask_is_noop="attn_mask" in packed and _lets_all_through(packed["attn_mask"][0]),
+            ),
+            {name: values for name, (values, _) in packed.items()},
+        )
+
+    def with_output(self, output: Tensor) -> PackedCall:
+        """The same call with the output the model got, copied to the CPU."""
+        values, layout = pack(output)
+        header = replace(
+            self.header,
+            dtypes={**self.header.dtypes, "output": dtype_name(values.dtype)},
+            layouts={**self.header.layouts, "output": layout},
+        )
+        return PackedCall(header, {**self.values, "output": values})
+
+    def write(self, path: Path) -> FileEntry:
+        """Write the file in one step, as seen from outside; returns its manifest entry."""
+        header = json.dumps(asdict(self.header))
+        temporary = path.with_name(f".{path.name}.tmp")
+        save_file(self.values, temporary, {_HEADER_KEY: header, "format": FORMAT})
+        checksum = sha256(temporary)
+        nbytes = temporary.stat().st_size
+        os.replace(temporary, path)
+        return FileEntry(path, self.header, nbytes, checksum)
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One recorded call on disk; `load` brings its tensors."""
+
+    path: Path
+    header: Header
+    nbytes: int
+    sha256: str | None
+    """As the manifest has it; None when the manifest does not know the file."""
+
+    @property
+    def origin(self) -> Origin:
+        return self.header.origin
+
+    @classmethod
+    def read(cls, path: Path) -> FileEntry:
+        """The entry of a file that no manifest describes.
+
+        Raises:
+            DatasetError: the file is damaged or none of ours.
+        """
+        with _open(path) as file:
+            metadata = file.metadata() or {}
+        if _HEADER_KEY not in metadata:
+            raise DatasetError(f"{path}: not a call recorded by attention-replay")
+        header = Header.from_json(json.loads(metadata[_HEADER_KEY]))
+        return cls(path, header, path.stat().st_size, None)
+
+    def check(self) -> None:
+        """Compare the file with its recorded checksum.
+
+        Raises:
+            DatasetError: it is missing, truncated or altered.
+        """
+        if not self.path.is_file():
+            raise DatasetError(f"{self.path}: missing")
+        nbytes = self.path.stat().st_size
+        if nbytes != self.nbytes:
+            raise DatasetError(f"{self.path}: {nbytes} bytes where {self.nbytes} were recorded")
+        if self.sha256 is not None and sha256(self.path) != self.sha256:
+            raise DatasetError(f"{self.path}: altered since it was recorded (checksum differs)")
+
+    def load(self, device: str | torch.device = "cpu") -> AttentionCall:
+        """The call with its tensors on `device`, shape, dtype and strides as recorded.
+
+        Raises:
+            DatasetError: the file is missing, damaged, or not what its header says.
+        """
+        with _open(self.path) as file:
+            stored = set(file.keys())
+            if stored != set(self.header.layouts):
+                raise DatasetError(f"{self.path}: tensors {sorted(stored)} do not match its header")
+            tensors = {}
+            for name, layout in self.header.layouts.items():
+                values = file.get_tensor(name)
+                if dtype_name(values.dtype) != self.header.dtypes[name]:
+                    raise DatasetError(f"{self.path}: {name} is {values.dtype}, not as recorded")
+                try:
+                    tensors[name] = unpack(values, layout, device)
+                except ValueError as error:
+                    raise DatasetError(f"{self.path}: {name} has {error}") from error
+        return AttentionCall(
+            query=tensors["query"],
+            key=tensors["key"],
+            value=tensors["value"],
+            attn_mask=tensors.get("attn_mask"),
+            output=tensors.get("output"),
+            is_causal=self.header.is_causal,
+            scale=self.header.scale,
+            enable_gqa=self.header.enable_gqa,
+            dropout_p=self.header.dropout_p,
+            origin=self.origin,
+        )
+
+
+@dataclass
+class CaptureRecord:
+    """One capture of one model, as the manifest describes it."""
+
+    model: str
+    weights: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    """What rebuilds the run: size, checkpoint, prompt, steps, seed, dtype, device …"""
+    device: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    started: str = ""
+    """UTC, ISO 8601."""
+    complete: bool = False
+    """False while it runs, and for good when the run was interrupted or failed."""
+    sample: str = ""
+    modules: str = ""
+    """Glob of the module paths that calls were kept from."""
+    calls_seen: int = 0
+    census: dict[str, Any] = field(default_factory=dict)
+    """Every call, kept or not: see `capture.census`. Empty when the manifest had to be rebuilt."""
+
+
+class Dataset(Sequence[AttentionCall]):
+    """The recorded calls of a directory, in the order they were made, model by model.
+
+    Indexing and iterating load tensors to the CPU; `entries` says everything else without.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        entries: list[FileEntry],
+        captures: list[CaptureRecord],
+        note: str = "",
+    ) -> None:
+        self.directory = directory
+        self.entries = entries
+        self.captures = captures
+        self.note = note
+        """What a reader should know about how the directory was read; usually empty."""
+
+    @classmethod
+    def open(cls, directory: str | Path) -> Dataset:
+        """Read a directory's manifest, or its files where it has none.
+
+        Raises:
+            DatasetError: the directory is missing, holds no recorded call, or has a manifest of
+                another format.
+        """
+        directory = Path(directory)
+        if not directory.is_dir():
+            raise DatasetError(
+                f"{directory}: no such directory; record into it with "
+                f"`capture --model NAME --out {directory}`"
+            )
+        dataset = cls.open_or_new(directory)
+        if not dataset.entries:
+            raise DatasetError(
+                f"{directory}: holds no recorded call{dataset.note and f' ({dataset.note})'}; "
+                f"record some with `capture --model NAME --out {directory}`"
+            )
+        return dataset
+
+    @classmethod
+    def open_or_new(cls, directory: Path) -> Dataset:
+        """Like `open`, for writing: a directory without recorded calls is an empty dataset."""
+        manifest = directory / MANIFEST
+        if not manifest.is_file():
+            missing = f"{manifest} is missing: read the files instead, without a census"
+            return cls._rebuilt(directory, missing)
+        try:
+            data = json.loads(manifest.read_text())
+            if data.get("format") != FORMAT:
+                raise DatasetError(
+                    f"{manifest}: format {data.get('format')!r}, this version reads {FORMAT!r}"
+                )
+            entries = [
+                FileEntry(
+                    directory / Path(item["file"]).name,
+                    Header.from_json(item["call"]),
+                    item["bytes"],
+                    item["sha256"],
+                )
+                for item in data["files"]
+            ]
+            captures = [CaptureRecord(**capture) for capture in data["captures"]]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            damaged = f"{manifest} is damaged ({error}): read the files instead, without a census"
+            return cls._rebuilt(directory, damaged)
+        return cls(directory, entries, captures)
+
+    @classmethod
+    def _rebuilt(cls, directory: Path, note: str) -> Dataset:
+        entries, damaged = [], []
+        for path in sorted(directory.glob("*.safetensors")):
+            try:
+                entries.append(FileEntry.read(path))
+            except DatasetError as error:
+                damaged.append(str(error))
+        entries.sort(key=lambda entry: (entry.origin.model, entry.origin.call_index))
+        models = {entry.origin.model: entry for entry in entries}
+        captures = [
+            CaptureRecord(
+                model=model,
+                weights=entry.origin.weights,
+                device=entry.origin.device,
+                versions=entry.origin.versions,
+            )
+            for model, entry in models.items()
+        ]
+        return cls(directory, entries, captures, "; ".join([note, *damaged] if models else damaged))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.entries)
+
+    def save_manifest(self) -> None:
+        """Write the manifest in one step."""
+        data = {
+            "format": FORMAT,
+            "captures": [asdict(capture) for capture in self.captures],
+            "files": [
+                {
+                    "file": entry.path.name,
+                    "bytes": entry.nbytes,
+                    "sha256": entry.sha256,
+                    "call": asdict(entry.header),
+                }
+                for entry in self.entries
+            ],
+        }
+        temporary = self.directory / f".{MANIFEST}.tmp"
+        temporary.write_text(json.dumps(data, indent=1))
+        os.replace(temporary, self.directory / MANIFEST)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @overload
+    def __getitem__(self, index: int) -> AttentionCall: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[AttentionCall]: ...
+    def __getitem__(self, index: int | slice) -> AttentionCall | list[AttentionCall]:
+        if isinstance(index, slice):
+            return [entry.load() for entry in self.entries[index]]
+        return self.entries[index].load()
+
+    def __iter__(self) -> Iterator[AttentionCall]:
+        return (entry.load() for entry in self.entries)
+
+
+def load(directory: str | Path) -> Dataset:
+    """Open a directory that `record` or the `capture` command wrote.
+
+    Example:
+        >>> for call in load("captured_inputs"):
+        ...     print(call.origin.module, call.shape)
+
+    Raises:
+        DatasetError: the directory is missing or holds no recorded call.
+    """
+    return Dataset.open(directory)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bfloat16` for `torch.bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError as error:
+        raise DatasetError(f"{path}: missing") from error
+    except (SafetensorError, OSError) as error:
+        raise DatasetError(f"{path}: not a readable safetensors file ({error})") from error
+
+
+def _lets_all_through(mask: Tensor) -> bool:
+    return bool(mask.all()) if mask.dtype == torch.bool else not bool(mask.any())

@@ -1,0 +1,132 @@
+"""Which module is running: forward hooks that name the caller of every attention call."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from torch import nn
+
+
+class Site(NamedTuple):
+    """Where in the model a call was made."""
+
+    module: str = ""
+    """Dotted path of the innermost watched module; empty outside all of them."""
+    step: int = 0
+    """Forwards of the module's root before the running one."""
+    phase: str = "encode"
+
+
+class ModuleTracker:
+    """Follows the forwards of every module below some roots, in each thread on its own.
+
+    The phase of a root's forward is `denoise` when the root takes a timestep; `prefill` or
+    `decode` when it generates text, by whether its cache already holds tokens; `encode` otherwise.
+
+    Args:
+        roots: modules by the name their paths begin with; an empty name adds no prefix, and the
+            root itself then goes by its class's name.
+    """
+
+    def __init__(self, roots: Mapping[str, nn.Module]) -> None:
+        self._roots = {_uncompiled(root): name for name, root in roots.items()}
+        self._paths: dict[nn.Module, str] = {}
+        for root, name in self._roots.items():
+            for path, module in root.named_modules():
+                dotted = ".".join(part for part in (name, path) if part)
+                self._paths.setdefault(module, dotted or type(module).__name__)
+        self._steps = dict.fromkeys(self._roots, 0)
+        self._lock = threading.Lock()
+        self._running = threading.local()
+
+    @property
+    def site(self) -> Site:
+        """Where the calling thread is now."""
+        stack = self._stack()
+        return stack[-1][1] if stack else Site()
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Hook every module; unhook on exit."""
+        handles = []
+        try:
+            for module in self._paths:
+                handles.append(
+                    module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+                )
+                # always_call: a forward that raises must leave the stack as it found it.
+                handles.append(module.register_forward_hook(self._leave, always_call=True))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _stack(self) -> list[tuple[nn.Module, Site]]:
+        if not hasattr(self._running, "stack"):
+            self._running.stack = []
+        stack: list[tuple[nn.Module, Site]] = self._running.stack
+        return stack
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        outer = self.site
+        step, phase = outer.step, outer.phase
+        if module in self._roots:
+            with self._lock:
+                step = self._steps[module]
+                self._steps[module] += 1
+            phase = _phase(module, args, kwargs, step)
+        self._stack().append((module, Site(self._paths[module], step, phase)))
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        stack = self._stack()
+        if any(entered is module for entered, _ in stack):
+            while stack.pop()[0] is not module:
+                pass
+
+
+def roots_of(watched: Any) -> dict[str, nn.Module]:
+    """The modules to hook: a module itself, a pipeline's modules by component name, or a mapping.
+
+    Raises:
+        TypeError: there is no module in it.
+    """
+    if isinstance(watched, nn.Module):
+        return {"": watched}
+    # A diffusers pipeline lists tokenizers and schedulers among its components too.
+    components = watched if isinstance(watched, Mapping) else getattr(watched, "components", {})
+    roots = {name: part for name, part in components.items() if isinstance(part, nn.Module)}
+    if not roots:
+        raise TypeError(
+            f"nothing to watch in {type(watched).__name__}: "
+            "pass a torch.nn.Module, a diffusers pipeline, or a dict of name → module"
+        )
+    return roots
+
+
+def _uncompiled(module: nn.Module) -> nn.Module:
+    """The module itself where `torch.compile` wrapped it, so that paths are the model's own."""
+    inner = getattr(module, "_orig_mod", module)
+    return inner if isinstance(inner, nn.Module) else module
+
+
+def _phase(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> str:
+    try:
+        given = inspect.signature(root.forward).bind_partial(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        given = kwargs
+    given = {**given, **given.get("kwargs", {})}
+    if any(name in given for name in ("timestep", "timesteps")):
+        return "denoise"
+    cache = given.get("past_key_values")
+    generates = cache is not None or bool(getattr(root, "can_generate", lambda: False)())
+    if not generates:
+        return "encode"
+    if cache is not None and hasattr(cache, "get_seq_length"):
+        return "decode" if int(cache.get_seq_length()) > 0 else "prefill"
+    tokens = given.get("input_ids")
+    one_token = tokens is not None and tokens.ndim == 2 and tokens.shape[1] == 1
+    return "decode" if step > 0 and one_token else "prefill"

@@ -1,0 +1,345 @@
+"""`record`: run a model and keep a sample of its attention calls."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fnmatch
+import importlib.metadata
+import os
+import platform
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from capture.call import AttentionCall, Origin
+from capture.census import Census, Signature
+from capture.dataset import CaptureRecord, Dataset, PackedCall
+from capture.errors import CaptureError
+from capture.interceptor import TORCH_SDPA, Arguments, intercept
+from capture.modules import ModuleTracker, Site, roots_of
+from capture.sampling import Decision, Sampler, make_sampler
+from capture.writer import Writer, slug
+
+
+@contextlib.contextmanager
+def record(
+    module: Any,
+    out: str | Path = "captured_inputs",
+    *,
+    max: int = 10,
+    name: str | None = None,
+    sample: str = "spread",
+    modules: str | None = None,
+    weights: str | None = None,
+    seed: int | None = None,
+    settings: dict[str, Any] | None = None,
+    max_bytes: int | None = None,
+    output: bool = True,
+    overwrite: bool = False,
+) -> Iterator[Recording]:
+    """Record attention calls made inside the `with` block into the directory `out`.
+
+    Args:
+        module: what to watch: a `torch.nn.Module`, a diffusers pipeline, or a dict of name →
+            module. Calls made elsewhere are counted, never kept.
+        max: how many calls to keep.
+        name: the capture's name in the dataset; the class name by default.
+        sample: `spread` over layers, steps, phases and shapes, or the `first` ones.
+        modules: glob (or several, comma-separated) of the module paths to keep calls from. By
+            default a pipeline's `transformer` or `unet`, everything watched otherwise.
+        weights: a phrase saying which weights made the values; taken from the model's
+            `name_or_path` where it has one.
+        seed: the seed of the run, kept for the record.
+        settings: what is needed to rebuild the run, kept in the manifest (plain JSON).
+        max_bytes: keep no more than this many bytes.
+        output: keep the model's own attention output too.
+        overwrite: replace the directory's capture of the same name.
+
+    Yields:
+        A `Recording`, whose counts are live.
+
+    Raises:
+        CaptureError: `out` cannot be written, holds a capture of that name, or the model made no
+            call that could be kept (the message says which attention it probably uses).
+        RuntimeError: another recording is active.
+
+    Example:
+        >>> with record(pipe.transformer, out="captured_inputs", max=10):
+        ...     pipe("a panda playing guitar")
+    """
+    roots = roots_of(module)
+    if modules is None:
+        main = [part for part in ("transformer", "unet") if part in roots]
+        modules = f"{main[0]},{main[0]}.*" if main else "*"
+    capture = CaptureRecord(
+        model=name or type(module).__name__,
+        weights=weights or _weights_of(module),
+        settings=settings or {},
+        versions=_versions(),
+        started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        sample=sample,
+        modules=modules,
+    )
+    dataset = prepare_directory(out, capture.model, overwrite=overwrite)
+    tracker = ModuleTracker(roots)
+    recording = Recording(
+        tracker, make_sampler(sample, max, max_bytes), Writer(dataset, capture), capture
+    )
+    recording.seed, recording.keeps_output = seed, output
+    complete = False
+    try:
+        with tracker.watch(), intercept(recording.handle):
+            yield recording
+        complete = True
+    finally:
+        recording.close(complete=complete)
+    if not recording.kept:
+        raise CaptureError(_nothing_kept(recording, roots))
+
+
+def prepare_directory(out: str | Path, model: str, *, overwrite: bool) -> Dataset:
+    """The dataset at `out`, ready to take a capture of `model`; nothing is deleted yet.
+
+    Raises:
+        CaptureError: `out` cannot be written, or holds a capture of `model` and `overwrite` is
+            False.
+    """
+    directory = Path(out)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CaptureError(
+            f"cannot write to {directory} ({error.strerror}); name another with --out"
+        ) from error
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise CaptureError(f"cannot write to {directory}; name another with --out")
+    dataset = Dataset.open_or_new(directory)
+    # Two names with one slug would write the same files.
+    earlier = [c.model for c in dataset.captures if slug(c.model) == slug(model)]
+    if earlier and not (overwrite and earlier == [model]):
+        remedy = "name it differently" if earlier != [model] else "replace it with --overwrite"
+        raise CaptureError(
+            f"{directory} already holds a capture of {earlier[0]}: {remedy}, "
+            "or record into another directory with --out"
+        )
+    return dataset
+
+
+class Recording:
+    """A recording in progress: what it has seen and kept so far."""
+
+    def __init__(
+        self, tracker: ModuleTracker, sampler: Sampler, writer: Writer, capture: CaptureRecord
+    ) -> None:
+        self.capture = capture
+        self.census = Census()
+        self.seed: int | None = None
+        self.keeps_output = True
+        self._tracker = tracker
+        self._sampler = sampler
+        self._writer = writer
+        self._kept: dict[int, tuple[Site, Signature]] = {}
+        self._globs = [glob.strip() for glob in capture.modules.split(",")]
+        self._lock = threading.Lock()
+
+    @property
+    def seen(self) -> int:
+        """SDPA calls made so far, wherever in the process."""
+        return self.census.calls
+
+    @property
+    def kept(self) -> int:
+        return self._sampler.kept
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors kept."""
+        return self._sampler.nbytes
+
+    @property
+    def refused_for_bytes(self) -> int:
+        """Calls not kept because `max_bytes` was reached."""
+        return self._sampler.refused_for_bytes
+
+    def handle(
+        self, arguments: Arguments, proceed: Callable[[], Tensor], sdpa: Callable[..., Tensor]
+    ) -> Tensor:
+        """The interceptor's handler: make the call, and keep it if it is chosen."""
+        site = self._tracker.site
+        with self._lock:
+            index = self.census.calls
+            decision = self._count(index, site, arguments)
+            census = self.census.to_json() if decision.keep else {}
+        if not decision.keep:
+            return proceed()
+        # Before the call: a replaced SDPA may change its inputs in place.
+        call = _as_call(arguments, self._origin(index, site, arguments, sdpa))
+        inputs = PackedCall.of(call)
+        result = proceed()
+        packed = inputs
+        if self.keeps_output:
+            packed = inputs.with_output(_four_dims(result))
+        self._writer.put(packed, decision.drop, census)
+        return result
+
+    def close(self, *, complete: bool) -> None:
+        self._writer.close(self.census.to_json(), complete=complete)
+
+    def _count(self, index: int, site: Site, arguments: Arguments) -> Decision:
+        signature = Signature.of(arguments)
+        self.census.add(site, signature)
+        keepable = (
+            site.module != ""
+            and arguments.query.device.type != "meta"
+            and any(fnmatch.fnmatchcase(site.module, glob) for glob in self._globs)
+        )
+        if not keepable:
+            return Decision(keep=False)
+        decision = self._sampler.offer(
+            index,
+            (site.phase, *signature.stratum),
+            site.module,
+            site.step,
+            _stored_bytes(arguments, output=self.keeps_output),
+        )
+        if decision.keep:
+            self._kept[index] = (site, signature)
+            self.census.adjust_kept(site, signature, +1)
+        for dropped in decision.drop:
+            self.census.adjust_kept(*self._kept.pop(dropped), -1)
+        return decision
+
+    def _origin(
+        self, index: int, site: Site, arguments: Arguments, sdpa: Callable[..., Tensor]
+    ) -> Origin:
+        device = arguments.query.device
+        described = device.type
+        if device.type == "cuda":
+            described = f"cuda ({torch.cuda.get_device_name(device)})"
+        self.capture.device = described
+        return Origin(
+            model=self.capture.model,
+            weights=self.capture.weights,
+            module=site.module,
+            call_index=index,
+            step=site.step,
+            phase=site.phase,
+            device=described,
+            seed=self.seed,
+            backend=_backend(arguments, sdpa),
+            versions=self.capture.versions,
+        )
+
+
+def _as_call(arguments: Arguments, origin: Origin) -> AttentionCall:
+    mask = arguments.attn_mask
+    return AttentionCall(
+        query=_four_dims(arguments.query),
+        key=_four_dims(arguments.key),
+        value=_four_dims(arguments.value),
+        attn_mask=None if mask is None else _four_dims(mask),
+        is_causal=arguments.is_causal,
+        scale=arguments.scale,
+        enable_gqa=arguments.enable_gqa,
+        dropout_p=arguments.dropout_p,
+        origin=origin,
+    )
+
+
+def _four_dims(tensor: Tensor) -> Tensor:
+    """SDPA takes any number of leading dimensions; a recorded call has batch and heads."""
+    while tensor.ndim < 4:
+        tensor = tensor.unsqueeze(0)
+    return tensor.flatten(0, -4) if tensor.ndim > 4 else tensor
+
+
+def _stored_bytes(arguments: Arguments, *, output: bool) -> int:
+    query, key, value = arguments.query, arguments.key, arguments.value
+    tensors = [query, key, value]
+    if arguments.attn_mask is not None:
+        tensors.append(arguments.attn_mask)
+    nbytes = sum(_unexpanded(tensor) * tensor.element_size() for tensor in tensors)
+    if output:
+        nbytes += query.numel() // query.shape[-1] * value.shape[-1] * query.element_size()
+    return nbytes
+
+
+def _unexpanded(tensor: Tensor) -> int:
+    count = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        count *= 1 if stride == 0 else size
+    return count
+
+
+_BACKENDS = {
+    0: "torch-math",
+    1: "torch-flash",
+    2: "torch-efficient",
+    3: "torch-cudnn",
+    4: "torch-overrideable",
+}
+
+
+def _backend(arguments: Arguments, sdpa: Callable[..., Tensor]) -> str:
+    """The backend PyTorch chooses for this call, as a kernel name."""
+    if sdpa is not TORCH_SDPA:
+        return f"{sdpa.__module__}.{getattr(sdpa, '__qualname__', sdpa)}"
+    query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = arguments
+    try:
+        choice = torch._fused_sdp_choice(
+            query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    except RuntimeError:
+        # A subclass or device without a choice function: SDPA runs, its backend is not told.
+        return ""
+    return _BACKENDS.get(choice, "")
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    if torch.version.cuda:
+        versions["cuda"] = torch.version.cuda
+    for package in ("diffusers", "transformers"):
+        if package in sys.modules:
+            versions[package] = importlib.metadata.version(package)
+    return versions
+
+
+def _weights_of(module: Any) -> str:
+    path = getattr(module, "name_or_path", None) or getattr(
+        getattr(module, "config", None), "_name_or_path", None
+    )
+    return f"checkpoint {path}" if path else "not stated"
+
+
+def _nothing_kept(recording: Recording, roots: dict[str, Any]) -> str:
+    if recording.refused_for_bytes:
+        return "no call fits into --max-bytes; raise it"
+    if not recording.seen:
+        return f"the model made no scaled_dot_product_attention call: {_other_attention(roots)}"
+    callers = [module or "(outside every watched module)" for module in recording.census.modules()]
+    shown = ", ".join(callers[:3]) + (" …" if len(callers) > 3 else "")
+    return (
+        f"none of the {recording.seen} attention calls came from a module that matches "
+        f"{recording.capture.modules!r}; calls came from: {shown}. Choose with --modules GLOB"
+    )
+
+
+def _other_attention(roots: dict[str, Any]) -> str:
+    for root in roots.values():
+        implementation = getattr(getattr(root, "config", None), "_attn_implementation", None)
+        if implementation not in (None, "sdpa"):
+            return (
+                f"it uses attn_implementation={implementation!r}; load it with "
+                "attn_implementation='sdpa'"
+            )
+    return (
+        "it probably calls an attention kernel of its own (flash-attn, xformers, FlexAttention, "
+        "or matmul and softmax); switch it to SDPA to record it"
+    )

@@ -1,0 +1,120 @@
+"""Writes recorded calls beside the running model, so that disk and checksum cost it little."""
+
+from __future__ import annotations
+
+import queue
+import re
+import threading
+from typing import Any
+
+from capture.dataset import CaptureRecord, Dataset, PackedCall
+from capture.errors import CaptureError
+
+
+class Writer:
+    """Adds one capture to a dataset from a background thread.
+
+    After every file the manifest on disk describes exactly the files that stand, so that a run
+    killed at any moment leaves a readable dataset. At most `_WAITING` calls wait in memory; then
+    `put` waits for the disk.
+    """
+
+    _WAITING = 2
+
+    def __init__(self, dataset: Dataset, capture: CaptureRecord) -> None:
+        self._dataset = dataset
+        self._capture = capture
+        self._dropped: set[int] = set()
+        self._failure: OSError | None = None
+        self._queue: queue.Queue[tuple[PackedCall, tuple[int, ...], dict[str, Any]] | None]
+        self._queue = queue.Queue(self._WAITING)
+        self._thread = threading.Thread(target=self._work, name="capture-writer", daemon=True)
+        self._begun = False
+
+    def put(self, call: PackedCall, drop: tuple[int, ...], census: dict[str, Any]) -> None:
+        """Write `call`; then delete the files of the call indices in `drop`.
+
+        The first call replaces an earlier capture of the same model, so that a run that records
+        nothing costs nothing.
+
+        Raises:
+            CaptureError: an earlier file could not be written.
+        """
+        self._raise_failure()
+        if not self._begun:
+            self._begun = True
+            self._thread.start()
+        self._dropped.update(drop)
+        self._queue.put((call, drop, census))
+
+    def close(self, census: dict[str, Any], *, complete: bool) -> None:
+        """Finish what is queued and write the final manifest.
+
+        Raises:
+            CaptureError: a file could not be written.
+        """
+        if not self._begun:
+            return
+        self._queue.put(None)
+        self._thread.join()
+        self._raise_failure()
+        self._capture.complete = complete
+        self._save(census)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise CaptureError(
+                f"could not write to {self._dataset.directory}: {self._failure}; "
+                "what was written before stays readable"
+            ) from self._failure
+
+    def _work(self) -> None:
+        self._replace_earlier()
+        while (item := self._queue.get()) is not None:
+            if self._failure is None:
+                try:
+                    self._write(*item)
+                except OSError as error:
+                    self._failure = error
+                except Exception as error:  # safetensors wraps a full disk in its own type
+                    self._failure = OSError(str(error))
+
+    def _replace_earlier(self) -> None:
+        same = [e for e in self._dataset.entries if e.origin.model == self._capture.model]
+        for entry in same:
+            self._dataset.entries.remove(entry)
+            entry.path.unlink(missing_ok=True)
+        others = [c for c in self._dataset.captures if c.model != self._capture.model]
+        self._dataset.captures = [*others, self._capture]
+
+    def _write(self, call: PackedCall, drop: tuple[int, ...], census: dict[str, Any]) -> None:
+        origin = call.header.origin
+        gone = [
+            entry
+            for entry in self._dataset.entries
+            if entry.origin.model == origin.model and entry.origin.call_index in drop
+        ]
+        # A later call may have taken this one's place while it waited.
+        if origin.call_index not in self._dropped:
+            name = f"{slug(origin.model)}-{origin.call_index:06d}.safetensors"
+            self._dataset.entries.append(call.write(self._dataset.directory / name))
+        for entry in gone:
+            self._dataset.entries.remove(entry)
+        self._dataset.entries.sort(key=self._position)
+        self._save(census)
+        for entry in gone:
+            entry.path.unlink(missing_ok=True)
+
+    def _position(self, entry: Any) -> tuple[int, int]:
+        models = [capture.model for capture in self._dataset.captures]
+        return models.index(entry.origin.model), entry.origin.call_index
+
+    def _save(self, census: dict[str, Any]) -> None:
+        self._capture.census = census
+        self._capture.calls_seen = sum(row["calls"] for row in census["rows"])
+        self._dataset.save_manifest()
+
+
+def slug(name: str) -> str:
+    """`name` as the beginning of a file name."""
+    return re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.") or "model"
