@@ -43,7 +43,7 @@ class Layout:
 def pack(tensor: Tensor) -> tuple[Tensor, Layout]:
     """`tensor`'s values on the CPU, contiguous, each expanded dimension once; and its layout."""
     layout = Layout.of(tensor)
-    return _narrow_expanded(tensor.detach()).to("cpu", copy=True).contiguous(), layout
+    return narrow_expanded(tensor.detach()).to("cpu", copy=True).contiguous(), layout
 
 
 def unpack(values: Tensor, layout: Layout, device: str | torch.device = "cpu") -> Tensor:
@@ -58,20 +58,22 @@ def unpack(values: Tensor, layout: Layout, device: str | torch.device = "cpu") -
     )
     if tuple(values.shape) != expanded:
         raise ValueError(f"values of shape {tuple(values.shape)} where {expanded} was recorded")
-    if not layout.is_representable:
-        return values.to(device)
-    restored = torch.empty_strided(expanded, layout.stride, dtype=values.dtype, device=device)
+    if layout.is_representable:
+        restored = torch.empty_strided(expanded, layout.stride, dtype=values.dtype, device=device)
+    else:
+        restored = torch.empty(expanded, dtype=values.dtype, device=device)
     restored.copy_(values)
     return restored.expand(layout.size)
 
 
 def copy_with_strides(tensor: Tensor, device: str | torch.device) -> Tensor:
     """A copy of `tensor` on `device` with the same strides, expanded dimensions included."""
-    values = _narrow_expanded(tensor.detach())
+    values = narrow_expanded(tensor.detach())
     return unpack(values, Layout.of(tensor), device)
 
 
-def _narrow_expanded(tensor: Tensor) -> Tensor:
+def narrow_expanded(tensor: Tensor) -> Tensor:
+    """A view of `tensor` with each expanded (stride 0) dimension narrowed to one element."""
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and size > 1:
             tensor = tensor.narrow(dim, 0, 1)

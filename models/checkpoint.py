@@ -1,0 +1,149 @@
+"""A user's own checkpoint: any directory that diffusers or transformers can read."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from diffusers import DiffusionPipeline
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
+
+from .diffusion import pipeline_runnable, read_pipeline
+from .hub import read_checkpoint
+from .inference import repeatable
+from .language import generation_runnable, prompt_ids, read_language_model
+from .request import Request
+from .runnable import ModelError, Runnable
+
+PROMPT = "A red panda reads a newspaper by the sea."
+PROMPT_TOKENS = 512
+DENOISING_STEPS = 20
+NEW_TOKENS = 32
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "vocab.txt", "spiece.model")
+
+
+def build(request: Request) -> Runnable:
+    """The pipeline or model that the directory ``request.name`` holds.
+
+    Raises:
+        ModelError: The directory holds neither, or something that cannot be read or driven.
+    """
+    directory = Path(request.name)
+    if (directory / "model_index.json").is_file():
+        return _pipeline(request)
+    if (directory / "config.json").is_file():
+        return _transformer(request)
+    raise ModelError(
+        f"{directory} holds neither model_index.json (a diffusers pipeline) nor config.json "
+        "(a transformers model): give a directory that save_pretrained wrote"
+    )
+
+
+def _pipeline(request: Request) -> Runnable:
+    pipeline = read_pipeline(DiffusionPipeline, request.name, request.dtype)
+    parameters = inspect.signature(pipeline.__call__).parameters
+    if "prompt" not in parameters or _required(parameters) - {"prompt"}:
+        needs = ", ".join(sorted(_required(parameters))) or "no prompt"
+        raise ModelError(
+            f"{request.name} is a {type(pipeline).__name__}, which takes {needs} where we have a "
+            "prompt: call it in a function of your own and give FILE.py:FUNCTION"
+        )
+    prompt = PROMPT if request.prompt is None else request.prompt
+    steps = request.steps or DENOISING_STEPS
+    arguments: dict[str, Any] = {"prompt": prompt}
+    if "num_inference_steps" in parameters:
+        arguments["num_inference_steps"] = steps
+    # CogVideoX fixes its text length in the transformer, and the pipeline's default ignores that.
+    transformer = pipeline.components.get("transformer")
+    text_tokens = getattr(getattr(transformer, "config", None), "max_text_seq_length", None)
+    if text_tokens is not None and "max_sequence_length" in parameters:
+        arguments["max_sequence_length"] = text_tokens
+    # Tensors rather than pictures, so that two runs can be compared exactly.
+    if "output_type" in parameters and parameters["output_type"].default == "pil":
+        arguments["output_type"] = "pt"
+    return pipeline_runnable(
+        pipeline,
+        request,
+        arguments=arguments,
+        weights=f"pretrained: {request.name}",
+        settings=request.settings(prompt=prompt, steps=arguments.get("num_inference_steps")),
+    )
+
+
+def _required(parameters: Any) -> set[str]:
+    return {
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+
+
+def _transformer(request: Request) -> Runnable:
+    config = read_checkpoint(AutoConfig.from_pretrained, request.name)
+    architecture = (config.architectures or [""])[0]
+    model_class = getattr(transformers, architecture, AutoModel)
+    model = read_language_model(model_class, request.name, request.dtype)
+    if model.main_input_name != "input_ids":
+        raise ModelError(
+            f"{request.name} is a {type(model).__name__}, which reads {model.main_input_name} "
+            "where we have text: call it in a function of your own and give FILE.py:FUNCTION"
+        )
+    steps = (request.steps or NEW_TOKENS) if model.can_generate() else 0
+    input_ids, prompt = _input_ids(request, config.get_text_config(), steps)
+    weights = f"pretrained: {request.name}"
+    if steps:
+        return generation_runnable(
+            model, request, input_ids=input_ids, prompt=prompt, steps=steps, weights=weights
+        )
+    return _forward_runnable(model, request, input_ids=input_ids, prompt=prompt, weights=weights)
+
+
+def _input_ids(request: Request, config: Any, steps: int) -> tuple[torch.Tensor, str]:
+    """The prompt's token ids (1, length), short enough for the positions the model has."""
+    tokenizer = None
+    if any((Path(request.name) / name).is_file() for name in TOKENIZER_FILES):
+        tokenizer = read_checkpoint(AutoTokenizer.from_pretrained, request.name)
+    elif request.prompt is not None:
+        raise ModelError(
+            f"{request.name} has no tokenizer to read --prompt with: leave it out to run on "
+            "random token ids, or save the tokenizer into the directory"
+        )
+    positions = getattr(config, "max_position_embeddings", None) or PROMPT_TOKENS + steps
+    return prompt_ids(
+        tokenizer,
+        request,
+        tokens=max(1, min(PROMPT_TOKENS, positions - steps)),
+        vocabulary=config.vocab_size,
+    )
+
+
+def _forward_runnable(
+    model: PreTrainedModel,
+    request: Request,
+    *,
+    input_ids: torch.Tensor,
+    prompt: str,
+    weights: str,
+) -> Runnable:
+    """One forward pass of a model that writes no text, such as an encoder."""
+    model.to(request.device).eval()
+    inputs = {"input_ids": input_ids.to(request.device)}
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = inputs["input_ids"]
+
+    def infer() -> Any:
+        return model(**inputs)
+
+    return Runnable(
+        name=request.name,
+        roots={"": model},
+        sampled="*",
+        run=repeatable(infer, seed=request.seed, device=request.device),
+        weights=weights,
+        settings=request.settings(prompt=prompt, prompt_tokens=input_ids.shape[1], output="states"),
+    )

@@ -1,0 +1,172 @@
+"""CogVideoX: text to video. 2b has fixed, 5b rotary positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from diffusers import (
+    AutoencoderKLCogVideoX,
+    CogVideoXDDIMScheduler,
+    CogVideoXPipeline,
+    CogVideoXTransformer3DModel,
+)
+
+from .diffusion import embeddings, pipeline_runnable, read_pipeline, refuse_prompt, tiny_t5
+from .hub import read_checkpoint
+from .inference import seeded
+from .offline_tokenizers import t5_tokenizer
+from .random_weights import build_random
+from .request import Request
+from .runnable import Runnable
+
+PROMPT = "A red panda reads a newspaper by the sea."
+GUIDANCE_SCALE = 6.0  # above 1: every step runs the prompt and the empty prompt, a batch of 2
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The published model: its hub id, and what differs from the class's own defaults."""
+
+    hub_id: str
+    transformer: dict[str, Any]
+    snr_shift_scale: float
+
+
+# The defaults of CogVideoXTransformer3DModel are the 2b configuration.
+VARIANTS = {
+    "cogvideo": Variant("THUDM/CogVideoX-2b", {}, snr_shift_scale=3.0),
+    "cogvideo-5b": Variant(
+        "THUDM/CogVideoX-5b",
+        {
+            "num_layers": 42,
+            "num_attention_heads": 48,
+            "use_rotary_positional_embeddings": True,
+        },
+        snr_shift_scale=1.0,
+    ),
+}
+
+
+def build(request: Request) -> Runnable:
+    """CogVideoX as ``request`` wants it.
+
+    Raises:
+        ModelError: The checkpoint cannot be read.
+    """
+    variant = VARIANTS[request.name]
+    prompt = PROMPT if request.prompt is None else request.prompt
+    texts: dict[str, Any] = {"prompt": prompt}
+    if request.is_built_in:
+        pipeline = tiny_pipeline(variant, request)
+        weights = f"random, seed {request.seed} (built-in tiny configuration)"
+    elif request.weights == "pretrained":
+        source = request.checkpoint or variant.hub_id
+        pipeline = read_pipeline(CogVideoXPipeline, source, request.dtype)
+        weights = f"pretrained: {source}"
+    else:
+        refuse_prompt(request)
+        pipeline = _random(variant, request)
+        config = pipeline.transformer.config
+        shape = (1, config.max_text_seq_length, config.text_embed_dim)
+        texts = {
+            "prompt_embeds": embeddings(*shape, request=request, stream=1),
+            "negative_prompt_embeds": embeddings(*shape, request=request, stream=2),
+        }
+        prompt = "random text embeddings"
+        origin = request.checkpoint or variant.hub_id.partition("/")[2]
+        weights = f"random, seed {request.seed} ({origin} configuration)"
+
+    config = pipeline.transformer.config
+    decodes = pipeline.vae is not None
+    run = {
+        "height": config.sample_height * pipeline.vae_scale_factor_spatial,
+        "width": config.sample_width * pipeline.vae_scale_factor_spatial,
+        "num_frames": config.sample_frames,
+        "num_inference_steps": request.steps or (4 if request.is_tiny else 50),
+        "guidance_scale": GUIDANCE_SCALE,
+        "max_sequence_length": config.max_text_seq_length,
+        "output_type": "pt" if decodes else "latent",
+    }
+    settings = request.settings(
+        prompt=prompt,
+        steps=run["num_inference_steps"],
+        height=run["height"],
+        width=run["width"],
+        num_frames=run["num_frames"],
+        guidance_scale=GUIDANCE_SCALE,
+        text_tokens=config.max_text_seq_length,
+        output="video" if decodes else "latents: the VAE is left out",
+    )
+    return pipeline_runnable(
+        pipeline, request, arguments={**texts, **run}, weights=weights, settings=settings
+    )
+
+
+def scheduler(variant: Variant) -> CogVideoXDDIMScheduler:
+    """The published noise schedule."""
+    return CogVideoXDDIMScheduler(
+        beta_schedule="scaled_linear",
+        beta_start=0.00085,
+        beta_end=0.012,
+        clip_sample=False,
+        prediction_type="v_prediction",
+        rescale_betas_zero_snr=True,
+        snr_shift_scale=variant.snr_shift_scale,
+        timestep_spacing="trailing",
+    )
+
+
+def tiny_pipeline(variant: Variant, request: Request) -> CogVideoXPipeline:
+    """Four layers of four heads of 64 over 64 text tokens and 3·12·16 = 576 video tokens."""
+    tokenizer = t5_tokenizer()
+    rotary = variant.transformer.get("use_rotary_positional_embeddings", False)
+    with seeded(request.seed, request.device):
+        pipeline = CogVideoXPipeline(
+            tokenizer=tokenizer,
+            text_encoder=tiny_t5(len(tokenizer)),
+            transformer=CogVideoXTransformer3DModel(
+                num_attention_heads=4,
+                num_layers=4,
+                in_channels=4,
+                out_channels=4,
+                time_embed_dim=64,
+                text_embed_dim=64,
+                max_text_seq_length=64,
+                sample_width=32,
+                sample_height=24,
+                sample_frames=9,
+                use_rotary_positional_embeddings=rotary,
+            ),
+            vae=AutoencoderKLCogVideoX(
+                block_out_channels=(8, 8, 8, 8),
+                latent_channels=4,
+                layers_per_block=1,
+                norm_num_groups=2,
+            ),
+            scheduler=scheduler(variant),
+        )
+    return pipeline.to(request.dtype)
+
+
+def _random(variant: Variant, request: Request) -> CogVideoXPipeline:
+    """The transformer alone, at full size: it is where the attention is."""
+    if request.checkpoint:
+        config = read_checkpoint(
+            CogVideoXTransformer3DModel.load_config, request.checkpoint, subfolder="transformer"
+        )
+    else:
+        config = variant.transformer
+    transformer = build_random(
+        lambda: CogVideoXTransformer3DModel.from_config(config),
+        seed=request.seed,
+        dtype=request.dtype,
+        device=request.device,
+    )
+    return CogVideoXPipeline(
+        tokenizer=None,
+        text_encoder=None,
+        vae=None,
+        transformer=transformer,
+        scheduler=scheduler(variant),
+    )

@@ -1,0 +1,94 @@
+"""What the diffusers pipelines here have in common: from a pipeline to a runnable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from torch import nn
+from transformers import T5Config, T5EncoderModel
+
+from .hub import read_checkpoint, refuse_missing
+from .inference import repeatable
+from .request import Request
+from .runnable import ModelError, Runnable
+
+
+def read_pipeline(
+    pipeline_class: type[DiffusionPipeline], source: str, dtype: torch.dtype
+) -> DiffusionPipeline:
+    """Load a whole pipeline from a directory or a hub id.
+
+    Raises:
+        ModelError: It cannot be read, or some of its weights are missing.
+    """
+    pipeline = read_checkpoint(pipeline_class.from_pretrained, source, dtype=dtype)
+    for name, component in pipeline.components.items():
+        if isinstance(component, nn.Module):
+            # diffusers leaves what it did not find on the meta device.
+            refuse_missing(
+                source, [f"{name}.{key}" for key, p in component.named_parameters() if p.is_meta]
+            )
+    return pipeline
+
+
+def pipeline_runnable(
+    pipeline: DiffusionPipeline,
+    request: Request,
+    *,
+    arguments: dict[str, Any],
+    weights: str,
+    settings: dict[str, Any],
+) -> Runnable:
+    """Make ``pipeline(**arguments)``, with noise drawn from the seed, a runnable.
+
+    The noise comes from a CPU generator: the same on every device.
+    """
+    pipeline.to(request.device)
+    pipeline.set_progress_bar_config(disable=True)
+    roots = {
+        name: component.eval()
+        for name, component in pipeline.components.items()
+        if isinstance(component, nn.Module)
+    }
+
+    def infer() -> Any:
+        return pipeline(**arguments, generator=torch.Generator().manual_seed(request.seed))
+
+    main = next((name for name in ("transformer", "unet") if name in roots), None)
+    return Runnable(
+        name=request.name,
+        roots=roots,
+        sampled=f"{main}.*" if main else "*",
+        run=repeatable(infer, seed=request.seed, device=request.device),
+        weights=weights,
+        settings=settings,
+    )
+
+
+def tiny_t5(vocabulary: int) -> T5EncoderModel:
+    """A T5 encoder of two layers of two heads of 64, 64 wide."""
+    config = T5Config(
+        vocab_size=vocabulary, d_model=64, d_kv=64, d_ff=128, num_layers=2, num_heads=2
+    )
+    return T5EncoderModel(config)
+
+
+def embeddings(*shape: int, request: Request, stream: int) -> torch.Tensor:
+    """Normal noise of ``shape`` in place of a text encoder's output; one per ``stream``."""
+    generator = torch.Generator().manual_seed(request.seed + stream)
+    return torch.randn(shape, generator=generator).to(request.device, request.dtype)
+
+
+def refuse_prompt(request: Request) -> None:
+    """With random embeddings there is no text encoder to read a prompt.
+
+    Raises:
+        ModelError: A prompt was given.
+    """
+    if request.prompt is not None:
+        raise ModelError(
+            "--prompt has no effect on random weights of this size, whose text embeddings are "
+            "random as well: leave it out, or use --weights pretrained or --size tiny"
+        )

@@ -1,0 +1,91 @@
+"""Reading checkpoints: from a directory, from the Hugging Face hub, or a sentence why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from huggingface_hub import HfApi, try_to_load_from_cache
+
+from .runnable import ModelError
+
+Loaded = TypeVar("Loaded")
+
+_REMEDIES = (
+    "use --checkpoint DIR for a local copy, --size tiny for the small built-in model, "
+    "or --weights random for the official shapes without a download"
+)
+_PROBE_SECONDS = 5.0
+
+
+def read_checkpoint(load: Callable[..., Loaded], source: str, **options: Any) -> Loaded:
+    """Call ``load(source, local_files_only=…, **options)``, a library's ``from_pretrained``.
+
+    Args:
+        source: A directory or a hub id.
+
+    Raises:
+        ModelError: The hub cannot be reached and has nothing cached, does not have ``source``,
+            or does not give it to us; or the directory does not hold what ``load`` reads.
+    """
+    if Path(source).is_dir():
+        try:
+            return load(source, local_files_only=True, **options)
+        # A checkpoint can be broken in as many ways as there are libraries reading it.
+        except Exception as error:
+            raise ModelError(
+                f"{source} does not hold what this model needs ({_first_line(error)}); "
+                "give a directory that save_pretrained wrote"
+            ) from error
+    unreachable = _why_unreachable(source)
+    try:
+        return load(source, local_files_only=unreachable is not None, **options)
+    # OSError, ValueError, or the errors of whichever HTTP library the hub client uses.
+    except Exception as error:
+        reason = unreachable or error
+        raise ModelError(
+            f"could not load {source} from the Hugging Face hub ({_first_line(reason)}): "
+            f"{_REMEDIES}"
+        ) from error
+
+
+def refuse_missing(source: str, keys: Sequence[str]) -> None:
+    """The libraries only warn of weights they did not find, and go on with random ones.
+
+    Raises:
+        ModelError: There are such ``keys``.
+    """
+    if keys:
+        raise ModelError(
+            f"{source} lacks {len(keys)} of the model's weights (first {min(keys)}): give the "
+            "complete checkpoint of this model, or use --weights random"
+        )
+
+
+def _why_unreachable(source: str) -> Exception | None:
+    """Ask the hub once; the libraries would retry each file for half a minute.
+
+    Raises:
+        ModelError: The hub did not answer, and no part of ``source`` is cached.
+    """
+    try:
+        HfApi().model_info(source, timeout=_PROBE_SECONDS)
+    except Exception as error:
+        cached = ("model_index.json", "config.json")
+        try:
+            if any(isinstance(try_to_load_from_cache(source, name), str) for name in cached):
+                return error
+        except ValueError:  # not even the form of a hub id
+            raise ModelError(
+                f"{source} is neither a directory nor a hub id: {_REMEDIES}"
+            ) from error
+        raise ModelError(
+            f"could not load {source} from the Hugging Face hub ({_first_line(error)}): {_REMEDIES}"
+        ) from error
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__).rstrip(".:")

@@ -1,0 +1,57 @@
+"""One inference: quiet, without gradients, and the same on every call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def repeatable(infer: Callable[[], Any], *, seed: int, device: torch.device) -> Callable[[], Any]:
+    """Wrap ``infer`` so that each call sees the same random numbers and needs no gradients."""
+
+    def run() -> Any:
+        with torch.no_grad(), quiet(), seeded(seed, device):
+            return infer()
+
+    return run
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Draw torch's random numbers from ``seed``, then give the global generators their state back.
+
+    A builder that draws on the CPU makes the same weights for every device.
+    """
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence the logs and progress bars of diffusers and transformers, and restore them after."""
+    import diffusers.utils.logging as diffusers_logging
+    import transformers.utils.logging as transformers_logging
+    from huggingface_hub.utils import logging as hub_logging
+
+    libraries = (diffusers_logging, transformers_logging, hub_logging)
+    verbosities = [library.get_verbosity() for library in libraries]
+    with_bars = [
+        library
+        for library in (diffusers_logging, transformers_logging)
+        if library.is_progress_bar_enabled()
+    ]
+    try:
+        for library in libraries:
+            library.set_verbosity_error()
+        for library in with_bars:
+            library.disable_progress_bar()
+        yield
+    finally:
+        for library, verbosity in zip(libraries, verbosities, strict=True):
+            library.set_verbosity(verbosity)
+        for library in with_bars:
+            library.enable_progress_bar()

@@ -1,0 +1,165 @@
+"""Llama: prefill and greedy decode. 2-7b has as many key/value heads as heads, 3.1-8B a quarter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from .hub import read_checkpoint
+from .inference import seeded
+from .language import generation_runnable, prompt_ids, read_language_model
+from .offline_tokenizers import byte_tokenizer
+from .random_weights import build_random
+from .request import Request
+from .runnable import ModelError, Runnable
+
+TINY_PROMPT_TOKENS = 384
+TINY_STEPS = 8
+FULL_STEPS = 64
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The published model: its hub id, configuration and the prefill we run."""
+
+    hub_id: str
+    config: dict[str, Any]
+    prompt_tokens: int
+
+
+VARIANTS = {
+    "llama": Variant(
+        "meta-llama/Llama-2-7b-hf",
+        {
+            "vocab_size": 32000,
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        prompt_tokens=4096,
+    ),
+    "llama-3.1-8b": Variant(
+        "meta-llama/Llama-3.1-8B",
+        {
+            "vocab_size": 128256,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "bos_token_id": 128000,
+            "eos_token_id": 128001,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+        prompt_tokens=8192,
+    ),
+}
+
+
+def build(request: Request) -> Runnable:
+    """Llama as ``request`` wants it.
+
+    Raises:
+        ModelError: The checkpoint cannot be read, or a prompt is given without a tokenizer.
+    """
+    variant = VARIANTS[request.name]
+    tokenizer = None
+    if request.is_built_in:
+        tokenizer = byte_tokenizer()
+        model = _tiny(variant, request, vocabulary=len(tokenizer))
+        weights = f"random, seed {request.seed} (built-in tiny configuration)"
+    elif request.weights == "pretrained":
+        source = request.checkpoint or variant.hub_id
+        _config(source)
+        model = read_language_model(LlamaForCausalLM, source, request.dtype)
+        tokenizer = read_checkpoint(AutoTokenizer.from_pretrained, source)
+        weights = f"pretrained: {source}"
+    else:
+        if request.prompt is not None:
+            raise ModelError(
+                "--prompt has no effect on random weights of this size, which have no tokenizer: "
+                "leave it out, or use --weights pretrained or --size tiny"
+            )
+        model = _random(variant, request)
+        origin = request.checkpoint or variant.hub_id.partition("/")[2]
+        weights = f"random, seed {request.seed} ({origin} configuration)"
+
+    config = model.config
+    wanted = TINY_PROMPT_TOKENS if request.is_tiny else variant.prompt_tokens
+    input_ids, prompt = prompt_ids(
+        tokenizer,
+        request,
+        tokens=min(wanted, config.max_position_embeddings),
+        vocabulary=config.vocab_size,
+    )
+    return generation_runnable(
+        model,
+        request,
+        input_ids=input_ids,
+        prompt=prompt,
+        steps=request.steps or (TINY_STEPS if request.is_tiny else FULL_STEPS),
+        weights=weights,
+    )
+
+
+def _tiny(variant: Variant, request: Request, *, vocabulary: int) -> LlamaForCausalLM:
+    """Four layers of four heads of 128 over two key/value heads, as grouped-query models have."""
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+        rope_parameters=variant.config["rope_parameters"],
+        bos_token_id=0,
+        eos_token_id=1,
+        # 1/√hidden: queries and keys of unit size. The default, made for wider models, would
+        # leave attention almost uniform.
+        initializer_range=512**-0.5,
+    )
+    with seeded(request.seed, request.device):
+        model = LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        # Not model.to(dtype): that would round the rotary frequencies, which are buffers.
+        parameter.data = parameter.data.to(request.dtype)
+    return model
+
+
+def _random(variant: Variant, request: Request) -> LlamaForCausalLM:
+    source = request.checkpoint
+    config = _config(source) if source else LlamaConfig(**variant.config)
+    return build_random(
+        lambda: LlamaForCausalLM(config),
+        seed=request.seed,
+        dtype=request.dtype,
+        device=request.device,
+    )
+
+
+def _config(source: str) -> LlamaConfig:
+    """The configuration of a checkpoint, if it is a Llama: others would load, and compute wrong."""
+    config = read_checkpoint(AutoConfig.from_pretrained, source)
+    if config.model_type != "llama":
+        raise ModelError(
+            f"{source} is a {config.model_type} model, not a Llama: give its directory as --model"
+        )
+    return config

@@ -1,0 +1,129 @@
+"""A user's wishes, completed by the defaults and checked before anything is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .runnable import ModelError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to build and run. ``prompt`` and ``steps`` stay None where the model's own apply.
+
+    ``size`` and ``weights`` are decided for the models we name; for a user's directory or
+    function both are None, since these bring their own.
+    """
+
+    name: str
+    size: str | None
+    weights: str | None
+    checkpoint: str | None
+    prompt: str | None
+    steps: int | None
+    seed: int
+    dtype: torch.dtype
+    device: torch.device
+    given: frozenset[str] = frozenset()
+    """Which of prompt, steps, dtype and device the user asked for, rather than the defaults."""
+
+    @property
+    def is_tiny(self) -> bool:
+        """A short run: few steps, few tokens."""
+        return self.size == "tiny"
+
+    @property
+    def is_built_in(self) -> bool:
+        """The tiny model of ours, rather than an official or given configuration."""
+        return self.is_tiny and self.checkpoint is None
+
+    def settings(self, **more: Any) -> dict[str, Any]:
+        """The request as plain JSON, with what the model adds (``prompt``, ``steps``, …)."""
+        return {
+            "size": self.size,
+            "checkpoint": self.checkpoint,
+            "seed": self.seed,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "device": str(self.device),
+            **more,
+        }
+
+
+def from_user(
+    name: str,
+    *,
+    named: bool,
+    size: str | None,
+    weights: str | None,
+    checkpoint: str | None,
+    prompt: str | None,
+    steps: int | None,
+    seed: int,
+    dtype: str | None,
+    device: str | None,
+) -> Request:
+    """Complete and check a request; ``named`` says that ``name`` is one of our models.
+
+    Raises:
+        ModelError: A value is unknown, or two of them contradict each other.
+    """
+    _one_of("size", size, ("tiny", "full"))
+    _one_of("weights", weights, ("random", "pretrained"))
+    _one_of("dtype", dtype, tuple(DTYPES))
+    if steps is not None and steps < 1:
+        raise ModelError(f"--steps is {steps}: at least one step is needed")
+    where = _device(device)
+    if named:
+        if size is None:
+            size = "full" if checkpoint or where.type == "cuda" else "tiny"
+        if weights is None:
+            weights = "pretrained" if checkpoint or size == "full" else "random"
+        if size == "tiny" and weights == "pretrained" and checkpoint is None:
+            raise ModelError(
+                f"there are no pretrained weights for the tiny {name}: use --weights random, "
+                "--size full, or --checkpoint DIR"
+            )
+    else:
+        asked = {"--size": size, "--weights": weights, "--checkpoint": checkpoint}
+        if meaningless := [option for option, value in asked.items() if value is not None]:
+            raise ModelError(
+                f"{name} brings its own size and weights: leave out {' and '.join(meaningless)}"
+            )
+    optional = {"prompt": prompt, "steps": steps, "dtype": dtype, "device": device}
+    return Request(
+        name=name,
+        size=size,
+        weights=weights,
+        checkpoint=checkpoint,
+        prompt=prompt,
+        steps=steps,
+        seed=seed,
+        dtype=DTYPES[dtype or ("bfloat16" if where.type == "cuda" else "float32")],
+        device=where,
+        given=frozenset(option for option, value in optional.items() if value is not None),
+    )
+
+
+def _one_of(option: str, value: str | None, choices: tuple[str, ...]) -> None:
+    if value is not None and value not in choices:
+        raise ModelError(f"--{option} is {value!r}: choose {', '.join(choices)}")
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ModelError(f"--device is {name!r}: write cpu, cuda or cuda:1, say") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ModelError(
+            f"--device is {name!r}, and torch sees {torch.cuda.device_count()} CUDA devices: "
+            "use --device cpu, or install a CUDA build of torch"
+        )
+    return device

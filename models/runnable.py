@@ -1,0 +1,40 @@
+"""What every builder in this package returns, and how it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the package must be importable without importing torch
+    from torch import nn
+
+
+class ModelError(Exception):
+    """A model cannot be built as asked: one sentence that names the remedy."""
+
+
+@dataclass
+class Runnable:
+    """A model in eval mode, and one whole inference through it.
+
+    Attributes:
+        name: The model as the user gave it.
+        roots: The modules to watch, by name: ``{"transformer": …, "text_encoder": …, "vae": …}``
+            for a pipeline, ``{"": model}`` for a single model.
+        sampled: Glob (``fnmatch``) over dotted module paths, the root's name first, of the
+            modules that matter most: ``"transformer.*"``, or ``"*"`` for all.
+        run: One whole inference without gradients. The same on every call: noise is drawn anew
+            from the seed and the key/value cache starts empty. Returns the pipeline's own result:
+            diffusers' output object (``frames``, ``images``), or transformers' generation output
+            (``sequences``, and ``logits`` of each new token).
+        weights: Where the weights are from, for people and manifests.
+        settings: What was run, as plain JSON.
+    """
+
+    name: str
+    roots: dict[str, nn.Module]
+    sampled: str
+    run: Callable[[], Any]
+    weights: str
+    settings: dict[str, Any]

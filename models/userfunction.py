@@ -1,0 +1,143 @@
+"""A user's own model: ``path/file.py:function``, a function that builds it and says how to run it.
+
+The function returns ``(module, run)``: an ``nn.Module``, or a dictionary of them by name, and a
+callable without arguments that runs one inference. It may declare any of ``seed``, ``device`` (a
+``torch.device``), ``dtype`` (a ``torch.dtype``), ``steps`` and ``prompt``. The last two are passed
+only where the user gave them, so that the function's own defaults hold.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from .inference import seeded
+from .request import Request
+from .runnable import ModelError, Runnable
+
+
+def build(request: Request) -> Runnable:
+    """Call the user's function and take what it returns.
+
+    Raises:
+        ModelError: The file or the function is missing, raises, or returns something else. The
+            user's own exception is the cause.
+    """
+    file, _, name = request.name.rpartition(":")
+    path = Path(file).expanduser().resolve()
+    if not path.is_file():
+        raise ModelError(f"{file} does not exist: write PATH/FILE.py:FUNCTION")
+    with _importable(path.parent):
+        function = _function(_import(path, file), name, file)
+        arguments = _arguments(function, request, file)
+        with seeded(request.seed, request.device):
+            try:
+                built = function(**arguments)
+            except Exception as error:
+                raise ModelError(f"{name} in {file} failed: {_describe(error)}") from error
+    roots, run = _checked(built, request.name)
+    for root in roots.values():
+        root.eval()
+
+    def infer() -> Any:
+        with _importable(path.parent), torch.no_grad(), seeded(request.seed, request.device):
+            return run()
+
+    given = {option: getattr(request, option) for option in ("prompt", "steps")}
+    return Runnable(
+        name=request.name,
+        roots=roots,
+        sampled="*",
+        run=infer,
+        weights=f"user's own: {request.name}",
+        settings=request.settings(**given),
+    )
+
+
+@contextmanager
+def _importable(directory: Path) -> Iterator[None]:
+    """Let the user's file import its neighbours, and only it: imports can be late, in run()."""
+    entry = str(directory)
+    sys.path.insert(0, entry)
+    try:
+        yield
+    finally:
+        sys.path.remove(entry)
+
+
+def _import(path: Path, file: str) -> ModuleType:
+    private_name = f"_attention_replay_user_{path.stem}"
+    spec = spec_from_file_location(private_name, path)
+    assert spec is not None  # the name ends in .py, so there is a loader for it
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[private_name] = module  # dataclasses and pickle look their module up
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[private_name]
+        raise ModelError(f"{file} could not be imported: {_describe(error)}") from error
+    return module
+
+
+def _function(module: ModuleType, name: str, file: str) -> Callable[..., Any]:
+    function: Callable[..., Any] | None = getattr(module, name, None)
+    if function is None:
+        own = [
+            other
+            for other, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__
+        ]
+        there = f"it has {', '.join(own)}" if own else "it has no function"
+        raise ModelError(f"{file} has no function {name!r}: {there}")
+    return function
+
+
+def _arguments(function: Callable[..., Any], request: Request, file: str) -> dict[str, Any]:
+    """What the function declares, among what we have to offer."""
+    declared = inspect.signature(function).parameters
+    # A default is ours to drop; a wish is not.
+    if ignored := sorted(request.given - declared.keys()):
+        raise ModelError(
+            f"the function in {file} takes no {' or '.join(ignored)}: leave out "
+            f"{' and '.join('--' + option for option in ignored)}, or declare it"
+        )
+    offered = {"seed": request.seed, "device": request.device, "dtype": request.dtype}
+    for option in request.given & {"prompt", "steps"}:
+        offered[option] = getattr(request, option)
+    return {name: value for name, value in offered.items() if name in declared}
+
+
+def _checked(built: Any, name: str) -> tuple[dict[str, nn.Module], Callable[[], Any]]:
+    if isinstance(built, tuple) and len(built) == 2:
+        module, run = built
+        roots = {"": module} if isinstance(module, nn.Module) else module
+        if (
+            isinstance(roots, dict)
+            and all(isinstance(root, nn.Module) for root in roots.values())
+            and callable(run)
+        ):
+            return roots, run
+    raise ModelError(
+        f"{name} must return (module, run), an nn.Module or a dictionary of them and a callable "
+        f"without arguments, but returned {_shape(built)}"
+    )
+
+
+def _shape(built: Any) -> str:
+    if isinstance(built, tuple):
+        return f"({', '.join(type(item).__name__ for item in built)})"
+    return type(built).__name__
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]

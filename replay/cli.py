@@ -1,0 +1,365 @@
+"""The `replay` command. Imports torch only after the arguments are understood."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    import torch
+
+    from replay.registry import Kernel
+    from replay.results import Row
+    from replay.runner import Settings
+    from replay.timing import Cache
+    from replay.workloads import Workload
+
+METRICS = ("time", "throughput", "bandwidth", "arithmetic_intensity", "accuracy", "memory", "all")
+SUITES = ("flux", "sage", "aiter", "cogvideo", "llama")
+
+EXAMPLES = """examples:
+  replay --dir captured_inputs                          every kernel × every recorded call
+  replay --dir captured_inputs --metric all             with accuracy, bandwidth and memory
+  replay --dir captured_inputs --kernels 'torch-*' --json rows.jsonl
+  replay --random -b 2 -hq 24 -sq 4250 -d 64            any shape, no capture needed
+  replay --random -hq 32 -hk 8 -sq 1 -sk 8192 -d 128    one decoded token, grouped heads
+  replay --suite llama                                  a published list of shapes
+  replay --list-kernels                                 what there is, and what can run here
+"""
+
+
+class UsageError(Exception):
+    """Arguments that make no sense together; the message is for the user."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point; exits 0 when fine, 1 when a check failed, 2 on wrong usage."""
+    arguments = _parser().parse_args(argv)
+    try:
+        code = _dispatch(arguments)
+    except KeyboardInterrupt:
+        print("replay: interrupted", file=sys.stderr)
+        code = 130
+    except Exception as error:
+        if arguments.debug:
+            raise
+        code = _explain(error)
+    sys.exit(code)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="replay",
+        description="Run attention kernels on recorded calls (or random ones): how fast, how "
+        "accurate, which to use.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_argument_group("what to replay")
+    source = what.add_mutually_exclusive_group()
+    source.add_argument("--dir", metavar="DIR", help="a directory that `capture` wrote")
+    source.add_argument("--random", action="store_true", help="one shape, given by the flags below")
+    source.add_argument("--suite", choices=SUITES, help="a list of shapes, with random values")
+    source.add_argument("--list-kernels", action="store_true", help="list kernels and exit")
+    what.add_argument("--kernels", metavar="A,B,'GLOB*'", help="default: a few; all: every one")
+    what.add_argument("--max-seq", type=_positive, metavar="N", help="leave longer shapes out")
+    what.add_argument("--seed", type=int, default=0, help="of random values (default 0)")
+    what.add_argument("--device", help="cuda, cpu … (default: cuda where there is one)")
+
+    shape = parser.add_argument_group("shape of --random")
+    shape.add_argument("-b", type=int, default=1, metavar="B", help="batch (default 1)")
+    shape.add_argument("-hq", type=int, default=16, metavar="HQ", help="query heads (default 16)")
+    shape.add_argument("-hk", type=int, metavar="HK", help="key/value heads (default: HQ)")
+    shape.add_argument("-sq", type=int, default=1024, metavar="SQ", help="query length")
+    shape.add_argument("-sk", type=int, metavar="SK", help="key length (default: SQ)")
+    shape.add_argument("-d", type=int, default=64, metavar="D", help="head dimension (default 64)")
+    shape.add_argument("-dv", type=int, metavar="DV", help="value head dimension (default: D)")
+    shape.add_argument("--causal", action="store_true", help="top-left causal mask")
+    shape.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+
+    how = parser.add_argument_group("how to measure")
+    how.add_argument("--cache", choices=["cold", "warm"], help="L2 cache (default: cold on a GPU)")
+    how.add_argument("--rounds", type=_positive, default=30, help="samples a kernel (default 30)")
+    how.add_argument(
+        "--max-seconds",
+        type=float,
+        default=20.0,
+        metavar="S",
+        help="per kernel and call; then fewer rounds (default 20)",
+    )
+    how.add_argument(
+        "--baseline-kernel", metavar="K", help="speed-ups are against it (default: the model's own)"
+    )
+
+    report = parser.add_argument_group("what to report")
+    report.add_argument(
+        "--metric", default="time,throughput,accuracy", metavar="M", help=", ".join(METRICS)
+    )
+    report.add_argument(
+        "--reference",
+        default="gold",
+        metavar="R",
+        help="errors against gold (high precision, default), captured, or a kernel",
+    )
+    report.add_argument(
+        "--compare-stats", action="store_true", help="min, max, mean, std of outputs"
+    )
+    report.add_argument("--per-call", action="store_true", help="a table per call, not per shape")
+    report.add_argument("--json", metavar="FILE", help="a JSON object per row (- for stdout)")
+    report.add_argument("--csv", metavar="FILE", help="a line per row (- for stdout)")
+    report.add_argument("--save-output", metavar="DIR", help="keep every kernel's outputs")
+    report.add_argument("--check", action="store_true", help="exit 1 when a kernel fails accuracy")
+    report.add_argument("--debug", action="store_true", help="show tracebacks")
+    return parser
+
+
+def _dispatch(arguments: argparse.Namespace) -> int:
+    metrics = _metrics(arguments.metric)
+    if not (arguments.dir or arguments.random or arguments.suite or arguments.list_kernels):
+        raise UsageError("nothing to replay: give --dir DIR, --random or --suite NAME")
+    device = _device(arguments.device)
+    if arguments.list_kernels:
+        return _list_kernels(device)
+    kernels = _kernels(arguments, device)
+    settings = _settings(arguments, device)
+    workloads, note = _workloads(arguments, device, kernels)
+    if note:
+        print(f"replay: {note}", file=sys.stderr)
+    rows = _run(workloads, kernels, settings, arguments)
+    if "-" not in (arguments.json, arguments.csv):
+        _print_tables(rows, settings, metrics, arguments)
+    return _exit_code(rows, arguments)
+
+
+def _run(
+    workloads: list[Workload],
+    kernels: list[Kernel],
+    settings: Settings,
+    arguments: argparse.Namespace,
+) -> list[Row]:
+    from replay.results import write_csv, write_jsonl
+    from replay.runner import replay
+
+    rows: list[Row] = []
+
+    def kept(produced: Iterator[Row]) -> Iterator[Row]:
+        for row in produced:
+            rows.append(row)
+            yield row
+
+    # Opened first: a run of an hour must not end at a directory that is not there. JSON is written
+    # row by row, so an interrupted run keeps what it measured.
+    with _opened(arguments.json) as json_file, _opened(arguments.csv) as csv_file:
+        with _progress(len(workloads)) as report:
+            produced = kept(replay(workloads, kernels, settings, report))
+            if json_file is not None:
+                write_jsonl(produced, json_file)
+            for _ in produced:
+                pass
+        if csv_file is not None:
+            write_csv(rows, csv_file)
+    return rows
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[Workload, str], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("replay", total=total)
+        order: dict[str, int] = {}
+
+        def report(workload: Workload, stage: str) -> None:
+            done = order.setdefault(workload.name, len(order))
+            progress.update(task, completed=done, description=f"{workload.name}: {stage}")
+
+        yield report
+
+
+def _print_tables(
+    rows: list[Row], settings: Settings, metrics: list[str], arguments: argparse.Namespace
+) -> None:
+    from rich.console import Console
+
+    from replay.machine import describe
+    from replay.report.table import print_report
+
+    console = Console(highlight=False)
+    machine = describe(settings.device)
+    versions = ", ".join(
+        f"{name} {machine[name]}" for name in ("torch", "cuda", "triton") if name in machine
+    )
+    console.print(f"{machine['device']} · {versions} · {settings.cache} cache")
+    console.print()
+    print_report(
+        rows,
+        console,
+        metrics=metrics,
+        reference=settings.reference,
+        per_call=arguments.per_call,
+        compare_stats=settings.compare_stats,
+    )
+
+
+def _exit_code(rows: list[Row], arguments: argparse.Namespace) -> int:
+    unreadable = [row for row in rows if not row.kernel]
+    for row in unreadable:
+        print(f"replay: {row.reason}; the other calls were replayed", file=sys.stderr)
+    failed = sorted({row.kernel for row in rows if row.status == "inaccurate"})
+    if arguments.check and failed:
+        print(f"replay: inaccurate: {', '.join(failed)}", file=sys.stderr)
+    return 1 if unreadable or (arguments.check and failed) else 0
+
+
+def _list_kernels(device: torch.device) -> int:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from replay.registry import catalogue
+
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("kernel", no_wrap=True)
+    table.add_column(f"on {device}", overflow="fold")
+    table.add_column("what it is", overflow="fold")
+    for kernel in catalogue().values():
+        reason = kernel.unavailable(device)
+        state = Text(reason, "yellow") if reason else Text("available", "green")
+        default = "" if kernel.default else " (not by default)"
+        table.add_row(kernel.name, state, f"{kernel.about}{default}")
+    Console(highlight=False).print(table)
+    return 0
+
+
+def _kernels(arguments: argparse.Namespace, device: torch.device) -> list[Kernel]:
+    from replay.registry import catalogue, select
+
+    kernels, named = select(arguments.kernels)
+    special = [name for name in (arguments.baseline_kernel, arguments.reference) if name]
+    for name in special:
+        if name not in ("gold", "captured"):
+            select(name)
+            named.append(name)
+    for name in named:
+        reason = catalogue()[name].unavailable(device)
+        if reason:
+            raise UsageError(f"{name} cannot run on {device}: {reason}")
+    return kernels
+
+
+def _settings(arguments: argparse.Namespace, device: torch.device) -> Settings:
+    from replay.runner import Settings
+
+    cache: Cache = arguments.cache or ("cold" if device.type == "cuda" else "warm")
+    if cache == "cold" and device.type == "cpu":
+        raise UsageError("--cache cold is for GPUs; CPU times are always with a warm cache")
+    return Settings(
+        device=device,
+        cache=cache,
+        rounds=arguments.rounds,
+        max_seconds=arguments.max_seconds,
+        seed=arguments.seed,
+        baseline=arguments.baseline_kernel,
+        reference=arguments.reference,
+        compare_stats=arguments.compare_stats,
+        save_output=Path(arguments.save_output) if arguments.save_output else None,
+    )
+
+
+def _workloads(
+    arguments: argparse.Namespace, device: torch.device, kernels: list[Kernel]
+) -> tuple[list[Workload], str]:
+    from replay import synthetic
+    from replay.workloads import from_directory
+
+    if arguments.dir:
+        return from_directory(arguments.dir)
+    if arguments.suite:
+        specs = synthetic.suite(arguments.suite, arguments.dtype, arguments.max_seq)
+        synthetic.check_size(specs, device, len(kernels))
+        return synthetic.workloads(arguments.suite, specs, arguments.seed), ""
+    spec = synthetic.Spec(
+        batch=arguments.b,
+        q_heads=arguments.hq,
+        kv_heads=arguments.hq if arguments.hk is None else arguments.hk,
+        q_len=arguments.sq,
+        kv_len=arguments.sq if arguments.sk is None else arguments.sk,
+        head_dim=arguments.d,
+        v_head_dim=arguments.d if arguments.dv is None else arguments.dv,
+        is_causal=arguments.causal,
+        dtype=synthetic.dtype(arguments.dtype),
+    )
+    synthetic.check_size([spec], device, len(kernels))
+    return synthetic.workloads("random", [spec], arguments.seed), ""
+
+
+def _metrics(text: str) -> list[str]:
+    metrics = [part.strip() for part in text.split(",") if part.strip()]
+    for metric in metrics:
+        if metric not in METRICS:
+            near = difflib.get_close_matches(metric, METRICS, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(METRICS)}"
+            raise UsageError(f"no metric {metric!r}: {hint}")
+    if not metrics:
+        raise UsageError(f"--metric is empty: choose from {', '.join(METRICS)}")
+    return metrics
+
+
+def _device(name: str | None) -> torch.device:
+    import torch
+
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise UsageError(f"--device {name}: {str(error).partition(chr(10))[0]}") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"--device {name}: this PyTorch sees no CUDA device")
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"--device {name}: kernels are timed on cpu and cuda only")
+    return device
+
+
+@contextlib.contextmanager
+def _opened(path: str | None) -> Iterator[TextIO | None]:
+    if path is None:
+        yield None
+    elif path == "-":
+        yield sys.stdout
+    else:
+        try:
+            file = open(path, "w", newline="")  # noqa: SIM115 - closed below
+        except OSError as error:
+            raise UsageError(f"cannot write {path}: {error.strerror}") from error
+        with file:
+            yield file
+
+
+def _explain(error: Exception) -> int:
+    """One sentence for what the user can remedy."""
+    from capture.errors import DatasetError
+    from replay.registry import KernelNameError
+    from replay.synthetic import ShapeError
+
+    known: tuple[Any, ...] = (UsageError, DatasetError, KernelNameError, ShapeError)
+    if isinstance(error, known):
+        print(f"replay: {error}", file=sys.stderr)
+        return 2
+    print(
+        f"replay: unexpected {type(error).__name__}: {error} (traceback with --debug)",
+        file=sys.stderr,
+    )
+    return 1
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value

@@ -1,0 +1,67 @@
+"""Where a replay ran, for the record beside every figure; and how much of it fits there."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import time
+from pathlib import Path
+
+import torch
+
+
+def describe(device: torch.device) -> dict[str, str]:
+    """Device and versions."""
+    facts = {
+        "device": device_name(device),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    if device.type == "cuda":
+        facts["cuda"] = str(torch.version.cuda)
+        facts["cudnn"] = str(torch.backends.cudnn.version())
+    else:
+        facts["threads"] = str(torch.get_num_threads())
+    try:
+        facts["triton"] = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        facts["triton"] = "not installed"
+    return facts
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's or the processor's name."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def available_bytes(device: torch.device) -> int:
+    """Memory free on the device now."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def cpu_flops_per_second() -> float:
+    """float32 matrix products on this processor, measured for a tenth of a second."""
+    matrix = torch.randn(512, 512)
+    matrix @ matrix
+    calls, start = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - start) < 0.1:
+        matrix @ matrix
+        calls += 1
+    return calls * 2 * 512**3 / elapsed

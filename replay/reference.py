@@ -1,0 +1,164 @@
+"""The oracle: attention by the textbook formula, in high precision, in bounded memory.
+
+    output = softmax(scale · QKᵀ + mask) · V
+
+computed a block of query rows at a time, so that a score matrix of 75,600 × 75,600 never exists.
+Kernels are judged by this file and therefore share nothing with it: they do not import it, and it
+does not import them.
+
+Semantics are those of torch's math backend: `is_causal` is aligned top left; a bool mask means True
+= attend; a float mask is added to the scores; a query whose keys are all masked gets zeros; a
+non-finite key or value reaches every query whose score row contains it, masked or not (-inf + inf
+and 0 · NaN are both NaN). Dropout is ignored: a reference must be the same each time. A mask
+together with `is_causal` means both, as torch's CPU flash backend has it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from capture.call import AttentionCall
+
+BLOCK_ELEMENTS = 2**24
+"""Scores held at a time: 128 MiB in float64, and about three times that at the peak."""
+
+FAST_FLOAT64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
+"""CUDA compute capabilities whose float64 rate is half of float32's.
+
+On the others it is 1/32 or 1/64. From the table "Throughput of Native Arithmetic Instructions" in
+NVIDIA's CUDA C++ Programming Guide.
+"""
+
+
+def gold_dtype(device: torch.device | str, call_dtype: torch.dtype = torch.bfloat16) -> torch.dtype:
+    """The dtype of the gold output on `device`: float64 where that is fast, else float32.
+
+    Calls of 32 bits or more get float64 on any CUDA device: a gold of their own precision would
+    measure nothing.
+    """
+    device = torch.device(device)
+    if device.type == "cpu":
+        return torch.float64
+    if device.type != "cuda":
+        return torch.float32
+    is_fast = torch.cuda.get_device_capability(device) in FAST_FLOAT64
+    return torch.float64 if is_fast or call_dtype.itemsize >= 4 else torch.float32
+
+
+def same_dtype(call: AttentionCall, block_elements: int = BLOCK_ELEMENTS) -> Tensor:
+    """The formula computed step by step in the call's own dtype: (B, Hq, Sq, Dv) of `call.dtype`.
+
+    Q√scale, K√scale, scores, probabilities and output are each rounded to that dtype, which is what
+    a model's eager attention does, and torch's math backend when it may reduce in 16 bits
+    (`torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp`; by default it computes in float32
+    inside). Its distance from the gold is the error that the exactness rule allows twice.
+    """
+    return attention(call, call.dtype, block_elements)
+
+
+def attention(
+    call: AttentionCall,
+    dtype: torch.dtype = torch.float64,
+    block_elements: int = BLOCK_ELEMENTS,
+) -> Tensor:
+    """What `call` should have returned: (B, Hq, Sq, Dv) in `dtype`, on the call's device.
+
+    Every step rounds to `dtype`. At most `block_elements` scores exist at a time, or those of one
+    query position in the heads that share a key head, where these are more.
+
+    Raises:
+        ValueError: the query heads are not a multiple of the key/value heads.
+    """
+    shape = call.shape
+    if shape.q_heads % shape.kv_heads:
+        raise ValueError(
+            f"{shape.q_heads} query heads cannot share {shape.kv_heads} key/value heads: "
+            "the first must be a multiple of the second"
+        )
+    group = shape.q_heads // shape.kv_heads
+    output = torch.zeros(
+        (shape.batch, shape.q_heads, shape.q_len, shape.v_head_dim), dtype=dtype, device=call.device
+    )
+    if shape.kv_len == 0:
+        return output
+    with torch.no_grad(), _full_precision_float32():
+        for batch in range(shape.batch):
+            for kv_head in range(shape.kv_heads):
+                heads = slice(kv_head * group, (kv_head + 1) * group)
+                _attend_group(call, batch, heads, kv_head, output[batch, heads], block_elements)
+    return output
+
+
+def _attend_group(
+    call: AttentionCall,
+    batch: int,
+    heads: slice,
+    kv_head: int,
+    output: Tensor,
+    block_elements: int,
+) -> None:
+    """Fill `output` (G, Sq, Dv) for the G query heads that share one key/value head."""
+    group, q_len, _ = output.shape
+    kv_len = call.shape.kv_len
+    # The scale is split between Q and K, as torch does, so that float16 scores do not overflow.
+    root = math.sqrt(abs(call.softmax_scale))
+    key = call.key[batch, kv_head].to(output.dtype) * root
+    value = call.value[batch, kv_head].to(output.dtype)
+    signed_root = math.copysign(root, call.softmax_scale)
+    # A key to the right of the diagonal contributes nothing, unless it is NaN or infinite.
+    may_skip = call.is_causal and bool(key.isfinite().all() and value.isfinite().all())
+
+    rows_per_block = max(1, block_elements // (group * kv_len))
+    for first in range(0, q_len, rows_per_block):
+        rows = slice(first, min(first + rows_per_block, q_len))
+        keys = slice(0, min(rows.stop, kv_len) if may_skip else kv_len)
+        query = call.query[batch, heads, rows].to(output.dtype) * signed_root
+        scores = query @ key[keys].mT
+        if call.attn_mask is not None:
+            scores += _mask_block(call.attn_mask, batch, heads, rows, keys, output.dtype)
+        if call.is_causal:
+            right_of_first = scores[..., first:]
+            right_of_first += torch.full_like(right_of_first[0], -math.inf).triu(diagonal=1)
+        output[:, rows] = _softmax(scores) @ value[keys]
+
+
+def _mask_block(
+    attn_mask: Tensor, batch: int, heads: slice, rows: slice, keys: slice, dtype: torch.dtype
+) -> Tensor:
+    """The part of a mask that broadcasts to (G, rows, keys), as numbers to add to the scores."""
+    mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
+    wanted = (slice(batch, batch + 1), heads, rows, keys)
+    block = mask[
+        tuple(
+            slice(None) if size == 1 else part
+            for size, part in zip(mask.shape, wanted, strict=True)
+        )
+    ].squeeze(0)
+    if block.dtype != torch.bool:
+        return block.to(dtype)
+    return torch.zeros_like(block, dtype=dtype).masked_fill_(~block, -math.inf)
+
+
+def _softmax(scores: Tensor) -> Tensor:
+    """Softmax over the keys; zeros, not NaN, where every key is masked."""
+    fully_masked = scores.amax(dim=-1, keepdim=True) == -math.inf
+    return torch.softmax(scores, dim=-1).masked_fill_(fully_masked, 0.0)
+
+
+@contextmanager
+def _full_precision_float32() -> Iterator[None]:
+    """Keep TF32 and bfloat16 out of float32 matrix products, whatever the caller allows."""
+    settings = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    before = [setting.fp32_precision for setting in settings]
+    try:
+        for setting in settings:
+            setting.fp32_precision = "ieee"
+        yield
+    finally:
+        for setting, precision in zip(settings, before, strict=True):
+            setting.fp32_precision = precision

@@ -1,0 +1,150 @@
+"""Rows of many calls, brought together: what a table of 80 columns can say of them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+from replay.accuracy import Errors
+from replay.results import CallFacts, Row
+from replay.statistics import MINIMUM_PAIRS, Speedup, paired_speedup, percentile
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Calls that cost the same: one model, phase, shape (a growing cache aside), dtype and mask."""
+
+    title: str
+    calls: list[CallFacts]
+    rows: dict[str, list[Row]]
+    """By kernel, in the calls' order."""
+    baseline: str
+
+    @property
+    def weights(self) -> str:
+        return self.calls[0].weights
+
+
+def group_rows(rows: Iterable[Row], *, per_call: bool = False) -> list[Group]:
+    """Groups in the order of their first call; with `per_call` every call is its own."""
+    grouped: dict[object, list[Row]] = {}
+    for row in rows:
+        if row.kernel:
+            key = row.call.name if per_call else _kind(row.call)
+            grouped.setdefault(key, []).append(row)
+    return [_group(members) for members in grouped.values()]
+
+
+class Percentiles(NamedTuple):
+    """Times in milliseconds."""
+
+    p10: float
+    p50: float
+    p90: float
+
+
+def typical_time(rows: Sequence[Row]) -> Percentiles | None:
+    """The median over the calls of each call's percentiles."""
+    times = [row.time_ms for row in rows if row.time_ms is not None]
+    if not times:
+        return None
+    return Percentiles(
+        percentile([time.p10 for time in times], 50),
+        percentile([time.p50 for time in times], 50),
+        percentile([time.p90 for time in times], 50),
+    )
+
+
+def pooled_speedup(group: Group, kernel: str) -> Speedup | None:
+    """The paired speed-up over all rounds of all calls of the group on which both are correct."""
+    baseline = {row.call.name: row for row in group.rows.get(group.baseline, ())}
+    before: list[float] = []
+    after: list[float] = []
+    for row in group.rows[kernel]:
+        partner = baseline.get(row.call.name)
+        if row.comparison is None or partner is None:
+            continue
+        if row.time_ms is not None and partner.time_ms is not None:
+            rounds = min(row.time_ms.n, partner.time_ms.n)
+            before += partner.time_ms.samples[:rounds]
+            after += row.time_ms.samples[:rounds]
+    return paired_speedup(before, after) if len(after) >= MINIMUM_PAIRS else None
+
+
+def errors_against(row: Row, reference: str) -> Errors | None:
+    """The row's errors against `gold`, `captured`, or the kernel that was chosen."""
+    if row.accuracy is None:
+        return None
+    if reference == "gold":
+        return row.accuracy.gold
+    return row.accuracy.captured if reference == "captured" else row.accuracy.reference
+
+
+def worst(
+    rows: Sequence[Row], figure: Callable[[Row], T | None], badness: Callable[[T], float]
+) -> tuple[T, Row] | None:
+    """The worst value of a figure over the calls and the row that has it; NaN is worst of all."""
+    found = [(value, row) for row in rows if (value := figure(row)) is not None]
+    if not found:
+        return None
+
+    def order(item: tuple[T, Row]) -> float:
+        bad = badness(item[0])
+        return math.inf if math.isnan(bad) else bad
+
+    return max(found, key=order)
+
+
+def statuses(rows: Sequence[Row]) -> str:
+    """`ok`, or `8 ok, 2 inaccurate`."""
+    counts = Counter(row.status for row in rows)
+    if len(counts) == 1:
+        return next(iter(counts))
+    return ", ".join(f"{count} {status}" for status, count in counts.most_common())
+
+
+def place(call: CallFacts) -> str:
+    """`step 3 transformer_blocks.0.attn1`; the name of a call that no module made."""
+    return f"step {call.step} {call.module}" if call.module else call.name
+
+
+def _kind(call: CallFacts) -> tuple[object, ...]:
+    return (
+        call.model,
+        call.weights,
+        call.phase,
+        call.shape._replace(kv_len=0) if call.phase == "decode" else call.shape,
+        call.dtype,
+        call.is_causal,
+        call.mask.partition(" ")[0],
+    )
+
+
+def _group(rows: list[Row]) -> Group:
+    by_kernel: dict[str, list[Row]] = {}
+    for row in rows:
+        by_kernel.setdefault(row.kernel, []).append(row)
+    calls = list({row.call.name: row.call for row in rows}.values())
+    baselines = Counter(row.comparison.vs for row in rows if row.comparison is not None)
+    baseline = baselines.most_common(1)[0][0] if baselines else ""
+    return Group(_title(calls), calls, by_kernel, baseline)
+
+
+def _title(calls: list[CallFacts]) -> str:
+    first = calls[0]
+    lengths = sorted({call.shape.kv_len for call in calls})
+    shape = str(first.shape)
+    if len(lengths) > 1:
+        growing = f"/{lengths[0]}…{lengths[-1]}×"
+        shape = str(first.shape._replace(kv_len=0)).replace("/0×", growing)
+    mask = "causal" if first.is_causal else f"{first.mask} mask" if first.mask else "no mask"
+    parts = [first.model, first.phase, shape, first.dtype, mask]
+    if len(calls) == 1 and first.module:
+        parts.append(place(first))
+    parts.append("1 call" if len(calls) == 1 else f"{len(calls)} calls")
+    return " · ".join(part for part in parts if part)

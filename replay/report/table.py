@@ -1,0 +1,287 @@
+"""The tables of a replay, 80 columns wide: per group of calls, speed, accuracy and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.console import Group as Renderables
+from rich.table import Table
+from rich.text import Text
+
+from replay.report.groups import (
+    Group,
+    errors_against,
+    group_rows,
+    place,
+    pooled_speedup,
+    statuses,
+    typical_time,
+    worst,
+)
+from replay.results import Row
+
+METRICS = ("time", "throughput", "bandwidth", "arithmetic_intensity", "accuracy", "memory", "all")
+
+Cell = Callable[[Group, str], str]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A heading and the cell of one kernel in one group."""
+
+    heading: str
+    cell: Cell
+
+
+def print_report(
+    rows: Sequence[Row],
+    console: Console,
+    *,
+    metrics: Sequence[str],
+    reference: str = "gold",
+    per_call: bool = False,
+    compare_stats: bool = False,
+) -> None:
+    """Print tables of all rows.
+
+    Args:
+        metrics: some of `METRICS`; they choose columns, every figure is of the same run.
+        reference: what accuracy columns are against: `gold`, `captured` or a kernel's name.
+        per_call: a table per call instead of one per group of alike calls.
+        compare_stats: also range, mean and deviation of output and reference.
+    """
+    groups = group_rows(rows, per_call=per_call)
+    for group in groups:
+        console.print(_group_report(group, metrics, reference, compare_stats))
+        console.print()
+    _print_not_run(rows, console)
+    if len(groups) > 1:
+        _print_fastest(groups, console)
+
+
+def _group_report(
+    group: Group, metrics: Sequence[str], reference: str, compare_stats: bool
+) -> Renderables:
+    parts: list[Text | Table] = [Text(group.title, style="bold")]
+    if group.weights:
+        parts.append(Text(f"weights: {group.weights}", style="dim"))
+    wanted = set(METRICS) if "all" in metrics else set(metrics)
+    ran = [name for name, rows in group.rows.items() if any(row.accuracy for row in rows)]
+    ran.sort(key=lambda name: _rank(group, name))
+    if ran:
+        for columns in (
+            _speed(wanted),
+            _accuracy(wanted, reference),
+            _memory(wanted),
+            _stats() if compare_stats else [],
+        ):
+            if columns:
+                parts.append(_table(group, ran, columns))
+        if "accuracy" in wanted:
+            parts.extend(_notes(group, ran, reference))
+    parts.extend(_refusals(group))
+    return Renderables(*parts)
+
+
+def _rank(group: Group, name: str) -> tuple[bool, float]:
+    """The correct first, by time."""
+    time = typical_time(group.rows[name])
+    return (not _is_correct(group, name), time.p50 if time else float("inf"))
+
+
+def _is_correct(group: Group, name: str) -> bool:
+    return all(row.is_correct for row in group.rows[name])
+
+
+def _table(group: Group, names: Sequence[str], columns: Sequence[Column]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="cyan", padding=(0, 2, 0, 0))
+    table.add_column("kernel", no_wrap=False, overflow="fold", min_width=12)
+    cells = {column: [column.cell(group, name) for name in names] for column in columns}
+    shown = [column for column in columns if any(cell != "-" for cell in cells[column])]
+    for column in shown:
+        table.add_column(column.heading, justify="right", overflow="fold")
+    for row, name in enumerate(names):
+        style = "" if _is_correct(group, name) else "red"
+        table.add_row(Text(name, style), *(Text(cells[column][row], style) for column in shown))
+    return table
+
+
+def _speed(wanted: set[str]) -> list[Column]:
+    columns = []
+    if "time" in wanted:
+        columns += [
+            Column("time ms", _time_cell),
+            Column("p10-p90", _spread_cell),
+            Column("speed-up", _speedup_cell),
+        ]
+    if "throughput" in wanted:
+        columns.append(Column("TFLOPS", _median_of("tflops", ".3g")))
+    if "bandwidth" in wanted:
+        columns.append(Column("GB/s", _median_of("gb_per_s", ".3g")))
+    if "arithmetic_intensity" in wanted:
+        columns.append(Column("FLOP/B", _median_of("flop_per_byte", ".4g")))
+    return columns
+
+
+def _accuracy(wanted: set[str], reference: str) -> list[Column]:
+    if "accuracy" not in wanted:
+        return []
+
+    def error(name: str, form: str, sign: int) -> Cell:
+        return _worst_error(reference, name, form, sign)
+
+    return [
+        Column("cosine", error("cosine", ".6f", -1)),
+        Column("rel L1", error("relative_l1", ".1e", 1)),
+        Column("RMSE", error("rmse", ".1e", 1)),
+        Column("max abs", error("max_abs", ".1e", 1)),
+        Column("worst row", error("row_cosine_min", ".4f", -1)),
+        Column("NaN", error("nan_count", "d", 1)),
+        Column("verdict", lambda group, name: statuses(group.rows[name])),
+    ]
+
+
+def _memory(wanted: set[str]) -> list[Column]:
+    if "memory" not in wanted:
+        return []
+    return [
+        Column("peak MB", _median_of("peak_bytes", ".1f", 1e-6)),
+        Column("first call ms", _median_of("first_call_ms", ".1f")),
+        Column("host ms", _median_of("host_ms", ".3f")),
+        Column("core ms", _core_cell),
+    ]
+
+
+def _stats() -> list[Column]:
+    """Of the first call of the group."""
+
+    def cell(which: str, name: str) -> Cell:
+        def figure(group: Group, kernel: str) -> str:
+            summary = getattr(group.rows[kernel][0], which)
+            return "-" if summary is None else f"{getattr(summary, name):.3g}"
+
+        return figure
+
+    return [
+        Column(f"{heading}{name}", cell(which, name))
+        for which, heading in (("output_summary", ""), ("reference_summary", "ref "))
+        for name in ("min", "max", "mean", "std")
+    ]
+
+
+def _time_cell(group: Group, name: str) -> str:
+    time = typical_time(group.rows[name])
+    return f"{time.p50:.4g}" if time else "-"
+
+
+def _spread_cell(group: Group, name: str) -> str:
+    time = typical_time(group.rows[name])
+    return f"{time.p10:.3g}-{time.p90:.3g}" if time else "-"
+
+
+def _core_cell(group: Group, name: str) -> str:
+    times = [row.core_time_ms.p50 for row in group.rows[name] if row.core_time_ms is not None]
+    return f"{sorted(times)[len(times) // 2]:.4g}" if times else "-"
+
+
+def _speedup_cell(group: Group, name: str) -> str:
+    if name == group.baseline:
+        return "baseline"
+    speedup = pooled_speedup(group, name)
+    if speedup is None:
+        return "-"
+    if speedup.verdict == "tie":
+        return f"{speedup.ratio:.2f}× tie"
+    return f"{speedup.ratio:.2f}× ({speedup.low:.2f}-{speedup.high:.2f})"
+
+
+def _median_of(name: str, form: str, factor: float = 1.0) -> Cell:
+    def cell(group: Group, kernel: str) -> str:
+        values = sorted(
+            value for row in group.rows[kernel] if (value := getattr(row, name)) is not None
+        )
+        return format(values[len(values) // 2] * factor, form) if values else "-"
+
+    return cell
+
+
+def _worst_error(reference: str, name: str, form: str, sign: int) -> Cell:
+    def cell(group: Group, kernel: str) -> str:
+        def figure(row: Row) -> float | None:
+            errors = errors_against(row, reference)
+            return None if errors is None else getattr(errors, name)
+
+        found = worst(group.rows[kernel], figure, lambda value: sign * value)
+        return "-" if found is None else format(found[0], form)
+
+    return cell
+
+
+def _notes(group: Group, ran: Sequence[str], reference: str) -> list[Text]:
+    """Where the worst errors are, and the error that the recorded output has itself."""
+    notes = []
+    floors = worst(
+        [row for name in ran for row in group.rows[name]],
+        lambda row: row.accuracy.noise_floor if row.accuracy else None,
+        lambda errors: errors.relative_l1,
+    )
+    if floors is not None:
+        errors = floors[0]
+        notes.append(
+            f"noise floor: the recorded output itself has rel L1 {errors.relative_l1:.1e}, "
+            f"max abs {errors.max_abs:.1e} against the gold"
+        )
+    for name in ran:
+        found = worst(
+            group.rows[name],
+            lambda row: errors_against(row, reference),
+            lambda errors: errors.relative_l1,
+        )
+        if found is not None and not _is_correct(group, name):
+            errors, row = found
+            batch, head = errors.worst_head
+            notes.append(
+                f"{name}: {row.reason}; worst at {place(row.call)}, batch {batch} head {head}"
+            )
+        flags = sorted({flag for row in group.rows[name] for flag in row.flags})
+        if flags:
+            notes.append(f"{name}: {', '.join(flags)}")
+    return [Text(note, style="dim") for note in notes]
+
+
+def _refusals(group: Group) -> list[Text]:
+    """Kernels that could not run some of these calls, with the reason."""
+    lines: dict[str, None] = {}
+    for name, rows in group.rows.items():
+        for row in rows:
+            if row.status not in ("ok", "inaccurate", "not-timed", "unavailable"):
+                lines[f"{name}: {row.status}: {row.reason}"] = None
+    return [Text(line, style="yellow") for line in lines]
+
+
+def _print_not_run(rows: Sequence[Row], console: Console) -> None:
+    unavailable = {row.kernel: row.reason for row in rows if row.status == "unavailable"}
+    if unavailable:
+        console.print(Text("not available here", style="bold"))
+        for name, reason in unavailable.items():
+            console.print(Text(f"  {name}: {reason}", style="dim"))
+        console.print()
+
+
+def _print_fastest(groups: Sequence[Group], console: Console) -> None:
+    """One line a group: which kernel to run."""
+    console.print(Text("fastest correct kernel", style="bold"))
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    for group in groups:
+        correct = [name for name in group.rows if _is_correct(group, name)]
+        timed = [name for name in correct if typical_time(group.rows[name])]
+        if not timed:
+            continue
+        best = min(timed, key=lambda name: _rank(group, name))
+        speedup = _speedup_cell(group, best)
+        against = "" if best == group.baseline or not group.baseline else f" vs {group.baseline}"
+        head = " · ".join(group.title.split(" · ")[:3])
+        table.add_row(Text(head), Text(best, "bold green"), Text(speedup + against))
+    console.print(table)

@@ -1,0 +1,310 @@
+"""How long kernels take, compared fairly: interleaved in shuffled rounds, so samples are paired.
+
+What a sample is:
+- On CUDA: GPU time between two events on the stream, from the moment it reaches the kernel until
+  the kernel ends. The GPU is kept busy (by a wait, and by the cache flush) while the host enqueues,
+  so launch cost is not in it unless the host needs longer than that; `host_ms` reports that cost on
+  its own. `cold` overwrites a buffer of at least twice the L2 cache before each sample, so neither
+  the kernel's inputs nor its output are cached; `warm` runs the kernel once, untimed, right before.
+- On CPU: `torch.utils.benchmark.Timer`, the mean of enough calls to last a millisecond. The cache
+  is always warm.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+import timeit
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, TypeVar
+
+import torch
+from torch.utils.benchmark import Timer
+
+from replay.gpu_state import GpuState, read_gpu_state
+
+Function = Callable[[], object]
+Cache = Literal["cold", "warm"]
+Progress = Callable[[str, int, int], None]
+"""Called with the stage ("warm-up" or "round"), how many are done and how many there are."""
+
+T = TypeVar("T")
+
+MINIMUM_ROUNDS = 3
+MINIMUM_WARM_UP_MS = 20.0
+MAXIMUM_WARM_UP_MS = 2000.0
+"""Neither counts the first call, which may compile for minutes. A GPU's clock needs some time of
+work to rise, however short the calls."""
+MAXIMUM_WARM_UP_CALLS = 1000
+STEADY_CALLS = 3
+STEADY_GAIN = 0.02
+
+MINIMUM_FLUSH_BYTES = 256 * 2**20
+CYCLES_PER_MS = 2_000_000
+"""About a millisecond at a GPU's usual 1–2 GHz; a wait only has to be long enough."""
+MAXIMUM_WAIT_MS = 5.0
+"""Longest wait for the host. A kernel that synchronises inside cannot be hidden anyway."""
+
+MINIMUM_CPU_SAMPLE_MS = 1.0
+MAXIMUM_CPU_CALLS = 1000
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What `measure` found for one contestant."""
+
+    ms: tuple[float, ...]
+    """Milliseconds of rounds 0…n-1: sample i of every contestant is from the same round."""
+    host_ms: float | None
+    """Median wall time the host needs to enqueue one call; None on CPU, where it is the call."""
+    warm_up_calls: int
+    error: Exception | None
+    """What dropped the contestant, if anything did; `ms` then holds the rounds before it."""
+    gpu_before: GpuState | None
+    """Before the first round and after the last, the same for all contestants."""
+    gpu_after: GpuState | None
+
+
+class Stopwatch(Protocol):
+    """How one kind of device is timed."""
+
+    def warm_up_ms(self, function: Function) -> float:
+        """Wall time of one call with nothing else under way, until its result is there."""
+
+    def calibrate(self, contestant: Contestant) -> float:
+        """Settle how a warmed-up contestant is sampled; returns what a sample costs in ms."""
+
+    def sample(self, contestant: Contestant) -> None:
+        """Run one sample, or enqueue it."""
+
+    def collect(self) -> None:
+        """Wait for what is enqueued, and give every contestant its sample."""
+
+
+@dataclass(eq=False)
+class Contestant:
+    """The running record of one function."""
+
+    function: Function
+    rounds: int = 0
+    warm_up_ms: list[float] = field(default_factory=list)
+    ms: list[float] = field(default_factory=list)
+    host_ms: list[float] = field(default_factory=list)
+    error: Exception | None = None
+
+    def drop(self, error: Exception) -> None:
+        # The frames of the traceback hold the contestant's tensors, on a GPU gigabytes of them.
+        traceback.clear_frames(error.__traceback__)
+        self.error = error
+
+
+def measure(
+    contestants: Mapping[str, Function],
+    device: torch.device | str,
+    *,
+    cache: Cache = "cold",
+    rounds: int = 30,
+    seed: int = 0,
+    max_seconds: float = 20.0,
+    on_progress: Progress | None = None,
+) -> dict[str, Samples]:
+    """Time every contestant on `device`, once in each of `rounds` rounds.
+
+    The order within a round is shuffled from `seed`. A contestant whose warm-up says that its
+    samples would take more than `max_seconds` gets fewer rounds, the first ones, but at least
+    `MINIMUM_ROUNDS`. One that raises is dropped with its exception, and the others go on. A CUDA
+    error that makes the whole process unusable is raised.
+
+    Raises:
+        ValueError: `cache="cold"` on the CPU, a device that is neither CPU nor CUDA, no rounds.
+    """
+    device = torch.device(device)
+    if rounds < 1:
+        raise ValueError(f"{rounds} rounds measure nothing: ask for at least one")
+    stopwatch = _stopwatch(device, cache)
+    entered = {name: Contestant(function) for name, function in contestants.items()}
+    report = on_progress or (lambda stage, done, total: None)
+    for done, contestant in enumerate(entered.values(), start=1):
+        warm_up(contestant, stopwatch, rounds, max_seconds)
+        report("warm-up", done, len(entered))
+    gpu_before = read_gpu_state(device)
+    run_rounds(list(entered.values()), stopwatch, seed, report)
+    gpu_after = read_gpu_state(device)
+    return {
+        name: Samples(
+            ms=tuple(contestant.ms),
+            host_ms=statistics.median(contestant.host_ms) if contestant.host_ms else None,
+            warm_up_calls=len(contestant.warm_up_ms),
+            error=contestant.error,
+            gpu_before=gpu_before,
+            gpu_after=gpu_after,
+        )
+        for name, contestant in entered.items()
+    }
+
+
+def warm_up(contestant: Contestant, stopwatch: Stopwatch, rounds: int, max_seconds: float) -> None:
+    """Call until calls no longer get faster, then settle how many rounds there is time for."""
+    times = contestant.warm_up_ms
+    try:
+        while not _is_warm(times):
+            times.append(stopwatch.warm_up_ms(contestant.function))
+        cost_ms = stopwatch.calibrate(contestant)
+    except Exception as error:
+        contestant.drop(error)
+        return
+    affordable = int(max_seconds * 1000 / cost_ms)
+    contestant.rounds = min(rounds, max(affordable, MINIMUM_ROUNDS))
+
+
+def run_rounds(
+    contestants: list[Contestant], stopwatch: Stopwatch, seed: int, report: Progress
+) -> None:
+    """Sample every contestant once a round, in shuffled order, until its rounds are used up."""
+    shuffle = random.Random(seed).shuffle
+    total = max((contestant.rounds for contestant in contestants), default=0)
+    for done in range(total):
+        order = [each for each in contestants if each.error is None and done < each.rounds]
+        shuffle(order)
+        for contestant in order:
+            try:
+                stopwatch.sample(contestant)
+            except Exception as error:
+                contestant.drop(error)
+        stopwatch.collect()
+        report("round", done + 1, total)
+
+
+def first_call(function: Callable[[], T], device: torch.device | str) -> tuple[T, float]:
+    """The result of `function`, and the milliseconds until it was there, compilation included."""
+    _synchronize(device)
+    start = time.perf_counter()
+    result = function()
+    _synchronize(device)
+    return result, (time.perf_counter() - start) * 1000
+
+
+def peak_bytes(function: Function, device: torch.device | str) -> int | None:
+    """Most bytes that `function` needs on a CUDA device beyond what is there, output included.
+
+    Counts what torch's allocator handed out; memory that a kernel takes from the driver itself is
+    not seen. None on the CPU, where it is not measured.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    result = function()
+    torch.cuda.synchronize(device)
+    del result
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _is_warm(times: list[float]) -> bool:
+    """Whether the last calls brought nothing faster than those before, or warm-up took enough."""
+    if len(times) >= MAXIMUM_WARM_UP_CALLS or sum(times[1:]) >= MAXIMUM_WARM_UP_MS:
+        return True
+    if len(times) <= STEADY_CALLS or sum(times[1:]) < MINIMUM_WARM_UP_MS:
+        return False
+    return min(times[-STEADY_CALLS:]) >= min(times[:-STEADY_CALLS]) * (1 - STEADY_GAIN)
+
+
+def _stopwatch(device: torch.device, cache: Cache) -> Stopwatch:
+    if device.type == "cuda":
+        return CudaStopwatch(device, cache)
+    if device.type != "cpu":
+        raise ValueError(f"cannot time on {device}: only CPU and CUDA devices have a stopwatch")
+    if cache == "cold":
+        raise ValueError('on the CPU the cache is always warm: ask for cache="warm"')
+    return CpuStopwatch()
+
+
+def _synchronize(device: torch.device | str) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class CudaStopwatch:
+    """CUDA events around each call, on the device's current stream."""
+
+    def __init__(self, device: torch.device, cache: Cache) -> None:
+        self.device = device
+        self.cache = cache
+        self.wait_cycles: dict[Contestant, int] = {}
+        self.pending: list[tuple[Contestant, float, torch.cuda.Event, torch.cuda.Event]] = []
+        if cache == "cold":
+            l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+            flush_bytes = max(2 * l2_bytes, MINIMUM_FLUSH_BYTES)
+            self.flush = torch.empty(flush_bytes, dtype=torch.int8, device=device)
+
+    def warm_up_ms(self, function: Function) -> float:
+        return first_call(function, self.device)[1]
+
+    def calibrate(self, contestant: Contestant) -> float:
+        start = time.perf_counter()
+        contestant.function()
+        host_ms = (time.perf_counter() - start) * 1000
+        torch.cuda.synchronize(self.device)
+        # Twice, since the host is slower when it enqueues on a busy GPU from cold caches.
+        wait_ms = min(2 * host_ms, MAXIMUM_WAIT_MS)
+        self.wait_cycles[contestant] = int(wait_ms * CYCLES_PER_MS)
+        calls = 1 if self.cache == "cold" else 2
+        return calls * min(contestant.warm_up_ms) + wait_ms
+
+    def sample(self, contestant: Contestant) -> None:
+        with torch.cuda.device(self.device):
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            if self.cache == "warm":
+                contestant.function()
+            torch.cuda._sleep(self.wait_cycles[contestant])
+            if self.cache == "cold":
+                self.flush.zero_()
+            start.record()
+            enqueue_start = time.perf_counter()
+            contestant.function()
+            host_ms = (time.perf_counter() - enqueue_start) * 1000
+            end.record()
+        self.pending.append((contestant, host_ms, start, end))
+
+    def collect(self) -> None:
+        torch.cuda.synchronize(self.device)
+        for contestant, host_ms, start, end in self.pending:
+            contestant.ms.append(start.elapsed_time(end))
+            contestant.host_ms.append(host_ms)
+        self.pending.clear()
+
+
+class CpuStopwatch:
+    """`torch.utils.benchmark`, with all of torch's threads."""
+
+    def __init__(self) -> None:
+        self.timers: dict[Contestant, tuple[Timer, int]] = {}
+
+    def warm_up_ms(self, function: Function) -> float:
+        return first_call(function, "cpu")[1]
+
+    def calibrate(self, contestant: Contestant) -> float:
+        call_ms = min(contestant.warm_up_ms)
+        number = min(int(MINIMUM_CPU_SAMPLE_MS / call_ms) + 1, MAXIMUM_CPU_CALLS)
+        timer = Timer(
+            "function()",
+            timer=timeit.default_timer,
+            globals={"function": contestant.function},
+            num_threads=torch.get_num_threads(),
+        )
+        self.timers[contestant] = (timer, number)
+        # `timeit` warms up with a hundredth of the calls, at least two.
+        return call_ms * (number + max(number // 100, 2))
+
+    def sample(self, contestant: Contestant) -> None:
+        timer, number = self.timers[contestant]
+        contestant.ms.append(timer.timeit(number).mean * 1000)
+
+    def collect(self) -> None:
+        """Nothing is left under way on the CPU."""

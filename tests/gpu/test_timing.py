@@ -1,0 +1,95 @@
+"""Timing on a real GPU: only relations that hold on any, never an absolute time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from replay.gpu_state import read_gpu_state
+from replay.timing import Function, first_call, measure, peak_bytes
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+def spin(milliseconds: float) -> Callable[[], None]:
+    """Keeps the GPU busy without memory; a cycle is a cycle whatever the clock."""
+    cycles = int(milliseconds * 1_000_000)
+    return lambda: torch.cuda._sleep(cycles)
+
+
+def medians(contestants: dict[str, Function], cache: str) -> dict[str, float]:
+    found = measure(contestants, "cuda", cache=cache, rounds=15)  # type: ignore[arg-type]
+    return {name: statistics.median(samples.ms) for name, samples in found.items()}
+
+
+@pytest.mark.parametrize("cache", ["cold", "warm"])
+def test_twice_the_work_takes_twice_the_time(cache: str) -> None:
+    ms = medians({"one": spin(1), "two": spin(2)}, cache)
+    assert 1.9 < ms["two"] / ms["one"] < 2.1
+
+
+def test_a_cold_cache_is_slower_when_the_data_would_fit() -> None:
+    data = torch.randn(4 * 2**20, device="cuda")  # 16 MiB: in L2 when warm, from memory when cold
+    read: dict[str, Function] = {"read": lambda: data.sum()}
+    assert medians(read, "cold")["read"] > 1.1 * medians(read, "warm")["read"]
+
+
+@pytest.mark.parametrize("cache", ["cold", "warm"])
+def test_launch_cost_is_hidden_and_reported_apart(cache: str) -> None:
+    data = torch.zeros(16, device="cuda")
+
+    def slow_to_launch() -> None:
+        time.sleep(0.002)
+        data.add_(1)
+
+    samples = measure(
+        {"slow to launch": slow_to_launch, "plain": lambda: data.add_(1)},
+        "cuda",
+        cache=cache,  # type: ignore[arg-type]
+        rounds=15,
+    )
+    assert statistics.median(samples["slow to launch"].ms) < 0.1
+    host_ms = samples["slow to launch"].host_ms
+    assert host_ms is not None
+    assert host_ms >= 2
+    assert (samples["plain"].host_ms or 1) < 1
+
+
+def test_one_that_raises_is_dropped() -> None:
+    def failing() -> None:
+        torch.empty(2**50, device="cuda")
+
+    samples = measure({"failing": failing, "plain": spin(0.1)}, "cuda", rounds=5)
+    assert isinstance(samples["failing"].error, torch.cuda.OutOfMemoryError)
+    assert len(samples["plain"].ms) == 5
+
+
+def test_first_call_waits_for_the_result() -> None:
+    data = torch.zeros(1, device="cuda")
+
+    def function() -> torch.Tensor:
+        spin(20)()
+        return data + 1
+
+    result, milliseconds = first_call(function, "cuda")
+    assert milliseconds > 5
+    assert result.item() == 1
+
+
+def test_peak_memory_counts_output_and_workspace() -> None:
+    data = torch.zeros(2**20, device="cuda")  # 4 MiB
+    assert peak_bytes(lambda: data + 1, "cuda") == 4 * 2**20
+    assert peak_bytes(lambda: (data + 1) + 1, "cuda") == 8 * 2**20
+
+
+def test_gpu_state_is_read_where_nvml_is() -> None:
+    pytest.importorskip("pynvml")
+    spin(100)()
+    state = read_gpu_state("cuda")
+    assert state is not None
+    assert state.sm_clock_mhz is None or state.sm_clock_mhz > 100
+    assert state.temperature_c is None or 0 < state.temperature_c < 120

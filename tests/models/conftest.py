@@ -1,0 +1,82 @@
+"""Tiny runnables and their checkpoints, made once; and a recorder of attention calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import models
+from models.request import Request, from_user
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Callable[[str], models.Runnable]:
+    """The tiny model of a name, on the CPU; built once."""
+    built: dict[str, models.Runnable] = {}
+
+    def get(name: str) -> models.Runnable:
+        if name not in built:
+            built[name] = models.load(name, size="tiny", device="cpu")
+        return built[name]
+
+    return get
+
+
+@pytest.fixture
+def attention_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Query and key of every scaled_dot_product_attention call made during the test."""
+    calls: list[tuple[torch.Tensor, torch.Tensor]] = []
+    original = F.scaled_dot_product_attention
+
+    def recorder(query: Any, key: Any, value: Any, *rest: Any, **named: Any) -> torch.Tensor:
+        calls.append((query.clone(), key.clone()))
+        return original(query, key, value, *rest, **named)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recorder)
+    return calls
+
+
+def tiny_request(name: str) -> Request:
+    return from_user(
+        name,
+        named=True,
+        size="tiny",
+        weights=None,
+        checkpoint=None,
+        prompt=None,
+        steps=None,
+        seed=0,
+        dtype=None,
+        device="cpu",
+    )
+
+
+@pytest.fixture(scope="session")
+def cogvideo_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny CogVideoX, as save_pretrained writes it."""
+    from models import cogvideo
+
+    directory = tmp_path_factory.mktemp("cogvideo")
+    pipeline = cogvideo.tiny_pipeline(cogvideo.VARIANTS["cogvideo"], tiny_request("cogvideo"))
+    pipeline.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def llama_directory(
+    tiny: Callable[[str], models.Runnable], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The tiny Llama and its tokenizer, as save_pretrained writes them."""
+    from models.offline_tokenizers import byte_tokenizer
+
+    directory = tmp_path_factory.mktemp("llama")
+    tiny("llama").roots[""].save_pretrained(directory)  # type: ignore[operator]
+    byte_tokenizer().save_pretrained(directory)
+    return directory

@@ -1,0 +1,180 @@
+"""Checkpoints: directories of the user's, and the hub when it does not answer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import HfApi
+from safetensors.torch import load_file, save_file
+from transformers import (
+    BertConfig,
+    BertModel,
+    T5Config,
+    T5EncoderModel,
+    T5Model,
+    ViTConfig,
+    ViTModel,
+)
+
+import models
+from models import hub
+
+Tiny = Callable[[str], models.Runnable]
+
+
+def test_a_pipeline_directory_runs(cogvideo_directory: Path) -> None:
+    runnable = models.load(str(cogvideo_directory), steps=1, device="cpu", prompt="a fox")
+    assert runnable.roots.keys() == {"transformer", "text_encoder", "vae"}
+    assert runnable.sampled == "transformer.*"
+    assert runnable.weights == f"pretrained: {cogvideo_directory}"
+    first, second = runnable.run().frames, runnable.run().frames
+    assert first.shape == (1, 9, 3, 192, 256)
+    assert torch.equal(first, second)
+
+
+def test_a_checkpoint_gives_the_weights_it_holds(tiny: Tiny, llama_directory: Path) -> None:
+    built_in = tiny("llama")
+    loaded = models.load("llama", size="tiny", checkpoint=str(llama_directory), device="cpu")
+    assert loaded.weights == f"pretrained: {llama_directory}"
+    assert torch.equal(torch.stack(loaded.run().logits), torch.stack(built_in.run().logits))
+
+
+def test_a_checkpoint_without_a_size_is_full(cogvideo_directory: Path) -> None:
+    runnable = models.load("cogvideo", checkpoint=str(cogvideo_directory), steps=1, device="cpu")
+    assert runnable.settings["size"] == "full"
+    assert runnable.run().frames.shape == (1, 9, 3, 192, 256)
+
+
+def test_a_decoder_directory_generates(llama_directory: Path) -> None:
+    runnable = models.load(str(llama_directory), steps=3, device="cpu")
+    assert runnable.settings["prompt_tokens"] == 512
+    assert runnable.run().sequences.shape == (1, 512 + 3)
+
+
+def test_an_encoder_without_tokenizer_runs_on_random_ids(tmp_path: Path) -> None:
+    config = BertConfig(
+        vocab_size=64,
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=128,
+        max_position_embeddings=96,
+    )
+    BertModel(config).save_pretrained(tmp_path)
+    runnable = models.load(str(tmp_path), device="cpu", seed=5)
+    assert runnable.settings["prompt"] == "96 random token ids, seed 5"
+    first, second = (runnable.run().last_hidden_state for _ in range(2))
+    assert first.shape == (1, 96, 128)
+    assert torch.equal(first, second)
+    with pytest.raises(models.ModelError, match="has no tokenizer to read --prompt"):
+        models.load(str(tmp_path), prompt="a fox")
+
+
+@pytest.mark.parametrize("model_class", [T5EncoderModel, T5Model])
+def test_t5_runs_as_encoder_and_as_both_halves(tmp_path: Path, model_class: Any) -> None:
+    config = T5Config(vocab_size=64, d_model=64, d_kv=32, d_ff=64, num_layers=1, num_heads=2)
+    model_class(config).save_pretrained(tmp_path)
+    result = models.load(str(tmp_path), device="cpu").run()
+    assert result.last_hidden_state.shape == (1, 512, 64)
+
+
+def test_a_model_that_reads_no_text_is_refused(tmp_path: Path) -> None:
+    config = ViTConfig(
+        hidden_size=64, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
+    )
+    ViTModel(config).save_pretrained(tmp_path)
+    with pytest.raises(models.ModelError, match=r"reads pixel_values .* FILE\.py:FUNCTION"):
+        models.load(str(tmp_path))
+
+
+def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(models.ModelError, match="holds neither model_index"):
+        models.load(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no such model"}))
+    with pytest.raises(models.ModelError, match="does not hold what this model needs"):
+        models.load(str(tmp_path))
+
+
+def test_missing_weights_are_refused(
+    tmp_path: Path, cogvideo_directory: Path, llama_directory: Path
+) -> None:
+    """The libraries would put random weights in their place, with a warning."""
+    video, language = tmp_path / "video", tmp_path / "language"
+    shutil.copytree(cogvideo_directory, video)
+    shutil.copytree(llama_directory, language)
+    drop_weight(next((video / "transformer").glob("*.safetensors")), "attn1.to_q.weight")
+    drop_weight(next(language.glob("*.safetensors")), "q_proj.weight")
+    for name, checkpoint in (("cogvideo", video), ("llama", language)):
+        with pytest.raises(models.ModelError, match=r"lacks 1 of the model's weights \(first .*q"):
+            models.load(name, checkpoint=str(checkpoint), device="cpu")
+        with pytest.raises(models.ModelError, match="lacks 1 of the model's weights"):
+            models.load(str(checkpoint), device="cpu")
+
+
+def drop_weight(file: Path, ending: str) -> None:
+    weights = load_file(file)
+    del weights[next(name for name in weights if name.endswith(ending))]
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def test_another_architecture_is_no_llama(tmp_path: Path) -> None:
+    BertConfig().save_pretrained(tmp_path)
+    for weights in ("pretrained", "random"):
+        with pytest.raises(models.ModelError, match="is a bert model, not a Llama"):
+            models.load("llama", checkpoint=str(tmp_path), weights=weights, device="cpu")
+
+
+def test_a_directory_takes_no_size(llama_directory: Path) -> None:
+    with pytest.raises(models.ModelError, match="leave out --size and --weights"):
+        models.load(str(llama_directory), size="tiny", weights="random")
+
+
+@pytest.mark.parametrize("name", ["cogvideo", "flux", "llama"])
+def test_an_unreachable_hub_is_said_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(HfApi, "model_info", unreachable)
+    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_: None)
+    before = time.perf_counter()
+    with pytest.raises(models.ModelError) as caught:
+        models.load(name, size="full", device="cpu")
+    assert time.perf_counter() - before < 5
+    sentence = str(caught.value)
+    assert "Name or service not known" in sentence
+    for remedy in ("--checkpoint DIR", "--size tiny", "--weights random"):
+        assert remedy in sentence
+    assert "\n" not in sentence
+
+
+def test_an_unreachable_hub_with_a_cached_copy_reads_the_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise OSError("offline")
+
+    monkeypatch.setattr(HfApi, "model_info", unreachable)
+    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_: "cached/config.json")
+    seen = hub.read_checkpoint(lambda source, **options: (source, options), "org/name", dtype=1)
+    assert seen == ("org/name", {"local_files_only": True, "dtype": 1})
+
+
+def test_a_gated_repository_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gated(source: str, **_: Any) -> None:
+        raise OSError(f"You are trying to access a gated repo.\nAsk for access to {source}")
+
+    monkeypatch.setattr(HfApi, "model_info", lambda *_, **__: None)
+    with pytest.raises(models.ModelError, match=r"gated repo\): use --checkpoint DIR"):
+        hub.read_checkpoint(gated, "org/name")
+
+
+def test_neither_directory_nor_hub_id() -> None:
+    with pytest.raises(models.ModelError, match="neither a directory nor a hub id"):
+        models.load("llama", checkpoint="/no/such/directory")

@@ -1,0 +1,52 @@
+"""Wishes that cannot be met are refused in one sentence that says what to do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import models
+
+
+@pytest.mark.parametrize(
+    ("model", "wishes", "message"),
+    [
+        ("lama", {}, "did you mean llama"),
+        ("cogvideo5b", {}, "did you mean cogvideo-5b"),
+        ("zzz", {}, r"the names are cogvideo, .* FILE\.py:FUNCTION"),
+        ("mine.py", {}, "names a file but no function: write mine.py:FUNCTION"),
+        ("llama", {"size": "huge"}, "--size is 'huge': choose tiny, full"),
+        ("llama", {"weights": "good"}, "--weights is 'good': choose random, pretrained"),
+        ("llama", {"dtype": "float8"}, "--dtype is 'float8': choose float32, bfloat16, float16"),
+        ("llama", {"steps": 0}, "at least one step"),
+        ("llama", {"device": "cuda:99"}, "torch sees"),
+        ("llama", {"device": "abacus"}, "--device is 'abacus'"),
+        ("llama", {"size": "tiny", "prompt": ""}, "--prompt has no tokens"),
+        ("llama", {"size": "tiny", "weights": "pretrained"}, "no pretrained weights for the tiny"),
+    ],
+)
+def test_refusals(model: str, wishes: dict[str, Any], message: str) -> None:
+    with pytest.raises(models.ModelError, match=message):
+        models.load(model, **wishes)
+
+
+def test_importing_the_package_and_naming_its_models_needs_no_torch() -> None:
+    code = (
+        "import sys, models; models.NAMES\n"
+        "try: models.load('lama')\n"
+        "except models.ModelError: pass\n"
+        "loaded = {'torch', 'diffusers', 'transformers'} & sys.modules.keys()\n"
+        "assert not loaded, loaded"
+    )
+    root = Path(models.__file__).parents[1]
+    subprocess.run([sys.executable, "-c", code], cwd=root, check=True)
+
+
+def test_every_name_has_its_file() -> None:
+    folder = Path(models.__file__).parent
+    for name in models.NAMES:
+        assert (folder / f"{name.partition('-')[0]}.py").is_file()

@@ -1,0 +1,136 @@
+"""``file.py:function``: what the user's function may take and return, and what goes wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import models
+
+TWO_LINES = "import torch\nfrom torch import nn\n"
+
+
+def write(directory: Path, text: str) -> str:
+    file = directory / "mine.py"
+    file.write_text(TWO_LINES + text)
+    return f"{file}:make"
+
+
+def test_a_module_and_how_to_run_it(tmp_path: Path) -> None:
+    model = write(
+        tmp_path,
+        "def make(seed, device, dtype):\n"
+        "    layer = nn.Linear(4, 4, device=device, dtype=dtype)\n"
+        "    return layer, lambda: layer(torch.randn(2, 4, device=device, dtype=dtype))\n",
+    )
+    runnable = models.load(model, device="cpu", seed=3, dtype="bfloat16")
+    assert runnable.weights == f"user's own: {model}"
+    assert runnable.sampled == "*"
+    first, second = runnable.run(), runnable.run()
+    assert first.dtype == torch.bfloat16
+    assert torch.equal(first, second)
+    assert not first.requires_grad
+    assert not runnable.roots[""].training
+
+
+def test_named_roots_and_late_imports_of_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "neighbour_of_mine.py").write_text("answer = 42\n")
+    model = write(
+        tmp_path,
+        "def make():\n"
+        "    def run():\n"
+        "        import neighbour_of_mine\n"
+        "        return neighbour_of_mine.answer\n"
+        "    return {'encoder': nn.Identity(), 'decoder': nn.Identity()}, run\n",
+    )
+    path = list(sys.path)
+    runnable = models.load(model)
+    assert list(runnable.roots) == ["encoder", "decoder"]
+    assert runnable.run() == 42
+    assert sys.path == path
+
+
+def test_steps_and_prompt_are_passed_only_when_given(tmp_path: Path) -> None:
+    model = write(
+        tmp_path,
+        "def make(steps=11, prompt='default'):\n"
+        "    return nn.Identity(), lambda: (steps, prompt)\n",
+    )
+    assert models.load(model).run() == (11, "default")
+    assert models.load(model, steps=2, prompt="a fox").run() == (2, "a fox")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def other(): ...", r"has no function 'make': it has other"),
+        ("make = ", r"could not be imported: SyntaxError"),
+        ("import no_such_package_anywhere", r"could not be imported: ModuleNotFoundError"),
+        ("def make(): raise RuntimeError('two\\nlines')", r"make in .* failed: RuntimeError: two$"),
+        ("def make(): return nn.Identity()", r"must return \(module, run\).* returned Identity$"),
+        ("def make(): return nn.Identity(), 3", r"returned \(Identity, int\)$"),
+        ("def make(): return {'a': 1}, print", r"returned \(dict, builtin_function_or_method\)$"),
+    ],
+)
+def test_mistakes_are_one_sentence_naming_the_file(tmp_path: Path, text: str, message: str) -> None:
+    model = write(tmp_path, text)
+    with pytest.raises(models.ModelError, match=message) as caught:
+        models.load(model)
+    assert "mine.py" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_users_exception_is_kept(tmp_path: Path) -> None:
+    with pytest.raises(models.ModelError) as caught:
+        models.load(write(tmp_path, "1 / 0"))
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_wishes_the_function_cannot_take_are_refused(tmp_path: Path) -> None:
+    model = write(tmp_path, "def make(seed): return nn.Identity(), print")
+    with pytest.raises(models.ModelError, match="takes no prompt or steps"):
+        models.load(model, prompt="a fox", steps=2)
+    with pytest.raises(models.ModelError, match="leave out --size and --checkpoint"):
+        models.load(model, size="full", checkpoint="org/name")
+
+
+def test_missing_file() -> None:
+    with pytest.raises(models.ModelError, match=r"nowhere\.py does not exist"):
+        models.load("nowhere.py:make")
+
+
+BESIDE_ANOTHER_MODELS_PACKAGE = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location(
+    "_private_alias", sys.argv[1], submodule_search_locations=[sys.argv[1].rpartition("/")[0]]
+)
+ours = importlib.util.module_from_spec(spec)
+sys.modules["_private_alias"] = ours
+spec.loader.exec_module(ours)
+assert "torch" not in sys.modules and "models" not in sys.modules
+runnable = ours.load("mine.py:make")
+assert runnable.run() == "the user's own", runnable.run()
+assert sys.modules["models"].__file__.startswith(sys.argv[2]), sys.modules["models"]
+assert isinstance(ours.load("llama", size="tiny", device="cpu", steps=1), ours.Runnable)
+"""
+
+
+def test_a_project_may_have_its_own_models_package(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "from models import name\ndef make():\n    return nn.Identity(), lambda: name\n",
+    )
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "__init__.py").write_text('name = "the user\'s own"\n')
+    done = subprocess.run(
+        [sys.executable, "-c", BESIDE_ANOTHER_MODELS_PACKAGE, models.__file__, str(tmp_path)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
