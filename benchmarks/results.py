@@ -1,0 +1,94 @@
+"""Result files: the rows of a replay, cut down to what tables and readers need."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from replay.results import leaf
+
+DIRECTORY = Path(__file__).parent / "results"
+
+COLUMNS = (
+    "kernel",
+    "call.name",
+    "call.model",
+    "call.phase",
+    "call.module",
+    "call.step",
+    *(
+        f"call.shape.{size}"
+        for size in (
+            "batch",
+            "q_heads",
+            "kv_heads",
+            "q_len",
+            "kv_len",
+            "head_dim",
+            "v_head_dim",
+        )
+    ),
+    "call.dtype",
+    "call.is_causal",
+    "call.weights",
+    "status",
+    "reason",
+    "time_ms.p10",
+    "time_ms.p50",
+    "time_ms.p90",
+    "time_ms.n",
+    "core_time_ms.p50",
+    "first_call_ms",
+    "host_ms",
+    "tflops",
+    "gb_per_s",
+    "speedup.vs",
+    "speedup.ratio",
+    "speedup.low",
+    "speedup.high",
+    "speedup.verdict",
+    "accuracy.gold.cosine",
+    "accuracy.gold.relative_l1",
+    "accuracy.gold.max_abs",
+    "accuracy.gold.row_cosine_min",
+    "accuracy.noise_floor.relative_l1",
+    "peak_bytes",
+    "gpu_after.sm_clock_mhz",
+    "gpu_after.power_w",
+    "machine.device",
+    "machine.torch",
+    "machine.cuda",
+    "machine.triton",
+)
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a `replay --json` file."""
+    with path.open() as file:
+        for line in file:
+            yield json.loads(line)
+
+
+def write(rows: Iterable[dict[str, Any]], path: Path) -> None:
+    """Rows as CSV with `COLUMNS`, floats to six digits."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for row in rows:
+            writer.writerow(_cell(leaf(row, column)) for column in COLUMNS)
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    """The rows of a result file, by column."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

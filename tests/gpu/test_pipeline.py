@@ -1,0 +1,92 @@
+"""The main job on a GPU: capture the built-in models, verify, replay every torch kernel."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import capture.cli
+import replay.cli
+from capture import load
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("captured")
+    for model in ("cogvideo", "flux", "llama"):
+        arguments = ["--model", model, "--size", "tiny", "--max", "4", "--out", str(out)]
+        _exits(0, capture.cli.main, arguments)
+    return out
+
+
+def _exits(code: int, main: object, arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)  # type: ignore[operator]
+    assert exit_.value.code == code
+
+
+def test_captures_bfloat16_on_the_gpu_and_reproduces_it(
+    recorded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = load(recorded)
+    assert len(dataset) == 12
+    assert {entry.header.dtype for entry in dataset.entries} == {"bfloat16"}
+    assert all(entry.origin.device.startswith("cuda (") for entry in dataset.entries)
+    _exits(0, capture.cli.main, ["--verify", str(recorded)])
+    assert "12 of 12 files good" in capsys.readouterr().out
+
+
+def test_replays_every_eager_torch_kernel(recorded: Path, tmp_path: Path) -> None:
+    rows_file = tmp_path / "rows.jsonl"
+    arguments = ["--dir", str(recorded), "--rounds", "5", "--json", str(rows_file)]
+    _exits(0, replay.cli.main, [*arguments, "--metric", "all"])
+    rows = [json.loads(line) for line in rows_file.read_text().splitlines()]
+    ran = {row["kernel"] for row in rows if row["status"] == "ok"}
+    assert {"torch-math", "torch-flash", "torch-cudnn", "torch-default", "flex"} <= ran
+    bad = [(row["kernel"], row["reason"]) for row in rows if row["status"] == "inaccurate"]
+    assert not bad
+    timed = [row for row in rows if row["status"] == "ok"]
+    assert all(row["peak_bytes"] > 0 and row["host_ms"] > 0 for row in timed)
+
+
+def test_compiled_kernels_run_the_backend_they_name(tmp_path: Path) -> None:
+    rows_file = tmp_path / "rows.jsonl"
+    shape = ["--random", "-b", "1", "-hq", "8", "-sq", "512", "-d", "64", "--rounds", "5"]
+    kernels = "torch-flash,torch-flash-compiled,torch-flash-autotuned,torch-cudnn-compiled"
+    outputs = tmp_path / "outputs"
+    arguments = [*shape, "--kernels", kernels, "--json", str(rows_file)]
+    _exits(0, replay.cli.main, [*arguments, "--save-output", str(outputs)])
+    from safetensors.torch import load_file
+
+    saved = {path.stem: load_file(path)["output"] for path in outputs.rglob("*.safetensors")}
+    assert torch.equal(saved["torch-flash"], saved["torch-flash-compiled"])
+    assert torch.equal(saved["torch-flash"], saved["torch-flash-autotuned"])
+    assert not torch.equal(saved["torch-flash"], saved["torch-cudnn-compiled"])
+
+
+def test_an_unwritten_output_is_seen() -> None:
+    from replay import registry
+    from replay.runner import Settings
+    from replay.runner import replay as run
+    from replay.synthetic import Spec, workloads
+
+    @registry.register_kernel("lazy")
+    def lazy(query, key, value, *args, **kwargs):  # type: ignore[no-untyped-def]
+        return torch.empty_like(query)
+
+    try:
+        spec = Spec(2, 8, 8, 1024, 1024, 64, 64)
+        device = torch.device("cuda")
+        settings = Settings(device, "cold", rounds=3)
+        kernels = [registry.catalogue()["lazy"]]
+        rows = list(run(workloads("random", [spec], 0), kernels, settings))
+    finally:
+        registry._kernels.pop("lazy")
+    row = next(row for row in rows if row.kernel == "lazy")
+    assert row.status == "inaccurate"
+    assert row.comparison is None
