@@ -12,6 +12,8 @@ from replay.results import leaf
 
 DIRECTORY = Path(__file__).parent / "results"
 
+SIZES = ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim", "v_head_dim")
+
 COLUMNS = (
     "kernel",
     "call.name",
@@ -19,18 +21,7 @@ COLUMNS = (
     "call.phase",
     "call.module",
     "call.step",
-    *(
-        f"call.shape.{size}"
-        for size in (
-            "batch",
-            "q_heads",
-            "kv_heads",
-            "q_len",
-            "kv_len",
-            "head_dim",
-            "v_head_dim",
-        )
-    ),
+    *(f"call.shape.{size}" for size in SIZES),
     "call.dtype",
     "call.is_causal",
     "call.weights",
@@ -56,8 +47,8 @@ COLUMNS = (
     "accuracy.gold.row_cosine_min",
     "accuracy.noise_floor.relative_l1",
     "peak_bytes",
-    "gpu_after.sm_clock_mhz",
-    "gpu_after.power_w",
+    "gpu_during.sm_clock_mhz",
+    "gpu_during.power_w",
     "machine.device",
     "machine.torch",
     "machine.cuda",

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from capture.dataset import dtype_name
 from capture.interceptor import Arguments
 from capture.modules import Site
@@ -31,11 +33,11 @@ class Signature(NamedTuple):
     def of(cls, arguments: Arguments) -> Signature:
         mask = arguments.attn_mask
         return cls(
-            query=tuple(arguments.query.shape),
-            key=tuple(arguments.key.shape),
-            value=tuple(arguments.value.shape),
+            query=_sizes(arguments.query),
+            key=_sizes(arguments.key),
+            value=_sizes(arguments.value),
             dtype=dtype_name(arguments.query.dtype),
-            mask=None if mask is None else tuple(mask.shape),
+            mask=None if mask is None else _sizes(mask),
             mask_dtype=None if mask is None else dtype_name(mask.dtype),
             is_causal=arguments.is_causal,
             scale=arguments.scale,
@@ -50,6 +52,7 @@ class Signature(NamedTuple):
             self.key[:-2],
             self.key[-1] == self.value[-1],
             self.query[-2] == self.key[-2],
+            self.dtype,
             self.mask is None,
             self.is_causal,
         )
@@ -103,3 +106,10 @@ class Census:
                 for (module, phase, signature), count in self._counts.items()
             ],
         }
+
+
+def _sizes(tensor: Tensor) -> tuple[int, ...]:
+    """The shape; -1 for what may be ragged in a nested tensor."""
+    if tensor.is_nested:
+        return (tensor.size(0), *(-1,) * (tensor.dim() - 1))
+    return tuple(tensor.shape)

@@ -107,6 +107,7 @@ def _dispatch(arguments: argparse.Namespace, parser: argparse.ArgumentParser) ->
 
 def _capture(arguments: argparse.Namespace) -> int:
     from rich.console import Console
+    from rich.text import Text
 
     from capture.models_package import import_models
     from capture.recording import prepare_directory, record
@@ -116,7 +117,7 @@ def _capture(arguments: argparse.Namespace) -> int:
     progress = Console(stderr=True)
     # A full-size model takes minutes to load: first what can fail at once.
     prepare_directory(arguments.out, name, overwrite=arguments.overwrite)
-    with progress.status(f"loading {arguments.model} …"):
+    with progress.status(Text(f"loading {arguments.model} …")):
         runnable = import_models().load(
             arguments.model,
             size=arguments.size,
@@ -128,7 +129,7 @@ def _capture(arguments: argparse.Namespace) -> int:
             dtype=arguments.dtype,
             device=arguments.device,
         )
-    progress.print(f"{name}: weights {runnable.weights}", highlight=False)
+    progress.print(Text(f"{name}: weights {runnable.weights}"))
     with record(
         runnable.roots,
         out=arguments.out,
@@ -224,10 +225,9 @@ def _explain(error: Exception) -> int:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number, at least 1, not {text}")
+    return int(text)
 
 
 def _size(text: str) -> int:
@@ -237,7 +237,7 @@ def _size(text: str) -> int:
         number, unit = number[:-1], units[number[-1]]
     try:
         value = int(float(number) * unit)
-    except ValueError:
+    except (ValueError, OverflowError):
         value = 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 500M or 20G")

@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, overload
 
@@ -63,7 +63,7 @@ class Header:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Header:
         known = {item.name for item in fields(Origin)}
-        return cls(
+        header = cls(
             origin=Origin(
                 **{name: value for name, value in data["origin"].items() if name in known}
             ),
@@ -78,6 +78,8 @@ class Header:
             },
             mask_is_noop=data["mask_is_noop"],
         )
+        _ = header.shape  # fails here, rather than later, where a tensor's size is missing
+        return header
 
 
 @dataclass(frozen=True)
@@ -104,16 +106,6 @@ class PackedCall:
             ),
             {name: values for name, (values, _) in packed.items()},
         )
-
-    def with_output(self, output: Tensor) -> PackedCall:
-        """The same call with the output the model got, copied to the CPU."""
-        values, layout = pack(output)
-        header = replace(
-            self.header,
-            dtypes={**self.header.dtypes, "output": dtype_name(values.dtype)},
-            layouts={**self.header.layouts, "output": layout},
-        )
-        return PackedCall(header, {**self.values, "output": values})
 
     def write(self, path: Path) -> FileEntry:
         """Write the file in one step, as seen from outside; returns its manifest entry."""
@@ -151,7 +143,10 @@ class FileEntry:
             metadata = file.metadata() or {}
         if _HEADER_KEY not in metadata:
             raise DatasetError(f"{path}: not a call recorded by attention-replay")
-        header = Header.from_json(json.loads(metadata[_HEADER_KEY]))
+        try:
+            header = Header.from_json(json.loads(metadata[_HEADER_KEY]))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DatasetError(f"{path}: its header is damaged ({error})") from error
         return cls(path, header, path.stat().st_size, None)
 
     def check(self) -> None:

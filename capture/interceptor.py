@@ -49,7 +49,9 @@ def bind(
     enable_gqa: bool = False,
 ) -> Arguments:
     """SDPA's signature (a builtin that `inspect.signature` cannot read)."""
-    return Arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    # SDPA takes numpy and tensor scalars too; a census and a header hold plain numbers.
+    scale = None if scale is None else float(scale)
+    return Arguments(query, key, value, attn_mask, float(dropout_p), is_causal, scale, enable_gqa)
 
 
 Handler = Callable[[Arguments, Callable[[], Tensor], Callable[..., Tensor]], Tensor]
@@ -86,12 +88,20 @@ def intercept(handler: Handler) -> Iterator[None]:
         _active.release()
 
 
-def _replacement(sdpa: Callable[..., Tensor], handler: Handler) -> Callable[..., Tensor]:
+def _replacement(
+    sdpa: Callable[..., Tensor], handler: Handler, is_over: threading.Event
+) -> Callable[..., Tensor]:
     @functools.wraps(TORCH_SDPA, assigned=("__name__", "__doc__"))
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
-        if getattr(_inside, "call", False):
+        # Somebody may have kept this function beyond its time, in a closure, say.
+        if is_over.is_set() or getattr(_inside, "call", False):
             return sdpa(*args, **kwargs)
-        arguments = bind(*args, **kwargs)
+        try:
+            arguments = bind(*args, **kwargs)
+        except (TypeError, ValueError):
+            arguments = None
+        if arguments is None:
+            return sdpa(*args, **kwargs)  # which refuses a wrong call in its own words
         _inside.call = True
         try:
             return handler(arguments, lambda: sdpa(*args, **kwargs), sdpa)
@@ -103,26 +113,30 @@ def _replacement(sdpa: Callable[..., Tensor], handler: Handler) -> Callable[...,
 
 @contextlib.contextmanager
 def _replaced_everywhere(handler: Handler) -> Iterator[None]:
+    is_over = threading.Event()
     # F may already hold somebody's replacement: that one then is what models reach.
-    replacements = {
-        id(sdpa): (sdpa, _replacement(sdpa, handler))
-        for sdpa in (TORCH_SDPA, F.scaled_dot_product_attention)
-    }
-    holders = [
-        (module, name, replacements[id(held)])
-        for module in list(sys.modules.values())
-        if isinstance(module, types.ModuleType) and module.__name__ != __name__
-        for name, held in list(vars(module).items())
-        if id(held) in replacements and name != "TORCH_SDPA"
-    ]
+    originals = {id(sdpa): sdpa for sdpa in (TORCH_SDPA, F.scaled_dot_product_attention)}
+    replacements = {key: _replacement(sdpa, handler, is_over) for key, sdpa in originals.items()}
     try:
-        for module, name, (_, replacement) in holders:
-            setattr(module, name, replacement)
+        _exchange(replacements)
         yield
     finally:
-        for module, name, (sdpa, replacement) in holders:
-            if vars(module).get(name) is replacement:
-                setattr(module, name, sdpa)
+        is_over.set()
+        # Not only where it was put: a module imported meanwhile took the replacement by name.
+        _exchange({id(replacements[key]): sdpa for key, sdpa in originals.items()})
+
+
+def _exchange(functions: dict[int, Callable[..., Tensor]]) -> None:
+    """Put each function where a loaded module holds, by name, the one with the id that is its key.
+
+    This module keeps what it holds.
+    """
+    for module in list(sys.modules.values()):
+        if not isinstance(module, types.ModuleType) or vars(module) is globals():
+            continue
+        for name, held in list(vars(module).items()):
+            if id(held) in functions and name != "TORCH_SDPA":
+                setattr(module, name, functions[id(held)])
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import threading
 from collections.abc import Iterator, Mapping
@@ -37,11 +38,16 @@ class ModuleTracker:
         self._paths: dict[nn.Module, str] = {}
         for root, name in self._roots.items():
             for path, module in root.named_modules():
-                dotted = ".".join(part for part in (name, path) if part)
-                self._paths.setdefault(module, dotted or type(module).__name__)
+                parts = [part for part in (name, *path.split(".")) if part not in ("", "_orig_mod")]
+                self._paths.setdefault(module, ".".join(parts) or type(module).__name__)
         self._steps = dict.fromkeys(self._roots, 0)
         self._lock = threading.Lock()
         self._running = threading.local()
+
+    @property
+    def paths(self) -> list[str]:
+        """Of every watched module."""
+        return list(self._paths.values())
 
     @property
     def site(self) -> Site:
@@ -54,9 +60,11 @@ class ModuleTracker:
         """Hook every module; unhook on exit."""
         handles = []
         try:
-            for module in self._paths:
+            for module, path in self._paths.items():
+                # The hook brings its path: DataParallel runs copies that are not in our table.
+                enter = functools.partial(self._enter, path)
                 handles.append(
-                    module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+                    module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
                 )
                 # always_call: a forward that raises must leave the stack as it found it.
                 handles.append(module.register_forward_hook(self._leave, always_call=True))
@@ -71,7 +79,9 @@ class ModuleTracker:
         stack: list[tuple[nn.Module, Site]] = self._running.stack
         return stack
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(
+        self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         outer = self.site
         step, phase = outer.step, outer.phase
         if module in self._roots:
@@ -79,7 +89,7 @@ class ModuleTracker:
                 step = self._steps[module]
                 self._steps[module] += 1
             phase = _phase(module, args, kwargs, step)
-        self._stack().append((module, Site(self._paths[module], step, phase)))
+        self._stack().append((module, Site(path, step, phase)))
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         stack = self._stack()
@@ -118,8 +128,9 @@ def _phase(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], step:
         given = inspect.signature(root.forward).bind_partial(*args, **kwargs).arguments
     except (TypeError, ValueError):
         given = kwargs
-    given = {**given, **given.get("kwargs", {})}
-    if any(name in given for name in ("timestep", "timesteps")):
+    if isinstance(more := given.get("kwargs"), Mapping):
+        given = {**given, **more}
+    if any(given.get(name) is not None for name in ("timestep", "timesteps")):
         return "denoise"
     cache = given.get("past_key_values")
     generates = cache is not None or bool(getattr(root, "can_generate", lambda: False)())

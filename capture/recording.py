@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fnmatch
-import importlib.metadata
 import os
 import platform
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from capture.call import AttentionCall, Origin
 from capture.census import Census, Signature
@@ -23,7 +23,7 @@ from capture.dataset import CaptureRecord, Dataset, PackedCall
 from capture.errors import CaptureError
 from capture.interceptor import TORCH_SDPA, Arguments, intercept
 from capture.modules import ModuleTracker, Site, roots_of
-from capture.sampling import Decision, Sampler, make_sampler
+from capture.sampling import REJECTED, Decision, Sampler, make_sampler
 from capture.writer import Writer, slug
 
 
@@ -88,6 +88,8 @@ def record(
     )
     dataset = prepare_directory(out, capture.model, overwrite=overwrite)
     tracker = ModuleTracker(roots)
+    if not any(_matches(path, modules) for path in tracker.paths):
+        raise CaptureError(_no_match(modules, tracker.paths))
     recording = Recording(
         tracker, make_sampler(sample, max, max_bytes), Writer(dataset, capture), capture
     )
@@ -141,12 +143,14 @@ class Recording:
         self.census = Census()
         self.seed: int | None = None
         self.keeps_output = True
+        self.without_values = 0
+        """Calls that could not be kept: meta, fake or nested tensors, or inside `vmap`."""
         self._tracker = tracker
         self._sampler = sampler
         self._writer = writer
         self._kept: dict[int, tuple[Site, Signature]] = {}
-        self._globs = [glob.strip() for glob in capture.modules.split(",")]
         self._lock = threading.Lock()
+        self._closed = False
 
     @property
     def seen(self) -> int:
@@ -171,49 +175,54 @@ class Recording:
         self, arguments: Arguments, proceed: Callable[[], Tensor], sdpa: Callable[..., Tensor]
     ) -> Tensor:
         """The interceptor's handler: make the call, and keep it if it is chosen."""
-        site = self._tracker.site
-        with self._lock:
-            index = self.census.calls
-            decision = self._count(index, site, arguments)
-            census = self.census.to_json() if decision.keep else {}
-        if not decision.keep:
-            return proceed()
-        # Before the call: a replaced SDPA may change its inputs in place.
-        call = _as_call(arguments, self._origin(index, site, arguments, sdpa))
-        inputs = PackedCall.of(call)
         result = proceed()
-        packed = inputs
-        if self.keeps_output:
-            packed = inputs.with_output(_four_dims(result))
-        self._writer.put(packed, decision.drop, census)
+        site = self._tracker.site
+        if sdpa is TORCH_SDPA:
+            arguments = _autocast(arguments)
+        # Held until the copies are queued: files then change in the order of the decisions.
+        with self._lock:
+            if not self._closed:
+                self._see(site, arguments, result, sdpa)
         return result
 
     def close(self, *, complete: bool) -> None:
-        self._writer.close(self.census.to_json(), complete=complete)
+        with self._lock:
+            self._closed = True
+            self._writer.close(self.census.to_json(), complete=complete)
 
-    def _count(self, index: int, site: Site, arguments: Arguments) -> Decision:
+    def _see(
+        self, site: Site, arguments: Arguments, result: Tensor, sdpa: Callable[..., Tensor]
+    ) -> None:
         signature = Signature.of(arguments)
+        index = self.census.calls
         self.census.add(site, signature)
-        keepable = (
-            site.module != ""
-            and arguments.query.device.type != "meta"
-            and any(fnmatch.fnmatchcase(site.module, glob) for glob in self._globs)
-        )
-        if not keepable:
-            return Decision(keep=False)
-        decision = self._sampler.offer(
+        decision = self._decide(index, site, signature, arguments)
+        if not decision.keep:
+            return
+        output = result if self.keeps_output else None
+        call = _as_call(arguments, output, self._origin(index, site, arguments, sdpa))
+        packed = PackedCall.of(call)
+        self._kept[index] = (site, signature)
+        self.census.adjust_kept(site, signature, +1)
+        for dropped in decision.drop:
+            self.census.adjust_kept(*self._kept.pop(dropped), -1)
+        self._writer.put(packed, decision.drop, self.census.to_json())
+
+    def _decide(
+        self, index: int, site: Site, signature: Signature, arguments: Arguments
+    ) -> Decision:
+        if site.module == "" or not _matches(site.module, self.capture.modules):
+            return REJECTED
+        if not all(_has_values(tensor) for tensor in arguments if isinstance(tensor, Tensor)):
+            self.without_values += 1
+            return REJECTED
+        return self._sampler.offer(
             index,
             (site.phase, *signature.stratum),
             site.module,
             site.step,
             _stored_bytes(arguments, output=self.keeps_output),
         )
-        if decision.keep:
-            self._kept[index] = (site, signature)
-            self.census.adjust_kept(site, signature, +1)
-        for dropped in decision.drop:
-            self.census.adjust_kept(*self._kept.pop(dropped), -1)
-        return decision
 
     def _origin(
         self, index: int, site: Site, arguments: Arguments, sdpa: Callable[..., Tensor]
@@ -237,13 +246,41 @@ class Recording:
         )
 
 
-def _as_call(arguments: Arguments, origin: Origin) -> AttentionCall:
+def _autocast(arguments: Arguments) -> Arguments:
+    """The tensors that reach the kernel: under autocast, SDPA casts what it was given first."""
+    device = arguments.query.device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return arguments
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(argument: Any) -> Any:
+        eligible = isinstance(argument, Tensor) and argument.is_floating_point()
+        return argument.to(dtype) if eligible and argument.dtype != torch.float64 else argument
+
+    return Arguments(*map(cast, arguments))
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Whether it is an ordinary tensor with memory of its own."""
+    if tensor.is_nested or isinstance(tensor, FakeTensor):
+        return False
+    try:
+        return tensor.numel() == 0 or tensor.data_ptr() != 0
+    except RuntimeError:  # inside vmap or grad
+        return False
+
+
+def _as_call(arguments: Arguments, output: Tensor | None, origin: Origin) -> AttentionCall:
+    tensors = (arguments.query, arguments.key, arguments.value)
+    leading = torch.broadcast_shapes(*(tensor.shape[:-3] for tensor in tensors))
+    query, key, value = (_four_dims(tensor, leading) for tensor in tensors)
     mask = arguments.attn_mask
     return AttentionCall(
-        query=_four_dims(arguments.query),
-        key=_four_dims(arguments.key),
-        value=_four_dims(arguments.value),
-        attn_mask=None if mask is None else _four_dims(mask),
+        query=query,
+        key=key,
+        value=value,
+        attn_mask=None if mask is None else _four_dims(mask, leading if len(leading) > 1 else ()),
+        output=None if output is None else _four_dims(output, leading),
         is_causal=arguments.is_causal,
         scale=arguments.scale,
         enable_gqa=arguments.enable_gqa,
@@ -252,11 +289,13 @@ def _as_call(arguments: Arguments, origin: Origin) -> AttentionCall:
     )
 
 
-def _four_dims(tensor: Tensor) -> Tensor:
-    """SDPA takes any number of leading dimensions; a recorded call has batch and heads."""
+def _four_dims(tensor: Tensor, leading: Sequence[int]) -> Tensor:
+    """SDPA takes any number of leading dimensions and broadcasts them; a recorded call has one."""
     while tensor.ndim < 4:
         tensor = tensor.unsqueeze(0)
-    return tensor.flatten(0, -4) if tensor.ndim > 4 else tensor
+    if leading:
+        tensor = tensor.expand(*leading, *tensor.shape[-3:])
+    return tensor.flatten(0, -4)
 
 
 def _stored_bytes(arguments: Arguments, *, output: bool) -> int:
@@ -307,7 +346,7 @@ def _versions() -> dict[str, str]:
         versions["cuda"] = torch.version.cuda
     for package in ("diffusers", "transformers"):
         if package in sys.modules:
-            versions[package] = importlib.metadata.version(package)
+            versions[package] = getattr(sys.modules[package], "__version__", "unknown")
     return versions
 
 
@@ -315,7 +354,18 @@ def _weights_of(module: Any) -> str:
     path = getattr(module, "name_or_path", None) or getattr(
         getattr(module, "config", None), "_name_or_path", None
     )
-    return f"checkpoint {path}" if path else "not stated"
+    # A model built at random from a checkpoint's configuration has that name too.
+    return f"{path} (its name_or_path)" if path else "not stated"
+
+
+def _matches(path: str, globs: str) -> bool:
+    return any(fnmatch.fnmatchcase(path, glob.strip()) for glob in globs.split(","))
+
+
+def _no_match(globs: str, paths: list[str]) -> str:
+    likely = [path for path in paths if "att" in path.rpartition(".")[2].lower()] or paths
+    shown = ", ".join(likely[:3])
+    return f"no module matches {globs!r}; there are {shown} … Choose with --modules GLOB"
 
 
 def _nothing_kept(recording: Recording, roots: dict[str, Any]) -> str:
@@ -323,6 +373,11 @@ def _nothing_kept(recording: Recording, roots: dict[str, Any]) -> str:
         return "no call fits into --max-bytes; raise it"
     if not recording.seen:
         return f"the model made no scaled_dot_product_attention call: {_other_attention(roots)}"
+    if recording.without_values:
+        return (
+            f"none of the {recording.seen} attention calls can be stored: their tensors are meta, "
+            "fake or nested, or run inside vmap"
+        )
     callers = [module or "(outside every watched module)" for module in recording.census.modules()]
     shown = ", ".join(callers[:3]) + (" …" if len(callers) > 3 else "")
     return (

@@ -54,7 +54,8 @@ def show_findings(findings: list[Finding], console: Console) -> None:
     """Print what `verify` found, a line per file."""
     for finding in findings:
         mark = Text("ok  ", style="green") if finding.good else Text("BAD ", style="bold red")
-        console.print(mark + Text(f"{finding.entry.path.name}  {finding.text}", style="default"))
+        line = mark + Text(f"{finding.entry.path.name}  {finding.text}", style="default")
+        console.print(line, soft_wrap=True)
 
 
 def human_bytes(nbytes: int) -> str:

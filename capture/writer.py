@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import re
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from capture.dataset import CaptureRecord, Dataset, PackedCall
@@ -24,8 +25,7 @@ class Writer:
     def __init__(self, dataset: Dataset, capture: CaptureRecord) -> None:
         self._dataset = dataset
         self._capture = capture
-        self._dropped: set[int] = set()
-        self._failure: OSError | None = None
+        self._failure: Exception | None = None
         self._queue: queue.Queue[tuple[PackedCall, tuple[int, ...], dict[str, Any]] | None]
         self._queue = queue.Queue(self._WAITING)
         self._thread = threading.Thread(target=self._work, name="capture-writer", daemon=True)
@@ -34,8 +34,8 @@ class Writer:
     def put(self, call: PackedCall, drop: tuple[int, ...], census: dict[str, Any]) -> None:
         """Write `call`; then delete the files of the call indices in `drop`.
 
-        The first call replaces an earlier capture of the same model, so that a run that records
-        nothing costs nothing.
+        One call at a time, in the order in which they were chosen. The first one replaces an
+        earlier capture of the same model, so that a run that records nothing costs nothing.
 
         Raises:
             CaptureError: an earlier file could not be written.
@@ -44,7 +44,6 @@ class Writer:
         if not self._begun:
             self._begun = True
             self._thread.start()
-        self._dropped.update(drop)
         self._queue.put((call, drop, census))
 
     def close(self, census: dict[str, Any], *, complete: bool) -> None:
@@ -57,9 +56,9 @@ class Writer:
             return
         self._queue.put(None)
         self._thread.join()
-        self._raise_failure()
         self._capture.complete = complete
-        self._save(census)
+        self._attempt(self._save, census)
+        self._raise_failure()
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -69,23 +68,26 @@ class Writer:
             ) from self._failure
 
     def _work(self) -> None:
-        self._replace_earlier()
+        self._attempt(self._replace_earlier)
         while (item := self._queue.get()) is not None:
-            if self._failure is None:
-                try:
-                    self._write(*item)
-                except OSError as error:
-                    self._failure = error
-                except Exception as error:  # safetensors wraps a full disk in its own type
-                    self._failure = OSError(str(error))
+            self._attempt(self._write, *item)
+
+    def _attempt(self, action: Callable[..., None], *arguments: Any) -> None:
+        """Do it, unless something failed before; who records hears of it with the next call."""
+        if self._failure is None:
+            try:
+                action(*arguments)
+            except Exception as error:  # safetensors wraps a full disk in its own type
+                self._failure = error
 
     def _replace_earlier(self) -> None:
         same = [e for e in self._dataset.entries if e.origin.model == self._capture.model]
-        for entry in same:
-            self._dataset.entries.remove(entry)
-            entry.path.unlink(missing_ok=True)
+        self._dataset.entries = [e for e in self._dataset.entries if e not in same]
         others = [c for c in self._dataset.captures if c.model != self._capture.model]
         self._dataset.captures = [*others, self._capture]
+        self._dataset.save_manifest()
+        for entry in same:
+            entry.path.unlink(missing_ok=True)
 
     def _write(self, call: PackedCall, drop: tuple[int, ...], census: dict[str, Any]) -> None:
         origin = call.header.origin
@@ -94,10 +96,8 @@ class Writer:
             for entry in self._dataset.entries
             if entry.origin.model == origin.model and entry.origin.call_index in drop
         ]
-        # A later call may have taken this one's place while it waited.
-        if origin.call_index not in self._dropped:
-            name = f"{slug(origin.model)}-{origin.call_index:06d}.safetensors"
-            self._dataset.entries.append(call.write(self._dataset.directory / name))
+        name = f"{slug(origin.model)}-{origin.call_index:06d}.safetensors"
+        self._dataset.entries.append(call.write(self._dataset.directory / name))
         for entry in gone:
             self._dataset.entries.remove(entry)
         self._dataset.entries.sort(key=self._position)

@@ -1,0 +1,148 @@
+"""Writes the README's tables from `benchmarks/results/` and from the code's own field list.
+
+python -m benchmarks.tables            rewrite the marked blocks of README.md
+python -m benchmarks.tables --check    exit 1 if they are not up to date
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks import results
+from replay.report.table import columns
+from replay.results import FIELDS
+
+README = Path(__file__).parent.parent / "README.md"
+BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def main() -> None:
+    text = README.read_text()
+    wanted = BLOCK.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}{match[3]}", text)
+    if "--check" in sys.argv[1:]:
+        sys.exit(0 if text == wanted else "README.md: run `python -m benchmarks.tables`")
+    README.write_text(wanted)
+
+
+def glossary() -> str:
+    """Every column of `replay --metric all` in the words of the field it comes from."""
+    meaning = {item.path: item.meaning for item in FIELDS}
+    lines = ["| column | meaning | over several calls |", "|---|---|---|"]
+    for table in columns(["all"]):
+        lines += [
+            f"| {column.heading} | {_escaped(meaning[column.field])} | {column.over_calls} |"
+            for column in table
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def fields() -> str:
+    """Every field of a row; the four sets of errors are listed once."""
+    lines = ["| field | unit | meaning |", "|---|---|---|"]
+    for item in FIELDS:
+        path, meaning = item.path, item.meaning
+        if path.startswith("accuracy."):
+            if not path.startswith("accuracy.gold."):
+                continue
+            path = path.replace("gold", "{gold,captured,reference,noise_floor}")
+            meaning = meaning.partition(";")[0]
+        lines.append(f"| `{path}` | {item.unit} | {_escaped(meaning)} |")
+    return "\n".join(lines) + "\n"
+
+
+def full_size() -> str:
+    """TFLOPS by kernel on the calls of full-size models; decode, which moves bytes, in ms."""
+    rows = results.read(results.DIRECTORY / "full_size.csv")
+    scenes = {
+        "CogVideoX-2b denoise, TFLOPS": ("cogvideo", "denoise", "tflops"),
+        "FLUX.1-dev denoise, TFLOPS": ("flux", "denoise", "tflops"),
+        "Llama-2-7b prefill, TFLOPS": ("llama", "prefill", "tflops"),
+        "Llama-2-7b decode, ms": ("llama", "decode", "time_ms.p50"),
+    }
+    kernels = list(dict.fromkeys(row["kernel"] for row in rows))
+    cells = {
+        kernel: [
+            _scene_cell(
+                [
+                    row
+                    for row in rows
+                    if (row["kernel"], row["call.model"], row["call.phase"])
+                    == (kernel, model, phase)
+                ],
+                column,
+            )
+            for model, phase, column in scenes.values()
+        ]
+        for kernel in kernels
+    }
+    return _table(["kernel", *scenes], cells) + _machine(rows)
+
+
+def published_shapes() -> str:
+    """TFLOPS by shape; decode shapes, which move bytes, in ms."""
+    rows = results.read(results.DIRECTORY / "published_shapes.csv")
+    kernels = list(dict.fromkeys(row["kernel"] for row in rows))
+    shapes: dict[str, dict[str, str]] = {}
+    for row in rows:
+        is_decode = row["call.shape.q_len"] == "1"
+        column = "time_ms.p50" if is_decode else "tflops"
+        cells = shapes.setdefault(_shape(row) + (" (ms)" if is_decode else ""), {})
+        cells[row["kernel"]] = _scene_cell([row], column)
+    lines = {
+        shape: [cells.get(kernel, "") for kernel in kernels] for shape, cells in shapes.items()
+    }
+    return _table(["B×H×S×D", *kernels], lines) + _machine(rows)
+
+
+def _scene_cell(rows: list[dict[str, str]], column: str) -> str:
+    """The median over the calls, or what kept the kernel from being timed."""
+    values = sorted(float(row[column]) for row in rows if row["status"] == "ok" and row[column])
+    if values:
+        value = values[len(values) // 2]
+        return f"{value:.0f}" if column == "tflops" else f"{value:.3f}"
+    return " ".join(sorted({row["status"] for row in rows}))
+
+
+def _shape(row: dict[str, str]) -> str:
+    size = {name: row[f"call.shape.{name}"] for name in results.SIZES}
+    heads, lengths = size["q_heads"], size["q_len"]
+    if size["kv_heads"] != heads:
+        heads += f"/{size['kv_heads']}"
+    if size["kv_len"] != lengths:
+        lengths += f"/{size['kv_len']}"
+    causal = " causal" if row["call.is_causal"] == "True" else ""
+    return f"{size['batch']}×{heads}×{lengths}×{size['head_dim']}{causal}"
+
+
+def _table(headings: list[str], lines: dict[str, list[str]]) -> str:
+    text = [f"| {' | '.join(headings)} |", f"|---|{'---:|' * (len(headings) - 1)}"]
+    text += [f"| {first} | {' | '.join(cells)} |" for first, cells in lines.items()]
+    return "\n".join(text) + "\n"
+
+
+def _machine(rows: list[dict[str, str]]) -> str:
+    first = rows[0]
+    versions = ", ".join(
+        f"{name} {first[f'machine.{name}']}"
+        for name in ("torch", "cuda", "triton")
+        if first[f"machine.{name}"]
+    )
+    return f"\n{first['machine.device']}, {versions}.\n"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "glossary": glossary,
+    "fields": fields,
+    "full_size": full_size,
+    "published_shapes": published_shapes,
+}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""A model small enough to read, random calls, and the command line in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import capture
+from capture.call import AttentionCall, Origin
+
+REPOSITORY = Path(capture.__file__).resolve().parent.parent
+
+HEADS, HEAD_DIM, WIDTH, LENGTH = 2, 8, 16, 5
+
+
+class Attention(nn.Module):
+    """Self-attention over (B, S, 16); queries, keys and values are views of one projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, states: Tensor) -> Tensor:
+        batch, length, _ = states.shape
+        split = self.qkv(states).view(batch, length, 3, HEADS, HEAD_DIM).unbind(2)
+        query, key, value = (part.transpose(1, 2) for part in split)
+        output = F.scaled_dot_product_attention(query, key, value)
+        return output.transpose(1, 2).reshape(batch, length, WIDTH)
+
+
+class Layers(nn.Module):
+    """`layers.0`, `layers.1` …: one attention call each."""
+
+    def __init__(self, count: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Attention() for _ in range(count))
+
+    def forward(self, states: Tensor) -> Tensor:
+        for layer in self.layers:
+            states = states + layer(states)
+        return states
+
+
+@pytest.fixture
+def make_layers() -> Callable[..., nn.Module]:
+    """`make_layers(count)`: a model of that many attention layers."""
+
+    def make(count: int = 2) -> nn.Module:
+        torch.manual_seed(0)
+        return Layers(count).eval()
+
+    return make
+
+
+@pytest.fixture
+def layers(make_layers: Callable[..., nn.Module]) -> nn.Module:
+    return make_layers()
+
+
+@pytest.fixture
+def states() -> Tensor:
+    """An input of `layers`, (1, 5, 16)."""
+    return torch.randn(1, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def make_call() -> Callable[..., AttentionCall]:
+    """`make_call(call_index=3, …)`: a call with random tensors; keywords replace its fields."""
+
+    def make(*, model: str = "model", call_index: int = 0, **fields: Any) -> AttentionCall:
+        query, key, value, output = torch.randn(4, 1, HEADS, LENGTH, HEAD_DIM)
+        origin = Origin(model=model, module="attention", call_index=call_index)
+        tensors = {"query": query, "key": key, "value": value, "output": output}
+        return AttentionCall(**{**tensors, "origin": origin, **fields})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def start_python() -> Callable[..., subprocess.Popen[str]]:
+    """`start_python(*arguments, cwd=…)`: this Python, finding this checkout, outputs piped."""
+
+    def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1"}
+        return subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=cwd,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    return start
+
+
+@pytest.fixture
+def run_cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """`run_cli("--show", "x")`: the command in this process; exit code, stdout and stderr."""
+    from capture.cli import main
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            main(arguments)
+        printed = capsys.readouterr()
+        code = stopped.value.code
+        assert isinstance(code, int)
+        return code, printed.out, printed.err
+
+    return run
