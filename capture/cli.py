@@ -102,7 +102,10 @@ def _dispatch(arguments: argparse.Namespace, parser: argparse.ArgumentParser) ->
         return _verify(arguments.verify)
     if not arguments.model:
         parser.error("--model is needed: cogvideo, flux, llama, a directory or file.py:function")
-    return _capture(arguments)
+    from capture.recording import no_empty_directory
+
+    with no_empty_directory(Path(arguments.out)):
+        return _capture(arguments)
 
 
 def _capture(arguments: argparse.Namespace) -> int:
@@ -139,7 +142,7 @@ def _capture(arguments: argparse.Namespace) -> int:
         modules=arguments.modules or runnable.sampled,
         weights=runnable.weights,
         seed=arguments.seed,
-        settings=runnable.settings,
+        settings={"model": arguments.model, **runnable.settings},
         max_bytes=arguments.max_bytes,
         output=not arguments.no_output,
         overwrite=arguments.overwrite,
@@ -203,9 +206,8 @@ def _verify(directory: str) -> int:
 
 
 def _capture_name(model: str) -> str:
-    """Built-in names and functions as given; a directory by its last part."""
-    is_directory = Path(model).is_dir()
-    return Path(model).resolve().name if is_directory else model
+    """Built-in names as given; a directory or a function's file by the last part of its path."""
+    return Path(model).resolve().name if Path(model).is_dir() else Path(model).name
 
 
 def _explain(error: Exception) -> int:
@@ -218,7 +220,7 @@ def _explain(error: Exception) -> int:
         print(f"capture: {error}", file=sys.stderr)
         return 2
     print(
-        f"capture: the model failed: {type(error).__name__}: {error} (traceback with --debug)",
+        f"capture: failed with {type(error).__name__}: {error} (traceback with --debug)",
         file=sys.stderr,
     )
     return 1

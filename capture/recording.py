@@ -95,12 +95,13 @@ def record(
     )
     recording.seed, recording.keeps_output = seed, output
     complete = False
-    try:
-        with tracker.watch(), intercept(recording.handle):
-            yield recording
-        complete = True
-    finally:
-        recording.close(complete=complete)
+    with _alone_in(dataset.directory):
+        try:
+            with tracker.watch(), intercept(recording.handle):
+                yield recording
+            complete = True
+        finally:
+            recording.close(complete=complete)
     if not recording.kept:
         raise CaptureError(_nothing_kept(recording, roots))
 
@@ -131,6 +132,43 @@ def prepare_directory(out: str | Path, model: str, *, overwrite: bool) -> Datase
             "or record into another directory with --out"
         )
     return dataset
+
+
+@contextlib.contextmanager
+def no_empty_directory(directory: Path) -> Iterator[None]:
+    """Leave no empty directory behind where there was none before."""
+    existed = directory.is_dir()
+    try:
+        yield
+    finally:
+        if not existed:
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+
+
+@contextlib.contextmanager
+def _alone_in(directory: Path) -> Iterator[None]:
+    """Keep other captures out of the directory: the last manifest written would win.
+
+    Raises:
+        CaptureError: another process is recording there.
+    """
+    try:
+        import fcntl
+    except ImportError:  # not a Unix
+        yield
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CaptureError(
+                f"another capture is writing to {directory}; wait for it, or name another directory"
+            ) from error
+        yield
+    finally:
+        os.close(descriptor)
 
 
 class Recording:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections import Counter
@@ -756,3 +757,15 @@ def test_a_call_is_what_the_package_exports() -> None:
     assert capture.AttentionCall is AttentionCall
     with pytest.raises(AttributeError, match="no attribute 'recrod'"):
         capture.recrod  # noqa: B018
+
+
+def test_two_captures_do_not_write_to_one_directory_at_once(tmp_path: Path) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    other = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    try:
+        with pytest.raises(CaptureError, match="another capture is writing"):  # noqa: SIM117
+            with record(torch.nn.Identity(), out=tmp_path):
+                pass
+    finally:
+        os.close(other)
