@@ -1,4 +1,4 @@
-"""How far an output is from the reference, and whether that is far enough to call it wrong.
+"""How far an output is from a reference; `replay.verdict` says whether that is too far.
 
 Figures follow the definitions of the field and are never rounded. Sums are in float64 and are
 collected per row, one row being the Dv numbers of one (batch, head, query), because an average over
@@ -17,22 +17,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
-
-from capture.call import AttentionCall
-
-AccuracyClass = Literal["exact", "quantised"]
-
-MINIMUM_COSINE = 0.99
-"""Below this a quantised output points elsewhere: working 8-bit kernels on real inputs stay above
-0.99 and broken ones (lost heads, overflow, unwritten memory) fall far below."""
-
-MAXIMUM_RELATIVE_L1 = 0.1
-"""Above this a quantised output's error is a tenth of its signal, which cosine does not see when
-the error is a wrong factor."""
 
 CHUNK_ELEMENTS = 2**22
 """Output elements compared at a time: each float64 temporary is 32 MiB."""
@@ -80,38 +67,18 @@ class Summary:
     std: float
 
 
-@dataclass(frozen=True)
-class Tolerance:
-    """The error an exact kernel may have on one call, derived from that call's own data."""
-
-    same_dtype_error: float
-    """max|O_same_dtype - gold|: the plain formula computed in the call's dtype."""
-    rounding: float
-    """The most that rounding alone does, whatever the order of a kernel's sums: see `tolerance`."""
-
-    @property
-    def limit(self) -> float:
-        return 2 * self.same_dtype_error + self.rounding
-
-
-@dataclass(frozen=True)
-class Verdict:
-    passed: bool
-    sentence: str
-
-
 def compare(output: Tensor, reference: Tensor) -> Errors:
     """Compare `output` with `reference`, both (B, H, S, Dv), of any float dtypes and devices.
 
     Raises:
         ValueError: the shapes differ, are not four-dimensional, or hold nothing.
     """
-    _check_comparable(output, reference)
+    check_comparable(output, reference)
     # Six sums for each row; a head's and the whole output's follow from them.
     row_sums = torch.empty((6, *output.shape[:3]), dtype=torch.float64, device=output.device)
     max_abs = torch.zeros((), dtype=torch.float64, device=output.device)
     nan_count = inf_count = mismatched = 0
-    for rows, part, expected in _chunks(output, reference):
+    for rows, part, expected in chunks(output, reference):
         nan_count += int(part.isnan().sum())
         inf_count += int(part.isinf().sum())
         part, expected, odd = _without_agreed_nonfinite(part, expected)
@@ -125,7 +92,7 @@ def compare(output: Tensor, reference: Tensor) -> Errors:
         row_sums[5, :, :, rows] = error.abs_().sum(-1)
         max_abs = torch.maximum(max_abs, error.amax())
 
-    row_cosines = _cosines(row_sums)
+    row_cosines = cosines(*row_sums[:3])
     head_sums = row_sums.sum(dim=3)
     head_errors = _relative_l1s(head_sums)
     sums = head_sums.sum(dim=(1, 2))
@@ -134,7 +101,7 @@ def compare(output: Tensor, reference: Tensor) -> Errors:
     worst_head = _position_of_lowest(-head_errors)
     lowest, p1, p10 = _percentiles(row_cosines, (0, 1, 10))
     return Errors(
-        cosine=float(_cosines(sums)),
+        cosine=float(cosines(*sums[:3])),
         relative_l1=float(_relative_l1s(sums)),
         rmse=math.sqrt(mse),
         max_abs=float(max_abs),
@@ -148,7 +115,7 @@ def compare(output: Tensor, reference: Tensor) -> Errors:
         row_cosine_min=lowest,
         worst_row=(batch, head, query),
         worst_head=(worst_head[0], worst_head[1]),
-        worst_head_cosine=float(_cosines(head_sums)[worst_head]),
+        worst_head_cosine=float(cosines(*head_sums[:3])[worst_head]),
         worst_head_relative_l1=float(head_errors[worst_head]),
     )
 
@@ -171,79 +138,8 @@ def summary(tensor: Tensor) -> Summary:
     return Summary(float(low), float(high), mean, math.sqrt(squares / values.numel()))
 
 
-def tolerance(call: AttentionCall, same_dtype_output: Tensor, gold: Tensor) -> Tolerance:
-    """The exactness rule's two terms for `call`, from both outputs of `replay.reference`.
-
-    `rounding` is max|gold rounded to the call's dtype - gold|. A float32 call adds the noise of
-    float32 sums: its eager error depends so much on their order (a product with one query row sums
-    otherwise than one with many) that honest kernels would exceed twice that error now and then.
-
-    Elements that are not finite in the same-dtype output (float16 overflows) or in the gold give no
-    error to allow and are left out.
-
-    Raises:
-        ValueError: the outputs' shapes differ, are not four-dimensional, or hold nothing.
-    """
-    _check_comparable(same_dtype_output, gold)
-    same_dtype_error = rounding = 0.0
-    for _, part, expected in _chunks(same_dtype_output, gold):
-        rounded = expected.to(call.dtype).to(torch.float64)
-        same_dtype_error = max(same_dtype_error, _largest_finite(part - expected))
-        rounding = max(rounding, _largest_finite(rounded - expected))
-    if call.dtype.itemsize >= 4:
-        rounding += _summation_noise(call)
-    return Tolerance(same_dtype_error, rounding)
-
-
-def judge(
-    errors: Errors, accuracy_class: AccuracyClass, tolerance: Tolerance | None = None
-) -> Verdict:
-    """Whether an output with these errors against the gold is right, for its class of kernel.
-
-    `exact` (the kernel computes in the call's 16 or 32 bits): max|O - gold| ≤ 2 · max|O_same_dtype
-    - gold| + rounding, the rule of FlashAttention's own tests. `quantised`: `MINIMUM_COSINE` and
-    `MAXIMUM_RELATIVE_L1`, which separate usable from broken; what is good enough for a model is for
-    its user to decide on the recorded figures.
-
-    Raises:
-        ValueError: class `exact` without a tolerance.
-    """
-    if errors.mismatched_nonfinite:
-        return Verdict(
-            False,
-            f"{errors.mismatched_nonfinite} elements are NaN or infinite in the output and not in "
-            f"the reference, or the other way round ({errors.nan_count} NaN and "
-            f"{errors.inf_count} infinite in the output)",
-        )
-    if accuracy_class == "quantised":
-        return _judge_quantised(errors)
-    if tolerance is None:
-        raise ValueError("an exact kernel is judged by a tolerance: pass `tolerance(...)`")
-    return _judge_exact(errors, tolerance)
-
-
-def _judge_exact(errors: Errors, tolerance: Tolerance) -> Verdict:
-    passed = errors.max_abs <= tolerance.limit
-    return Verdict(
-        passed,
-        f"max abs error {errors.max_abs:.2g} {'is within' if passed else 'exceeds'} "
-        f"{tolerance.limit:.2g} = 2 × {tolerance.same_dtype_error:.2g} (same-dtype eager) + "
-        f"{tolerance.rounding:.2g} (rounding)",
-    )
-
-
-def _judge_quantised(errors: Errors) -> Verdict:
-    cosine_passed = errors.cosine >= MINIMUM_COSINE
-    error_passed = errors.relative_l1 <= MAXIMUM_RELATIVE_L1
-    return Verdict(
-        cosine_passed and error_passed,
-        f"cosine {errors.cosine:.5f} is {'at least' if cosine_passed else 'below'} "
-        f"{MINIMUM_COSINE}, relative L1 {errors.relative_l1:.2g} "
-        f"{'is within' if error_passed else 'exceeds'} {MAXIMUM_RELATIVE_L1}",
-    )
-
-
-def _check_comparable(output: Tensor, reference: Tensor) -> None:
+def check_comparable(output: Tensor, reference: Tensor) -> None:
+    """Raise ValueError unless both are the same (B, H, S, Dv), and not empty."""
     if output.shape != reference.shape or output.ndim != 4 or output.numel() == 0:
         raise ValueError(
             f"cannot compare an output of shape {tuple(output.shape)} with a reference of shape "
@@ -251,7 +147,7 @@ def _check_comparable(output: Tensor, reference: Tensor) -> None:
         )
 
 
-def _chunks(output: Tensor, reference: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+def chunks(output: Tensor, reference: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Ranges of queries, and both tensors there in float64 on the output's device."""
     batch, heads, length, width = output.shape
     step = max(1, CHUNK_ELEMENTS // (batch * heads * width))
@@ -274,34 +170,13 @@ def _without_agreed_nonfinite(part: Tensor, expected: Tensor) -> tuple[Tensor, T
     return part.masked_fill(agreed, 0.0), expected.masked_fill(agreed, 0.0), mismatched
 
 
-def _summation_noise(call: AttentionCall) -> float:
-    """u · max|V| · (√Sk + scale · max‖q‖ · max‖k‖), where u is half the call's machine epsilon.
-
-    A sum of n rounded terms errs by √n·u of their size (Higham and Mary 2019, "A new approach to
-    probabilistic rounding error analysis"); a score errs by u of the norms of its vectors.
-    """
-    query_norm, key_norm = (
-        _largest_finite(torch.linalg.vector_norm(tensor, dim=-1))
-        for tensor in (call.query, call.key)
-    )
-    unit_roundoff = torch.finfo(call.dtype).eps / 2
-    terms = math.sqrt(call.shape.kv_len) + abs(call.softmax_scale) * query_norm * key_norm
-    return unit_roundoff * _largest_finite(call.value) * terms
-
-
-def _largest_finite(tensor: Tensor) -> float:
-    magnitudes = tensor.abs()
-    return float(magnitudes.masked_fill_(~magnitudes.isfinite(), 0.0).amax())
-
-
-def _cosines(sums: Tensor) -> Tensor:
-    """Cosine from the sums (6, …) of `compare`: 1 for zero against zero."""
-    dot, output_square, reference_square = sums[:3]
+def cosines(dot: Tensor, output_square: Tensor, reference_square: Tensor) -> Tensor:
+    """Cosines from the sums of output · reference, output² and reference²; 1 for zero and zero."""
     norms = output_square.sqrt() * reference_square.sqrt()
     both_zero = (output_square == 0) & (reference_square == 0)
     one_zero = (output_square == 0) ^ (reference_square == 0)
-    cosines: Tensor = (dot / norms).clamp(-1.0, 1.0)
-    return cosines.masked_fill(both_zero, 1.0).masked_fill(one_zero, 0.0)
+    found: Tensor = (dot / norms).clamp(-1.0, 1.0)
+    return found.masked_fill(both_zero, 1.0).masked_fill(one_zero, 0.0)
 
 
 def _relative_l1s(sums: Tensor) -> Tensor:

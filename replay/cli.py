@@ -6,20 +6,23 @@ import argparse
 import contextlib
 import difflib
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from replay.report import METRICS
+
 if TYPE_CHECKING:
     import torch
 
+    from replay.execution import Execution
     from replay.registry import Kernel
     from replay.results import Row
     from replay.runner import Settings
     from replay.timing import Cache
     from replay.workloads import Workload
 
-METRICS = ("time", "throughput", "bandwidth", "arithmetic_intensity", "accuracy", "memory", "all")
 SUITES = ("flux", "sage", "aiter", "cogvideo", "llama")
 
 EXAMPLES = """examples:
@@ -29,6 +32,8 @@ EXAMPLES = """examples:
   replay --random -b 2 -hq 24 -sq 4250 -d 64            any shape, no capture needed
   replay --random -hq 32 -hk 8 -sq 1 -sk 8192 -d 128    one decoded token, grouped heads
   replay --suite llama                                  a published list of shapes
+  replay --dir captured_inputs --kernels 'torch-*,my_file.py:my_attention'
+  replay --dir captured_inputs --env fa4=/opt/fa4/bin/python
   replay --list-kernels                                 what there is, and what can run here
 """
 
@@ -67,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument("--suite", choices=SUITES, help="a list of shapes, with random values")
     source.add_argument("--list-kernels", action="store_true", help="list kernels and exit")
     what.add_argument("--kernels", metavar="A,B,'GLOB*'", help="default: a few; all: every one")
+    what.add_argument("--variants", choices=["all"], help="also every variant of those kernels")
     what.add_argument("--max-seq", type=_positive, metavar="N", help="leave longer shapes out")
     what.add_argument("--seed", type=int, default=0, help="of random values (default 0)")
     what.add_argument("--device", help="cuda, cpu … (default: cuda where there is one)")
@@ -96,6 +102,28 @@ def _parser() -> argparse.ArgumentParser:
         "--baseline-kernel", metavar="K", help="speed-ups are against it (default: the model's own)"
     )
 
+    where = parser.add_argument_group("where kernels run")
+    where.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME=PYTHON",
+        help="another environment's interpreter; its kernels join the table (repeatable)",
+    )
+    where.add_argument(
+        "--env-file", metavar="TOML", help="environments from a file, [environments]"
+    )
+    where.add_argument(
+        "--timeout",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="end a hanging kernel (default 300)",
+    )
+    where.add_argument(
+        "--in-process", action="store_true", help="no worker processes: a crash ends the run"
+    )
+
     report = parser.add_argument_group("what to report")
     report.add_argument(
         "--metric", default="time,throughput,accuracy", metavar="M", help=", ".join(METRICS)
@@ -111,6 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.add_argument("--per-call", action="store_true", help="a table per call, not per shape")
     report.add_argument("--json", metavar="FILE", help="a JSON object per row (- for stdout)")
+    report.add_argument("--resume", action="store_true", help="continue the --json file")
     report.add_argument("--csv", metavar="FILE", help="a line per row (- for stdout)")
     report.add_argument("--save-output", metavar="DIR", help="keep every kernel's outputs")
     report.add_argument("--check", action="store_true", help="exit 1 when a kernel fails accuracy")
@@ -122,15 +151,25 @@ def _dispatch(arguments: argparse.Namespace) -> int:
     metrics = _metrics(arguments.metric)
     if not (arguments.dir or arguments.random or arguments.suite or arguments.list_kernels):
         raise UsageError("nothing to replay: give --dir DIR, --random or --suite NAME")
+    if arguments.resume and arguments.json in (None, "-"):
+        raise UsageError("--resume continues a file: name it with --json FILE")
     device = _device(arguments.device)
-    if arguments.list_kernels:
-        return _list_kernels(device)
-    kernels = _kernels(arguments, device)
-    settings = _settings(arguments, device)
-    workloads, note = _workloads(arguments, device, kernels)
-    if note:
-        print(f"replay: {note}", file=sys.stderr)
-    rows = _run(workloads, kernels, settings, arguments)
+
+    from replay.environments import interpreters
+    from replay.execution import execution
+
+    pythons = interpreters(arguments.env, arguments.env_file)
+    with execution(
+        in_process=arguments.in_process, interpreters=pythons, timeout=arguments.timeout
+    ) as where:
+        if arguments.list_kernels:
+            return _list_kernels(where, device)
+        kernels = _kernels(arguments, where, device)
+        settings = _settings(arguments, device)
+        workloads, note = _workloads(arguments, device, kernels)
+        if note:
+            print(f"replay: {note}", file=sys.stderr)
+        rows = _run(workloads, kernels, settings, where, arguments)
     if "-" not in (arguments.json, arguments.csv):
         _print_tables(rows, settings, metrics, arguments)
     return _exit_code(rows, arguments)
@@ -140,12 +179,18 @@ def _run(
     workloads: list[Workload],
     kernels: list[Kernel],
     settings: Settings,
+    where: Execution,
     arguments: argparse.Namespace,
 ) -> list[Row]:
     from replay.results import write_csv, write_jsonl
-    from replay.runner import replay
+    from replay.resume import finished_rows
 
     rows: list[Row] = []
+    if arguments.resume:
+        try:
+            rows, workloads = finished_rows(Path(arguments.json), workloads, kernels)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
 
     def kept(produced: Iterator[Row]) -> Iterator[Row]:
         for row in produced:
@@ -155,8 +200,10 @@ def _run(
     # Opened first: a run of an hour must not end at a directory that is not there. JSON is written
     # row by row, so an interrupted run keeps what it measured.
     with _opened(arguments.json) as json_file, _opened(arguments.csv) as csv_file:
+        if json_file is not None:
+            write_jsonl(rows, json_file)
         with _progress(len(workloads)) as report:
-            produced = kept(replay(workloads, kernels, settings, report))
+            produced = kept(where.replay(workloads, kernels, settings, report))
             if json_file is not None:
                 write_jsonl(produced, json_file)
             for _ in produced:
@@ -212,45 +259,65 @@ def _exit_code(rows: list[Row], arguments: argparse.Namespace) -> int:
     unreadable = [row for row in rows if not row.kernel]
     for row in unreadable:
         print(f"replay: {row.reason}; the other calls were replayed", file=sys.stderr)
-    failed = sorted({row.kernel for row in rows if row.status == "inaccurate"})
+    harmless = ("ok", "not-timed", "unsupported", "unavailable")
+    failed = sorted({f"{row.label} ({row.status})" for row in rows if row.status not in harmless})
     if arguments.check and failed:
-        print(f"replay: inaccurate: {', '.join(failed)}", file=sys.stderr)
+        print(f"replay: failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if unreadable or (arguments.check and failed) else 0
 
 
-def _list_kernels(device: torch.device) -> int:
+def _list_kernels(where: Execution, device: torch.device) -> int:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     from replay.registry import catalogue
 
+    kernels = [kernel for kernel in catalogue().values() if not kernel.variant_of]
+    variants = Counter(kernel.variant_of for kernel in catalogue().values())
+    found = where.probe(kernels, device)
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("kernel", no_wrap=True)
-    table.add_column(f"on {device}", overflow="fold")
+    table.add_column("kernel", overflow="fold", min_width=16)
+    for environment in found:
+        table.add_column(f"on {device}" if environment == "this" else environment, overflow="fold")
     table.add_column("what it is", overflow="fold")
-    for kernel in catalogue().values():
-        reason = kernel.unavailable(device)
-        state = Text(reason, "yellow") if reason else Text("available", "green")
-        default = "" if kernel.default else " (not by default)"
-        table.add_row(kernel.name, state, f"{kernel.about}{default}")
+    for kernel in kernels:
+        cells = []
+        for findings in found.values():
+            reason, version = findings[kernel.name].reason, findings[kernel.name].version
+            install = f"; {kernel.install}" if reason and kernel.install not in reason else ""
+            cells.append(
+                Text(reason + install, "yellow")
+                if reason
+                else Text(f"available {version}".strip(), "green")
+            )
+        notes = [] if kernel.default else ["not by default"]
+        if variants[kernel.name]:
+            notes.append(f"{variants[kernel.name]} variants")
+        about = f"{kernel.about} ({', '.join(notes)})" if notes else kernel.about
+        table.add_row(Text(kernel.name), *cells, Text(about))
     Console(highlight=False).print(table)
     return 0
 
 
-def _kernels(arguments: argparse.Namespace, device: torch.device) -> list[Kernel]:
-    from replay.registry import catalogue, select
+def _kernels(arguments: argparse.Namespace, where: Execution, device: torch.device) -> list[Kernel]:
+    """The chosen kernels. A glob takes what there is; a kernel asked for by name must run.
 
-    kernels, named = select(arguments.kernels)
-    special = [name for name in (arguments.baseline_kernel, arguments.reference) if name]
-    for name in special:
-        if name not in ("gold", "captured"):
-            select(name)
-            named.append(name)
-    for name in named:
-        reason = catalogue()[name].unavailable(device)
-        if reason:
-            raise UsageError(f"{name} cannot run on {device}: {reason}")
+    Raises:
+        UsageError: one that was named cannot run in any environment.
+    """
+    from replay.registry import find, select
+
+    kernels, names = select(arguments.kernels, variants=arguments.variants == "all")
+    special = (arguments.baseline_kernel, arguments.reference)
+    names += [name for name in special if name not in (None, "gold", "captured")]
+    # A user's own kernel that fails is what the user wants to see in a row.
+    named = [kernel for kernel in map(find, names) if kernel.load is None]
+    found = where.probe(named, device) if named else {}
+    for kernel in named:
+        reasons = [findings[kernel.name].reason for findings in found.values()]
+        if all(reasons):
+            raise UsageError(f"{kernel.name} cannot run on {device}: {reasons[0]}")
     return kernels
 
 
@@ -344,10 +411,11 @@ def _opened(path: str | None) -> Iterator[TextIO | None]:
 def _explain(error: Exception) -> int:
     """One sentence for what the user can remedy."""
     from capture.errors import DatasetError
+    from replay.environments import WorkerError
     from replay.registry import KernelNameError
     from replay.synthetic import ShapeError
 
-    known: tuple[Any, ...] = (UsageError, DatasetError, KernelNameError, ShapeError)
+    known: tuple[Any, ...] = (UsageError, DatasetError, KernelNameError, ShapeError, WorkerError)
     if isinstance(error, known):
         print(f"replay: {error}", file=sys.stderr)
         return 2

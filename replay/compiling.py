@@ -3,11 +3,16 @@
 `torch.compile` keeps its results on the function's code object and gives up after a few shapes
 (`torch._dynamo.config.recompile_limit`). A replay meets many shapes, so every kind of call gets a
 code object of its own, and its compilation is the one a model with that shape would see.
+
+`max-autotune` records CUDA graphs on a GPU. They share one memory pool and one history, which two
+things upset: calls whose outputs nobody announced as finished, and a recording that failed (out of
+memory), after which every later graph fails too. Both are dealt with here.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Hashable
 from types import FunctionType
 from typing import Any
@@ -31,13 +36,24 @@ class CompiledPerSignature:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         signature = tuple(_facts(value) for value in (*args, *kwargs.values()))
         if signature not in self._compiled:
+            # Its search reports every candidate that did not compile as an error.
+            logging.getLogger("torch._inductor.select_algorithm").setLevel(logging.CRITICAL)
             self._compiled[signature] = torch.compile(
                 _with_own_code(self._function, f"{self._function.__name__}_{len(self._compiled)}"),
                 mode=self._mode,
                 fullgraph=True,
                 dynamic=False,
             )
-        return self._compiled[signature](*args, **kwargs)
+        if self._mode != "max-autotune":
+            return self._compiled[signature](*args, **kwargs)
+        torch.compiler.cudagraph_mark_step_begin()
+        try:
+            return self._compiled[signature](*args, **kwargs)
+        except Exception:
+            from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+
+            reset_cudagraph_trees()
+            raise
 
 
 def _facts(value: Any) -> Hashable:

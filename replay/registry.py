@@ -18,18 +18,29 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import importlib
+import importlib.metadata
+import importlib.util
 import pkgutil
+import re
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
-from replay.accuracy import AccuracyClass
+from replay.verdict import AccuracyClass
 
 Attention = Callable[..., Tensor]
 """SDPA's signature: (query, key, value, attn_mask, dropout_p, is_causal, *, scale, enable_gqa)."""
+
+
+ENTRY_POINTS = "attention_replay.kernels"
+"""Entry-point group through which an installed package offers kernels: `name = "module:function"`
+(`register_kernel` on the function adds constraints)."""
 
 
 class KernelNameError(Exception):
@@ -59,6 +70,20 @@ class Kernel:
     """Whether it runs when no kernel is named."""
     about: str = ""
     """One line for `--list-kernels`."""
+    library: str = ""
+    """The package whose version is shown, and in which one environment differs from another."""
+    install: str = ""
+    """The command that installs the library, shown where the kernel is unavailable."""
+    variant_of: str = ""
+    """The kernel this one is with other options: `base[option=value,…]`. Never a default."""
+
+    load: Callable[[], Kernel] | None = None
+    """Brings the real kernel, where importing it runs somebody else's code: a user's file or an
+    installed package's entry point. It runs when the kernel is first asked for anything."""
+
+    def loaded(self) -> Kernel:
+        """The kernel itself, imported if need be. Raises what the import raises."""
+        return self if self.load is None else self.load()
 
 
 _kernels: dict[str, Kernel] = {}
@@ -85,6 +110,8 @@ def register_kernel(
     prepare: Callable[[AttentionCall], Callable[[], Tensor]] | None = None,
     default: bool = True,
     about: str = "",
+    library: str = "",
+    install: str = "",
 ) -> Callable[[Attention], Attention]:
     """Decorator that registers a function with SDPA's arguments as a kernel; see `Kernel`."""
 
@@ -92,7 +119,16 @@ def register_kernel(
         line = about or (attention.__doc__ or "").strip().partition("\n")[0]
         register(
             Kernel(
-                name, attention, accuracy_class, unavailable, unsupported, prepare, default, line
+                name,
+                attention,
+                accuracy_class,
+                unavailable,
+                unsupported,
+                prepare,
+                default,
+                line,
+                library,
+                install,
             )
         )
         return attention
@@ -105,31 +141,113 @@ def catalogue() -> dict[str, Kernel]:
     package = importlib.import_module("replay.kernels")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{module.name}")
+    for entry_point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        if entry_point.name not in _kernels:
+            about = f"from {entry_point.value}"
+            register(_foreign(entry_point.name, entry_point.load, about))
     return dict(_kernels)
 
 
-def select(patterns: str | None) -> tuple[list[Kernel], list[str]]:
+def _from_file(target: str) -> Kernel:
+    """A user's `path/file.py:function`; nothing of it is imported yet.
+
+    Raises:
+        KernelNameError: there is no such file.
+    """
+    path, _, function = target.rpartition(":")
+    if not Path(path).is_file():
+        raise KernelNameError(f"no kernel {target!r}: there is no file {path}")
+
+    def load() -> Attention:
+        name = f"attention_replay_user_{Path(path).stem}"
+        if name not in sys.modules:
+            spec = importlib.util.spec_from_file_location(name, path)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.path.insert(0, str(Path(path).resolve().parent))
+            sys.modules[name] = module
+            try:
+                spec.loader.exec_module(module)
+            except BaseException:
+                del sys.modules[name]
+                raise
+        attention = getattr(sys.modules[name], function, None)
+        if not callable(attention):
+            raise KernelNameError(f"{path} has no function {function!r}")
+        found: Attention = attention
+        return found
+
+    return _foreign(target, load, f"your {function}")
+
+
+def _foreign(name: str, load: Callable[[], Attention], about: str) -> Kernel:
+    """A kernel whose function is imported when needed; constraints it registered itself count."""
+
+    def loaded() -> Kernel:
+        attention = load()
+        registered = [kernel for kernel in _kernels.values() if kernel.attention is attention]
+        if registered:
+            return replace(registered[0], name=name, load=None)
+        return Kernel(name, attention, about=about)
+
+    def attend(*args: Any, **kwargs: Any) -> Tensor:
+        return load()(*args, **kwargs)
+
+    return Kernel(name, attend, about=about, load=loaded)
+
+
+def find(name: str) -> Kernel:
+    """The kernel of that name: a registered one, or a user's `file.py:function`.
+
+    Raises:
+        KernelNameError: there is none.
+    """
+    kernels = catalogue()
+    if name in kernels:
+        return kernels[name]
+    if ".py:" in name:
+        return _from_file(name)
+    near = difflib.get_close_matches(name, kernels, n=3, cutoff=0.4)
+    hint = f"did you mean {', '.join(near)}?" if near else "see `replay --list-kernels`"
+    raise KernelNameError(f"no kernel {name!r}: {hint}")
+
+
+def select(patterns: str | None, variants: bool = False) -> tuple[list[Kernel], list[str]]:
     """The kernels that a comma-separated list of names and globs chooses, and which were named.
 
-    None chooses the default ones, `all` every one.
+    A name may also be a user's `file.py:function`. None chooses the default ones, `all` every one;
+    `variants` adds those of every kernel chosen. In a glob `*` and `?` are special and brackets are
+    not, since names of variants have them.
 
     Raises:
         KernelNameError: a name or glob fits no kernel.
     """
     kernels = catalogue()
     if patterns is None:
-        return [kernel for kernel in kernels.values() if kernel.default], []
+        defaults = {name: kernel for name, kernel in kernels.items() if kernel.default}
+        return list((_with_variants(defaults) if variants else defaults).values()), []
     chosen: dict[str, Kernel] = {}
     named: list[str] = []
-    for pattern in filter(None, (part.strip() for part in patterns.split(","))):
-        matches = fnmatch.filter(kernels, "*" if pattern == "all" else pattern)
-        if not matches:
-            near = difflib.get_close_matches(pattern, kernels, n=3, cutoff=0.4)
-            hint = f"did you mean {', '.join(near)}?" if near else "see `replay --list-kernels`"
-            raise KernelNameError(f"no kernel {pattern!r}: {hint}")
-        if pattern in kernels:
+    # A comma inside brackets separates a variant's options, not names.
+    parts = re.split(r",(?![^\[\]]*\])", patterns)
+    for pattern in filter(None, (part.strip() for part in parts)):
+        glob = "*" if pattern == "all" else pattern.replace("[", "[[]")
+        matches = [pattern] if pattern in kernels else fnmatch.filter(kernels, glob)
+        if pattern in kernels or not matches:
+            chosen[pattern] = find(pattern)
             named.append(pattern)
         chosen.update((name, kernels[name]) for name in matches)
     if not chosen:
         raise KernelNameError("--kernels names no kernel; see `replay --list-kernels`")
-    return list(chosen.values()), named
+    return list((_with_variants(chosen) if variants else chosen).values()), named
+
+
+def _with_variants(chosen: dict[str, Kernel]) -> dict[str, Kernel]:
+    """The chosen kernels, each followed by those variants of it that are not chosen already."""
+    kernels = catalogue().values()
+    found: dict[str, Kernel] = {}
+    for name, kernel in chosen.items():
+        found[name] = kernel
+        found.update((each.name, each) for each in kernels if each.variant_of == name)
+    return found

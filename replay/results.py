@@ -10,13 +10,15 @@ import csv
 import json
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NamedTuple, TextIO
+from dataclasses import asdict, dataclass, field, is_dataclass
+from typing import Any, Literal, NamedTuple, TextIO, TypeVar, get_args, get_origin, get_type_hints
 
 from capture.call import Shape
 from replay.accuracy import Errors, Summary
 from replay.gpu_state import GpuState
 from replay.statistics import Speedup, TimeSummary
+
+T = TypeVar("T")
 
 Status = Literal[
     "ok",
@@ -80,6 +82,7 @@ class Row:
     reason: str = ""
     environment: str = "this"
     flags: list[str] = field(default_factory=list)
+    log: str = ""
     time_ms: TimeSummary | None = None
     core_time_ms: TimeSummary | None = None
     first_call_ms: float | None = None
@@ -93,8 +96,13 @@ class Row:
     reference_summary: Summary | None = None
     peak_bytes: int | None = None
     gpu_before: GpuState | None = None
-    gpu_after: GpuState | None = None
+    gpu_during: GpuState | None = None
     machine: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """The kernel, and its environment where that is not the one that replays."""
+        return self.kernel if self.environment == "this" else f"{self.kernel}@{self.environment}"
 
     @property
     def is_correct(self) -> bool:
@@ -170,6 +178,7 @@ FIELDS: list[Field] = [
     ),
     Field("reason", "", "why the status is what it is"),
     Field("flags", "", "what else was noticed, e.g. that the kernel changes its inputs"),
+    Field("log", "", "the end of what a worker that died had printed"),
     *(
         Field(
             f"time_ms.{name}",
@@ -222,7 +231,7 @@ FIELDS: list[Field] = [
     Field("peak_bytes", "B", "most memory the call took beyond its inputs (GPU only)"),
     *(
         Field(f"gpu_{when}.{name}", unit, f"{words} {when} the timed rounds")
-        for when in ("before", "after")
+        for when in ("before", "during")
         for name, (unit, words) in _GPU.items()
     ),
     *(
@@ -250,6 +259,35 @@ def row_to_json(row: Row) -> dict[str, Any]:
     data["speedup"] = comparison and {"vs": comparison["vs"], **comparison["speedup"]}
     plain: dict[str, Any] = _plain(data)
     return plain
+
+
+def row_from_json(data: dict[str, Any]) -> Row:
+    """The row that `row_to_json` was given, with NaN where it had to write null."""
+    data = dict(data)
+    speedup = data.pop("speedup")
+    if speedup is not None:
+        speedup = dict(speedup)
+        data["comparison"] = {"vs": speedup.pop("vs"), "speedup": speedup}
+    return rebuilt(Row, data)
+
+
+def rebuilt(kind: type[T], data: dict[str, Any]) -> T:
+    """A dataclass (or named tuple) from the tree that `dataclasses.asdict` made of it."""
+    hints = get_type_hints(kind)
+    return kind(**{name: _value(hints[name], value) for name, value in data.items()})
+
+
+def _value(hint: Any, value: Any) -> Any:
+    options = [option for option in get_args(hint) if option is not type(None)]
+    if type(None) in get_args(hint):
+        return None if value is None else _value(options[0], value)
+    if hint is float:
+        return math.nan if value is None else float(value)
+    if get_origin(hint) is tuple:
+        return tuple(value)
+    if hint is Shape:
+        return Shape(**value) if isinstance(value, dict) else Shape(*value)
+    return rebuilt(hint, value) if isinstance(hint, type) and is_dataclass(hint) else value
 
 
 def leaf(row: dict[str, Any], path: str) -> Any:

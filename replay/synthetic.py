@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
 from capture.call import AttentionCall, Origin
+from capture.dataset import dtype_name
 from replay import cost
 from replay.machine import available_bytes, cpu_flops_per_second
 from replay.workloads import Workload
@@ -81,15 +82,22 @@ class Spec:
 
 def workloads(name: str, specs: list[Spec], seed: int) -> list[Workload]:
     """The specs as calls to replay; the same seed gives the same values on the same device."""
+    return [
+        workload(f"{name}-{number:02d}", name, spec, seed + number)
+        for number, spec in enumerate(specs)
+    ]
 
-    def loader(spec: Spec, number: int) -> Workload:
-        def load(device: torch.device) -> AttentionCall:
-            generator = torch.Generator(device).manual_seed(seed + number)
-            return spec.call(device, generator, name)
 
-        return Workload(f"{name}-{number:02d}", load)
+def workload(name: str, model: str, spec: Spec, seed: int) -> Workload:
+    """One synthetic call to replay; `model` is the suite, or `random`."""
 
-    return [loader(spec, number) for number, spec in enumerate(specs)]
+    def load(device: torch.device) -> AttentionCall:
+        return spec.call(device, torch.Generator(device).manual_seed(seed), model)
+
+    sizes = {**asdict(spec), "dtype": dtype_name(spec.dtype)}
+    return Workload(
+        name, load, {"kind": "synthetic", "name": name, "model": model, "seed": seed, "spec": sizes}
+    )
 
 
 def _square(

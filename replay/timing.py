@@ -64,8 +64,9 @@ class Samples:
     error: Exception | None
     """What dropped the contestant, if anything did; `ms` then holds the rounds before it."""
     gpu_before: GpuState | None
-    """Before the first round and after the last, the same for all contestants."""
-    gpu_after: GpuState | None
+    """Before the first round, the same for all contestants."""
+    gpu_during: GpuState | None
+    """While the samples of the last round ran."""
 
 
 class Stopwatch(Protocol):
@@ -83,12 +84,16 @@ class Stopwatch(Protocol):
     def collect(self) -> None:
         """Wait for what is enqueued, and give every contestant its sample."""
 
+    def state(self) -> GpuState | None:
+        """The GPU's clock and power now."""
+
 
 @dataclass(eq=False)
 class Contestant:
     """The running record of one function."""
 
     function: Function
+    name: str = ""
     rounds: int = 0
     warm_up_ms: list[float] = field(default_factory=list)
     ms: list[float] = field(default_factory=list)
@@ -110,13 +115,17 @@ def measure(
     seed: int = 0,
     max_seconds: float = 20.0,
     on_progress: Progress | None = None,
+    on_sample: Callable[[str], None] | None = None,
+    careful: bool = False,
 ) -> dict[str, Samples]:
     """Time every contestant on `device`, once in each of `rounds` rounds.
 
     The order within a round is shuffled from `seed`. A contestant whose warm-up says that its
     samples would take more than `max_seconds` gets fewer rounds, the first ones, but at least
     `MINIMUM_ROUNDS`. One that raises is dropped with its exception, and the others go on. A CUDA
-    error that makes the whole process unusable is raised.
+    error that makes the whole process unusable is raised; `on_sample` is told who is next before
+    every warm-up and sample, and with `careful` each sample ends before the next begins, so that
+    the last one named is the one that did it.
 
     Raises:
         ValueError: `cache="cold"` on the CPU, a device that is neither CPU nor CUDA, no rounds.
@@ -125,14 +134,17 @@ def measure(
     if rounds < 1:
         raise ValueError(f"{rounds} rounds measure nothing: ask for at least one")
     stopwatch = _stopwatch(device, cache)
-    entered = {name: Contestant(function) for name, function in contestants.items()}
+    entered = {name: Contestant(function, name) for name, function in contestants.items()}
     report = on_progress or (lambda stage, done, total: None)
+    announce = on_sample or (lambda name: None)
     for done, contestant in enumerate(entered.values(), start=1):
+        announce(contestant.name)
         warm_up(contestant, stopwatch, rounds, max_seconds)
         report("warm-up", done, len(entered))
-    gpu_before = read_gpu_state(device)
-    run_rounds(list(entered.values()), stopwatch, seed, report)
-    gpu_after = read_gpu_state(device)
+    gpu_before = stopwatch.state()
+    gpu_during = run_rounds(
+        list(entered.values()), stopwatch, seed, report, announce, careful=careful
+    )
     return {
         name: Samples(
             ms=tuple(contestant.ms),
@@ -140,7 +152,7 @@ def measure(
             warm_up_calls=len(contestant.warm_up_ms),
             error=contestant.error,
             gpu_before=gpu_before,
-            gpu_after=gpu_after,
+            gpu_during=gpu_during,
         )
         for name, contestant in entered.items()
     }
@@ -161,21 +173,37 @@ def warm_up(contestant: Contestant, stopwatch: Stopwatch, rounds: int, max_secon
 
 
 def run_rounds(
-    contestants: list[Contestant], stopwatch: Stopwatch, seed: int, report: Progress
-) -> None:
-    """Sample every contestant once a round, in shuffled order, until its rounds are used up."""
+    contestants: list[Contestant],
+    stopwatch: Stopwatch,
+    seed: int,
+    report: Progress,
+    announce: Callable[[str], None] = lambda name: None,
+    *,
+    careful: bool = False,
+) -> GpuState | None:
+    """Sample every contestant once a round, in shuffled order, until its rounds are used up.
+
+    Returns the GPU's state while the last round was under way.
+    """
+    gpu_during = None
     shuffle = random.Random(seed).shuffle
     total = max((contestant.rounds for contestant in contestants), default=0)
     for done in range(total):
         order = [each for each in contestants if each.error is None and done < each.rounds]
         shuffle(order)
         for contestant in order:
+            announce(contestant.name)
             try:
                 stopwatch.sample(contestant)
+                if careful:
+                    stopwatch.collect()
             except Exception as error:
                 contestant.drop(error)
+        if done == total - 1:
+            gpu_during = stopwatch.state()
         stopwatch.collect()
         report("round", done + 1, total)
+    return gpu_during
 
 
 def first_call(function: Callable[[], T], device: torch.device | str) -> tuple[T, float]:
@@ -279,6 +307,9 @@ class CudaStopwatch:
             contestant.host_ms.append(host_ms)
         self.pending.clear()
 
+    def state(self) -> GpuState | None:
+        return read_gpu_state(self.device)
+
 
 class CpuStopwatch:
     """`torch.utils.benchmark`, with all of torch's threads."""
@@ -308,3 +339,7 @@ class CpuStopwatch:
 
     def collect(self) -> None:
         """Nothing is left under way on the CPU."""
+
+    def state(self) -> GpuState | None:
+        """There is no GPU to ask."""
+        return None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,6 +22,9 @@ class Workload:
     name: str
     load: Callable[[torch.device], AttentionCall]
     """Raises `DatasetError` when the call cannot be read."""
+    source: dict[str, Any] = field(default_factory=dict)
+    """What a worker process needs to load the same call, as JSON (`replay.worker` reads it); empty
+    for calls that exist in this process only."""
 
 
 def from_directory(directory: str | Path) -> tuple[list[Workload], str]:
@@ -34,19 +38,30 @@ def from_directory(directory: str | Path) -> tuple[list[Workload], str]:
     directory = Path(directory)
     pickled = _numbered(directory.glob("*_input_*.pt")) if directory.is_dir() else []
     if pickled and not any(directory.glob("*.safetensors")):
-        return [Workload(path.stem, _pickled_loader(path)) for path in pickled], ""
+        return [pickled_call(path) for path in pickled], ""
     dataset = Dataset.open(directory)
-    return [
-        Workload(entry.path.stem, _recorded_loader(entry)) for entry in dataset.entries
-    ], dataset.note
+    return [recorded_call(entry) for entry in dataset.entries], dataset.note
 
 
-def _recorded_loader(entry: FileEntry) -> Callable[[torch.device], AttentionCall]:
+def recorded_call(entry: FileEntry) -> Workload:
+    """A call that `capture` wrote; its checksum is compared before it is loaded."""
+
     def load(device: torch.device) -> AttentionCall:
         entry.check()
         return entry.load(device)
 
-    return load
+    path = str(entry.path.resolve())
+    source = {"kind": "recorded", "path": path, "nbytes": entry.nbytes, "sha256": entry.sha256}
+    return Workload(entry.path.stem, load, source)
+
+
+def pickled_call(path: Path) -> Workload:
+    """A call of an older recording."""
+
+    def load(device: torch.device) -> AttentionCall:
+        return _read_pickled(path).to(device)
+
+    return Workload(path.stem, load, {"kind": "pickled", "path": str(path.resolve())})
 
 
 def _numbered(paths: object) -> list[Path]:
@@ -57,13 +72,6 @@ def _numbered(paths: object) -> list[Path]:
         if match:
             found.append((path.stem[: match.start()], int(match.group(1)), path))
     return [path for _, _, path in sorted(found)]
-
-
-def _pickled_loader(path: Path) -> Callable[[torch.device], AttentionCall]:
-    def load(device: torch.device) -> AttentionCall:
-        return _read_pickled(path).to(device)
-
-    return load
 
 
 def _read_pickled(path: Path) -> AttentionCall:

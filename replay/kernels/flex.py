@@ -81,7 +81,9 @@ def _unsupported(call: AttentionCall) -> str | None:
     return None
 
 
-@register_kernel("flex", unsupported=_unsupported, about="FlexAttention under torch.compile")
+@register_kernel(
+    "flex", unsupported=_unsupported, about="FlexAttention under torch.compile", library="torch"
+)
 def flex(
     query: Tensor,
     key: Tensor,

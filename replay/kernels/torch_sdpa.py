@@ -97,6 +97,8 @@ def _unsupported(backend: SDPBackend | None, call: AttentionCall) -> str | None:
     """PyTorch's own reason for refusing the call on this backend."""
     if call.attn_mask is not None and call.is_causal:
         return "attn_mask and is_causal together"
+    if call.dropout_p > 0:
+        return "dropout: its output is random, so nothing can judge it"
     only = contextlib.nullcontext() if backend is None else sdpa_kernel(backend)
     with only, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -150,5 +152,6 @@ for _suffix, _mode in _MODES.items():
                 unsupported=partial(_unsupported, _backend),
                 default=not _mode,
                 about=f"{_name} under torch.compile(mode={_mode!r})" if _mode else _ABOUT[_name],
+                library="torch",
             )
         )

@@ -22,7 +22,7 @@ class Group:
     title: str
     calls: list[CallFacts]
     rows: dict[str, list[Row]]
-    """By kernel, in the calls' order."""
+    """By kernel (`Row.label`), in the calls' order."""
     baseline: str
 
     @property
@@ -62,7 +62,9 @@ def typical_time(rows: Sequence[Row]) -> Percentiles | None:
 
 def pooled_speedup(group: Group, kernel: str) -> Speedup | None:
     """The paired speed-up over all rounds of all calls of the group on which both are correct."""
-    baseline = {row.call.name: row for row in group.rows.get(group.baseline, ())}
+    _, at, environment = kernel.partition("@")
+    partners = group.rows.get(group.baseline + at + environment, ())
+    baseline = {row.call.name: row for row in partners}
     before: list[float] = []
     after: list[float] = []
     for row in group.rows[kernel]:
@@ -128,7 +130,7 @@ def _kind(call: CallFacts) -> tuple[object, ...]:
 def _group(rows: list[Row]) -> Group:
     by_kernel: dict[str, list[Row]] = {}
     for row in rows:
-        by_kernel.setdefault(row.kernel, []).append(row)
+        by_kernel.setdefault(row.label, []).append(row)
     calls = list({row.call.name: row.call for row in rows}.values())
     baselines = Counter(row.comparison.vs for row in rows if row.comparison is not None)
     baseline = baselines.most_common(1)[0][0] if baselines else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from rich.console import Group as Renderables
 from rich.table import Table
 from rich.text import Text
 
+from replay.report import METRICS
 from replay.report.groups import (
     Group,
     errors_against,
@@ -22,17 +24,25 @@ from replay.report.groups import (
 )
 from replay.results import Row
 
-METRICS = ("time", "throughput", "bandwidth", "arithmetic_intensity", "accuracy", "memory", "all")
-
 Cell = Callable[[Group, str], str]
 
 
 @dataclass(frozen=True)
 class Column:
-    """A heading and the cell of one kernel in one group."""
+    """A heading, the cell of one kernel in one group, and the row field that it comes from."""
 
     heading: str
     cell: Cell
+    field: str
+    over_calls: str = "the median over the calls"
+    """What one cell says of several calls."""
+
+
+def columns(metrics: Sequence[str], reference: str = "gold") -> list[list[Column]]:
+    """The columns that some of `METRICS` choose, table by table: speed, accuracy, memory."""
+    wanted = set(METRICS) if "all" in metrics else set(metrics)
+    tables = (_speed(wanted), _accuracy(wanted, reference), _memory(wanted))
+    return [table for table in tables if table]
 
 
 def print_report(
@@ -67,19 +77,12 @@ def _group_report(
     parts: list[Text | Table] = [Text(group.title, style="bold")]
     if group.weights:
         parts.append(Text(f"weights: {group.weights}", style="dim"))
-    wanted = set(METRICS) if "all" in metrics else set(metrics)
     ran = [name for name, rows in group.rows.items() if any(row.accuracy for row in rows)]
     ran.sort(key=lambda name: _rank(group, name))
     if ran:
-        for columns in (
-            _speed(wanted),
-            _accuracy(wanted, reference),
-            _memory(wanted),
-            _stats() if compare_stats else [],
-        ):
-            if columns:
-                parts.append(_table(group, ran, columns))
-        if "accuracy" in wanted:
+        tables = columns(metrics, reference) + ([_stats()] if compare_stats else [])
+        parts.extend(_table(group, ran, table) for table in tables)
+        if "accuracy" in metrics or "all" in metrics:
             parts.extend(_notes(group, ran, reference))
     parts.extend(_refusals(group))
     return Renderables(*parts)
@@ -95,11 +98,11 @@ def _is_correct(group: Group, name: str) -> bool:
     return all(row.is_correct for row in group.rows[name])
 
 
-def _table(group: Group, names: Sequence[str], columns: Sequence[Column]) -> Table:
+def _table(group: Group, names: Sequence[str], wanted: Sequence[Column]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="cyan", padding=(0, 2, 0, 0))
     table.add_column("kernel", no_wrap=False, overflow="fold", min_width=12)
-    cells = {column: [column.cell(group, name) for name in names] for column in columns}
-    shown = [column for column in columns if any(cell != "-" for cell in cells[column])]
+    cells = {column: [column.cell(group, name) for name in names] for column in wanted}
+    shown = [column for column in wanted if any(cell != "-" for cell in cells[column])]
     for column in shown:
         table.add_column(column.heading, justify="right", overflow="fold")
     for row, name in enumerate(names):
@@ -109,48 +112,62 @@ def _table(group: Group, names: Sequence[str], columns: Sequence[Column]) -> Tab
 
 
 def _speed(wanted: set[str]) -> list[Column]:
-    columns = []
+    chosen = []
     if "time" in wanted:
-        columns += [
-            Column("time ms", _time_cell),
-            Column("p10-p90", _spread_cell),
-            Column("speed-up", _speedup_cell),
+        chosen += [
+            Column("time ms", _time_cell, "time_ms.p50"),
+            Column("p10-p90", _spread_cell, "time_ms.p10"),
+            Column("speed-up", _speedup_cell, "speedup.ratio", "paired over all their rounds"),
         ]
     if "throughput" in wanted:
-        columns.append(Column("TFLOPS", _median_of("tflops", ".3g")))
+        chosen.append(Column("TFLOPS", _median_of("tflops", ".3g"), "tflops"))
     if "bandwidth" in wanted:
-        columns.append(Column("GB/s", _median_of("gb_per_s", ".3g")))
+        chosen.append(Column("GB/s", _median_of("gb_per_s", ".4g"), "gb_per_s"))
     if "arithmetic_intensity" in wanted:
-        columns.append(Column("FLOP/B", _median_of("flop_per_byte", ".4g")))
-    return columns
+        chosen.append(Column("FLOP/B", _median_of("flop_per_byte", ".4g"), "flop_per_byte"))
+    return chosen
 
 
 def _accuracy(wanted: set[str], reference: str) -> list[Column]:
     if "accuracy" not in wanted:
         return []
 
-    def error(name: str, form: str, sign: int) -> Cell:
-        return _worst_error(reference, name, form, sign)
+    def error(heading: str, name: str, form: Callable[[float], str], sign: int) -> Column:
+        cell = _worst_error(reference, name, form, sign)
+        return Column(heading, cell, f"accuracy.gold.{name}", "the worst of the calls")
 
     return [
-        Column("cosine", error("cosine", ".6f", -1)),
-        Column("rel L1", error("relative_l1", ".1e", 1)),
-        Column("RMSE", error("rmse", ".1e", 1)),
-        Column("max abs", error("max_abs", ".1e", 1)),
-        Column("worst row", error("row_cosine_min", ".4f", -1)),
-        Column("NaN", error("nan_count", "d", 1)),
-        Column("verdict", lambda group, name: statuses(group.rows[name])),
+        error("cosine", "cosine", _not_rounded_up(6), -1),
+        error("rel L1", "relative_l1", "{:.1e}".format, 1),
+        error("RMSE", "rmse", "{:.1e}".format, 1),
+        error("max abs", "max_abs", "{:.1e}".format, 1),
+        error("worst row", "row_cosine_min", _not_rounded_up(4), -1),
+        error("NaN", "nan_count", "{:d}".format, 1),
+        Column(
+            "verdict", lambda group, name: statuses(group.rows[name]), "status", "of every call"
+        ),
     ]
+
+
+def _not_rounded_up(digits: int) -> Callable[[float], str]:
+    """Format a cosine so that only an exact 1 reads 1.000000."""
+
+    def form(value: float) -> str:
+        if not math.isfinite(value):
+            return str(value)
+        return f"{math.floor(value * 10**digits) / 10**digits:.{digits}f}"
+
+    return form
 
 
 def _memory(wanted: set[str]) -> list[Column]:
     if "memory" not in wanted:
         return []
     return [
-        Column("peak MB", _median_of("peak_bytes", ".1f", 1e-6)),
-        Column("first call ms", _median_of("first_call_ms", ".1f")),
-        Column("host ms", _median_of("host_ms", ".3f")),
-        Column("core ms", _core_cell),
+        Column("peak MB", _median_of("peak_bytes", ".1f", 1e-6), "peak_bytes"),
+        Column("first call ms", _median_of("first_call_ms", ".1f"), "first_call_ms"),
+        Column("host ms", _median_of("host_ms", ".3f"), "host_ms"),
+        Column("core ms", _core_cell, "core_time_ms.p50"),
     ]
 
 
@@ -165,7 +182,7 @@ def _stats() -> list[Column]:
         return figure
 
     return [
-        Column(f"{heading}{name}", cell(which, name))
+        Column(f"{heading}{name}", cell(which, name), f"{which}.{name}", "the first call")
         for which, heading in (("output_summary", ""), ("reference_summary", "ref "))
         for name in ("min", "max", "mean", "std")
     ]
@@ -187,7 +204,7 @@ def _core_cell(group: Group, name: str) -> str:
 
 
 def _speedup_cell(group: Group, name: str) -> str:
-    if name == group.baseline:
+    if name.partition("@")[0] == group.baseline:
         return "baseline"
     speedup = pooled_speedup(group, name)
     if speedup is None:
@@ -207,14 +224,14 @@ def _median_of(name: str, form: str, factor: float = 1.0) -> Cell:
     return cell
 
 
-def _worst_error(reference: str, name: str, form: str, sign: int) -> Cell:
+def _worst_error(reference: str, name: str, form: Callable[[float], str], sign: int) -> Cell:
     def cell(group: Group, kernel: str) -> str:
         def figure(row: Row) -> float | None:
             errors = errors_against(row, reference)
             return None if errors is None else getattr(errors, name)
 
         found = worst(group.rows[kernel], figure, lambda value: sign * value)
-        return "-" if found is None else format(found[0], form)
+        return "-" if found is None else form(found[0])
 
     return cell
 
@@ -262,7 +279,7 @@ def _refusals(group: Group) -> list[Text]:
 
 
 def _print_not_run(rows: Sequence[Row], console: Console) -> None:
-    unavailable = {row.kernel: row.reason for row in rows if row.status == "unavailable"}
+    unavailable = {row.label: row.reason for row in rows if row.status == "unavailable"}
     if unavailable:
         console.print(Text("not available here", style="bold"))
         for name, reason in unavailable.items():

@@ -1,20 +1,18 @@
-"""Figures computed by hand, and broken outputs that must not pass."""
+"""Figures computed by hand."""
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from capture.call import AttentionCall
 from replay import accuracy
-from replay.accuracy import Tolerance, compare, judge, summary, tolerance
-from replay.reference import attention, same_dtype
+from replay.accuracy import compare, summary
 
 
 def rows(*values: list[float]) -> Tensor:
@@ -115,7 +113,7 @@ def test_a_broken_row_is_named() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_non_finite_element_is_counted_located_and_fails(bad: float) -> None:
+def test_a_non_finite_element_is_counted_and_located(bad: float) -> None:
     reference = torch.randn(2, 3, 10, 4)
     output = reference.clone()
     output[1, 2, 7, 3] = bad
@@ -127,10 +125,6 @@ def test_a_non_finite_element_is_counted_located_and_fails(bad: float) -> None:
     assert math.isnan(errors.row_cosine_min)
     assert errors.worst_row == (1, 2, 7)
     assert errors.worst_head == (1, 2)
-    for accuracy_class in ("exact", "quantised"):
-        verdict = judge(errors, accuracy_class, Tolerance(1e9, 1e9))
-        assert not verdict.passed
-        assert verdict.sentence.startswith("1 elements are NaN or infinite")
 
 
 def test_nan_that_the_reference_has_too_is_agreement() -> None:
@@ -138,14 +132,12 @@ def test_nan_that_the_reference_has_too_is_agreement() -> None:
     errors = compare(reference.clone(), reference)
     assert (errors.nan_count, errors.inf_count, errors.mismatched_nonfinite) == (1, 1, 0)
     assert (errors.relative_l1, errors.max_abs, errors.row_cosine_min) == (0.0, 0.0, 1.0)
-    assert judge(errors, "quantised").passed
 
 
 def test_nan_that_only_the_reference_has_is_a_mismatch() -> None:
     errors = compare(rows([0.0, 1.0]), rows([math.nan, 1.0]))
     assert (errors.nan_count, errors.mismatched_nonfinite) == (0, 1)
     assert math.isnan(errors.max_abs)
-    assert not judge(errors, "quantised").passed
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 3), (1, 2, 3, 5), (1, 2, 0, 4)])
@@ -165,106 +157,3 @@ def test_summary_by_hand() -> None:
     )
     with pytest.raises(ValueError, match="empty"):
         summary(torch.empty(0))
-
-
-def long_call(dtype: torch.dtype, is_causal: bool = False) -> AttentionCall:
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(1, 2, 2048, 64).to(dtype) for _ in range(3))
-    return AttentionCall(query, key, value, is_causal=is_causal)
-
-
-def exact_verdict(output: Tensor, call: AttentionCall) -> accuracy.Verdict:
-    gold = attention(call)
-    return judge(compare(output, gold), "exact", tolerance(call, same_dtype(call), gold))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_exact_rule_passes_torch_and_fails_what_is_broken(
-    dtype: torch.dtype, is_causal: bool
-) -> None:
-    call = long_call(dtype, is_causal)
-    output = F.scaled_dot_product_attention(**call.arguments())
-    gold = attention(call)
-    allowed = tolerance(call, same_dtype(call), gold)
-
-    def passes(candidate: Tensor) -> bool:
-        return judge(compare(candidate, gold), "exact", allowed).passed
-
-    assert passes(output)
-    assert not passes(torch.zeros_like(output))
-    for where in ((0, 1), (0, 1, 2000), (0, slice(None), slice(1984, None))):
-        broken = output.clone()
-        broken[where] = 0
-        assert not passes(broken), where
-    unscaled = F.scaled_dot_product_attention(**(call.arguments() | {"scale": 1.0}))
-    other_mask = F.scaled_dot_product_attention(
-        call.query, call.key, call.value, is_causal=not is_causal
-    )
-    assert not passes(unscaled)
-    assert not passes(other_mask)
-
-
-def test_all_zero_output_is_small_in_absolute_terms_and_still_fails() -> None:
-    call = long_call(torch.bfloat16)
-    errors = compare(torch.zeros_like(call.query), attention(call))
-    assert errors.mae < 3e-2  # an absolute tolerance would have to be smaller than that
-    verdict = exact_verdict(torch.zeros_like(call.query), call)
-    assert not verdict.passed
-    assert verdict.sentence.startswith("max abs error 0.26 exceeds")
-
-
-def test_exact_sentence_has_the_numbers() -> None:
-    errors = replace(compare(rows([1.0]), rows([1.0])), max_abs=0.031)
-    verdict = judge(errors, "exact", Tolerance(same_dtype_error=0.0019, rounding=0.0002))
-    assert not verdict.passed
-    assert verdict.sentence == (
-        "max abs error 0.031 exceeds 0.004 = 2 × 0.0019 (same-dtype eager) + 0.0002 (rounding)"
-    )
-    assert judge(errors, "exact", Tolerance(0.0155, 0.0)).passed  # the limit itself passes
-
-
-def test_exact_needs_a_tolerance() -> None:
-    with pytest.raises(ValueError, match="tolerance"):
-        judge(compare(rows([1.0]), rows([1.0])), "exact")
-
-
-def test_tolerance_by_hand() -> None:
-    one = torch.ones(1, 1, 1, 1, dtype=torch.bfloat16)
-    call = AttentionCall(one, one, one)
-    gold = torch.full((1, 1, 1, 1), 1 + 2**-9, dtype=torch.float64)
-    assert tolerance(call, one, gold) == Tolerance(2**-9, 2**-9)
-    assert tolerance(call, one, gold).limit == 3 * 2**-9
-
-
-def test_tolerance_ignores_what_overflowed() -> None:
-    ones = torch.ones(1, 1, 2, 1, dtype=torch.float16)
-    call = AttentionCall(ones, ones, ones)
-    overflowed = torch.tensor([math.inf, 1.0], dtype=torch.float16)[None, None, :, None]
-    gold = torch.tensor([2.0, 1.0 + 2**-12], dtype=torch.float64)[None, None, :, None]
-    assert tolerance(call, overflowed, gold) == Tolerance(2**-12, 2**-12)
-
-
-def test_float32_tolerance_covers_another_order_of_sums() -> None:
-    """One query row against many keys: torch sums it otherwise than the oracle does."""
-    torch.manual_seed(0)
-    query = torch.randn(1, 8, 1, 40)
-    key, value = torch.randn(1, 2, 4096, 40), torch.randn(1, 2, 4096, 40) + 2
-    call = AttentionCall(query, key, value, enable_gqa=True)
-    output = F.scaled_dot_product_attention(**call.arguments())
-    assert exact_verdict(output, call).passed
-    assert not exact_verdict(output * (1 + 1e-4), call).passed
-
-
-def test_quantised_class() -> None:
-    call = long_call(torch.bfloat16)
-    gold = attention(call)
-    noise = torch.randn_like(gold) * gold.square().mean().sqrt()
-    good = judge(compare(gold + 0.05 * noise, gold), "quantised")
-    assert good.passed, good.sentence
-    bad = judge(compare(gold + 0.3 * noise, gold), "quantised")
-    assert not bad.passed
-    assert "is below 0.99" in bad.sentence
-    wrong_factor = judge(compare(gold * 1.2, gold), "quantised")
-    assert not wrong_factor.passed
-    assert "relative L1 0.2 exceeds 0.1" in wrong_factor.sentence

@@ -40,6 +40,9 @@ class FakeStopwatch:
             contestant.ms.append(milliseconds)
         self.pending.clear()
 
+    def state(self) -> None:
+        return None
+
 
 def silent(stage: str, done: int, total: int) -> None:
     pass

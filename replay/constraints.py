@@ -1,0 +1,211 @@
+"""What kernels ask of a call, a sentence each where it is not met.
+
+A kernel states its limits as a list of these checks; the first that objects is its reason:
+
+    unsupported=all_of(no_dropout, no_mask, head_dims(64, 128), dtypes(torch.float16))
+
+They keep a kernel from being given a call that it would answer with something else: FlashAttention
+ignores no argument of SDPA, because an argument it has no counterpart for is a reason here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from capture.call import AttentionCall
+from capture.dataset import dtype_name
+
+Constraint = Callable[[AttentionCall], str | None]
+
+
+def all_of(*constraints: Constraint) -> Constraint:
+    """All of the constraints; the sentence of the first that is not met."""
+
+    def check(call: AttentionCall) -> str | None:
+        return next(filter(None, (constraint(call) for constraint in constraints)), None)
+
+    return check
+
+
+def no_dropout(call: AttentionCall) -> str | None:
+    return "dropout: its output is random, so nothing can judge it" if call.dropout_p > 0 else None
+
+
+def no_mask(call: AttentionCall) -> str | None:
+    return None if call.attn_mask is None else "takes no attn_mask"
+
+
+def no_causal(call: AttentionCall) -> str | None:
+    return "takes no is_causal" if call.is_causal else None
+
+
+def mask_or_causal(call: AttentionCall) -> str | None:
+    both = call.attn_mask is not None and call.is_causal
+    return "attn_mask and is_causal together" if both else None
+
+
+def bool_mask_only(call: AttentionCall) -> str | None:
+    mask = call.attn_mask
+    if mask is None or mask.dtype == torch.bool:
+        return None
+    return f"takes a bool attn_mask only, not {dtype_name(mask.dtype)}"
+
+
+def mask_shared_by_heads(call: AttentionCall) -> str | None:
+    mask = call.attn_mask
+    if mask is None or mask.ndim < 3 or mask.shape[-3] == 1 or mask.stride(-3) == 0:
+        return None
+    return "takes one attn_mask for all heads"
+
+
+def causal_only_square(call: AttentionCall) -> str | None:
+    """SDPA's causal mask is aligned top left, that of nearly every other library bottom right."""
+    shape = call.shape
+    if not call.is_causal or shape.q_len == shape.kv_len:
+        return None
+    return (
+        f"causal with {shape.q_len} queries and {shape.kv_len} keys: "
+        "its mask is aligned bottom right, SDPA's top left"
+    )
+
+
+def no_gqa(call: AttentionCall) -> str | None:
+    q_heads, kv_heads = call.shape.q_heads, call.shape.kv_heads
+    if q_heads == kv_heads:
+        return None
+    return f"{q_heads} query heads over {kv_heads} key heads: needs as many of both"
+
+
+def decode_only(call: AttentionCall) -> str | None:
+    q_len = call.shape.q_len
+    return None if q_len == 1 else f"decode only: one query per sequence, not {q_len}"
+
+
+def default_scale(call: AttentionCall) -> str | None:
+    default = call.shape.head_dim**-0.5
+    if abs(call.softmax_scale - default) <= 1e-6 * default:
+        return None
+    return f"takes no scale: always 1/sqrt(head_dim), not {call.softmax_scale:g}"
+
+
+def same_value_dim(call: AttentionCall) -> str | None:
+    head_dim, v_head_dim = call.shape.head_dim, call.shape.v_head_dim
+    if head_dim == v_head_dim:
+        return None
+    return f"value head_dim {v_head_dim} differs from query head_dim {head_dim}"
+
+
+def head_dims(*allowed: int) -> Constraint:
+    """Only these head dimensions."""
+    names = [str(dim) for dim in allowed]
+    listed = f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
+
+    def check(call: AttentionCall) -> str | None:
+        head_dim = call.shape.head_dim
+        return None if head_dim in allowed else f"head_dim {head_dim}: needs {listed}"
+
+    return check
+
+
+def max_head_dim(largest: int) -> Constraint:
+    def check(call: AttentionCall) -> str | None:
+        head_dim = max(call.shape.head_dim, call.shape.v_head_dim)
+        return None if head_dim <= largest else f"head_dim {head_dim}: at most {largest}"
+
+    return check
+
+
+def head_dim_multiple_of(divisor: int) -> Constraint:
+    def check(call: AttentionCall) -> str | None:
+        for head_dim in (call.shape.head_dim, call.shape.v_head_dim):
+            if head_dim % divisor:
+                return f"head_dim {head_dim}: needs a multiple of {divisor}"
+        return None
+
+    return check
+
+
+multiple_of_8 = head_dim_multiple_of(8)
+
+
+def min_length(least: int) -> Constraint:
+    """Queries and keys both at least this long."""
+
+    def check(call: AttentionCall) -> str | None:
+        shortest = min(call.shape.q_len, call.shape.kv_len)
+        return None if shortest >= least else f"length {shortest}: at least {least}"
+
+    return check
+
+
+def dtypes(*allowed: torch.dtype) -> Constraint:
+    listed = " or ".join(dtype_name(dtype) for dtype in allowed)
+
+    def check(call: AttentionCall) -> str | None:
+        if call.dtype in allowed:
+            return None
+        return f"dtype {dtype_name(call.dtype)}: needs {listed}"
+
+    return check
+
+
+half_precision = dtypes(torch.float16, torch.bfloat16)
+
+
+class KeyRange(NamedTuple):
+    """The keys that a padding mask leaves: per batch element, how many and from where."""
+
+    lengths: Tensor
+    """(B,) int32."""
+    starts: Tensor
+    """(B,) int32; all 0 when the padding is at the end."""
+    keys: Tensor
+    """(B, Sk) bool, True where a key counts."""
+
+
+def key_range(attn_mask: Tensor, batch: int, kv_len: int) -> KeyRange | None:
+    """The keys that a padding mask leaves, or None when it is not a padding mask.
+
+    A padding mask is bool, the same for every head and every query, and leaves every batch element
+    one unbroken run of at least one key that touches the beginning or the end.
+    """
+    if attn_mask.dtype != torch.bool or attn_mask.ndim > 4:
+        return None
+    mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
+    first = mask[:, :1, :1]
+    if not bool((mask == first).all()):
+        return None
+    keys = first[:, 0, 0].expand(batch, kv_len)
+    lengths = keys.sum(dim=1)
+    position = torch.arange(kv_len, device=mask.device)
+    at_start = keys == (position < lengths[:, None])
+    at_end = keys == (position >= kv_len - lengths[:, None])
+    starts_at_zero = at_start.all(dim=1)
+    if not bool(((starts_at_zero | at_end.all(dim=1)) & (lengths > 0)).all()):
+        return None
+    starts = torch.where(starts_at_zero, 0, kv_len - lengths)
+    return KeyRange(lengths.to(torch.int32), starts.to(torch.int32), keys)
+
+
+def padding_mask_only(call: AttentionCall) -> str | None:
+    """No mask, or one that `key_range` understands."""
+    mask, shape = call.attn_mask, call.shape
+    if mask is None or key_range(mask, shape.batch, shape.kv_len) is not None:
+        return None
+    if mask.dtype != torch.bool:
+        return f"takes a bool padding mask only, not {dtype_name(mask.dtype)}"
+    return (
+        "takes a padding mask only: the same for all heads and queries, "
+        "masking keys before or after the rest"
+    )
+
+
+def needs_padding(call: AttentionCall) -> str | None:
+    """A padded batch: without one a variable-length kernel is its plain sibling."""
+    if call.attn_mask is None:
+        return "for padded batches: this call has no attn_mask"
+    return padding_mask_only(call)

@@ -1,0 +1,110 @@
+"""Whether a kernel's library can be used here, found by trying, and importing it when first asked.
+
+Nothing in this directory imports a kernel library at its top: the libraries take seconds to import,
+collide with one another, and break in many ways when they were built for another PyTorch.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+Capability = tuple[int, int]
+"""A GPU's compute capability: (9, 0) on an H200."""
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library as one kernel needs it: where it is, in which version, on which GPUs."""
+
+    module: str
+    """What is imported: `flash_attn.cute`."""
+    package: str
+    """What is installed and has a version: `flash-attn-4`."""
+    install: str
+    """The command that installs it."""
+    functions: tuple[str, ...] = ()
+    """What the kernel calls in the module."""
+    series: int | None = None
+    """The first number of the versions that this kernel is for; None for any."""
+    runs_on: Callable[[Capability], bool] = lambda capability: capability >= (8, 0)
+    """Whether a GPU of some compute capability can run it."""
+    needs: str = "8.0 or higher"
+    """`runs_on` in words."""
+
+    def load(self) -> ModuleType:
+        """The imported module.
+
+        Raises:
+            ImportError: with the reason that `unavailable` gives.
+        """
+        found = _import(self.module)
+        if isinstance(found, str):
+            raise ImportError(self._import_failure(found))
+        return found
+
+    def unavailable(self, device: torch.device) -> str | None:
+        """Why it cannot be used on a device, the least curable reason first."""
+        if device.type != "cuda":
+            return "needs a CUDA GPU"
+        capability = torch.cuda.get_device_capability(device)
+        if not self.runs_on(capability):
+            here = ".".join(map(str, capability))
+            return f"needs compute capability {self.needs} (this GPU has {here})"
+        installed = version(self.package)
+        if self.series is not None and installed and _first_number(installed) != self.series:
+            return (
+                f"version {installed} is installed, this kernel is {self.series}.x: {self.install}"
+            )
+        found = _import(self.module)
+        if isinstance(found, str):
+            return self._import_failure(found)
+        missing = [name for name in self.functions if not hasattr(found, name)]
+        if missing and getattr(found, "__file__", "") is None:
+            # A directory on the path, left behind by another package: flash-attn-4 makes one.
+            return self._import_failure("")
+        if missing:
+            return f"{self.package} {installed or 'as installed'} has no {missing[0]}"
+        return None
+
+    def _import_failure(self, reason: str) -> str:
+        return f"cannot be imported: {reason}" if reason else f"not installed: {self.install}"
+
+
+def version(package: str) -> str:
+    """The installed version of a package, empty when it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+@functools.cache
+def _import(name: str) -> ModuleType | str:
+    """The module, or the first line of why not; empty when it is simply not there.
+
+    Kept, because a failed import costs seconds each time it is tried again.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+            return ""
+        return _first_line(error)
+    except Exception as error:  # a build for another PyTorch fails in any way it likes
+        return _first_line(error)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def _first_number(installed: str) -> int | None:
+    first = installed.partition(".")[0]
+    return int(first) if first.isdecimal() else None

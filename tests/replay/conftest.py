@@ -1,0 +1,108 @@
+"""Random calls, kernels that are forgotten after a test, and the command line in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from capture.call import AttentionCall, Origin
+from replay import registry
+from replay.registry import Kernel
+from replay.runner import Settings
+from replay.workloads import Workload
+
+
+@pytest.fixture
+def make_call() -> Callable[..., AttentionCall]:
+    """`make_call(q_heads=4, …)`: random values; keywords are sizes or fields of the call."""
+
+    def make(
+        *,
+        batch: int = 1,
+        q_heads: int = 2,
+        kv_heads: int | None = None,
+        q_len: int = 9,
+        kv_len: int = 13,
+        head_dim: int = 32,
+        v_head_dim: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+        with_output: bool = False,
+        origin: dict[str, Any] | None = None,
+        **fields: Any,
+    ) -> AttentionCall:
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(heads: int, length: int, dim: int) -> Tensor:
+            return torch.randn(batch, heads, length, dim, generator=generator).to(dtype)
+
+        kv_heads = kv_heads or q_heads
+        call = AttentionCall(
+            normal(q_heads, q_len, head_dim),
+            normal(kv_heads, kv_len, head_dim),
+            normal(kv_heads, kv_len, v_head_dim or head_dim),
+            enable_gqa=q_heads != kv_heads,
+            origin=Origin(model="model", **(origin or {})),
+            **fields,
+        )
+        if not with_output:
+            return call
+        with sdpa_kernel(SDPBackend.MATH):
+            return call.with_tensors({"output": scaled_dot_product_attention(**call.arguments())})
+
+    return make
+
+
+@pytest.fixture
+def workload() -> Callable[..., Workload]:
+    """`workload(call, name=…)`: the call itself, so that a test sees what happens to it."""
+
+    def make(call: AttentionCall, name: str = "call") -> Workload:
+        return Workload(name, lambda device: call)
+
+    return make
+
+
+@pytest.fixture
+def kernels() -> Iterator[Callable[..., Kernel]]:
+    """`kernels(name, attention, …)` registers a kernel until the test ends."""
+    registry.catalogue()
+    before = dict(registry._kernels)
+
+    def add(name: str, attention: Callable[..., Any], **fields: Any) -> Kernel:
+        return registry.register(Kernel(name, attention, **fields))
+
+    try:
+        yield add
+    finally:
+        registry._kernels.clear()
+        registry._kernels.update(before)
+
+
+@pytest.fixture
+def quick() -> Settings:
+    """Three rounds on the CPU."""
+    return Settings(torch.device("cpu"), "warm", rounds=3, max_seconds=0.01)
+
+
+@pytest.fixture
+def run_cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """`run_cli("--suite", "flux")`: exit code, stdout and stderr."""
+    from replay.cli import main
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            main(arguments)
+        printed = capsys.readouterr()
+        code = stopped.value.code
+        assert isinstance(code, int)
+        return code, printed.out, printed.err
+
+    return run
