@@ -1,6 +1,6 @@
-"""Every torch kernel on calls recorded from full-size models with random weights (a GPU's work).
+"""Every kernel on calls recorded from full-size models with random weights (a GPU's work).
 
-    python -m benchmarks.full_size [--kernels all] [--models cogvideo,flux,llama]
+    python -m benchmarks.full_size [--kernels all] [--models cogvideo,flux] [--env NAME=PYTHON]
 
 Captures CogVideoX-2b (17,776 tokens), FLUX.1-dev (1024²) and Llama-2-7b (4096-token prefill and
 decode) as their pipelines call attention, four calls each, and replays them. Writes
@@ -10,6 +10,7 @@ decode) as their pipelines call attention, four calls each, and replays them. Wr
 from __future__ import annotations
 
 import argparse
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -24,44 +25,28 @@ def main() -> None:
     parser.add_argument("--models", default="cogvideo,flux,llama")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "full_size.csv")
     parser.add_argument("--max-seconds", default="2", help="sampling time of a kernel on a call")
+    parser.add_argument("--env", action="append", default=[], metavar="NAME=PYTHON")
     arguments = parser.parse_args()
+    environments = " ".join(f"--env {each}" for each in arguments.env)
     with tempfile.TemporaryDirectory() as scratch:
         recorded, rows = Path(scratch) / "captured", Path(scratch) / "rows.jsonl"
         for model in arguments.models.split(","):
             run(
-                "capture",
-                "--model",
-                model,
-                "--size",
-                "full",
-                "--weights",
-                "random",
-                "--steps",
-                "3",
-                "--max",
-                "4",
-                "--out",
-                str(recorded),
+                f"capture --model {model} --size full --weights random --steps 3 --max 4 "
+                f"--out {recorded}"
             )
         run(
-            "replay",
-            "--dir",
-            str(recorded),
-            "--metric",
-            "all",
-            "--json",
-            str(rows),
-            "--kernels",
-            arguments.kernels,
-            "--max-seconds",
-            arguments.max_seconds,
+            f"replay --dir {recorded} --metric all --json {rows} --kernels {arguments.kernels} "
+            f"--max-seconds {arguments.max_seconds} {environments}"
         )
-        results.write(results.read_jsonl(rows), arguments.out)
+        ran = [row for row in results.read_jsonl(rows) if row["status"] != "unavailable"]
+        results.write(ran, arguments.out)
 
 
-def run(module: str, *arguments: str) -> None:
-    print("$", module, *arguments, flush=True)
-    subprocess.run([sys.executable, "-m", module, *arguments], check=True)
+def run(command: str) -> None:
+    """One of our commands, as a person would type it."""
+    print("$", command, flush=True)
+    subprocess.run([sys.executable, "-m", *shlex.split(command)], check=True)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,11 @@ from benchmarks import results
 from benchmarks.full_size import run
 
 SHAPES = (
-    ["--suite", "flux"],
-    ["--suite", "cogvideo"],
-    ["--suite", "llama"],
-    ["--suite", "aiter", "--max-seq", "80000"],
-    ["--random", "-b", "4", "-hq", "24", "-sq", "4250", "-d", "64"],
+    "--suite flux",
+    "--suite cogvideo",
+    "--suite llama",
+    "--suite aiter --max-seq 80000",
+    "--random -b 4 -hq 24 -sq 4250 -d 64",
 )
 
 
@@ -35,16 +35,8 @@ def main() -> None:
         for number, shape in enumerate(SHAPES):
             file = Path(scratch) / f"{number}.jsonl"
             run(
-                "replay",
-                *shape,
-                "--kernels",
-                arguments.kernels,
-                "--json",
-                str(file),
-                "--metric",
-                "time,throughput",
-                "--max-seconds",
-                "2",
+                f"replay {shape} --kernels {arguments.kernels} --json {file} "
+                "--metric time,throughput --max-seconds 2"
             )
             rows += list(results.read_jsonl(file))
     results.write(rows, arguments.out)

@@ -16,6 +16,7 @@ SIZES = ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim", "v_head_
 
 COLUMNS = (
     "kernel",
+    "environment",
     "call.name",
     "call.model",
     "call.phase",
@@ -27,6 +28,7 @@ COLUMNS = (
     "call.weights",
     "status",
     "reason",
+    "flags",
     "time_ms.p10",
     "time_ms.p50",
     "time_ms.p90",
@@ -82,4 +84,6 @@ def read(path: Path) -> list[dict[str, str]]:
 def _cell(value: Any) -> str:
     if value is None:
         return ""
+    if isinstance(value, list):
+        return "; ".join(map(str, value))
     return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,1 +1,36 @@
-"""Replay recorded attention calls through every kernel: how fast, how accurate, which to run."""
+"""Replay recorded attention calls through every kernel: how fast, how accurate, which to run.
+
+from replay import register_kernel, use_kernel
+
+with use_kernel("torch-flash") as swap:
+    pipe("a panda playing guitar")
+print(swap)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from replay.registry import register_kernel, select
+    from replay.runner import Settings, replay
+    from replay.swap import use_kernel
+
+__all__ = ["Settings", "register_kernel", "replay", "select", "use_kernel"]
+
+_HOMES = {
+    "Settings": "replay.runner",
+    "register_kernel": "replay.registry",
+    "replay": "replay.runner",
+    "select": "replay.registry",
+    "use_kernel": "replay.swap",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # On first use: `replay --help` must not wait for torch.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'replay' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

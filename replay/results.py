@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, TextIO, TypeVar, get_args, get_orig
 from capture.call import Shape
 from replay.accuracy import Errors, Summary
 from replay.gpu_state import GpuState
+from replay.resources import Program
 from replay.statistics import Speedup, TimeSummary
 
 T = TypeVar("T")
@@ -95,6 +96,7 @@ class Row:
     output_summary: Summary | None = None
     reference_summary: Summary | None = None
     peak_bytes: int | None = None
+    programs: list[Program] = field(default_factory=list)
     gpu_before: GpuState | None = None
     gpu_during: GpuState | None = None
     machine: dict[str, str] = field(default_factory=dict)
@@ -228,6 +230,12 @@ FIELDS: list[Field] = [
         Field(f"reference_summary.{name}", "", f"{words} of the reference (--compare-stats)")
         for name, words in _SUMMARIES.items()
     ),
+    Field(
+        "programs",
+        "",
+        "Triton programs launched: name, registers and spills per thread, shared "
+        "bytes and warps per block (--resources)",
+    ),
     Field("peak_bytes", "B", "most memory the call took beyond its inputs (GPU only)"),
     *(
         Field(f"gpu_{when}.{name}", unit, f"{words} {when} the timed rounds")
@@ -285,6 +293,8 @@ def _value(hint: Any, value: Any) -> Any:
         return math.nan if value is None else float(value)
     if get_origin(hint) is tuple:
         return tuple(value)
+    if get_origin(hint) is list:
+        return [_value(options[0], each) for each in value]
     if hint is Shape:
         return Shape(**value) if isinstance(value, dict) else Shape(*value)
     return rebuilt(hint, value) if isinstance(hint, type) and is_dataclass(hint) else value

@@ -60,16 +60,23 @@ def typical_time(rows: Sequence[Row]) -> Percentiles | None:
     )
 
 
-def pooled_speedup(group: Group, kernel: str) -> Speedup | None:
-    """The paired speed-up over all rounds of all calls of the group on which both are correct."""
+def pooled_speedup(group: Group, kernel: str, over: str | None = None) -> Speedup | None:
+    """The paired speed-up over all rounds of all calls on which both kernels are correct.
+
+    Args:
+        over: what to compare with, by default the baseline in the kernel's own environment; None
+            comes back for kernels of two environments, whose rounds are not paired.
+    """
     _, at, environment = kernel.partition("@")
-    partners = group.rows.get(group.baseline + at + environment, ())
-    baseline = {row.call.name: row for row in partners}
+    over = over or group.baseline + at + environment
+    if over.partition("@")[2] != environment:
+        return None
+    partners = {row.call.name: row for row in group.rows.get(over, ())}
     before: list[float] = []
     after: list[float] = []
     for row in group.rows[kernel]:
-        partner = baseline.get(row.call.name)
-        if row.comparison is None or partner is None:
+        partner = partners.get(row.call.name)
+        if partner is None or not (row.is_correct and partner.is_correct):
             continue
         if row.time_ms is not None and partner.time_ms is not None:
             rounds = min(row.time_ms.n, partner.time_ms.n)

@@ -1,4 +1,4 @@
-"""The tables of a replay, 80 columns wide: per group of calls, speed, accuracy and memory."""
+"""The tables of a replay, 80 columns wide: per group of calls, speed, accuracy and work."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Column:
 
 
 def columns(metrics: Sequence[str], reference: str = "gold") -> list[list[Column]]:
-    """The columns that some of `METRICS` choose, table by table: speed, accuracy, memory."""
+    """The columns that some of `METRICS` choose, table by table: speed, accuracy, work."""
     wanted = set(METRICS) if "all" in metrics else set(metrics)
-    tables = (_speed(wanted), _accuracy(wanted, reference), _memory(wanted))
+    tables = (_speed(wanted), _accuracy(wanted, reference), _work(wanted))
     return [table for table in tables if table]
 
 
@@ -82,6 +82,7 @@ def _group_report(
     if ran:
         tables = columns(metrics, reference) + ([_stats()] if compare_stats else [])
         parts.extend(_table(group, ran, table) for table in tables)
+        parts.extend(_programs(group, ran))
         if "accuracy" in metrics or "all" in metrics:
             parts.extend(_notes(group, ran, reference))
     parts.extend(_refusals(group))
@@ -99,8 +100,8 @@ def _is_correct(group: Group, name: str) -> bool:
 
 
 def _table(group: Group, names: Sequence[str], wanted: Sequence[Column]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="cyan", padding=(0, 2, 0, 0))
-    table.add_column("kernel", no_wrap=False, overflow="fold", min_width=12)
+    table = Table(box=None, pad_edge=False, header_style="cyan", padding=(0, 1, 0, 0))
+    table.add_column("kernel", overflow="fold", min_width=min(20, max(map(len, names))))
     cells = {column: [column.cell(group, name) for name in names] for column in wanted}
     shown = [column for column in wanted if any(cell != "-" for cell in cells[column])]
     for column in shown:
@@ -121,10 +122,6 @@ def _speed(wanted: set[str]) -> list[Column]:
         ]
     if "throughput" in wanted:
         chosen.append(Column("TFLOPS", _median_of("tflops", ".3g"), "tflops"))
-    if "bandwidth" in wanted:
-        chosen.append(Column("GB/s", _median_of("gb_per_s", ".4g"), "gb_per_s"))
-    if "arithmetic_intensity" in wanted:
-        chosen.append(Column("FLOP/B", _median_of("flop_per_byte", ".4g"), "flop_per_byte"))
     return chosen
 
 
@@ -141,8 +138,8 @@ def _accuracy(wanted: set[str], reference: str) -> list[Column]:
         error("rel L1", "relative_l1", "{:.1e}".format, 1),
         error("RMSE", "rmse", "{:.1e}".format, 1),
         error("max abs", "max_abs", "{:.1e}".format, 1),
-        error("worst row", "row_cosine_min", _not_rounded_up(4), -1),
-        error("NaN", "nan_count", "{:d}".format, 1),
+        error("row min", "row_cosine_min", _not_rounded_up(4), -1),
+        error("NaN", "nan_count", lambda count: str(count) if count else "-", 1),
         Column(
             "verdict", lambda group, name: statuses(group.rows[name]), "status", "of every call"
         ),
@@ -160,15 +157,21 @@ def _not_rounded_up(digits: int) -> Callable[[float], str]:
     return form
 
 
-def _memory(wanted: set[str]) -> list[Column]:
-    if "memory" not in wanted:
-        return []
-    return [
-        Column("peak MB", _median_of("peak_bytes", ".1f", 1e-6), "peak_bytes"),
-        Column("first call ms", _median_of("first_call_ms", ".1f"), "first_call_ms"),
-        Column("host ms", _median_of("host_ms", ".3f"), "host_ms"),
-        Column("core ms", _core_cell, "core_time_ms.p50"),
-    ]
+def _work(wanted: set[str]) -> list[Column]:
+    chosen = []
+    if "bandwidth" in wanted:
+        chosen.append(Column("GB/s", _median_of("gb_per_s", ".4g"), "gb_per_s"))
+    if "arithmetic_intensity" in wanted:
+        chosen.append(Column("FLOP/B", _median_of("flop_per_byte", ".4g"), "flop_per_byte"))
+    if "memory" in wanted:
+        chosen.append(Column("peak MB", _median_of("peak_bytes", ".1f", 1e-6), "peak_bytes"))
+    if "time" in wanted:
+        chosen += [
+            Column("first ms", _median_of("first_call_ms", ".1f"), "first_call_ms"),
+            Column("host ms", _median_of("host_ms", ".3f"), "host_ms"),
+            Column("core ms", _core_cell, "core_time_ms.p50"),
+        ]
+    return chosen
 
 
 def _stats() -> list[Column]:
@@ -206,7 +209,7 @@ def _core_cell(group: Group, name: str) -> str:
 def _speedup_cell(group: Group, name: str) -> str:
     if name.partition("@")[0] == group.baseline:
         return "baseline"
-    speedup = pooled_speedup(group, name)
+    speedup = pooled_speedup(group, name) if _is_correct(group, name) else None
     if speedup is None:
         return "-"
     if speedup.verdict == "tie":
@@ -268,6 +271,18 @@ def _notes(group: Group, ran: Sequence[str], reference: str) -> list[Text]:
     return [Text(note, style="dim") for note in notes]
 
 
+def _programs(group: Group, ran: Sequence[str]) -> list[Text]:
+    """A line per Triton program that was looked at with --resources."""
+    lines = {
+        f"{name}: {program.name}: {program.registers} registers, {program.spills} spilled, "
+        f"{program.shared_bytes / 1024:.0f} KiB shared, {program.warps} warps": None
+        for name in ran
+        for row in group.rows[name]
+        for program in row.programs
+    }
+    return [Text(line, style="dim") for line in lines]
+
+
 def _refusals(group: Group) -> list[Text]:
     """Kernels that could not run some of these calls, with the reason."""
     lines: dict[str, None] = {}
@@ -288,17 +303,28 @@ def _print_not_run(rows: Sequence[Row], console: Console) -> None:
 
 
 def _print_fastest(groups: Sequence[Group], console: Console) -> None:
-    """One line a group: which kernel to run."""
+    """One line a group: which kernel to run, and which others are as fast."""
     console.print(Text("fastest correct kernel", style="bold"))
-    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
     for group in groups:
-        correct = [name for name in group.rows if _is_correct(group, name)]
-        timed = [name for name in correct if typical_time(group.rows[name])]
+        timed = [
+            name
+            for name in group.rows
+            if _is_correct(group, name) and typical_time(group.rows[name])
+        ]
         if not timed:
             continue
-        best = min(timed, key=lambda name: _rank(group, name))
-        speedup = _speedup_cell(group, best)
-        against = "" if best == group.baseline or not group.baseline else f" vs {group.baseline}"
-        head = " · ".join(group.title.split(" · ")[:3])
-        table.add_row(Text(head), Text(best, "bold green"), Text(speedup + against))
-    console.print(table)
+        best, *others = sorted(timed, key=lambda name: _rank(group, name))
+        ties = [name for name in others if _is_tie(group, best, name)]
+        line = Text("  " + " · ".join(group.title.split(" · ")[:3]) + ": ")
+        line.append(best, "bold green")
+        is_baseline = best.partition("@")[0] == group.baseline
+        if group.baseline and not is_baseline and group.baseline not in ties:
+            line.append(f" {_speedup_cell(group, best)} vs {group.baseline}")
+        if ties:
+            line.append(f", tied with {', '.join(ties)}", "dim")
+        console.print(line)
+
+
+def _is_tie(group: Group, best: str, other: str) -> bool:
+    speedup = pooled_speedup(group, best, over=other)
+    return speedup is not None and speedup.verdict != "faster"

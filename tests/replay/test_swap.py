@@ -1,0 +1,66 @@
+"""A kernel put into a model, and taken out again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from replay import register_kernel, registry, use_kernel
+from replay.registry import KernelNameError
+
+
+class Attend(nn.Module):
+    def forward(self, query: Tensor, mask: Tensor | None = None) -> Tensor:
+        return F.scaled_dot_product_attention(query, query, query, attn_mask=mask)
+
+
+@pytest.fixture
+def doubling() -> Iterator[str]:
+    """A kernel that returns twice the right output and takes no mask."""
+
+    @register_kernel(
+        "doubling", unsupported=lambda call: "no mask" if call.attn_mask is not None else None
+    )
+    def double(
+        query: Tensor, key: Tensor, value: Tensor, *args: object, **kwargs: object
+    ) -> Tensor:
+        attention: Tensor = F.scaled_dot_product_attention(query, key, value)
+        return 2 * attention
+
+    yield "doubling"
+    del registry._kernels["doubling"]
+
+
+def test_hits_and_fallbacks_are_counted_and_the_model_is_left_as_it_was(doubling: str) -> None:
+    model, query = Attend(), torch.randn(1, 2, 5, 8)
+    mask = torch.ones(5, 5, dtype=torch.bool).tril()
+    plain, masked = model(query), model(query, mask)
+    with use_kernel(doubling) as swap:
+        assert torch.equal(model(query), 2 * plain)
+        assert torch.equal(model(query), 2 * plain)
+        assert torch.equal(model(query, mask), masked)
+    assert (swap.hits, swap.fallbacks) == (2, {"no mask": 1})
+    assert str(swap) == "doubling: 2 calls, 1 fell back (1 × no mask)"
+    assert torch.equal(model(query), plain)
+
+
+def test_a_training_step_keeps_its_own_attention(doubling: str) -> None:
+    query = torch.randn(1, 2, 5, 8, requires_grad=True)
+    with use_kernel(doubling) as swap:
+        Attend()(query).sum().backward()
+    assert query.grad is not None
+    assert (swap.hits, swap.fallbacks) == (0, {"gradients are needed": 1})
+
+
+def test_a_kernel_that_cannot_run_here_is_refused() -> None:
+    with pytest.raises(KernelNameError, match="did you mean torch-flash"):  # noqa: SIM117
+        with use_kernel("torch-flas"):
+            pass
+    if not torch.cuda.is_available():
+        with pytest.raises(KernelNameError, match="torch-cudnn cannot run on cpu"):  # noqa: SIM117
+            with use_kernel("torch-cudnn"):
+                pass
