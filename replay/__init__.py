@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from replay.registry import register_kernel, select
-    from replay.runner import Settings, replay
+    from replay.runner import replay
+    from replay.settings import Settings
     from replay.swap import use_kernel
 
 __all__ = ["Settings", "register_kernel", "replay", "select", "use_kernel"]
 
 _HOMES = {
-    "Settings": "replay.runner",
+    "Settings": "replay.settings",
     "register_kernel": "replay.registry",
     "replay": "replay.runner",
     "select": "replay.registry",

@@ -15,11 +15,13 @@ from replay.report import METRICS
 
 if TYPE_CHECKING:
     import torch
+    from rich.text import Text
 
+    from replay.environments import Found
     from replay.execution import Execution
     from replay.registry import Kernel
     from replay.results import Row
-    from replay.runner import Settings
+    from replay.settings import Settings
     from replay.timing import Cache
     from replay.workloads import Workload
 
@@ -136,6 +138,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.add_argument(
         "--compare-stats", action="store_true", help="min, max, mean, std of outputs"
+    )
+    report.add_argument(
+        "--resources", action="store_true", help="registers, spills, shared memory (Triton)"
     )
     report.add_argument("--per-call", action="store_true", help="a table per call, not per shape")
     report.add_argument("--json", metavar="FILE", help="a JSON object per row (- for stdout)")
@@ -267,37 +272,38 @@ def _exit_code(rows: list[Row], arguments: argparse.Namespace) -> int:
 
 
 def _list_kernels(where: Execution, device: torch.device) -> int:
+    """What there is, and per environment whether it can run."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.padding import Padding
     from rich.text import Text
 
     from replay.registry import catalogue
 
+    console = Console(highlight=False)
     kernels = [kernel for kernel in catalogue().values() if not kernel.variant_of]
     variants = Counter(kernel.variant_of for kernel in catalogue().values())
     found = where.probe(kernels, device)
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("kernel", overflow="fold", min_width=16)
-    for environment in found:
-        table.add_column(f"on {device}" if environment == "this" else environment, overflow="fold")
-    table.add_column("what it is", overflow="fold")
     for kernel in kernels:
-        cells = []
-        for findings in found.values():
-            reason, version = findings[kernel.name].reason, findings[kernel.name].version
-            install = f"; {kernel.install}" if reason and kernel.install not in reason else ""
-            cells.append(
-                Text(reason + install, "yellow")
-                if reason
-                else Text(f"available {version}".strip(), "green")
-            )
         notes = [] if kernel.default else ["not by default"]
         if variants[kernel.name]:
             notes.append(f"{variants[kernel.name]} variants")
-        about = f"{kernel.about} ({', '.join(notes)})" if notes else kernel.about
-        table.add_row(Text(kernel.name), *cells, Text(about))
-    Console(highlight=False).print(table)
+        line = Text(kernel.name, "bold").append(f"  {kernel.about}", "not bold")
+        console.print(line.append(f" ({', '.join(notes)})" if notes else "", "not bold"))
+        for environment, findings in found.items():
+            label = f"{environment}: " if len(found) > 1 else ""
+            state = _state(kernel, findings[kernel.name])
+            console.print(Padding(Text(label).append_text(state), (0, 0, 0, 4)))
     return 0
+
+
+def _state(kernel: Kernel, found: Found) -> Text:
+    from rich.text import Text
+
+    if found.reason is None:
+        return Text(f"available {found.version}".strip(), "green")
+    # A reason that already names the command needs it no second time.
+    missing = found.reason.startswith("not installed") and kernel.install not in found.reason
+    return Text(f"{found.reason}: {kernel.install}" if missing else found.reason, "yellow")
 
 
 def _kernels(arguments: argparse.Namespace, where: Execution, device: torch.device) -> list[Kernel]:
@@ -322,7 +328,7 @@ def _kernels(arguments: argparse.Namespace, where: Execution, device: torch.devi
 
 
 def _settings(arguments: argparse.Namespace, device: torch.device) -> Settings:
-    from replay.runner import Settings
+    from replay.settings import Settings
 
     cache: Cache = arguments.cache or ("cold" if device.type == "cuda" else "warm")
     if cache == "cold" and device.type == "cpu":
@@ -336,6 +342,7 @@ def _settings(arguments: argparse.Namespace, device: torch.device) -> Settings:
         baseline=arguments.baseline_kernel,
         reference=arguments.reference,
         compare_stats=arguments.compare_stats,
+        resources=arguments.resources,
         save_output=Path(arguments.save_output) if arguments.save_output else None,
     )
 
@@ -350,7 +357,7 @@ def _workloads(
         return from_directory(arguments.dir)
     if arguments.suite:
         specs = synthetic.suite(arguments.suite, arguments.dtype, arguments.max_seq)
-        synthetic.check_size(specs, device, len(kernels))
+        synthetic.check_size(specs, device, _runnable(kernels, device))
         return synthetic.workloads(arguments.suite, specs, arguments.seed), ""
     spec = synthetic.Spec(
         batch=arguments.b,
@@ -363,8 +370,15 @@ def _workloads(
         is_causal=arguments.causal,
         dtype=synthetic.dtype(arguments.dtype),
     )
-    synthetic.check_size([spec], device, len(kernels))
+    synthetic.check_size([spec], device, _runnable(kernels, device))
     return synthetic.workloads("random", [spec], arguments.seed), ""
+
+
+def _runnable(kernels: list[Kernel], device: torch.device) -> int:
+    """How many kernels there is work for. On a GPU nobody asks, and libraries would be imported."""
+    if device.type != "cpu":
+        return len(kernels)
+    return sum(kernel.load is not None or not kernel.unavailable(device) for kernel in kernels)
 
 
 def _metrics(text: str) -> list[str]:

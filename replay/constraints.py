@@ -99,6 +99,15 @@ def same_value_dim(call: AttentionCall) -> str | None:
     return f"value head_dim {v_head_dim} differs from query head_dim {head_dim}"
 
 
+def adjacent_elements(call: AttentionCall) -> str | None:
+    """For kernels whose own entry point refuses other strides; most adapters copy instead."""
+    for name in ("query", "key", "value"):
+        stride = getattr(call, name).stride(-1)
+        if stride != 1:
+            return f"the elements of a head lie {stride} apart in the {name}: must be adjacent"
+    return None
+
+
 def head_dims(*allowed: int) -> Constraint:
     """Only these head dimensions."""
     names = [str(dim) for dim in allowed]

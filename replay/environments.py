@@ -17,7 +17,7 @@ from typing import Any
 from replay.process import Died, Process
 from replay.registry import Kernel
 from replay.results import CallFacts, Row, rebuilt
-from replay.runner import Settings
+from replay.settings import Settings
 from replay.workloads import Workload
 
 THIS = "this"

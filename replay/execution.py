@@ -12,7 +12,8 @@ import torch
 from replay.environments import THIS, Environment, Found, allot, replay_in_workers
 from replay.registry import Kernel
 from replay.results import Row
-from replay.runner import Settings, replay
+from replay.runner import replay
+from replay.settings import Settings
 from replay.workloads import Workload
 
 Findings = dict[str, dict[str, Found]]

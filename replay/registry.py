@@ -216,9 +216,9 @@ def find(name: str) -> Kernel:
 def select(patterns: str | None, variants: bool = False) -> tuple[list[Kernel], list[str]]:
     """The kernels that a comma-separated list of names and globs chooses, and which were named.
 
-    A name may also be a user's `file.py:function`. None chooses the default ones, `all` every one;
-    `variants` adds those of every kernel chosen. In a glob `*` and `?` are special and brackets are
-    not, since names of variants have them.
+    A name may also be a user's `file.py:function`. None chooses the default ones, `all` every one
+    but variants; `variants` adds those of every kernel chosen. In a glob `*` and `?` are special
+    and brackets are not, since names of variants have them.
 
     Raises:
         KernelNameError: a name or glob fits no kernel.
@@ -232,8 +232,12 @@ def select(patterns: str | None, variants: bool = False) -> tuple[list[Kernel], 
     # A comma inside brackets separates a variant's options, not names.
     parts = re.split(r",(?![^\[\]]*\])", patterns)
     for pattern in filter(None, (part.strip() for part in parts)):
-        glob = "*" if pattern == "all" else pattern.replace("[", "[[]")
-        matches = [pattern] if pattern in kernels else fnmatch.filter(kernels, glob)
+        if pattern in kernels:
+            matches = [pattern]
+        elif pattern == "all":
+            matches = [name for name, kernel in kernels.items() if not kernel.variant_of]
+        else:
+            matches = fnmatch.filter(kernels, pattern.replace("[", "[[]"))
         if pattern in kernels or not matches:
             chosen[pattern] = find(pattern)
             named.append(pattern)

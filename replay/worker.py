@@ -21,10 +21,12 @@ import torch
 
 from capture.dataset import FileEntry
 from capture.errors import DatasetError
+from replay.checking import ContextLost
 from replay.machine import available_bytes
 from replay.registry import find
 from replay.results import CallFacts
-from replay.runner import ContextLost, Settings, replay
+from replay.runner import replay
+from replay.settings import Settings
 from replay.synthetic import Spec, dtype, workload
 from replay.workloads import Workload, pickled_call, recorded_call
 

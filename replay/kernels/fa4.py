@@ -37,7 +37,7 @@ LIBRARY = Library(
     needs="8.x to 12.x",
 )
 
-ODD_HEAD_DIMS = {(192, 128), (256, 256)}
+BLACKWELL_HEAD_DIMS = {(192, 128), (256, 256)}
 """(query's, value's) beyond 128 that data-centre Blackwell takes."""
 
 
@@ -67,16 +67,15 @@ def _unavailable(device: torch.device) -> str | None:
 
 
 def _head_dims(call: AttentionCall) -> str | None:
-    """What `flash_attn.cute.interface` accepts, which is more on Hopper than on Blackwell."""
+    """What `flash_attn.cute.interface` accepts, which is less on data-centre Blackwell."""
     dims = (call.shape.head_dim, call.shape.v_head_dim)
-    largest = 128
-    if call.device.type == "cuda":
-        major = torch.cuda.get_device_capability(call.device)[0]
-        largest = 256 if major == 9 else 128
-        if major in (10, 11) and dims in ODD_HEAD_DIMS:
+    largest = 256
+    if call.device.type == "cuda" and torch.cuda.get_device_capability(call.device)[0] in (10, 11):
+        largest = 128
+        if dims in BLACKWELL_HEAD_DIMS:
             return None
     if max(dims) > largest or min(dims) < 8:
-        return f"head_dim {dims[0]} and {dims[1]}: needs 8 to {largest}"
+        return f"head_dim {dims[0]}, value's {dims[1]}: needs 8 to {largest}"
     return None
 
 

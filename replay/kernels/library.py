@@ -51,7 +51,7 @@ class Library:
 
     def unavailable(self, device: torch.device) -> str | None:
         """Why it cannot be used on a device, the least curable reason first."""
-        if device.type != "cuda":
+        if device.type != "cuda" or not torch.cuda.is_available():
             return "needs a CUDA GPU"
         capability = torch.cuda.get_device_capability(device)
         if not self.runs_on(capability):

@@ -71,8 +71,8 @@ def test_compiled_kernels_run_the_backend_they_name(tmp_path: Path) -> None:
 
 def test_an_unwritten_output_is_seen() -> None:
     from replay import registry
-    from replay.runner import Settings
     from replay.runner import replay as run
+    from replay.settings import Settings
     from replay.synthetic import Spec, workloads
 
     @registry.register_kernel("lazy")

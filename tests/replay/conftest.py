@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from capture.call import AttentionCall, Origin
 from replay import registry
 from replay.registry import Kernel
-from replay.runner import Settings
+from replay.settings import Settings
 from replay.workloads import Workload
 
 

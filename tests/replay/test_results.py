@@ -29,7 +29,8 @@ from replay.results import (
     write_csv,
     write_jsonl,
 )
-from replay.runner import Settings, replay
+from replay.runner import replay
+from replay.settings import Settings
 from replay.statistics import Speedup, summarize
 from replay.workloads import Workload
 

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from capture.call import AttentionCall
 from capture.errors import DatasetError
-from replay import runner
+from replay import checking
 from replay.registry import Kernel, catalogue
 from replay.results import Row, row_to_json
-from replay.runner import Settings, replay
+from replay.runner import replay
+from replay.settings import Settings
 from replay.workloads import Workload
 
 MakeCall = Callable[..., AttentionCall]
@@ -201,18 +202,18 @@ def test_memory_an_output_will_get_is_poisoned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     order: list[str] = []
-    real = runner._poison
+    real = checking._poison
 
-    def poison(like: Tensor, dtype: torch.dtype) -> None:
+    def poison(like: Tensor, dtype: torch.dtype, value: float = float("nan")) -> None:
         assert dtype == torch.bfloat16
         order.append("poison")
-        real(like, dtype)
+        real(like, dtype, value)
 
     def attention(**arguments: Any) -> Tensor:
         order.append("run")
         return sdpa(**arguments)
 
-    monkeypatch.setattr(runner, "_poison", poison)
+    monkeypatch.setattr(checking, "_poison", poison)
     call = make_call(dtype=torch.bfloat16)
     rows_of(call, workload, quick, kernels("mine", attention), catalogue()["torch-math"])
     assert order[:2] == ["poison", "run"]

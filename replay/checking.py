@@ -1,0 +1,291 @@
+"""Runs a kernel once on a call and says whether what it returns is right.
+
+Nothing is believed: output memory is poisoned before, inputs are compared after, and what comes
+back is held against a reference that shares no code with any kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from capture.call import AttentionCall
+from capture.dataset import dtype_name
+from capture.strides import narrow_expanded
+from replay import cost, reference
+from replay.accuracy import Errors, compare, summary
+from replay.registry import Kernel
+from replay.resources import launched_programs
+from replay.results import Accuracy, CallFacts, Row, Status
+from replay.settings import Settings
+from replay.timing import first_call, peak_bytes
+from replay.verdict import Tolerance, judge, tolerance
+
+POISON = float("nan")
+POISONED_BLOCKS = 4
+"""Pieces of memory filled with NaN before a kernel runs: one for its output and some for the
+contiguous or quantised copies of inputs that it may take first."""
+
+
+class ContextLost(Exception):
+    """A kernel left the GPU unusable for this process; the message is what CUDA said."""
+
+
+@dataclass
+class Attempt:
+    """A kernel on its way to a row."""
+
+    kernel: Kernel
+    call: AttentionCall
+    """What it runs on: its own copy once it was seen to change its inputs."""
+    row: Row
+
+    @property
+    def run(self) -> Callable[[], Tensor]:
+        """What a model would execute at this place, and nothing besides."""
+        attention, arguments = self.kernel.attention, self.call.arguments()
+        return lambda: attention(**arguments)
+
+
+def check(
+    facts: CallFacts, call: AttentionCall, kernel: Kernel, judged: Judge, settings: Settings
+) -> Attempt:
+    """Run a kernel on a call for the first time and judge its output.
+
+    Raises:
+        ContextLost: the kernel made the GPU unusable for this process.
+    """
+    attempt = Attempt(kernel, call, Row(kernel.name, facts, "ok"))
+    attempt.row.flop_per_byte = cost.arithmetic_intensity(call)
+    refused = refusal(kernel, call, settings.device)
+    if refused is not None:
+        return settle(attempt, *refused)
+    attempt.kernel = kernel.loaded()
+    try:
+        _poison(judged.gold, call.dtype)
+        try:
+            # Compilers report their search on stderr; it belongs to nobody's table.
+            with contextlib.redirect_stderr(io.StringIO()):
+                output, attempt.row.first_call_ms = first_call(attempt.run, settings.device)
+            # Before the inputs are restored, in case it returns one of them.
+            output = output.clone() if isinstance(output, Tensor) else output
+        finally:
+            changed = _restore_inputs(call, judged.pristine)
+            attempt.row.flags += [f"changes its {name}" for name in changed]
+        wrong = _wrong_output(output, judged.gold, call)
+        if wrong:
+            return settle(attempt, "error", wrong)
+        if changed:  # its later calls must not reach the other kernels' inputs
+            attempt.call = call.to(call.device)
+        _judge_output(attempt, output, judged, settings)
+        _look_closer(attempt, output, judged)
+        attempt.row.peak_bytes = peak_bytes(attempt.run, settings.device)
+        if settings.resources:
+            attempt.row.programs = launched_programs(attempt.run)
+    except Exception as error:
+        if _gpu_is_lost(settings.device):
+            raise ContextLost(classify(error)[1]) from error
+        return settle(attempt, *classify(error))
+    # Outside: a full disk is not the kernel's error.
+    if settings.save_output is not None:
+        _save(output, settings.save_output / facts.name / f"{kernel.name}.safetensors")
+    return attempt
+
+
+def _gpu_is_lost(device: torch.device) -> bool:
+    """Whether CUDA refuses all further work, as it does after an illegal memory access."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.zeros(1, device=device).add_(1)
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _look_closer(attempt: Attempt, output: Tensor, judged: Judge) -> None:
+    """Flag an output that differs between calls, or that shows what its memory held before."""
+    others = []
+    for poison in (0.0, POISON, POISON):
+        _poison(judged.gold, attempt.call.dtype, poison)
+        again = attempt.run()
+        others.append(again.clone())
+        _restore_inputs(attempt.call, judged.pristine)
+    zeroed, *same = others
+    shows_poison = (output.isnan() & ~zeroed.isnan()) | (output.isnan() & ~judged.gold.isnan())
+    unwritten = int((shows_poison & (zeroed == 0)).sum())
+    if unwritten:
+        attempt.row.flags.append(f"leaves {unwritten} output elements unwritten")
+    elif any(not _same_bits(output, each) for each in same):
+        largest = max(float((output - each).abs().nan_to_num().max()) for each in same)
+        attempt.row.flags.append(f"not deterministic: calls differ by up to {largest:.1e}")
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def _judge_output(attempt: Attempt, output: Tensor, judged: Judge, settings: Settings) -> None:
+    errors = compare(output, judged.gold)
+    attempt.row.accuracy = Accuracy(
+        gold=errors,
+        captured=None if judged.captured is None else compare(output, judged.captured),
+        reference=None if judged.reference is None else compare(output, judged.reference),
+        noise_floor=judged.noise_floor,
+    )
+    if settings.compare_stats:
+        against = {"gold": judged.gold, "captured": judged.captured}.get(
+            settings.reference, judged.reference
+        )
+        attempt.row.output_summary = summary(output)
+        attempt.row.reference_summary = None if against is None else summary(against)
+    verdict = judge(output, judged.gold, errors, attempt.kernel.accuracy_class, judged.tolerance)
+    settle(attempt, "ok" if verdict.passed else "inaccurate", verdict.sentence)
+
+
+def check_again(attempt: Attempt, judged: Judge) -> None:
+    """Judge what a kernel returns after it was timed.
+
+    The first call is not what was timed: from the third one a CUDA graph may be replayed, and a
+    graph can have lost a launch. It writes where it wrote before, so that memory is poisoned too.
+    """
+    run = attempt.run
+    try:
+        _restore_inputs(attempt.call, judged.pristine)
+        narrow_expanded(run()).fill_(float("nan"))
+        _restore_inputs(attempt.call, judged.pristine)
+        _poison(judged.gold, attempt.call.dtype)
+        output = run()
+        errors = compare(output, judged.gold)
+        accuracy_class = attempt.kernel.accuracy_class
+        verdict = judge(output, judged.gold, errors, accuracy_class, judged.tolerance)
+    except Exception as error:
+        settle(attempt, *classify(error))
+        return
+    finally:
+        _restore_inputs(attempt.call, judged.pristine)
+    if not verdict.passed and attempt.row.accuracy is not None:
+        attempt.row.accuracy = replace(attempt.row.accuracy, gold=errors)
+        reason = f"right on its first call, wrong when called again: {verdict.sentence}"
+        settle(attempt, "inaccurate", reason)
+
+
+@dataclass(frozen=True)
+class Judge:
+    """What outputs of one call are held against."""
+
+    gold: Tensor
+    tolerance: Tolerance
+    captured: Tensor | None
+    reference: Tensor | None
+    noise_floor: Errors | None
+    pristine: dict[str, Tensor]
+
+    @classmethod
+    def of(
+        cls,
+        call: AttentionCall,
+        settings: Settings,
+        kernels: dict[str, Kernel],
+        report: Callable[[], None],
+    ) -> Judge:
+        report()
+        gold = reference.attention(call, reference.gold_dtype(settings.device, call.dtype))
+        pristine = {
+            name: narrow_expanded(tensor).clone()
+            for name, tensor in call.tensors().items()
+            if name != "output"
+        }
+        named = kernels.get(settings.reference)
+        output = None
+        if named is not None and not refusal(named, call, settings.device):
+            try:
+                output = named.attention(**call.arguments()).clone()
+            except Exception:  # its own row tells what went wrong
+                output = None
+            finally:
+                _restore_inputs(call, pristine)
+        return cls(
+            gold,
+            tolerance(call, reference.same_dtype(call), gold),
+            call.output,
+            output,
+            None if call.output is None else compare(call.output, gold),
+            pristine,
+        )
+
+
+def refusal(kernel: Kernel, call: AttentionCall, device: torch.device) -> tuple[Status, str] | None:
+    """Why a kernel cannot run a call here, if it cannot."""
+    try:
+        kernel = kernel.loaded()
+        if reason := kernel.unavailable(device):
+            return "unavailable", reason
+        if reason := kernel.unsupported(call):
+            return "unsupported", reason
+    except Exception as error:  # somebody's predicate is wrong, which costs its row only
+        return classify(error)
+    return None
+
+
+def settle(attempt: Attempt, status: Status, reason: str) -> Attempt:
+    attempt.row.status, attempt.row.reason = status, reason
+    return attempt
+
+
+def classify(error: Exception) -> tuple[Status, str]:
+    text = str(error).strip().partition("\n")[0] or type(error).__name__
+    out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    if out_of_memory or "not enough memory" in text or "can't allocate memory" in text:
+        return "out-of-memory", text
+    return "error", f"{type(error).__name__}: {text}"
+
+
+def _poison(like: Tensor, dtype: torch.dtype, value: float = POISON) -> None:
+    """Leave `value` in the memory an output will probably get, so that an unwritten one is seen.
+
+    Without it that memory may still hold another kernel's right answer.
+    """
+    blocks = [
+        torch.full(like.shape, value, dtype=dtype, device=like.device)
+        for _ in range(POISONED_BLOCKS)
+    ]
+    del blocks
+
+
+def _restore_inputs(call: AttentionCall, pristine: dict[str, Tensor]) -> list[str]:
+    """Undo what a kernel did to its inputs; the names of those that it changed."""
+    changed = []
+    for name, before in pristine.items():
+        now = narrow_expanded(getattr(call, name))
+        if torch.equal(now, before):
+            continue
+        if not bool(((now == before) | ((now != now) & (before != before))).all()):
+            changed.append(name)
+            now.copy_(before)
+    return changed
+
+
+def _wrong_output(output: object, gold: Tensor, call: AttentionCall) -> str:
+    if not isinstance(output, Tensor):
+        return f"returned {type(output).__name__}, not a tensor"
+    if output.shape != gold.shape:
+        return f"returned shape {tuple(output.shape)} where {tuple(gold.shape)} is right"
+    if output.device != gold.device:
+        return f"returned a tensor on {output.device} where {gold.device} is right"
+    if output.dtype != call.dtype:
+        return f"returned {dtype_name(output.dtype)} where {dtype_name(call.dtype)} is right"
+    return ""
+
+
+def _save(output: Tensor, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({"output": output.to("cpu").contiguous()}, path)

@@ -1,0 +1,384 @@
+"""FlashAttention 2, 3 and 4 as called by their adapters, against stand-ins (see conftest).
+
+The stand-ins have the parameters of flash-attn 2.8 (`flash_attn_interface.py`), of `hopper/`'s
+`flash_attn_interface.py`, and of flash-attn-4 4.0.0b36 (`flash_attn/cute/interface.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.attention
+from torch import Tensor
+
+from capture.call import AttentionCall
+from replay.kernels import fa3, torch_activated
+from replay.kernels.layout import Packed
+from replay.registry import catalogue
+
+Verify = Callable[..., "str | None"]
+Formula = Callable[..., Tensor]
+
+
+def _readable(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        assert tensor.stride(-1) == 1
+        assert tensor.dtype in (torch.float16, torch.bfloat16)
+
+
+@pytest.fixture
+def flash_attn(install: Callable[..., ModuleType], formula: Formula) -> None:
+    def flash_attn_func(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+    ) -> Tensor:
+        _readable(q, k, v)
+        assert dropout_p == 0.0
+        heads_first = (each.transpose(1, 2) for each in (q, k, v))
+        return formula(*heads_first, softmax_scale, causal).transpose(1, 2).contiguous()
+
+    def flash_attn_varlen_func(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+        block_table: Tensor | None = None,
+    ) -> Tensor:
+        _readable(q, k, v)
+        assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+        assert isinstance(max_seqlen_k, int)
+        assert max_seqlen_q == int(cu_seqlens_q.diff().max())
+        assert max_seqlen_k == int(cu_seqlens_k.diff().max())
+        outputs = []
+        for i in range(len(cu_seqlens_q) - 1):
+            rows = slice(int(cu_seqlens_q[i]), int(cu_seqlens_q[i + 1]))
+            keys = slice(int(cu_seqlens_k[i]), int(cu_seqlens_k[i + 1]))
+            parts = (each.transpose(0, 1)[None] for each in (q[rows], k[keys], v[keys]))
+            outputs.append(formula(*parts, softmax_scale, causal)[0].transpose(0, 1))
+        return torch.cat(outputs)
+
+    def flash_attn_with_kvcache(
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        rotary_cos: Tensor | None = None,
+        rotary_sin: Tensor | None = None,
+        cache_seqlens: int | Tensor | None = None,
+        cache_batch_idx: Tensor | None = None,
+        cache_leftpad: Tensor | None = None,
+        block_table: Tensor | None = None,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        rotary_interleaved: bool = True,
+        alibi_slopes: Tensor | None = None,
+        num_splits: int = 0,
+        return_softmax_lse: bool = False,
+    ) -> Tensor:
+        _readable(q, k_cache, v_cache)
+        mask = None
+        if cache_seqlens is not None:
+            assert isinstance(cache_seqlens, Tensor)
+            assert cache_leftpad is not None
+            assert cache_seqlens.dtype == cache_leftpad.dtype == torch.int32
+            at = torch.arange(k_cache.shape[1])
+            mask = (at >= cache_leftpad[:, None]) & (at < cache_seqlens[:, None])
+            mask = mask[:, None, None]
+        heads_first = (each.transpose(1, 2) for each in (q, k_cache, v_cache))
+        return formula(*heads_first, softmax_scale, causal, mask).transpose(1, 2)
+
+    install(
+        "flash_attn",
+        version=("flash-attn", "2.8.3"),
+        flash_attn_func=flash_attn_func,
+        flash_attn_varlen_func=flash_attn_varlen_func,
+        flash_attn_with_kvcache=flash_attn_with_kvcache,
+    )
+
+
+@pytest.fixture(params=["tensor", "tuple"])
+def flash_attn_interface(
+    install: Callable[..., ModuleType], formula: Formula, request: pytest.FixtureRequest
+) -> None:
+    def flash_attn_func(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        qv: Tensor | None = None,
+        q_descale: Tensor | None = None,
+        k_descale: Tensor | None = None,
+        v_descale: Tensor | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+        attention_chunk: int = 0,
+        softcap: float = 0.0,
+        num_splits: int = 1,
+        pack_gqa: bool | None = None,
+        deterministic: bool = False,
+        sm_margin: int = 0,
+        return_attn_probs: bool = False,
+    ) -> Any:
+        assert q.dtype == k.dtype == v.dtype
+        heads_first = [each.transpose(1, 2) for each in (q, k, v)]
+        if q.dtype == torch.float8_e4m3fn:
+            for i, descale in enumerate((q_descale, k_descale, v_descale)):
+                assert descale is not None
+                assert descale.shape == (k.shape[0], k.shape[2])
+                assert descale.dtype == torch.float32
+                full = heads_first[i].to(torch.bfloat16)
+                each_head = descale.repeat_interleave(full.shape[1] // k.shape[2], 1)
+                heads_first[i] = (full * each_head[:, :, None, None]).to(torch.bfloat16)
+        else:
+            _readable(q, k, v)
+        output = formula(*heads_first, softmax_scale, causal).transpose(1, 2)
+        return (output, torch.empty(0)) if request.param == "tuple" else output
+
+    install(
+        "flash_attn_interface", version=("flash_attn_3", "3.0.0b1"), flash_attn_func=flash_attn_func
+    )
+
+
+@pytest.fixture
+def flash_attn_4(install: Callable[..., ModuleType], formula: Formula) -> None:
+    def flash_attn_func(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        qv: Tensor | None = None,
+        gather_kv_indices: Tensor | None = None,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        _readable(q, k, v)
+        assert qv is None
+        assert not options
+        heads_first = (each.transpose(1, 2) for each in (q, k, v))
+        return formula(*heads_first, softmax_scale, causal).transpose(1, 2), None
+
+    install(
+        "flash_attn.cute", version=("flash-attn-4", "4.0.0b36"), flash_attn_func=flash_attn_func
+    )
+
+
+BOTTOM_RIGHT = (
+    "causal with 130 queries and 150 keys: its mask is aligned bottom right, SDPA's top left"
+)
+FLOAT32 = "dtype float32: needs float16 or bfloat16"
+NO_MASK = "takes no attn_mask"
+MASKED = (
+    "padded right",
+    "padded left",
+    "padded decode",
+    "bool mask",
+    "bool mask, batch",
+    "mask by head",
+    "float mask",
+)
+NARROW = "value head_dim 32 differs from query head_dim 64"
+REFUSED = {
+    "causal, longer keys": BOTTOM_RIGHT,
+    "float32": FLOAT32,
+    "narrow values": NARROW,
+    **dict.fromkeys(MASKED, NO_MASK),
+}
+
+
+@pytest.mark.usefixtures("flash_attn")
+def test_fa2(verify: Verify, kind: str) -> None:
+    assert verify("fa2", kind) == REFUSED.get(kind)
+
+
+@pytest.mark.usefixtures("flash_attn_interface")
+@pytest.mark.parametrize("name", ["fa3", "fa3-fp8"])
+def test_fa3(verify: Verify, kind: str, name: str) -> None:
+    assert verify(name, kind) == REFUSED.get(kind)
+
+
+@pytest.mark.usefixtures("flash_attn_4")
+def test_fa4(verify: Verify, kind: str) -> None:
+    refused = {name: reason for name, reason in REFUSED.items() if name != "narrow values"}
+    assert verify("fa4", kind) == refused.get(kind)
+
+
+@pytest.mark.usefixtures("flash_attn")
+def test_fa2_varlen_is_for_padded_batches(verify: Verify, kind: str) -> None:
+    reason = verify("fa2-varlen", kind)
+    if kind.startswith("padded"):
+        assert reason is None
+    elif kind == "float mask":
+        assert reason == "takes a bool padding mask only, not float16"
+    elif kind in MASKED:
+        assert reason is not None
+        assert reason.startswith("takes a padding mask only")
+    elif kind in ("float32", "narrow values"):
+        assert reason == REFUSED[kind]
+    else:
+        assert reason == "for padded batches: this call has no attn_mask"
+
+
+@pytest.mark.usefixtures("flash_attn")
+def test_fa2_kvcache_is_for_decode(verify: Verify, kind: str) -> None:
+    reason = verify("fa2-kvcache", kind)
+    if "decode" in kind:
+        assert reason is None
+    elif kind in ("float32", "narrow values"):
+        assert reason == REFUSED[kind]
+    else:
+        assert reason == "decode only: one query per sequence, not 130"
+
+
+@pytest.mark.parametrize("name", ["fa2", "fa3", "fa3-fp8", "fa4"])
+@pytest.mark.usefixtures("flash_attn", "flash_attn_interface", "flash_attn_4")
+def test_what_is_not_served_is_not_dropped(
+    make_call: Callable[..., AttentionCall], name: str
+) -> None:
+    """Even when called without asking `unsupported` first."""
+    kernel = catalogue()[name]
+    for arguments in (
+        make_call(dtype=torch.float16, attn_mask=torch.ones(9, 13, dtype=torch.bool)),
+        make_call(dtype=torch.float16, dropout_p=0.1),
+    ):
+        with pytest.raises(NotImplementedError):
+            kernel.attention(**arguments.arguments())
+
+
+def test_quantise_keeps_what_float8_can() -> None:
+    tensor = torch.randn(2, 5, 6, 64) * torch.tensor([1.0, 1e-3, 100.0])[:, None].repeat(2, 1)
+    tensor[1, :, 4:] = 0
+    quantised, descale = fa3.quantise(tensor, 3)
+    assert quantised.dtype == torch.float8_e4m3fn
+    assert quantised.shape == tensor.shape
+    assert descale.shape == (2, 3)
+    back = quantised.float().unflatten(2, (3, 2)) * descale[:, None, :, None, None]
+    largest = tensor.unflatten(2, (3, 2)).abs().amax(dim=(1, 3, 4))[:, None, :, None, None]
+    # Half a step of the coarsest 3-bit mantissa, of the largest element of the group.
+    assert bool(((back - tensor.unflatten(2, (3, 2))).abs() <= largest / 16).all())
+    assert bool(back.isfinite().all())
+
+
+def test_packing_keeps_every_query() -> None:
+    query, key = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 5, 8)
+    mask = (torch.arange(5) < torch.tensor([[2], [5]]))[:, None, None]
+    packed = Packed.of(query, key, key, mask)
+    assert packed.query_THD.shape == (8, 3, 8)
+    assert packed.key_THD.shape == (7, 3, 8)
+    assert packed.q_offsets.tolist() == [0, 4, 8]
+    assert packed.k_offsets.tolist() == [0, 2, 7]
+    assert (packed.longest_query, packed.longest_key) == (4, 5)
+    assert torch.equal(packed.key_THD[2:], key[1].transpose(0, 1))
+    assert torch.equal(packed.unpack(packed.query_THD), query)
+
+
+@pytest.fixture
+def implementations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """PyTorch's registry with recording stand-ins for FA3 and FA4; what was done to it."""
+    log: list[str] = []
+    active: list[str] = []
+
+    def activate(implementation: str) -> None:
+        log.append(implementation)
+        active[:] = [implementation]
+
+    def restore() -> None:
+        log.append("restore")
+        active.clear()
+
+    functions = torch.nn.attention
+    monkeypatch.setattr(functions, "activate_flash_attention_impl", activate)
+    monkeypatch.setattr(functions, "restore_flash_attention_impl", restore)
+    monkeypatch.setattr(
+        functions, "current_flash_attention_impl", lambda: active[0] if active else None
+    )
+    yield log
+
+
+@pytest.mark.parametrize(("name", "implementation"), [("torch-fa3", "FA3"), ("torch-fa4", "FA4")])
+def test_activation_lasts_one_call(
+    verify: Verify, implementations: list[str], kind: str, name: str, implementation: str
+) -> None:
+    """On the CPU PyTorch's own flash answers; which backend it is belongs to the GPU."""
+    assert verify(name, kind) == REFUSED.get(kind)
+    # Twice: PyTorch refuses the third arrangement, of heads whose elements are apart.
+    assert implementations == ([] if kind in REFUSED else [implementation, "restore"] * 2)
+
+
+def test_activation_gives_back_what_was_active(implementations: list[str]) -> None:
+    torch.nn.attention.activate_flash_attention_impl("FA4")
+    with pytest.raises(ZeroDivisionError), torch_activated.activated("FA3"):
+        _ = 1 / 0
+    assert implementations == ["FA4", "FA3", "restore", "FA4"]
+    assert torch.nn.attention.current_flash_attention_impl() == "FA4"
+
+
+@pytest.mark.usefixtures("flash_attn_4")
+def test_activation_is_tried(
+    unavailable: Callable[..., str | None],
+    monkeypatch: pytest.MonkeyPatch,
+    install: Callable[..., ModuleType],
+) -> None:
+    """An adapter that does not fit the library installed fails at its first call, not before."""
+    assert unavailable("torch-fa4", 8, 6) == (
+        "needs compute capability 9.0 or 10.0 (this GPU has 8.6)"
+    )
+    monkeypatch.setattr(
+        torch_activated, "_trial", lambda attention, device: "too many values to unpack"
+    )
+    assert unavailable("torch-fa4") == (
+        f"PyTorch {torch.__version__} with flash-attn-4 4.0.0b36: too many values to unpack"
+    )
+    monkeypatch.setattr(torch_activated, "_trial", lambda attention, device: None)
+    assert unavailable("torch-fa4") is None
+    monkeypatch.delattr(torch.nn.attention, "activate_flash_attention_impl")
+    assert unavailable("torch-fa4") == f"needs PyTorch 2.11 (this is {torch.__version__})"
+
+
+def test_flash_attn_4_beside_no_flash_attn_2(
+    install: Callable[..., ModuleType], unavailable: Callable[..., str | None]
+) -> None:
+    """Its directory makes `import flash_attn` work, with nothing in it."""
+    module = install("flash_attn", version=("flash-attn", None))
+    module.__file__ = None
+    assert unavailable("fa2") == "not installed: pip install flash-attn --no-build-isolation"
+
+
+def test_head_dims_of_fa4(
+    make_call: Callable[..., AttentionCall], gpu: Callable[..., torch.device]
+) -> None:
+    unsupported = catalogue()["fa4"].unsupported
+
+    def ask(head_dim: int, v_head_dim: int) -> str | None:
+        call = make_call(head_dim=head_dim, v_head_dim=v_head_dim, dtype=torch.bfloat16)
+        return unsupported(call)
+
+    assert ask(256, 256) is None
+    assert ask(264, 264) == "head_dim 264, value's 264: needs 8 to 256"
+    assert ask(100, 100) == "head_dim 100: needs a multiple of 8"

@@ -1,0 +1,551 @@
+"""SageAttention 1, 2, 3 and SpargeAttn as called by their adapters, against stand-ins.
+
+Stand-ins have the parameters of sageattention 1.0.6 and of the `main` branches of
+thu-ml/SageAttention and thu-ml/SpargeAttn, and their habits: keys changed in place, masks ignored.
+They do not quantise, so an adapter that passes everything on gives an exact output.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from capture.call import AttentionCall
+from replay.kernels import sage2
+from replay.registry import Kernel, catalogue, select
+
+Verify = Callable[..., "str | None"]
+Install = Callable[..., ModuleType]
+Formula = Callable[..., Tensor]
+Calls = list[dict[str, Any]]
+
+MASKED = (
+    "padded right",
+    "padded left",
+    "padded decode",
+    "bool mask",
+    "bool mask, batch",
+    "mask by head",
+    "float mask",
+)
+REFUSED = {
+    "causal, longer keys": (
+        "causal with 130 queries and 150 keys: its mask is aligned bottom right, SDPA's top left"
+    ),
+    "float32": "dtype float32: needs float16 or bfloat16",
+    "narrow values": "value head_dim 32 differs from query head_dim 64",
+    **dict.fromkeys(MASKED, "takes no attn_mask"),
+}
+
+
+def _checked(q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:
+    assert layout == "HND"
+    assert q.dtype == k.dtype == v.dtype
+    assert q.dtype in (torch.float16, torch.bfloat16)
+    assert all(each.stride(-1) == 1 for each in (q, k, v))
+
+
+@pytest.fixture
+def sage_1(install: Install, formula: Formula) -> None:
+    def sageattn(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tensor_layout: str = "HND",
+        is_causal: bool = False,
+        sm_scale: float | None = None,
+        smooth_k: bool = True,
+        **kwargs: Any,
+    ) -> Tensor:
+        _checked(q, k, v, tensor_layout)
+        assert q.shape[-1] in (64, 96, 128)
+        assert not kwargs
+        if smooth_k:
+            k -= k.mean(dim=2, keepdim=True)
+        return formula(q, k, v, sm_scale, is_causal)
+
+    def per_block_int8(
+        q: Tensor,
+        k: Tensor,
+        BLKQ: int = 128,
+        BLKK: int = 64,
+        sm_scale: float | None = None,
+        tensor_layout: str = "HND",
+    ) -> tuple[Tensor, float | None, Tensor, None]:
+        assert q.shape[-1] in (64, 128)
+        return q, sm_scale, k, None
+
+    def per_block_int8_hd96(
+        q: Tensor, k: Tensor, sm_scale: float | None = None, tensor_layout: str = "HND"
+    ) -> tuple[Tensor, float | None, Tensor, None]:
+        assert q.shape[-1] == 96
+        return q, sm_scale, k, None
+
+    def forward(causal: bool) -> Callable[..., Tensor]:
+        def run(
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            q_scale: float,
+            k_scale: None,
+            tensor_layout: str = "HND",
+            output_dtype: torch.dtype = torch.float16,
+        ) -> Tensor:
+            assert v.dtype == torch.float16
+            return formula(q, k, v, q_scale, causal).to(output_dtype)
+
+        return run
+
+    install("sageattention", version=("sageattention", "1.0.6"), sageattn=sageattn)
+    install(
+        "sageattention.core",
+        per_block_int8=per_block_int8,
+        per_block_int8_hd96=per_block_int8_hd96,
+        attn_false=forward(False),
+        attn_true=forward(True),
+        attn_h96_false=forward(False),
+        attn_h96_true=forward(True),
+    )
+
+
+@pytest.fixture
+def sage_2(install: Install, formula: Formula) -> Calls:
+    """The options that the functions were called with, in order."""
+    calls: Calls = []
+
+    def note(function: str, given: dict[str, Any]) -> None:
+        calls.append({"function": function, **given})
+
+    def sageattn(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tensor_layout: str = "HND",
+        is_causal: bool = False,
+        sm_scale: float | None = None,
+        return_lse: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        _checked(q, k, v, tensor_layout)
+        assert not kwargs
+        note("sageattn", {})
+        return formula(q, k, v, sm_scale, is_causal)
+
+    def sageattn_qk_int8_pv_fp16_triton(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tensor_layout: str = "HND",
+        quantization_backend: str = "triton",
+        is_causal: bool = False,
+        attn_mask: Tensor | None = None,
+        sm_scale: float | None = None,
+        smooth_k: bool = True,
+        return_lse: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        _checked(q, k, v, tensor_layout)
+        assert not kwargs
+        if attn_mask is not None:
+            assert not is_causal
+            assert attn_mask.dtype == torch.bool
+            attn_mask = attn_mask.expand(*q.shape[:3], k.shape[2])
+        note(
+            "sageattn_qk_int8_pv_fp16_triton",
+            {"quantization_backend": quantization_backend, "smooth_k": smooth_k},
+        )
+        return formula(q, k, v, sm_scale, is_causal, attn_mask)
+
+    def cuda_function(
+        name: str, accum: str, smooth_v_default: bool | None
+    ) -> Callable[..., Tensor]:
+        def function(
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            tensor_layout: str = "HND",
+            is_causal: bool = False,
+            qk_quant_gran: str = "per_thread",
+            sm_scale: float | None = None,
+            pv_accum_dtype: str = accum,
+            smooth_k: bool = True,
+            smooth_v: bool | None = smooth_v_default,
+            return_lse: bool = False,
+            **kwargs: Any,
+        ) -> Tensor:
+            _checked(q, k, v, tensor_layout)
+            assert not kwargs
+            assert smooth_v is None or smooth_v_default is not None, "it has no smooth_v"
+            note(
+                name,
+                {
+                    "qk_quant_gran": qk_quant_gran,
+                    "pv_accum_dtype": pv_accum_dtype,
+                    "smooth_k": smooth_k,
+                    "smooth_v": smooth_v,
+                },
+            )
+            return formula(q, k, v, sm_scale, is_causal)
+
+        return function
+
+    def sageattn_varlen(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        is_causal: bool = False,
+        sm_scale: float | None = None,
+        smooth_k: bool = True,
+        **kwargs: Any,
+    ) -> Tensor:
+        assert not kwargs
+        assert cu_seqlens_q.is_contiguous()
+        assert cu_seqlens_k.is_contiguous()
+        note("sageattn_varlen", {"smooth_k": smooth_k})
+        outputs = []
+        for i in range(len(cu_seqlens_q) - 1):
+            rows = slice(int(cu_seqlens_q[i]), int(cu_seqlens_q[i + 1]))
+            keys = slice(int(cu_seqlens_k[i]), int(cu_seqlens_k[i + 1]))
+            parts = (each.transpose(0, 1)[None] for each in (q[rows], k[keys], v[keys]))
+            outputs.append(formula(*parts, sm_scale, is_causal)[0].transpose(0, 1))
+        return torch.cat(outputs)
+
+    def quantise(
+        q: Tensor, k: Tensor, km: Tensor | None = None, *, tensor_layout: str, **sizes: int
+    ) -> tuple[Tensor, Any, Tensor, Any]:
+        assert tensor_layout == "HND"
+        return q, sizes.pop("sm_scale", None), k if km is None else k - km, sizes
+
+    def triton_forward(causal: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+        def run(
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            q_scale: float,
+            k_scale: Any,
+            tensor_layout: str = "HND",
+            output_dtype: torch.dtype = torch.float16,
+            return_lse: bool = False,
+        ) -> tuple[Tensor, Tensor]:
+            return formula(q, k, v, q_scale, causal).to(output_dtype), torch.empty(0)
+
+        return run
+
+    def compiled(name: str, extra: int) -> Callable[..., Tensor]:
+        """A compiled part: `extra` tensors (value's scale, its mean) between scales and numbers."""
+
+        def run(q: Tensor, k: Tensor, v: Tensor, o: Tensor, *rest: Any) -> Tensor:
+            q_scale, sizes, *tensors = rest[: 2 + extra]
+            layout, is_causal, granularity, sm_scale, return_lse = rest[2 + extra :]
+            assert (layout, return_lse) == (1, 0)
+            assert ("WARPK" in sizes) == (granularity == 3)
+            value = v[:, :, : k.shape[2]].float()
+            if "fuse_v_mean" in name:
+                value = value + tensors[-1]
+            o.copy_(formula(q, k, value.to(q.dtype), sm_scale, bool(is_causal)))
+            note(name, sizes)
+            return torch.empty(0)
+
+        return run
+
+    def per_channel_fp8(
+        v: Tensor, tensor_layout: str = "HND", scale_max: float = 448.0, smooth_v: bool = True
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        mean = v.float().mean(dim=2, keepdim=True)
+        return (v.float() - mean if smooth_v else v), torch.ones(1), mean
+
+    def sub_mean(v: Tensor, tensor_layout: str = "HND") -> tuple[Tensor, Tensor]:
+        mean = v.float().mean(dim=2, keepdim=True)
+        return (v.float() - mean).to(torch.float16), mean
+
+    fp16 = "qk_int8_sv_f16_accum_"
+    fp8 = "qk_int8_sv_f8_accum_"
+    sm90 = f"{fp8}f32_fuse_v_scale_attn_inst_buf"
+    parts: dict[str, dict[str, int]] = {
+        "sm80_compile": {
+            f"{fp16}f32_attn": 0,
+            f"{fp16}f16_attn": 0,
+            f"{fp16}f16_attn_inst_buf": 0,
+            f"{fp16}f16_fuse_v_mean_attn": 1,
+        },
+        "sm89_compile": {
+            f"{fp8}f32_fuse_v_scale_attn": 1,
+            f"{fp8}f32_fuse_v_scale_fuse_v_mean_attn": 2,
+            f"{fp8}f32_fuse_v_scale_attn_inst_buf": 1,
+            f"{fp8}f16_fuse_v_scale_attn_inst_buf": 1,
+        },
+        "sm90_compile": {sm90: 1},
+    }
+    names = ("fp16_cuda", "fp8_cuda", "fp8_cuda_sm90")
+    accumulators = ("fp32", "fp32+fp16", "fp32+fp32")
+    smooth_v = (False, False, None)
+    install(
+        "sageattention",
+        version=("sageattention", "2.2.0"),
+        sageattn=sageattn,
+        sageattn_varlen=sageattn_varlen,
+        sageattn_qk_int8_pv_fp16_triton=sageattn_qk_int8_pv_fp16_triton,
+        **{
+            f"sageattn_qk_int8_pv_{name}": cuda_function(f"sageattn_qk_int8_pv_{name}", *defaults)
+            for name, *defaults in zip(names, accumulators, smooth_v, strict=True)
+        },
+    )
+    install(
+        "sageattention.core",
+        SM80_ENABLED=True,
+        SM89_ENABLED=True,
+        SM90_ENABLED=False,
+        per_block_int8_triton=quantise,
+        per_block_int8_cuda=quantise,
+        per_warp_int8_cuda=quantise,
+        per_thread_int8_triton=quantise,
+        per_channel_fp8=per_channel_fp8,
+        sub_mean=sub_mean,
+        attn_false=triton_forward(False),
+        attn_true=triton_forward(True),
+        **{
+            module: type(
+                module,
+                (),
+                {name: staticmethod(compiled(name, extra)) for name, extra in functions.items()},
+            )
+            for module, functions in parts.items()
+        },
+    )
+    return calls
+
+
+def _variants(base: str) -> list[Kernel]:
+    return select(base, variants=True)[0]
+
+
+@pytest.mark.usefixtures("sage_1")
+@pytest.mark.parametrize("name", ["sage1", "sage1[smooth_k=off]"])
+def test_sage1(verify: Verify, kind: str, name: str) -> None:
+    refused = {**REFUSED, "head_dim 80": "head_dim 80: needs 64, 96 or 128"}
+    assert verify(name, kind) == refused.get(kind)
+
+
+@pytest.mark.usefixtures("sage_1")
+def test_sage1_changes_its_key_as_a_user_would_see(
+    make_call: Callable[..., AttentionCall],
+) -> None:
+    call = make_call(head_dim=64, dtype=torch.float16)
+    before = call.key.clone()
+    catalogue()["sage1"].prepare(call)()  # type: ignore[misc]
+    assert torch.equal(call.key, before)
+    catalogue()["sage1"].attention(**call.arguments())
+    assert not torch.equal(call.key, before)
+
+
+@pytest.mark.parametrize("function", sage2.FUNCTIONS, ids=lambda function: function.kernel)
+def test_sage2(verify: Verify, sage_2: Calls, kind: str, function: sage2.Function) -> None:
+    refused: dict[str, str | None] = dict(REFUSED)
+    if function.kernel == "sage2-fp16-triton":
+        refused |= dict.fromkeys(MASKED)
+        refused["float mask"] = "takes a bool attn_mask only, not float16"
+    if kind in ("head_dim 96", "head_dim 80") or (kind in MASKED and not refused.get(kind)):
+        # The library pads these or takes the mask itself; it exposes no core for them.
+        kernel = catalogue()[function.kernel]
+        if kernel.prepare is not None:
+            with pytest.raises(NotImplementedError, match="core time"):
+                verify(function.kernel, kind)
+            return
+    assert verify(function.kernel, kind) == refused.get(kind)
+
+
+@pytest.mark.parametrize("base", [function.kernel for function in sage2.FUNCTIONS])
+def test_every_variant_passes_its_options(verify: Verify, sage_2: Calls, base: str) -> None:
+    function = next(each for each in sage2.FUNCTIONS if each.kernel == base)
+    for kernel in _variants(base)[1:]:
+        sage_2.clear()
+        assert verify(kernel.name, "grouped, causal, batch") is None
+        options = function.variants[kernel.name.partition("[")[2].rstrip("]")]
+        dropped_in = next(each for each in sage_2 if each["function"] == function.function)
+        assert options.items() <= dropped_in.items()
+
+
+def test_options_exist_in_the_functions(sage_2: Calls) -> None:
+    """By the parameters of the real functions, which the stand-ins repeat."""
+    module = sage2.LIBRARY.load()
+    for function in sage2.FUNCTIONS:
+        parameters = inspect.signature(getattr(module, function.function)).parameters
+        for options in function.variants.values():
+            assert set(options) <= set(parameters)
+
+
+def test_names_of_variants() -> None:
+    counts = {
+        base: len(_variants(base)) - 1
+        for base in ("sage1", "sage2", "sage2-varlen", "sage3", "sparge")
+    }
+    assert counts == {"sage1": 2, "sage2": 0, "sage2-varlen": 2, "sage3": 2, "sparge": 4}
+    assert [kernel.name for kernel in _variants("sage2-fp8-sm90")] == [
+        "sage2-fp8-sm90",
+        "sage2-fp8-sm90[quant=per_warp,accum=fp32+fp32]",
+        "sage2-fp8-sm90[quant=per_warp,accum=fp32+fp32,smooth_k=off]",
+        "sage2-fp8-sm90[quant=per_thread,accum=fp32+fp32]",
+        "sage2-fp8-sm90[quant=per_thread,accum=fp32+fp32,smooth_k=off]",
+    ]
+    assert [kernel.name for kernel in _variants("sage2-fp16-triton")][1:] == [
+        "sage2-fp16-triton[quantizer=triton]",
+        "sage2-fp16-triton[quantizer=triton,smooth_k=off]",
+        "sage2-fp16-triton[quantizer=cuda]",
+        "sage2-fp16-triton[quantizer=cuda,smooth_k=off]",
+    ]
+    assert len(_variants("sage2-fp16-cuda")) - 1 == 2 * 4 * 2
+    assert len(_variants("sage2-fp8-cuda")) - 1 == 2 * 4 * 2
+    # smooth_v where it has an effect, and nowhere else.
+    smoothed = {kernel.name for kernel in catalogue().values() if "smooth_v=on" in kernel.name}
+    assert len(smoothed) == 8
+    assert all("accum=fp16," in name or "accum=fp32," in name for name in smoothed)
+
+
+@pytest.mark.parametrize("name", ["sage2-varlen", "sage2-varlen[smooth_k=off]"])
+def test_sage2_varlen(verify: Verify, sage_2: Calls, kind: str, name: str) -> None:
+    reason = verify(name, kind)
+    if kind.startswith("padded"):
+        assert reason is None
+        assert {call["smooth_k"] for call in sage_2} == {"off" not in name}
+    else:
+        assert reason is not None
+
+
+@pytest.mark.usefixtures("sage_2")
+def test_a_part_that_was_not_built(unavailable: Callable[..., str | None]) -> None:
+    reason = unavailable("sage2-fp8-sm90")
+    assert reason is not None
+    assert reason.startswith("sageattention was built without this kernel: set TORCH_CUDA_ARCH_LI")
+    assert unavailable("sage2-fp8-cuda") is None
+    assert unavailable("sage2-fp8-sm90", 8, 6) == (
+        "needs compute capability 9.0 (this GPU has 8.6)"
+    )
+    assert unavailable("sage2", 7, 5) == (
+        "needs compute capability 8.0, 8.6, 8.9, 9.0, 12.0 or 12.1 (this GPU has 7.5)"
+    )
+
+
+@pytest.mark.usefixtures("sage_2")
+def test_sage_1_and_2_share_a_name(unavailable: Callable[..., str | None]) -> None:
+    assert unavailable("sage1") == (
+        "version 2.2.0 is installed, this kernel is 1.x: pip install sageattention==1.0.6"
+    )
+    assert unavailable("sage2-varlen") is None
+
+
+@pytest.mark.usefixtures("sage_1")
+def test_the_other_way_round(unavailable: Callable[..., str | None]) -> None:
+    assert unavailable("sage1") is None
+    for kernel in catalogue().values():
+        if kernel.name.startswith("sage2") and "sm90" not in kernel.name:
+            reason = unavailable(kernel.name)
+            assert reason is not None
+            assert reason.startswith("version 1.0.6 is installed, this kernel is 2.x")
+
+
+@pytest.fixture
+def sage_3(install: Install, formula: Formula) -> list[bool]:
+    means: list[bool] = []
+
+    def sageattn3_blackwell(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        per_block_mean: bool = True,
+        **kwargs: Any,
+    ) -> Tensor:
+        assert attn_mask is None
+        assert not kwargs
+        assert q.shape[1] == k.shape[1]
+        means.append(per_block_mean)
+        k -= k.mean(dim=-2, keepdim=True)
+        return formula(q, k, v, None, is_causal)
+
+    install("sageattn3", version=("sageattn3", "1.0.0"), sageattn3_blackwell=sageattn3_blackwell)
+    return means
+
+
+FEWER_KEY_HEADS = {
+    "grouped": "4 query heads over 2 key heads: needs as many of both",
+    "grouped, causal, batch": "6 query heads over 2 key heads: needs as many of both",
+    "decode": "8 query heads over 2 key heads: needs as many of both",
+}
+OTHER_HEAD_DIMS = {
+    "head_dim 96": "head_dim 96: needs 64 or 128",
+    "head_dim 80": "head_dim 80: needs 64 or 128",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "per_block"),
+    [("sage3", True), ("sage3[mean=block]", True), ("sage3[mean=sequence]", False)],
+)
+def test_sage3(verify: Verify, sage_3: list[bool], kind: str, name: str, per_block: bool) -> None:
+    refused = {**FEWER_KEY_HEADS, **REFUSED, **OTHER_HEAD_DIMS}
+    refused["scale"] = "takes no scale: always 1/sqrt(head_dim), not 0.3"
+    assert verify(name, kind) == refused.get(kind)
+    assert set(sage_3) <= {per_block}
+
+
+@pytest.fixture
+def spas_sage_attn(install: Install, formula: Formula) -> list[float]:
+    shares: list[float] = []
+
+    def spas_sage2_attn_meansim_topk_cuda(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        smooth_k: bool = True,
+        simthreshd1: float = -0.1,
+        cdfthreshd: float | None = None,
+        topk: float = 0.5,
+        pvthreshd: int = 50,
+        attention_sink: bool = False,
+        tensor_layout: str = "HND",
+        output_dtype: torch.dtype = torch.float16,
+        return_sparsity: bool = False,
+    ) -> Tensor:
+        _checked(q, k, v, tensor_layout)
+        assert attn_mask is None
+        assert not is_causal
+        assert q.shape[-2] >= 128
+        assert q.shape[-1] in (64, 128)
+        shares.append(topk)
+        return formula(q, k, v, scale)
+
+    install(
+        "spas_sage_attn",
+        version=("spas_sage_attn", "0.1.0"),
+        spas_sage2_attn_meansim_topk_cuda=spas_sage2_attn_meansim_topk_cuda,
+    )
+    return shares
+
+
+@pytest.mark.parametrize(("name", "topk"), [("sparge", 0.5), ("sparge[topk=0.25]", 0.25)])
+def test_sparge(
+    verify: Verify, spas_sage_attn: list[float], kind: str, name: str, topk: float
+) -> None:
+    refused = {**FEWER_KEY_HEADS, **REFUSED, **OTHER_HEAD_DIMS}
+    refused |= dict.fromkeys(
+        ("causal", "causal, batch", "causal, longer keys", "grouped, causal, batch"),
+        "causal: spas_sage2_attn_meansim_topk_cuda does not hand is_causal to its kernel",
+    )
+    refused["decode of one"] = "length 1: at least 128"
+    assert verify(name, kind) == refused.get(kind)
+    assert set(spas_sage_attn) <= {topk}
