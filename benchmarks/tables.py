@@ -6,6 +6,7 @@ python -m benchmarks.tables --check    exit 1 if they are not up to date
 
 from __future__ import annotations
 
+import csv
 import re
 import sys
 from collections.abc import Callable
@@ -62,23 +63,29 @@ def full_size() -> str:
         "Llama-2-7b prefill, TFLOPS": ("llama", "prefill", "tflops"),
         "Llama-2-7b decode, ms": ("llama", "decode", "time_ms.p50"),
     }
-    kernels = list(dict.fromkeys(row["kernel"] for row in rows))
+    for row in rows:
+        if row["environment"] != "this":
+            row["kernel"] += f" ({row['environment']})"
+    kernels = dict.fromkeys(row["kernel"] for row in rows)
     cells = {
         kernel: [
             _scene_cell(
                 [
                     row
                     for row in rows
-                    if (row["kernel"], row["call.model"], row["call.phase"])
-                    == (kernel, model, phase)
+                    if (row["kernel"], row["call.model"], row["call.phase"]) == key
                 ],
                 column,
             )
             for model, phase, column in scenes.values()
+            if (key := (kernel, model, phase))
         ]
         for kernel in kernels
     }
-    return _table(["kernel", *scenes], cells) + _machine(rows)
+    fastest_first = sorted(cells, key=lambda kernel: -_number(cells[kernel][1]))
+    return _table(["kernel", *scenes], {kernel: cells[kernel] for kernel in fastest_first}) + (
+        _machine(rows)
+    )
 
 
 def published_shapes() -> str:
@@ -97,6 +104,22 @@ def published_shapes() -> str:
     return _table(["B×H×S×D", *kernels], lines) + _machine(rows)
 
 
+def demo() -> str:
+    """What the second command of the README printed."""
+    text = (results.DIRECTORY / "demo.txt").read_text()
+    return f"```\n{text.rstrip()}\n```\n"
+
+
+def power_limit() -> str:
+    """The same kernels measured three ways."""
+    with (results.DIRECTORY / "power_limit.csv").open(newline="") as file:
+        heading, *lines = csv.reader(file)
+    text = [f"| {' | '.join(cell.strip() for cell in heading[:-1])} |"]
+    text.append(f"|---|---|{'---:|' * (len(heading) - 3)}")
+    text += [f"| {' | '.join(line[:-1])} |" for line in lines]
+    return "\n".join(text) + f"\n\n{lines[0][-1]}.\n"
+
+
 def _scene_cell(rows: list[dict[str, str]], column: str) -> str:
     """The median over the calls, or what kept the kernel from being timed."""
     values = sorted(float(row[column]) for row in rows if row["status"] == "ok" and row[column])
@@ -104,6 +127,13 @@ def _scene_cell(rows: list[dict[str, str]], column: str) -> str:
         value = values[len(values) // 2]
         return f"{value:.0f}" if column == "tflops" else f"{value:.3f}"
     return " ".join(sorted({row["status"] for row in rows}))
+
+
+def _number(cell: str) -> float:
+    try:
+        return float(cell)
+    except ValueError:
+        return 0.0
 
 
 def _shape(row: dict[str, str]) -> str:
@@ -138,6 +168,8 @@ def _escaped(text: str) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "demo": demo,
+    "power_limit": power_limit,
     "glossary": glossary,
     "fields": fields,
     "full_size": full_size,

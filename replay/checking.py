@@ -7,10 +7,14 @@ back is held against a reference that shares no code with any kernel.
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
+import re
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -28,6 +32,11 @@ from replay.settings import Settings
 from replay.timing import first_call, peak_bytes
 from replay.verdict import Tolerance, judge, tolerance
 
+REFERENCE = "computing the reference"
+"""What is reported, in place of a kernel's name, while there is no kernel at work."""
+
+LONGEST_REASON = 500
+
 POISON = float("nan")
 POISONED_BLOCKS = 4
 """Pieces of memory filled with NaN before a kernel runs: one for its output and some for the
@@ -35,7 +44,11 @@ contiguous or quantised copies of inputs that it may take first."""
 
 
 class ContextLost(Exception):
-    """A kernel left the GPU unusable for this process; the message is what CUDA said."""
+    """A kernel left this process unusable: its GPU refuses work, or its memory is gone."""
+
+    def __init__(self, reason: str, status: Status = "crash") -> None:
+        super().__init__(reason)
+        self.status = status
 
 
 @dataclass
@@ -50,17 +63,25 @@ class Attempt:
     @property
     def run(self) -> Callable[[], Tensor]:
         """What a model would execute at this place, and nothing besides."""
-        attention, arguments = self.kernel.attention, self.call.arguments()
+        attention, arguments = self.kernel.attention, _aliases(self.call)
         return lambda: attention(**arguments)
 
 
 def check(
-    facts: CallFacts, call: AttentionCall, kernel: Kernel, judged: Judge, settings: Settings
+    facts: CallFacts,
+    call: AttentionCall,
+    kernel: Kernel,
+    judged: Judge,
+    settings: Settings,
+    alive: Callable[[], None] = lambda: None,
 ) -> Attempt:
     """Run a kernel on a call for the first time and judge its output.
 
+    Args:
+        alive: called before each run, of which a slow kernel has several.
+
     Raises:
-        ContextLost: the kernel made the GPU unusable for this process.
+        ContextLost: the kernel made the GPU, or this process, unusable.
     """
     attempt = Attempt(kernel, call, Row(kernel.name, facts, "ok"))
     attempt.row.flop_per_byte = cost.arithmetic_intensity(call)
@@ -71,8 +92,8 @@ def check(
     try:
         _poison(judged.gold, call.dtype)
         try:
-            # Compilers report their search on stderr; it belongs to nobody's table.
-            with contextlib.redirect_stderr(io.StringIO()):
+            alive()
+            with stderr_apart(settings):
                 output, attempt.row.first_call_ms = first_call(attempt.run, settings.device)
             # Before the inputs are restored, in case it returns one of them.
             output = output.clone() if isinstance(output, Tensor) else output
@@ -85,21 +106,38 @@ def check(
         if changed:  # its later calls must not reach the other kernels' inputs
             attempt.call = call.to(call.device)
         _judge_output(attempt, output, judged, settings)
-        _look_closer(attempt, output, judged)
+        _look_closer(attempt, output, judged, alive)
+        alive()
         attempt.row.peak_bytes = peak_bytes(attempt.run, settings.device)
         if settings.resources:
             attempt.row.programs = launched_programs(attempt.run)
     except Exception as error:
-        if _gpu_is_lost(settings.device):
+        if gpu_is_lost(settings.device):
             raise ContextLost(classify(error)[1]) from error
-        return settle(attempt, *classify(error))
+        status, reason = classify(error)
+        traceback.clear_frames(error.__traceback__)  # they hold the kernel's tensors
+        if status == "out-of-memory" and settings.in_worker and not _is_enough_left(judged):
+            raise ContextLost(f"{reason}; it keeps the memory it took", status) from error
+        return settle(attempt, status, reason)
     # Outside: a full disk is not the kernel's error.
     if settings.save_output is not None:
-        _save(output, settings.save_output / facts.name / f"{kernel.name}.safetensors")
+        # A user's kernel is named by its path, which must not lead out of the directory.
+        name = re.sub(r"[/\\:]+", "-", kernel.name)
+        _save(output, settings.save_output / facts.name / f"{name}.safetensors")
     return attempt
 
 
-def _gpu_is_lost(device: torch.device) -> bool:
+def stderr_apart(settings: Settings) -> contextlib.AbstractContextManager[object]:
+    """Compilers report their search on stderr, which belongs in nobody's table.
+
+    A worker's is kept by its parent, to show what it said before it died.
+    """
+    if settings.in_worker:
+        return contextlib.nullcontext()
+    return contextlib.redirect_stderr(io.StringIO())
+
+
+def gpu_is_lost(device: torch.device) -> bool:
     """Whether CUDA refuses all further work, as it does after an illegal memory access."""
     if device.type != "cuda":
         return False
@@ -111,10 +149,23 @@ def _gpu_is_lost(device: torch.device) -> bool:
     return False
 
 
-def _look_closer(attempt: Attempt, output: Tensor, judged: Judge) -> None:
+def _is_enough_left(judged: Judge) -> bool:
+    """Whether a kernel that ran out of memory gave back what the others need."""
+    gc.collect()
+    try:
+        _poison(judged.gold, judged.gold.dtype)
+    except (RuntimeError, MemoryError):
+        return False
+    return True
+
+
+def _look_closer(
+    attempt: Attempt, output: Tensor, judged: Judge, alive: Callable[[], None]
+) -> None:
     """Flag an output that differs between calls, or that shows what its memory held before."""
     others = []
     for poison in (0.0, POISON, POISON):
+        alive()
         _poison(judged.gold, attempt.call.dtype, poison)
         again = attempt.run()
         others.append(again.clone())
@@ -195,9 +246,9 @@ class Judge:
         call: AttentionCall,
         settings: Settings,
         kernels: dict[str, Kernel],
-        report: Callable[[], None],
+        report: Callable[[str], None],
     ) -> Judge:
-        report()
+        report(REFERENCE)
         gold = reference.attention(call, reference.gold_dtype(settings.device, call.dtype))
         pristine = {
             name: narrow_expanded(tensor).clone()
@@ -206,13 +257,10 @@ class Judge:
         }
         named = kernels.get(settings.reference)
         output = None
-        if named is not None and not refusal(named, call, settings.device):
-            try:
-                output = named.attention(**call.arguments()).clone()
-            except Exception:  # its own row tells what went wrong
-                output = None
-            finally:
-                _restore_inputs(call, pristine)
+        if named is not None:
+            report(named.name)
+            output = _output_of(named, call, settings, pristine)
+            report(REFERENCE)
         return cls(
             gold,
             tolerance(call, reference.same_dtype(call), gold),
@@ -221,6 +269,20 @@ class Judge:
             None if call.output is None else compare(call.output, gold),
             pristine,
         )
+
+
+def _output_of(
+    named: Kernel, call: AttentionCall, settings: Settings, pristine: dict[str, Tensor]
+) -> Tensor | None:
+    """What a kernel returns, None where it fails: its own row tells what went wrong."""
+    if refusal(named, call, settings.device) is not None:
+        return None
+    try:
+        return named.attention(**_aliases(call)).clone()
+    except Exception:
+        return None
+    finally:
+        _restore_inputs(call, pristine)
 
 
 def refusal(kernel: Kernel, call: AttentionCall, device: torch.device) -> tuple[Status, str] | None:
@@ -242,7 +304,10 @@ def settle(attempt: Attempt, status: Status, reason: str) -> Attempt:
 
 
 def classify(error: Exception) -> tuple[Status, str]:
-    text = str(error).strip().partition("\n")[0] or type(error).__name__
+    first = str(error).strip().partition("\n")[0]
+    # It is shown in a terminal: no escape codes, no surrogates, no megabytes.
+    text = "".join(letter if letter.isprintable() else " " for letter in first[:LONGEST_REASON])
+    text = text.strip() or type(error).__name__
     out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
     if out_of_memory or "not enough memory" in text or "can't allocate memory" in text:
         return "out-of-memory", text
@@ -259,6 +324,14 @@ def _poison(like: Tensor, dtype: torch.dtype, value: float = POISON) -> None:
         for _ in range(POISONED_BLOCKS)
     ]
     del blocks
+
+
+def _aliases(call: AttentionCall) -> dict[str, Any]:
+    """The arguments; what a kernel resizes or transposes in place stays so for itself only."""
+    return {
+        name: value.detach() if isinstance(value, Tensor) else value
+        for name, value in call.arguments().items()
+    }
 
 
 def _restore_inputs(call: AttentionCall, pristine: dict[str, Tensor]) -> list[str]:

@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     where.add_argument(
         "--timeout",
-        type=float,
+        type=_seconds,
         default=300.0,
         metavar="S",
         help="end a hanging kernel (default 300)",
@@ -164,6 +164,8 @@ def _dispatch(arguments: argparse.Namespace) -> int:
     from replay.execution import execution
 
     pythons = interpreters(arguments.env, arguments.env_file)
+    if pythons and arguments.in_process:
+        raise UsageError("an environment needs a worker process: leave out --in-process or --env")
     with execution(
         in_process=arguments.in_process, interpreters=pythons, timeout=arguments.timeout
     ) as where:
@@ -188,12 +190,14 @@ def _run(
     arguments: argparse.Namespace,
 ) -> list[Row]:
     from replay.results import write_csv, write_jsonl
-    from replay.resume import finished_rows
+    from replay.resume import begin_again, finished_rows
 
     rows: list[Row] = []
+    allotted = where.allot(kernels, settings.device)
     if arguments.resume:
         try:
-            rows, workloads = finished_rows(Path(arguments.json), workloads, kernels)
+            rows, workloads = finished_rows(Path(arguments.json), workloads, allotted)
+            begin_again(Path(arguments.json), rows)
         except ValueError as error:
             raise UsageError(str(error)) from error
 
@@ -204,11 +208,12 @@ def _run(
 
     # Opened first: a run of an hour must not end at a directory that is not there. JSON is written
     # row by row, so an interrupted run keeps what it measured.
-    with _opened(arguments.json) as json_file, _opened(arguments.csv) as csv_file:
-        if json_file is not None:
-            write_jsonl(rows, json_file)
+    with (
+        _opened(arguments.json, append=arguments.resume) as json_file,
+        _opened(arguments.csv) as csv_file,
+    ):
         with _progress(len(workloads)) as report:
-            produced = kept(where.replay(workloads, kernels, settings, report))
+            produced = kept(where.replay(workloads, allotted, settings, report))
             if json_file is not None:
                 write_jsonl(produced, json_file)
             for _ in produced:
@@ -291,19 +296,19 @@ def _list_kernels(where: Execution, device: torch.device) -> int:
         console.print(line.append(f" ({', '.join(notes)})" if notes else "", "not bold"))
         for environment, findings in found.items():
             label = f"{environment}: " if len(found) > 1 else ""
-            state = _state(kernel, findings[kernel.name])
+            state = _state(findings[kernel.name])
             console.print(Padding(Text(label).append_text(state), (0, 0, 0, 4)))
     return 0
 
 
-def _state(kernel: Kernel, found: Found) -> Text:
+def _state(found: Found) -> Text:
     from rich.text import Text
 
     if found.reason is None:
         return Text(f"available {found.version}".strip(), "green")
     # A reason that already names the command needs it no second time.
-    missing = found.reason.startswith("not installed") and kernel.install not in found.reason
-    return Text(f"{found.reason}: {kernel.install}" if missing else found.reason, "yellow")
+    missing = found.reason.startswith("not installed") and found.install not in found.reason
+    return Text(f"{found.reason}: {found.install}" if missing else found.reason, "yellow")
 
 
 def _kernels(arguments: argparse.Namespace, where: Execution, device: torch.device) -> list[Kernel]:
@@ -408,14 +413,14 @@ def _device(name: str | None) -> torch.device:
 
 
 @contextlib.contextmanager
-def _opened(path: str | None) -> Iterator[TextIO | None]:
+def _opened(path: str | None, *, append: bool = False) -> Iterator[TextIO | None]:
     if path is None:
         yield None
     elif path == "-":
         yield sys.stdout
     else:
         try:
-            file = open(path, "w", newline="")  # noqa: SIM115 - closed below
+            file = open(path, "a" if append else "w", newline="")  # noqa: SIM115 - closed below
         except OSError as error:
             raise UsageError(f"cannot write {path}: {error.strerror}") from error
         with file:
@@ -438,6 +443,13 @@ def _explain(error: Exception) -> int:
         file=sys.stderr,
     )
     return 1
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be more than 0, not {text}")
+    return value
 
 
 def _positive(text: str) -> int:

@@ -8,15 +8,17 @@ environment called `this` is the one that replays.
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from replay.process import Died, Process
+from replay.process import CannotStart, Died, Process
 from replay.registry import Kernel
 from replay.results import CallFacts, Row, rebuilt
+from replay.runner import STAGES, TIMING
 from replay.settings import Settings
 from replay.workloads import Workload
 
@@ -36,7 +38,18 @@ class Found:
 
     reason: str | None
     """Why it cannot run there; None when it can."""
-    version: str
+    version: str = ""
+    install: str = ""
+    """The command that would install its library."""
+
+
+@dataclasses.dataclass
+class _Heard:
+    """What a worker has said about a call so far."""
+
+    facts: CallFacts
+    rows: list[Row]
+    timing: bool = False
 
 
 class Environment:
@@ -45,8 +58,8 @@ class Environment:
     def __init__(self, name: str, python: str, timeout: float) -> None:
         self.name = name
         self._process = Process(python, timeout)
-        self._deaths: dict[str, Died] = {}
-        self._death_count: dict[str, int] = {}
+        self._last: dict[str, Died] = {}
+        self._deaths: dict[str, int] = {}
 
     def close(self) -> None:
         self._process.close()
@@ -58,11 +71,14 @@ class Environment:
             try:
                 for message in self._process.ask(do="probe", kernels=missing, device=device):
                     if "probed" in message:
-                        found[message["probed"]] = Found(message["reason"], message["version"])
+                        name = message.pop("probed")
+                        found[name] = Found(**message)
+            except CannotStart as error:
+                raise self._unusable(error) from error
             except Died as death:
                 if not death.kernel:
-                    raise WorkerError(self._cannot_start(death)) from death
-                found[death.kernel] = Found(f"{death.status} when asked: {death.reason}", "")
+                    raise self._unusable(death) from death
+                found[death.kernel] = Found(f"{death.status} when asked: {death.reason}")
         return found
 
     def replay(
@@ -75,62 +91,97 @@ class Environment:
         """Rows of the kernels on one call. A death costs the row of the kernel that caused it.
 
         Raises:
-            WorkerError: the worker cannot start.
+            WorkerError: the worker cannot start, or failed at something that is no kernel's.
         """
-        lost: dict[str, Died] = {
-            name: death
-            for name, death in self._deaths.items()
-            if self._death_count[name] >= MAXIMUM_DEATHS
-        }
+        given_up = {name for name, deaths in self._deaths.items() if deaths >= MAXIMUM_DEATHS}
+        asked = [kernel.name for kernel in kernels]
+        rowed = (*asked, settings.baseline, settings.reference)
+        lost = {name: self._last[name] for name in rowed if name in given_up}
         facts = CallFacts(workload.name)
+        careful = False
         while True:
-            names = [kernel.name for kernel in kernels if kernel.name not in lost]
-            careful = dataclasses.replace(
-                settings, careful=bool(lost), never=(*settings.never, *lost)
-            )
-            rows: list[Row] = []
+            names = [name for name in asked if name not in lost]
+            altered = self._settings(settings, careful, {*lost, *given_up})
+            heard = _Heard(facts, [])
             try:
-                for message in self._process.ask(
-                    do="replay",
-                    workload=workload.source,
-                    kernels=names,
-                    settings=careful.to_json(),
-                ):
-                    if "call" in message:
-                        facts = rebuilt(CallFacts, message["call"])
-                    elif "row" in message:
-                        rows.append(rebuilt(Row, message["row"]))
-                    elif "unreadable" in message:
-                        rows = [Row("", facts, "error", message["unreadable"])]
-                    elif "at" in message:
-                        report(message["at"])
+                self._replay_once(workload, names, altered, report, heard)
+            except CannotStart as error:
+                raise self._unusable(error) from error
             except Died as death:
-                if not death.kernel:
-                    raise WorkerError(self._cannot_start(death)) from death
-                if death.kernel in lost or death.kernel in ("loading", "reference"):
+                facts = heard.facts
+                if settings.device.type == "cuda" and heard.timing and not careful:
+                    # Samples are only enqueued: the one that did it may be any before the last.
+                    careful = True
+                elif death.kernel in (*lost, *STAGES, ""):
                     # Nobody to leave out: the call itself cannot be worked on.
-                    return [Row("", facts, death.status, death.reason, log=death.log)]
-                lost[death.kernel] = self._deaths[death.kernel] = death
-                self._death_count[death.kernel] = self._death_count.get(death.kernel, 0) + 1
+                    reason = f"{workload.name}: {death.reason} while {death.kernel or 'starting'}"
+                    return self._signed([Row("", facts, death.status, reason, log=death.log)])
+                else:
+                    lost[death.kernel] = self._last[death.kernel] = death
+                    self._deaths[death.kernel] = self._deaths.get(death.kernel, 0) + 1
+                    careful = True
                 continue
-            asked = {kernel.name for kernel in kernels}
-            rows += [self._lost_row(name, facts) for name in lost if name in asked]
-            for row in rows:
-                row.environment = self.name
-            return rows
+            rows = heard.rows
+            if all(row.kernel for row in rows):
+                rows += [self._lost_row(name, heard.facts) for name in lost]
+            order = {name: place for place, name in enumerate(asked)}
+            rows.sort(key=lambda row: order.get(row.kernel, len(order)))
+            return self._signed(rows)
+
+    def _replay_once(
+        self,
+        workload: Workload,
+        names: list[str],
+        settings: Settings,
+        report: Callable[[str], None],
+        heard: _Heard,
+    ) -> None:
+        request = {"workload": workload.source, "kernels": names, "settings": settings.to_json()}
+        for message in self._process.ask(do="replay", **request):
+            if "call" in message:
+                heard.facts = rebuilt(CallFacts, message["call"])
+            elif "row" in message:
+                heard.rows.append(rebuilt(Row, message["row"]))
+            elif "unreadable" in message:
+                heard.rows = [Row("", heard.facts, "error", message["unreadable"])]
+            elif "failed" in message:
+                raise WorkerError(message["failed"]) from RuntimeError(message["traceback"])
+            elif "at" in message:
+                heard.timing = heard.timing or message["at"] == TIMING
+                report(message["at"])
+
+    def _settings(self, settings: Settings, careful: bool, never: set[str]) -> Settings:
+        """What is different in a worker."""
+        save_output = settings.save_output
+        if save_output is not None and self.name != THIS:
+            save_output = save_output / self.name
+        return dataclasses.replace(
+            settings,
+            in_worker=True,
+            careful=careful,
+            never=(*settings.never, *sorted(never)),
+            save_output=save_output,
+        )
+
+    def _signed(self, rows: list[Row]) -> list[Row]:
+        """Rows with the environment, and with the machine also where the worker died."""
+        machine = next((row.machine for row in rows if row.machine), {})
+        for row in rows:
+            row.environment = self.name
+            row.machine = row.machine or machine
+        return rows
 
     def _lost_row(self, name: str, facts: CallFacts) -> Row:
-        death = self._deaths[name]
-        given_up = self._death_count[name] >= MAXIMUM_DEATHS
-        note = f"; not tried again after {MAXIMUM_DEATHS}" if given_up else ""
+        death = self._last[name]
+        note = ""
+        if self._deaths[name] >= MAXIMUM_DEATHS:
+            note = f"; not tried again, it ended {MAXIMUM_DEATHS} workers"
         return Row(name, facts, death.status, death.reason + note, log=death.log)
 
-    def _cannot_start(self, death: Died) -> str:
-        log = death.log.strip().splitlines()
-        told = f": {log[-1]}" if log else ""
-        return (
-            f"environment {self.name} ({self._process.python}) does not work: "
-            f"{death.reason}{told}; it needs torch and safetensors"
+    def _unusable(self, error: CannotStart | Died) -> WorkerError:
+        return WorkerError(
+            f"environment {self.name} ({self._process.python}) does not work: {error}; "
+            "it needs torch and safetensors"
         )
 
 
@@ -151,6 +202,7 @@ def interpreters(options: Sequence[str], file: str | None) -> dict[str, str]:
             raise WorkerError(f"--env {option}: write NAME=PATH/TO/python")
         found[name] = python
     for name, python in found.items():
+        found[name] = python = os.path.expanduser(python)  # no shell does it here
         if name == THIS:
             raise WorkerError(f"the name {THIS!r} is taken by the environment that replays")
         if shutil.which(python) is None:
@@ -164,7 +216,7 @@ def _from_toml(path: Path) -> dict[str, str]:
     else:
         import tomli as tomllib
     try:
-        data: dict[str, Any] = tomllib.loads(path.read_text())
+        data: dict[str, Any] = tomllib.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise WorkerError(f"{path}: {error}") from error
     table = data.get("environments")
@@ -193,7 +245,10 @@ def replay_in_workers(
                 if on_progress is not None:
                     on_progress(workload, stage if name == THIS else f"{stage} in {name}")
 
-            yield from environment.replay(workload, kernels[name], settings, report)
+            rows = environment.replay(workload, kernels[name], settings, report)
+            yield from rows
+            if any(not row.kernel and row.status == "error" for row in rows):
+                break  # a file that cannot be read here cannot be read there
 
 
 def allot(kernels: Sequence[Kernel], found: dict[str, dict[str, Found]]) -> dict[str, list[Kernel]]:

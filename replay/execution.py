@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from replay.checking import classify
 from replay.environments import THIS, Environment, Found, allot, replay_in_workers
 from replay.registry import Kernel
 from replay.results import Row
@@ -18,6 +19,8 @@ from replay.workloads import Workload
 
 Findings = dict[str, dict[str, Found]]
 """What is known of a kernel, by environment and name."""
+Allotted = dict[str, list[Kernel]]
+"""The kernels to run, by environment."""
 Progress = Callable[[Workload, str], None]
 
 
@@ -27,10 +30,13 @@ class Execution(Protocol):
     def probe(self, kernels: Sequence[Kernel], device: torch.device) -> Findings:
         """Which kernels can run, by environment."""
 
+    def allot(self, kernels: Sequence[Kernel], device: torch.device) -> Allotted:
+        """Which kernels run in which environment."""
+
     def replay(
         self,
         workloads: Sequence[Workload],
-        kernels: Sequence[Kernel],
+        allotted: Allotted,
         settings: Settings,
         report: Progress,
     ) -> Iterator[Row]:
@@ -43,14 +49,17 @@ class InProcess:
     def probe(self, kernels: Sequence[Kernel], device: torch.device) -> Findings:
         return {THIS: {kernel.name: _found(kernel, device) for kernel in kernels}}
 
+    def allot(self, kernels: Sequence[Kernel], device: torch.device) -> Allotted:
+        return {THIS: list(kernels)}
+
     def replay(
         self,
         workloads: Sequence[Workload],
-        kernels: Sequence[Kernel],
+        allotted: Allotted,
         settings: Settings,
         report: Progress,
     ) -> Iterator[Row]:
-        return replay(workloads, kernels, settings, report)
+        return replay(workloads, allotted[THIS], settings, report)
 
 
 class Workers:
@@ -65,16 +74,18 @@ class Workers:
             for name, environment in self._environments.items()
         }
 
+    def allot(self, kernels: Sequence[Kernel], device: torch.device) -> Allotted:
+        if len(self._environments) == 1:
+            return {THIS: list(kernels)}
+        return allot(kernels, self.probe(kernels, device))
+
     def replay(
         self,
         workloads: Sequence[Workload],
-        kernels: Sequence[Kernel],
+        allotted: Allotted,
         settings: Settings,
         report: Progress,
     ) -> Iterator[Row]:
-        allotted = {THIS: list(kernels)}
-        if len(self._environments) > 1:
-            allotted = allot(kernels, self.probe(kernels, settings.device))
         return replay_in_workers(workloads, allotted, settings, self._environments, report)
 
 
@@ -102,6 +113,7 @@ def execution(
 
 def _found(kernel: Kernel, device: torch.device) -> Found:
     try:
-        return Found(kernel.loaded().unavailable(device), "")
+        kernel = kernel.loaded()
+        return Found(kernel.unavailable(device), install=kernel.install)
     except Exception as error:
-        return Found(f"{type(error).__name__}: {error}", "")
+        return Found(classify(error)[1])

@@ -43,7 +43,7 @@ def device_name(device: torch.device) -> str:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Memory free on the device now."""
+    """Memory free on the device now; on a CPU without /proc, all of it."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free
@@ -53,7 +53,8 @@ def available_bytes(device: torch.device) -> int:
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    # macOS says only how much there is.
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def cpu_flops_per_second() -> float:

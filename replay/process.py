@@ -8,16 +8,49 @@ import os
 import selectors
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from replay.results import Status
 
 LOG_BYTES = 4000
-"""What is kept of a dead worker's output: its end."""
+"""What is kept of a worker's output: its end."""
+
+STARTING_SECONDS = 300.0
+"""How long a worker may take to import torch: minutes, where it lies on a cold network disk."""
+
+LOOK_SECONDS = 1.0
+"""How often a silent worker is looked at. Its end is not always seen on its pipe, which a process
+that a kernel forked may hold open."""
+
+ENDING_SECONDS = 10.0
+"""How long a worker may take to end after it closed its pipe."""
+
+OUR_PACKAGES = """
+import sys
+from importlib.machinery import PathFinder
+
+root = sys.argv[1]
+
+class OurPackages:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        return PathFinder.find_spec(name, [root]) if name in ("capture", "replay") else None
+
+sys.meta_path.insert(0, OurPackages)
+if sys.path[0] == "":
+    del sys.path[0]
+from replay.worker import main
+main(int(sys.argv[2]), int(sys.argv[3]))
+"""
+"""What the child executes: it finds our two packages and nothing else that lies beside them, since
+another interpreter must not see what is installed for this one, nor the current directory."""
+
+
+class CannotStart(Exception):
+    """The interpreter is not there, or lacks what the worker imports."""
 
 
 class Died(Exception):
@@ -43,132 +76,171 @@ class Process:
         self.python = python
         self.timeout = timeout
         self._child: subprocess.Popen[bytes] | None = None
-        self._requests: IO[str] | None = None
+        self._requests = -1
         self._replies = -1
+        self._selector: selectors.BaseSelector | None = None
         self._unread = b""
-        self._log: IO[bytes] | None = None
-        self._sources = _our_packages_alone()
+        self._log = b""
 
     def ask(self, **request: Any) -> Iterator[dict[str, Any]]:
         """Send a request and yield the replies until the child says it is done.
 
         Raises:
-            Died: the child crashed, hung, lost its GPU, or could not start.
+            CannotStart: there is no working child to ask.
+            Died: the child crashed, hung, or lost its GPU.
         """
-        if self._child is None:
-            self._start()
-        assert self._requests is not None
-        at = ""
+        at, done = "", False
         try:
-            self._requests.write(json.dumps(request) + "\n")
-            self._requests.flush()
-        except BrokenPipeError:
-            raise self._death("", None) from None
-        while True:
-            message = self._receive(at)
-            if message.get("done"):
-                return
-            if "lost" in message:
-                raise self._death(at, message["lost"])
-            at = message.get("at", at)
-            yield message
+            if self._child is not None and self._child.poll() is not None:
+                self.close()  # it died while nobody asked anything, which is nobody's fault now
+            if self._child is None:
+                self._start()
+            self._send(request)
+            while True:
+                message = self._receive(at, self.timeout)
+                if message.get("done"):
+                    done = True
+                    return
+                if "lost" in message:
+                    raise self._death(at, message["lost"], message["status"])
+                at = message.get("at", at)
+                yield message
+        finally:
+            # Whoever stopped listening in the middle must not read the rest as another's answer.
+            if not done:
+                self.close()
 
     def close(self) -> None:
         """End the child, whatever it is doing, and everything it started."""
         if self._child is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._child.pid, signal.SIGKILL)
+        assert self._child.stdout is not None
+        assert self._selector is not None
+        self._kill()
         self._child.wait()
-        if self._requests is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._requests.close()
+        self._selector.close()
+        self._child.stdout.close()
+        os.close(self._requests)
         os.close(self._replies)
-        if self._log is not None:
-            self._log.close()
-        self._child, self._unread = None, b""
+        self._child, self._selector = None, None
+        self._unread = self._log = b""
 
     def _start(self) -> None:
-        child_reads, we_write = os.pipe()
-        we_read, child_writes = os.pipe()
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
-        command = [self.python, "-m", "replay.worker", str(child_reads), str(child_writes)]
-        inherited = os.environ.get("PYTHONPATH")
-        path = os.pathsep.join(filter(None, (self._sources.name, inherited)))
+        child_reads, requests = os.pipe()
+        replies, child_writes = os.pipe()
+        root = Path(__file__).resolve().parent.parent
+        command = [self.python, "-c", OUR_PACKAGES, str(root), str(child_reads), str(child_writes)]
         try:
-            self._child = subprocess.Popen(
+            child = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=self._log,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
                 pass_fds=(child_reads, child_writes),
-                env={**os.environ, "PYTHONPATH": path},
+                # What it printed, and where it was, must be out before it dies.
+                env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"},
                 # A group of its own, so that compilers it started die with it; and Ctrl-C is ours.
                 start_new_session=True,
             )
         except OSError as error:
-            raise Died("error", f"cannot start {self.python}: {error.strerror}", "", "") from error
+            os.close(requests)
+            os.close(replies)
+            raise CannotStart(error.strerror) from error
         finally:
             os.close(child_reads)
             os.close(child_writes)
-        self._requests = os.fdopen(we_write, "w")
-        self._replies = we_read
+        assert child.stdout is not None
+        os.set_blocking(child.stdout.fileno(), False)
+        self._child, self._requests, self._replies = child, requests, replies
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(replies, selectors.EVENT_READ)
+        self._selector.register(child.stdout, selectors.EVENT_READ)
+        try:
+            self._receive("", STARTING_SECONDS)
+        except Died as death:
+            last = death.log.strip().splitlines()[-1:]
+            raise CannotStart(": ".join([death.reason, *last])) from death
 
-    def _receive(self, at: str) -> dict[str, Any]:
-        """The next message.
+    def _send(self, request: dict[str, Any]) -> None:
+        unsent = json.dumps(request).encode() + b"\n"
+        try:
+            while unsent:
+                unsent = unsent[os.write(self._requests, unsent) :]
+        except BrokenPipeError:
+            raise self._death("") from None
+
+    def _receive(self, at: str, patience: float) -> dict[str, Any]:
+        """The next message. What the child prints is read meanwhile, lest it wait for us.
 
         Raises:
             Died: there will be none.
         """
-        deadline = time.monotonic() + self.timeout
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._replies, selectors.EVENT_READ)
-            while b"\n" not in self._unread:
-                if not selector.select(max(0.0, deadline - time.monotonic())):
-                    reason = f"no sign of life for {self.timeout:g} s (--timeout)"
-                    raise self._death(at, reason, "timeout")
+        assert self._child is not None
+        assert self._selector is not None
+        deadline = time.monotonic() + patience
+        while b"\n" not in self._unread:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                reason = f"no sign of life for {patience:g} s (--timeout)"
+                raise self._death(at, reason, "timeout")
+            ready = [key.fd for key, _ in self._selector.select(min(left, LOOK_SECONDS))]
+            if not ready and self._child.poll() is not None:
+                raise self._death(at)
+            if self._replies in ready:
                 received = os.read(self._replies, 1 << 16)
                 if not received:
-                    raise self._death(at, None)
+                    raise self._death(at)
                 self._unread += received
+            elif ready and not self._read_log():
+                self._selector.unregister(ready[0])
         line, _, self._unread = self._unread.partition(b"\n")
-        message: dict[str, Any] = json.loads(line)
+        try:
+            message: dict[str, Any] = json.loads(line)
+        except ValueError:
+            raise self._death(at, "something else wrote into the worker's replies") from None
         return message
 
-    def _death(self, at: str, reason: str | None, status: Status = "crash") -> Died:
+    def _read_log(self) -> bool:
+        """Take what the child has printed; False when it can print no more."""
+        assert self._child is not None
+        assert self._child.stdout is not None
+        try:
+            printed = os.read(self._child.stdout.fileno(), 1 << 16)
+        except BlockingIOError:
+            return True
+        self._log = (self._log + printed)[-LOG_BYTES:]
+        return bool(printed)
+
+    def _death(self, at: str, reason: str | None = None, status: Status = "crash") -> Died:
         assert self._child is not None
         if reason is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._child.wait(10)
+                self._child.wait(ENDING_SECONDS)
             reason = _how_it_ended(self._child.poll())
-        log = self._end_of_log()
+        self._kill()
+        # As much as a pipe holds: what escaped the group may print for ever.
+        for _ in range(16):
+            if not self._read_log():
+                break
+        log = self._log.decode(errors="replace")
         self.close()
         return Died(status, reason, at, log)
 
-    def _end_of_log(self) -> str:
-        assert self._log is not None
-        size = self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(0, size - LOG_BYTES))
-        return self._log.read().decode(errors="replace")
+    def _kill(self) -> None:
+        assert self._child is not None
+        # A group of which only a zombie is left refuses on macOS.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._child.pid, signal.SIGKILL)
 
 
 def _how_it_ended(code: int | None) -> str:
     if code is None:
         return "the worker closed its pipe and did not end"
-    if code < 0:
-        name = signal.Signals(-code).name
-        hint = ", perhaps by a system out of memory" if name == "SIGKILL" else ""
-        return f"the worker was ended by {name}{hint}"
-    return f"the worker exited with code {code}"
-
-
-def _our_packages_alone() -> tempfile.TemporaryDirectory[str]:
-    """A directory that holds nothing but links to our packages.
-
-    Another interpreter must not see what is installed beside them for this one.
-    """
-    directory = tempfile.TemporaryDirectory(prefix="attention-replay-")
-    root = Path(__file__).resolve().parent.parent
-    for package in ("capture", "replay"):
-        (Path(directory.name) / package).symlink_to(root / package)
-    return directory
+    if code >= 0:
+        return f"the worker exited with code {code}"
+    if code == -signal.SIGKILL:
+        return "the worker was ended by SIGKILL, perhaps by a system out of memory"
+    try:
+        return f"the worker was ended by {signal.Signals(-code).name}"
+    except ValueError:  # real-time signals have numbers only
+        return f"the worker was ended by signal {-code}"

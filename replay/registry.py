@@ -159,7 +159,8 @@ def _from_file(target: str) -> Kernel:
         raise KernelNameError(f"no kernel {target!r}: there is no file {path}")
 
     def load() -> Attention:
-        name = f"attention_replay_user_{Path(path).stem}"
+        # By its whole path, since two files may have one name.
+        name = "attention_replay_user_" + re.sub(r"\W", "_", str(Path(path).resolve()))
         if name not in sys.modules:
             spec = importlib.util.spec_from_file_location(name, path)
             assert spec is not None
@@ -185,7 +186,14 @@ def _foreign(name: str, load: Callable[[], Attention], about: str) -> Kernel:
     """A kernel whose function is imported when needed; constraints it registered itself count."""
 
     def loaded() -> Kernel:
-        attention = load()
+        before = dict(_kernels)
+        try:
+            attention = load()
+        except BaseException:
+            # Else the second attempt says that a name is taken, and not what is wrong.
+            _kernels.clear()
+            _kernels.update(before)
+            raise
         registered = [kernel for kernel in _kernels.values() if kernel.attention is attention]
         if registered:
             return replace(registered[0], name=name, load=None)

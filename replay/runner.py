@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -12,7 +11,19 @@ from capture.call import AttentionCall
 from capture.dataset import dtype_name
 from capture.errors import DatasetError
 from replay import cost
-from replay.checking import Attempt, Judge, check, check_again, classify, refusal, settle
+from replay.checking import (
+    REFERENCE,
+    Attempt,
+    ContextLost,
+    Judge,
+    check,
+    check_again,
+    classify,
+    gpu_is_lost,
+    refusal,
+    settle,
+    stderr_apart,
+)
 from replay.machine import describe
 from replay.registry import Kernel, catalogue, find
 from replay.results import CallFacts, Comparison, Row
@@ -22,6 +33,11 @@ from replay.timing import measure
 from replay.workloads import Workload
 
 DEFAULT_BASELINE = "torch-default"
+
+LOADING = "loading the call"
+TIMING = "preparing to time"
+STAGES = (LOADING, REFERENCE, TIMING)
+"""What progress reports while no kernel is at work; otherwise they are the kernel's name."""
 
 
 def replay(
@@ -46,7 +62,7 @@ def replay(
     report = on_progress or (lambda workload, stage: None)
     machine = describe(settings.device)
     for workload in workloads:
-        report(workload, "loading")
+        report(workload, LOADING)
         rows: list[Row]
         try:
             call = workload.load(settings.device)
@@ -56,9 +72,13 @@ def replay(
                 rows = _replay_call(workload, call, kernels, settings, report)
         except DatasetError as error:
             rows = [Row("", CallFacts(workload.name), "error", str(error))]
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            reason = f"{workload.name}: {classify(error)[1]}"
-            rows = [Row("", CallFacts(workload.name), "out-of-memory", reason)]
+        except (RuntimeError, MemoryError) as error:
+            if gpu_is_lost(settings.device):
+                raise ContextLost(classify(error)[1]) from error
+            status, reason = classify(error)
+            if status != "out-of-memory":
+                raise
+            rows = [Row("", CallFacts(workload.name), status, f"{workload.name}: {reason}")]
         for row in rows:
             row.machine = machine
             yield row
@@ -71,27 +91,29 @@ def _replay_call(
     settings: Settings,
     report: Callable[[Workload, str], None],
 ) -> list[Row]:
-    baseline = _baseline(call, settings)
+    baseline = _baseline(call, settings, lambda name: report(workload, name))
     everyone = {kernel.name: kernel for kernel in (*kernels, *_extra(baseline, settings))}
-    judged = Judge.of(call, settings, everyone, lambda: report(workload, "reference"))
+    judged = Judge.of(call, settings, everyone, lambda stage: report(workload, stage))
     attempts = []
     facts = _facts(workload, call)
     for kernel in everyone.values():
-        report(workload, kernel.name)
-        attempts.append(check(facts, call, kernel, judged, settings))
-    report(workload, "timing")
+        alive = functools.partial(report, workload, kernel.name)
+        alive()
+        attempts.append(check(facts, call, kernel, judged, settings, alive))
+    report(workload, TIMING)
     _time(call, attempts, judged, baseline, settings, lambda name: report(workload, name))
     return [attempt.row for attempt in attempts]
 
 
-def _baseline(call: AttentionCall, settings: Settings) -> str:
+def _baseline(call: AttentionCall, settings: Settings, report: Callable[[str], None]) -> str:
     """The kernel to compare with; PyTorch's default where the model's own cannot run here."""
     if settings.baseline is not None:
         return settings.baseline
     kernel = catalogue().get(call.origin.backend)
-    if kernel is None or kernel.name in settings.never or refusal(kernel, call, settings.device):
+    if kernel is None or kernel.name in settings.never:
         return DEFAULT_BASELINE
-    return kernel.name
+    report(kernel.name)
+    return DEFAULT_BASELINE if refusal(kernel, call, settings.device) else kernel.name
 
 
 def _extra(baseline: str, settings: Settings) -> Iterator[Kernel]:
@@ -118,11 +140,12 @@ def _time(
     }
     for name, each in running.items():
         if each.kernel.prepare is not None:
+            on_sample(name)
             try:
                 contestants[f"{name} core"] = each.kernel.prepare(each.call)
             except Exception as error:
                 each.row.flags.append(f"no core time: {classify(error)[1]}")
-    with contextlib.redirect_stderr(io.StringIO()):
+    with stderr_apart(settings):
         measured = measure(
             contestants,
             settings.device,

@@ -31,6 +31,8 @@ class Settings:
     """Note the registers and shared memory of Triton programs."""
     careful: bool = False
     """Wait for every sample before the next, so that what kills the process is known by name."""
+    in_worker: bool = False
+    """Whether this process is for kernels only, and somebody keeps what they print."""
     never: tuple[str, ...] = ()
     """Kernels that must not run, not even as the baseline."""
 

@@ -1,18 +1,21 @@
 """The child process: replays calls for a parent, one request a line.
 
-    python -m replay.worker REQUESTS_FD REPLIES_FD
-
 Every line is JSON. Before anything that could kill this process a line names the kernel, so that
 the parent knows whom to blame. Tensors never travel: a request names a file or a random shape.
-Stdout and stderr belong to the kernels; the parent keeps what they print.
+Stdout and stderr belong to the kernels; the parent keeps what they print. `replay.process` starts
+it, with the two ends of pipes that it talks through.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
-import sys
+import select
+import signal
+import threading
+import traceback
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,7 +24,7 @@ import torch
 
 from capture.dataset import FileEntry
 from capture.errors import DatasetError
-from replay.checking import ContextLost
+from replay.checking import ContextLost, classify
 from replay.machine import available_bytes
 from replay.registry import find
 from replay.results import CallFacts
@@ -31,15 +34,27 @@ from replay.synthetic import Spec, dtype, workload
 from replay.workloads import Workload, pickled_call, recorded_call
 
 
-def main() -> None:
-    requests = os.fdopen(int(sys.argv[1]), "r")
-    replies = os.fdopen(int(sys.argv[2]), "w", buffering=1)
+def main(requests_fd: int, replies_fd: int) -> None:
+    for descriptor in (requests_fd, replies_fd):
+        os.set_inheritable(descriptor, False)  # a compiler that outlives us must not hold them
+    threading.Thread(target=_end_with_parent, args=(replies_fd,), daemon=True).start()
+    requests = os.fdopen(requests_fd, "r")
+    replies = os.fdopen(replies_fd, "w", buffering=1)
+    _say(replies, ready=True)
     for line in requests:
         request = json.loads(line)
         if request["do"] == "probe":
             _probe(request, replies)
         else:
             _replay(request, replies)
+
+
+def _end_with_parent(replies_fd: int) -> None:
+    """A parent that was killed cannot end us, and a kernel that hangs would stay for ever."""
+    parent = select.poll()
+    parent.register(replies_fd, 0)  # an error is always reported: that nobody reads any more
+    parent.poll()
+    os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def _probe(request: dict[str, Any], replies: TextIO) -> None:
@@ -51,16 +66,15 @@ def _probe(request: dict[str, Any], replies: TextIO) -> None:
             kernel = find(name).loaded()
             reason = kernel.unavailable(device)
         except Exception as error:
-            _say(replies, probed=name, reason=f"{type(error).__name__}: {error}", version="")
+            _say(replies, probed=name, reason=classify(error)[1])
             continue
-        _say(replies, probed=name, reason=reason, version=_version(kernel.library))
+        version = _version(kernel.library)
+        _say(replies, probed=name, reason=reason, version=version, install=kernel.install)
     _say(replies, done=True)
 
 
 def _replay(request: dict[str, Any], replies: TextIO) -> None:
     settings = Settings.from_json(request["settings"])
-    if settings.device.type == "cpu":
-        _limit_memory(settings.device)
 
     def report(_: Workload, stage: str) -> None:
         _say(replies, at=stage)
@@ -68,16 +82,22 @@ def _replay(request: dict[str, Any], replies: TextIO) -> None:
     def loaded(facts: CallFacts) -> None:
         _say(replies, call=asdict(facts))
 
-    kernels = [find(name) for name in request["kernels"]]
     try:
+        if settings.device.type == "cpu":
+            _limit_memory(settings.device)
+        kernels = [find(name) for name in request["kernels"]]
         wanted = _workload(request["workload"])
         for row in replay([wanted], kernels, settings, report, loaded):
             _say(replies, row=asdict(row))
     except ContextLost as error:
-        _say(replies, lost=str(error))
-        sys.exit(1)
+        _say(replies, lost=str(error), status=error.status)
+        return
     except DatasetError as error:
         _say(replies, unreadable=str(error))
+    except Exception as error:  # a full disk, or a defect of ours: no kernel's fault
+        _say(replies, failed=classify(error)[1], traceback=traceback.format_exc())
+    if settings.device.type == "cuda":
+        torch.cuda.empty_cache()  # the worker of another environment needs the memory next
     _say(replies, done=True)
 
 
@@ -113,8 +133,17 @@ def _limit_memory(device: torch.device) -> None:
     except ImportError:  # not a Unix
         return
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (available_bytes(device), hard))
+    # On top of what is mapped already, which a machine short of memory would otherwise not allow.
+    wanted = _data_bytes() + available_bytes(device)
+    if hard == resource.RLIM_INFINITY or wanted < hard:
+        with contextlib.suppress(ValueError):  # macOS knows the limit and may refuse it
+            resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
 
 
-if __name__ == "__main__":
-    main()
+def _data_bytes() -> int:
+    """What counts against RLIMIT_DATA now; 0 where the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[5])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -5,8 +5,9 @@ subtracts the mean over the sequence from the key **in place**: the row is flagg
 nothing hides it. It takes no mask, causal needs as many queries as keys, and head_dim is 64, 96 or
 128.
 
-Version 1.0.6 loads the last block of keys without masking its end in calls that are not causal:
-unless the keys are a multiple of 64, each missing one weighs in the softmax as a key of score 0.
+Version 1.0.6 does not mask the end of the last block of keys in calls that are not causal: unless
+the keys are a multiple of 64, each of those missing weighs in the softmax as a key of score 0. At
+130 keys that is a relative L1 error of 0.22 instead of 0.01; the more keys, the less it weighs.
 """
 
 from __future__ import annotations

@@ -117,6 +117,7 @@ def _speed(wanted: set[str]) -> list[Column]:
     if "time" in wanted:
         chosen += [
             Column("time ms", _time_cell, "time_ms.p50"),
+            Column("core ms", _core_cell, "core_time_ms.p50"),
             Column("p10-p90", _spread_cell, "time_ms.p10"),
             Column("speed-up", _speedup_cell, "speedup.ratio", "paired over all their rounds"),
         ]
@@ -164,12 +165,10 @@ def _work(wanted: set[str]) -> list[Column]:
     if "arithmetic_intensity" in wanted:
         chosen.append(Column("FLOP/B", _median_of("flop_per_byte", ".4g"), "flop_per_byte"))
     if "memory" in wanted:
-        chosen.append(Column("peak MB", _median_of("peak_bytes", ".1f", 1e-6), "peak_bytes"))
-    if "time" in wanted:
         chosen += [
+            Column("peak MB", _median_of("peak_bytes", ".1f", 1e-6), "peak_bytes"),
             Column("first ms", _median_of("first_call_ms", ".1f"), "first_call_ms"),
             Column("host ms", _median_of("host_ms", ".3f"), "host_ms"),
-            Column("core ms", _core_cell, "core_time_ms.p50"),
         ]
     return chosen
 
@@ -294,12 +293,16 @@ def _refusals(group: Group) -> list[Text]:
 
 
 def _print_not_run(rows: Sequence[Row], console: Console) -> None:
+    """Kernels that cannot run here, brought together by reason."""
     unavailable = {row.label: row.reason for row in rows if row.status == "unavailable"}
-    if unavailable:
-        console.print(Text("not available here", style="bold"))
-        for name, reason in unavailable.items():
-            console.print(Text(f"  {name}: {reason}", style="dim"))
-        console.print()
+    if not unavailable:
+        return
+    console.print(Text("not available here", style="bold"))
+    for reason in dict.fromkeys(unavailable.values()):
+        names = ", ".join(name for name, other in unavailable.items() if other == reason)
+        line = Text(f"  {reason}: ").append(names, "dim")
+        console.print(line)
+    console.print()
 
 
 def _print_fastest(groups: Sequence[Group], console: Console) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from capture.call import AttentionCall, Origin
+from capture.dataset import Dataset, PackedCall
 from replay import registry
 from replay.registry import Kernel
 from replay.settings import Settings
@@ -67,6 +69,24 @@ def workload() -> Callable[..., Workload]:
         return Workload(name, lambda device: call)
 
     return make
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, make_call: Callable[..., AttentionCall]) -> Path:
+    """A directory of three recorded calls, with a manifest."""
+    directory = tmp_path / "recorded"
+    directory.mkdir()
+    dataset = Dataset(directory, [], [])
+    for index in range(3):
+        call = make_call(
+            seed=index,
+            with_output=True,
+            origin={"call_index": index, "module": f"layers.{index}", "backend": "torch-math"},
+        )
+        path = directory / f"model-{index:06d}.safetensors"
+        dataset.entries.append(PackedCall.of(call).write(path))
+    dataset.save_manifest()
+    return directory
 
 
 @pytest.fixture

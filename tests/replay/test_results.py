@@ -18,6 +18,7 @@ from replay.accuracy import Summary, compare
 from replay.gpu_state import GpuState
 from replay.machine import describe
 from replay.registry import Kernel
+from replay.resources import Program
 from replay.results import (
     FIELDS,
     Accuracy,
@@ -51,6 +52,7 @@ def row() -> Row:
         "ok",
         "max abs error …",
         flags=["changes its key", "no core time"],
+        log="its last words",
         time_ms=times,
         core_time_ms=times,
         first_call_ms=100.0,
@@ -63,6 +65,7 @@ def row() -> Row:
         output_summary=Summary(-1.0, 1.0, 0.0, 0.5),
         reference_summary=Summary(-1.0, 1.0, 0.0, 0.5),
         peak_bytes=12,
+        programs=[Program("kernel", 32, 0, 1024, 4)],
         gpu_before=state,
         gpu_during=state,
         machine=dict.fromkeys(

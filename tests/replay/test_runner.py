@@ -181,6 +181,33 @@ def test_changed_inputs_are_flagged_restored_and_nobody_elses(
     assert all(torch.equal(getattr(call, name), before[name]) for name in before)
 
 
+@pytest.mark.parametrize(
+    "change", [lambda key: key.resize_(0), lambda key: key.transpose_(1, 2), lambda key: key.t_()]
+)
+def test_a_kernel_that_changes_sizes_does_so_for_itself(
+    make_call: MakeCall,
+    workload: MakeWorkload,
+    kernels: Register,
+    quick: Settings,
+    change: Callable[[Tensor], Tensor],
+) -> None:
+    def changing(**arguments: Any) -> Tensor:
+        output = sdpa(**arguments)
+        change(arguments["key"])
+        return output
+
+    rows = rows_of(
+        make_call(),
+        workload,
+        replace(quick, reference="changing"),
+        kernels("changing", changing),
+        kernels("mine", sdpa),
+    )
+    assert rows["changing"].status == "error"  # when it is called again
+    assert (rows["mine"].status, rows["mine"].flags) == ("ok", [])
+    assert rows["mine"].comparison is not None
+
+
 def test_an_output_that_is_an_input_is_judged_as_it_was(
     make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
 ) -> None:
@@ -325,6 +352,17 @@ def test_baseline(
     assert comparison.vs == expected
     assert comparison.speedup.low <= comparison.speedup.ratio <= comparison.speedup.high
     assert rows[expected].comparison is None
+
+
+def test_a_model_whose_backend_must_not_run_is_compared_with_the_default(
+    make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
+) -> None:
+    call = make_call(origin={"backend": "torch-math"})
+    settings = replace(quick, never=("torch-math",))
+    rows = rows_of(call, workload, settings, kernels("mine", sdpa))
+    assert list(rows) == ["mine", "torch-default"]
+    assert rows["mine"].comparison is not None
+    assert rows["mine"].comparison.vs == "torch-default"
 
 
 def test_nothing_is_compared_with_an_inaccurate_baseline(

@@ -160,6 +160,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "batch": {"batch": 2},
     "scale": {"scale": 0.3},
+    "scale, batch": {"scale": 0.3, "batch": 2},
     "cross": {"batch": 2, "q_len": 130, "kv_len": 150},
     "causal": {"is_causal": True},
     "causal, batch": {"is_causal": True, "batch": 2},
@@ -168,6 +169,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "grouped, causal, batch": {"q_heads": 6, "kv_heads": 2, "batch": 2, "is_causal": True},
     "decode": {"batch": 2, "q_heads": 8, "kv_heads": 2, "q_len": 1, "kv_len": 133},
     "decode of one": {"q_len": 1, "kv_len": 48},
+    "decode, scale": {"batch": 2, "q_len": 1, "kv_len": 48, "scale": 0.3},
     "padded right": {"batch": 2, "attn_mask": padding([130, 77], 130)},
     "padded left": {"batch": 2, "attn_mask": padding([60, 130], 130, "left")},
     "padded decode": {

@@ -6,7 +6,7 @@ The stand-ins have the parameters of flash-attn 2.8 (`flash_attn_interface.py`),
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -299,7 +299,7 @@ def test_packing_keeps_every_query() -> None:
 
 
 @pytest.fixture
-def implementations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def implementations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """PyTorch's registry with recording stand-ins for FA3 and FA4; what was done to it."""
     log: list[str] = []
     active: list[str] = []
@@ -318,7 +318,7 @@ def implementations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(
         functions, "current_flash_attention_impl", lambda: active[0] if active else None
     )
-    yield log
+    return log
 
 
 @pytest.mark.parametrize(("name", "implementation"), [("torch-fa3", "FA3"), ("torch-fa4", "FA4")])

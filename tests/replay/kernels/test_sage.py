@@ -7,8 +7,14 @@ They do not quantise, so an adapter that passes everything on gives an exact out
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import inspect
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -245,7 +251,7 @@ def sage_2(install: Install, formula: Formula) -> Calls:
         """A compiled part: `extra` tensors (value's scale, its mean) between scales and numbers."""
 
         def run(q: Tensor, k: Tensor, v: Tensor, o: Tensor, *rest: Any) -> Tensor:
-            q_scale, sizes, *tensors = rest[: 2 + extra]
+            _, sizes, *tensors = rest[: 2 + extra]
             layout, is_causal, granularity, sm_scale, return_lse = rest[2 + extra :]
             assert (layout, return_lse) == (1, 0)
             assert ("WARPK" in sizes) == (granularity == 3)
@@ -286,19 +292,18 @@ def sage_2(install: Install, formula: Formula) -> Calls:
         },
         "sm90_compile": {sm90: 1},
     }
-    names = ("fp16_cuda", "fp8_cuda", "fp8_cuda_sm90")
-    accumulators = ("fp32", "fp32+fp16", "fp32+fp32")
-    smooth_v = (False, False, None)
+    cuda_functions: list[tuple[str, str, bool | None]] = [
+        ("sageattn_qk_int8_pv_fp16_cuda", "fp32", False),
+        ("sageattn_qk_int8_pv_fp8_cuda", "fp32+fp16", False),
+        ("sageattn_qk_int8_pv_fp8_cuda_sm90", "fp32+fp32", None),
+    ]
     install(
         "sageattention",
         version=("sageattention", "2.2.0"),
         sageattn=sageattn,
         sageattn_varlen=sageattn_varlen,
         sageattn_qk_int8_pv_fp16_triton=sageattn_qk_int8_pv_fp16_triton,
-        **{
-            f"sageattn_qk_int8_pv_{name}": cuda_function(f"sageattn_qk_int8_pv_{name}", *defaults)
-            for name, *defaults in zip(names, accumulators, smooth_v, strict=True)
-        },
+        **{each[0]: cuda_function(*each) for each in cuda_functions},
     )
     install(
         "sageattention.core",
@@ -346,6 +351,44 @@ def test_sage1_changes_its_key_as_a_user_would_see(
     assert torch.equal(call.key, before)
     catalogue()["sage1"].attention(**call.arguments())
     assert not torch.equal(call.key, before)
+
+
+REAL_CORE = """
+import torch
+from capture.call import AttentionCall
+from replay.accuracy import compare
+from replay.kernels.sage1 import _prepare
+from replay.reference import attention
+
+torch.manual_seed(0)
+for dim, length, key_heads, options in (
+    (64, 128, 1, {}),
+    (96, 130, 2, {"is_causal": True, "scale": 0.2}),
+    (128, 130, 2, {"is_causal": True}),
+):
+    query, key, value = (
+        torch.randn(1, heads, length, dim).half() for heads in (2, key_heads, key_heads)
+    )
+    call = AttentionCall(query, key + 1, value, enable_gqa=key_heads == 1, **options)
+    print(compare(_prepare(call, smooth_k=True)(), attention(call)).cosine > 0.999)
+"""
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("sageattention") is None, reason="sageattention is not installed"
+)
+def test_the_core_of_sage1_on_the_real_kernels() -> None:
+    """No stand-in: the installed 1.x's Triton kernels, in Triton's interpreter on the CPU."""
+    if importlib.metadata.version("sageattention")[0] != "1":
+        pytest.skip("sageattention is not 1.x")
+    done = subprocess.run(
+        [sys.executable, "-c", REAL_CORE],
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == ["True"] * 3, done.stderr
 
 
 @pytest.mark.parametrize("function", sage2.FUNCTIONS, ids=lambda function: function.kernel)
@@ -494,7 +537,10 @@ OTHER_HEAD_DIMS = {
 )
 def test_sage3(verify: Verify, sage_3: list[bool], kind: str, name: str, per_block: bool) -> None:
     refused = {**FEWER_KEY_HEADS, **REFUSED, **OTHER_HEAD_DIMS}
-    refused["scale"] = "takes no scale: always 1/sqrt(head_dim), not 0.3"
+    refused |= dict.fromkeys(
+        ("scale", "scale, batch", "decode, scale"),
+        "takes no scale: always 1/sqrt(head_dim), not 0.3",
+    )
     assert verify(name, kind) == refused.get(kind)
     assert set(sage_3) <= {per_block}
 
@@ -546,6 +592,6 @@ def test_sparge(
         ("causal", "causal, batch", "causal, longer keys", "grouped, causal, batch"),
         "causal: spas_sage2_attn_meansim_topk_cuda does not hand is_causal to its kernel",
     )
-    refused["decode of one"] = "length 1: at least 128"
+    refused |= dict.fromkeys(("decode of one", "decode, scale"), "length 1: at least 128")
     assert verify(name, kind) == refused.get(kind)
     assert set(spas_sage_attn) <= {topk}

@@ -1,0 +1,184 @@
+"""Kernels with one fault each, as a user's file may hold them. Run by `test_workers.py`."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+calls_of: dict[str, int] = {}
+kept: list[Tensor] = []
+
+
+def good(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
+    return scaled_dot_product_attention(query, key, value, *others, **options)
+
+
+def segfault(*arguments: Any, **options: Any) -> Tensor:
+    print("the last words of segfault")
+    ctypes.string_at(0)
+    raise AssertionError("still here")
+
+
+def sigkill(*arguments: Any, **options: Any) -> Tensor:
+    sys.stderr.write("the last words of sigkill")
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("still here")
+
+
+def abort(*arguments: Any, **options: Any) -> Tensor:
+    os.write(1, b"the last words of abort, cut \xff short")
+    os.abort()
+
+
+def hang(*arguments: Any, **options: Any) -> Tensor:
+    print("the last words of hang")
+    time.sleep(3600)
+    raise AssertionError("still here")
+
+
+def exit_at_once(*arguments: Any, **options: Any) -> Tensor:
+    os._exit(7)
+
+
+def exit_politely(*arguments: Any, **options: Any) -> Tensor:
+    sys.exit(0)
+
+
+def real_time_signal(*arguments: Any, **options: Any) -> Tensor:
+    os.kill(os.getpid(), signal.SIGRTMIN + 1)
+    raise AssertionError("still here")
+
+
+def fork_and_die(*arguments: Any, **options: Any) -> Tensor:
+    """What it forked stays, with both pipes open."""
+    if os.fork() == 0:
+        time.sleep(3600)
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("still here")
+
+
+def close_pipes(*arguments: Any, **options: Any) -> Tensor:
+    os.closerange(3, 64)
+    return good(*arguments, **options)
+
+
+def print_and_die(*arguments: Any, **options: Any) -> Tensor:
+    print("x" * 2**20)
+    print("the last words of print_and_die")
+    os._exit(1)
+
+
+def _when_timed(name: str, then: Callable[[], Any]) -> None:
+    """Checking calls a kernel four times; the sixth is in the warm-up."""
+    calls_of[name] = calls_of.get(name, 0) + 1
+    if calls_of[name] == 6:
+        then()
+
+
+def segfault_when_timed(*arguments: Any, **options: Any) -> Tensor:
+    _when_timed("segfault", lambda: ctypes.string_at(0))
+    return good(*arguments, **options)
+
+
+def hang_when_timed(*arguments: Any, **options: Any) -> Tensor:
+    _when_timed("hang", lambda: time.sleep(3600))
+    return good(*arguments, **options)
+
+
+def _memory(size: int) -> Tensor:
+    """Memory that counts and costs nothing, since nobody touches it."""
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def take_memory(*arguments: Any, **options: Any) -> Tensor:
+    taken = []
+    while True:
+        taken.append(_memory(2**30))
+
+
+def keep_memory(*arguments: Any, **options: Any) -> Tensor:
+    """Nobody else gets any afterwards."""
+    size = 2**30
+    while size > 2**10:
+        try:
+            kept.append(_memory(size))
+        except RuntimeError:
+            size //= 2
+    raise MemoryError("all of it is kept")
+
+
+def too_large(query: Tensor, *others: Any, **options: Any) -> Tensor:
+    return query.new_empty(2**45)
+
+
+def unwritten(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
+    """Its last row is what the memory held before."""
+    output = torch.empty_like(query)
+    output[:, :, :-1] = good(query, key, value, *others, **options)[:, :, :-1]
+    return output
+
+
+def change_key(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
+    output = good(query, key, value, *others, **options)
+    key.add_(1)
+    return output
+
+
+def one_nan(*arguments: Any, **options: Any) -> Tensor:
+    output = good(*arguments, **options)
+    output[0, 0, 0, 0] = float("nan")
+    return output
+
+
+def one_infinity(*arguments: Any, **options: Any) -> Tensor:
+    output = good(*arguments, **options)
+    output[0, 0, 0, 0] = float("inf")
+    return output
+
+
+def wrong_shape(*arguments: Any, **options: Any) -> Tensor:
+    return good(*arguments, **options).transpose(1, 2)
+
+
+def wrong_dtype(*arguments: Any, **options: Any) -> Tensor:
+    return good(*arguments, **options).to(torch.float64)
+
+
+def nothing(*arguments: Any, **options: Any) -> None:
+    return None
+
+
+def wrong_signature(query: Tensor) -> Tensor:
+    return query
+
+
+def fail(*arguments: Any, **options: Any) -> Tensor:
+    raise ValueError("no such tile\nand a long story")
+
+
+def fail_at_length(*arguments: Any, **options: Any) -> Tensor:
+    raise ValueError("größer \x1b[31m \udc80 " + "x" * 2**20)
+
+
+def print_a_megabyte(*arguments: Any, **options: Any) -> Tensor:
+    print("x" * 2**20)
+    sys.stderr.write("y" * 2**20)
+    left = b"z" * 2**20
+    while left:
+        left = left[os.write(1, left) :]
+    return good(*arguments, **options)
+
+
+def never_the_same(*arguments: Any, **options: Any) -> Tensor:
+    output = good(*arguments, **options)
+    output[0, 0, 0, 0] += 1e-7 * torch.rand(())
+    return output

@@ -1,0 +1,198 @@
+"""What is said of a library that cannot be used, and that none is imported before it must be."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from replay.kernels import library
+from replay.registry import KernelNameError, catalogue, select
+
+THIRD_PARTY = {
+    "fa2": "flash-attn",
+    "fa2-varlen": "flash-attn",
+    "fa2-kvcache": "flash-attn",
+    "fa3": "flash_attn_3",
+    "fa3-fp8": "flash_attn_3",
+    "fa4": "flash-attn-4",
+    "torch-fa3": "flash_attn_3",
+    "torch-fa4": "flash-attn-4",
+    "sage1": "sageattention",
+    "sage2": "sageattention",
+    "sage2-fp16-triton": "sageattention",
+    "sage2-fp16-cuda": "sageattention",
+    "sage2-fp8-cuda": "sageattention",
+    "sage2-fp8-sm90": "sageattention",
+    "sage2-varlen": "sageattention",
+    "sage3": "sageattn3",
+    "sparge": "spas_sage_attn",
+    "xformers": "xformers",
+    "te-flash": "transformer-engine",
+    "te-fused": "transformer-engine",
+    "te-unfused": "transformer-engine",
+    "flashinfer-fa2": "flashinfer-python",
+    "flashinfer-fa3": "flashinfer-python",
+    "flashinfer-decode": "flashinfer-python",
+    "hub:kernels-community/flash-attn": "kernels",
+    "hub:kernels-community/flash-attn3": "kernels",
+    "hub:kernels-community/sage_attention": "kernels",
+}
+QUANTISED = ("sage", "sparge", "fa3-fp8", "hub:kernels-community/sage")
+
+
+def test_the_catalogue() -> None:
+    kernels = catalogue()
+    for name, package in THIRD_PARTY.items():
+        kernel = kernels[name]
+        assert (kernel.library, kernel.default, kernel.variant_of) == (package, True, "")
+        assert "install" in kernel.install
+        assert kernel.about
+        expected = "quantised" if name.startswith(QUANTISED) else "exact"
+        assert kernel.accuracy_class == expected, name
+        assert kernel.unavailable(torch.device("cpu")) == "needs a CUDA GPU"
+    for name, kernel in kernels.items():
+        if kernel.variant_of:
+            base = kernels[kernel.variant_of]
+            assert name.startswith(f"{base.name}[")
+            assert name.endswith("]")
+            assert not kernel.default
+            assert (kernel.library, kernel.install) == (base.library, base.install)
+            assert kernel.accuracy_class == base.accuracy_class
+        elif name.startswith(("torch-default", "torch-math", "flex")):
+            assert kernel.library == "torch"
+
+
+def test_no_library_is_imported_with_the_catalogue() -> None:
+    program = (
+        "import sys\n"
+        "from replay.registry import catalogue\n"
+        "import torch\n"
+        "for kernel in catalogue().values(): kernel.unavailable(torch.device('cpu'))\n"
+        "print([name for name in ('flash_attn', 'flash_attn_interface', 'sageattention', 'triton',"
+        " 'sageattn3', 'spas_sage_attn', 'xformers', 'transformer_engine', 'flashinfer', 'kernels',"
+        " 'huggingface_hub') if name in sys.modules])"
+    )
+    root = Path(__file__).parents[3]
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            ImportError("a.so: undefined symbol: x\nmore"),
+            "cannot be imported: a.so: undefined symbol: x",
+        ),
+        (
+            OSError("libcudart.so.11: cannot open"),
+            "cannot be imported: libcudart.so.11: cannot ope",
+        ),
+        (RuntimeError("operator already registered"), "cannot be imported: operator already regis"),
+        (
+            AttributeError("module 'triton' has no x"),
+            "cannot be imported: module 'triton' has no x",
+        ),
+        (ValueError(), "cannot be imported: ValueError"),
+        (
+            ModuleNotFoundError("No module named 'einops'", name="einops"),
+            "cannot be imported: No module named 'einops'",
+        ),
+        (
+            ModuleNotFoundError("No module named 'flash_attn'", name="flash_attn"),
+            "not installed: pip install --pre flash-attn-4",
+        ),
+        (
+            ModuleNotFoundError("No module named 'flash_attn.cute'", name="flash_attn.cute"),
+            "not installed: pip install --pre flash-attn-4",
+        ),
+        (
+            ModuleNotFoundError("No module named 'flash'", name="flash"),
+            "cannot be imported: No module named 'flash'",
+        ),
+    ],
+)
+def test_why_an_import_failed(
+    monkeypatch: pytest.MonkeyPatch,
+    unavailable: Callable[..., str | None],
+    error: Exception,
+    reason: str,
+) -> None:
+    tried = []
+
+    def fail(name: str) -> ModuleType:
+        tried.append(name)
+        raise error
+
+    monkeypatch.setattr(importlib, "import_module", fail)
+    ask = library.Library("flash_attn.cute", "flash-attn-4", "pip install --pre flash-attn-4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    said = ask.unavailable(torch.device("cuda"))
+    assert said is not None
+    assert said.startswith(reason)
+    with pytest.raises(ImportError, match=said.partition(":")[0]):
+        ask.load()
+    assert tried == ["flash_attn.cute"], "a failed import is not repeated"
+
+
+def test_the_order_of_reasons(
+    install: Callable[..., ModuleType], unavailable: Callable[..., str | None]
+) -> None:
+    install("sageattention", version=("sageattention", "2.2.0"))
+    assert unavailable("sage1", 7, 5) == (
+        "needs compute capability 8.0 or higher (this GPU has 7.5)"
+    )
+    assert unavailable("sage1") == (
+        "version 2.2.0 is installed, this kernel is 1.x: pip install sageattention==1.0.6"
+    )
+    install("sageattention", version=("sageattention", "1.0.6"))
+    assert unavailable("sage1") == "sageattention 1.0.6 has no sageattn"
+    install("sageattention", version=("sageattention", None), sageattn=len)
+    assert unavailable("sage1") is None
+
+
+def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert catalogue()["fa2"].unavailable(torch.device("cuda")) == "needs a CUDA GPU"
+
+
+def test_variants_are_selected_with_their_base() -> None:
+    bases = [kernel.name for kernel in select("sage1,sparge,flex")[0]]
+    assert bases == ["sage1", "sparge", "flex"]
+    chosen, named = select("sparge,sage1", variants=True)
+    assert [kernel.name for kernel in chosen] == [
+        "sparge",
+        *(f"sparge[topk={share}]" for share in (0.25, 0.5, 0.75, 1.0)),
+        "sage1",
+        "sage1[smooth_k=on]",
+        "sage1[smooth_k=off]",
+    ]
+    assert named == ["sparge", "sage1"]
+    defaults = {kernel.name for kernel in select(None, variants=True)[0]}
+    assert defaults >= {kernel.name for kernel in catalogue().values() if kernel.variant_of}
+    assert "torch-math-compiled" not in defaults
+
+
+def test_names_with_brackets() -> None:
+    name = "sage2-fp8-sm90[quant=per_warp,accum=fp32+fp32]"
+    chosen, named = select(f"{name}, sage1")
+    assert [kernel.name for kernel in chosen] == [name, "sage1"]
+    assert named == [name, "sage1"]
+    chosen, named = select("sage2-fp8-*[*per_warp*fp32+fp32]")
+    assert {kernel.name for kernel in chosen} == {name, name.replace("sm90", "cuda")}
+    assert named == []
+    globbed = {kernel.name for kernel in select("sage2*")[0]}
+    assert name in globbed
+    assert globbed == {each for each in catalogue() if each.startswith("sage2")}
+    with pytest.raises(KernelNameError, match=r"no kernel 'sage\[12\]'"):
+        select("sage[12]")

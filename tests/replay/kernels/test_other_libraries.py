@@ -1,0 +1,531 @@
+"""xFormers, Transformer Engine, FlashInfer and Hub kernels as called by their adapters.
+
+Against stand-ins (see conftest) with the parameters of xformers 0.0.35, flashinfer-python 0.6.6,
+kernels 0.17.2 and NVIDIA/TransformerEngine's `main` branch.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from capture.call import AttentionCall
+from replay.kernels import flashinfer, hub, transformer_engine
+from replay.registry import catalogue
+
+Verify = Callable[..., "str | None"]
+Install = Callable[..., ModuleType]
+Formula = Callable[..., Tensor]
+Unavailable = Callable[..., "str | None"]
+
+BOTTOM_RIGHT = (
+    "causal with 130 queries and 150 keys: its mask is aligned bottom right, SDPA's top left"
+)
+FLOAT32 = "dtype float32: needs float16 or bfloat16"
+NARROW = "value head_dim 32 differs from query head_dim 64"
+MASKED = (
+    "padded right",
+    "padded left",
+    "padded decode",
+    "bool mask",
+    "bool mask, batch",
+    "mask by head",
+    "float mask",
+)
+OTHER_HEAD_DIMS = {
+    "head_dim 96": "head_dim 96: needs 64, 128 or 256",
+    "head_dim 80": "head_dim 80: needs 64, 128 or 256",
+}
+
+
+@pytest.fixture
+def xformers(install: Install, formula: Formula) -> None:
+    class LowerTriangularMask:
+        """Aligned top left."""
+
+    def memory_efficient_attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_bias: Any = None,
+        p: float = 0.0,
+        scale: float | None = None,
+        *,
+        op: Any = None,
+        output_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        assert query.ndim == key.ndim == value.ndim
+        assert query.shape[2:-1] == key.shape[2:-1] == value.shape[2:-1], "it does not broadcast"
+        assert all(each.stride(-1) == 1 for each in (query, key, value))
+        causal, mask = isinstance(attn_bias, LowerTriangularMask), None
+        if isinstance(attn_bias, Tensor):
+            assert attn_bias.dtype == query.dtype
+            heads = query.shape[2:-1]
+            assert attn_bias.shape == (query.shape[0], *heads, query.shape[1], key.shape[1])
+            assert attn_bias.stride(-2) % 8 == 0
+            mask = attn_bias.flatten(1, -3).float()
+        else:
+            assert causal or attn_bias is None
+        flat = (each.flatten(2, -2).transpose(1, 2) for each in (query, key, value))
+        output = formula(*flat, scale, causal, mask, top_left=True)
+        return output.transpose(1, 2).unflatten(2, query.shape[2:-1])
+
+    install(
+        "xformers.ops",
+        version=("xformers", "0.0.35"),
+        memory_efficient_attention=memory_efficient_attention,
+        LowerTriangularMask=LowerTriangularMask,
+    )
+
+
+@pytest.mark.usefixtures("xformers")
+def test_xformers(verify: Verify, kind: str) -> None:
+    unaligned = dict.fromkeys(
+        ("padded right", "padded left", "padded decode", "bool mask"),
+        "attn_mask over 130 keys: needs a multiple of 8",
+    )
+    assert verify("xformers", kind) == unaligned.get(kind)
+
+
+class DotProductAttention:
+    """Transformer Engine's, with the arguments that the adapter may use."""
+
+    formula: Formula
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        attention_type: str = "self",
+        softmax_scale: float | None = None,
+    ) -> None:
+        assert attention_dropout == 0.0
+        self.heads, self.groups = num_attention_heads, num_gqa_groups
+        self.channels = kv_channels
+        self.scale, self.type = softmax_scale, attention_type
+
+    def __call__(
+        self,
+        query_layer: Tensor,
+        key_layer: Tensor,
+        value_layer: Tensor,
+        attention_mask: Tensor | None = None,
+        qkv_format: str | None = None,
+        attn_mask_type: str | None = None,
+    ) -> Tensor:
+        assert qkv_format == "bshd"
+        assert attn_mask_type in ("no_mask", "causal")
+        assert (query_layer.shape[2], key_layer.shape[2]) == (self.heads, self.groups)
+        dims = (key_layer.shape[3], value_layer.shape[3])
+        assert self.channels == (dims if dims[0] != dims[1] else dims[0])
+        assert self.type == ("self" if query_layer.shape[1] == key_layer.shape[1] else "cross")
+        heads_first = (each.transpose(1, 2) for each in (query_layer, key_layer, value_layer))
+        output = type(self).formula(*heads_first, self.scale, attn_mask_type == "causal")
+        return output.transpose(1, 2).flatten(2)
+
+
+@pytest.fixture
+def te(install: Install, formula: Formula, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Makes it importable, and puts the environment's variables back afterwards."""
+    monkeypatch.setattr(DotProductAttention, "formula", staticmethod(formula), raising=False)
+    for switch in transformer_engine.SWITCHES.values():
+        monkeypatch.setenv(switch, "1")
+
+    def put() -> None:
+        install(
+            "transformer_engine.pytorch",
+            version=("transformer-engine", "2.9.0"),
+            DotProductAttention=DotProductAttention,
+        )
+
+    return put
+
+
+@pytest.mark.parametrize("backend", ["flash", "fused", "unfused"])
+def test_transformer_engine(
+    verify: Verify, te: Callable[[], None], kind: str, backend: str
+) -> None:
+    transformer_engine.choose(backend)
+    te()
+    refused = {
+        "causal, longer keys": BOTTOM_RIGHT,
+        "float32": FLOAT32,
+        **dict.fromkeys(MASKED, "takes no attn_mask"),
+    }
+    assert verify(f"te-{backend}", kind) == refused.get(kind)
+    switches = {name: os.environ[switch] for name, switch in transformer_engine.SWITCHES.items()}
+    assert switches == {name: str(int(name == backend)) for name in switches}
+
+
+def test_transformer_engine_has_one_backend_a_process(
+    verify: Verify, te: Callable[[], None], unavailable: Unavailable
+) -> None:
+    assert unavailable("te-flash") == (
+        "not installed: pip install --no-build-isolation transformer-engine[pytorch]"
+    )
+    transformer_engine.choose("fused")
+    te()
+    taken = (
+        "this process runs te-fused, and Transformer Engine has one backend a process: "
+        "name te-flash alone"
+    )
+    assert unavailable("te-flash") == taken
+    assert unavailable("te-fused") is None
+    assert verify("te-fused", "plain") is None
+    with pytest.raises(RuntimeError, match="one backend a process"):
+        verify("te-flash", "plain")
+
+
+def test_asking_settles_nothing(te: Callable[[], None], unavailable: Unavailable) -> None:
+    for name in ("te-flash", "te-fused", "te-unfused"):
+        unavailable(name)
+    assert transformer_engine._chosen is None
+    te()  # now somebody else has imported it
+    assert unavailable("te-flash") == (
+        "Transformer Engine was imported before its backend could be chosen"
+    )
+
+
+@pytest.fixture
+def planned(install: Install, formula: Formula, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """FlashInfer's stand-in; the log of what was planned, run and packed."""
+    log: list[str] = []
+    monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 16)
+    flashinfer._workspace.cache_clear()
+    flashinfer._wrapper.cache_clear()
+
+    def single_prefill_with_kv_cache(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale_q: Tensor | None = None,
+        scale_k: Tensor | None = None,
+        scale_v: Tensor | None = None,
+        o_dtype: torch.dtype | None = None,
+        custom_mask: Tensor | None = None,
+        packed_custom_mask: Tensor | None = None,
+        causal: bool = False,
+        kv_layout: str = "NHD",
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        backend: str = "auto",
+        return_lse: bool = False,
+    ) -> Tensor:
+        assert kv_layout == "NHD"
+        assert q.ndim == k.ndim == v.ndim == 3
+        mask = custom_mask
+        if packed_custom_mask is not None:
+            bits = packed_custom_mask[:, None] >> torch.arange(8) & 1
+            mask = bits.flatten()[: q.shape[0] * k.shape[0]].bool().view(q.shape[0], k.shape[0])
+        if mask is not None:
+            assert backend == "fa2"
+            assert not causal
+            assert mask.shape == (q.shape[0], k.shape[0])
+        log.append(f"single {backend}")
+        parts = (each.transpose(0, 1)[None] for each in (q, k, v))
+        return formula(*parts, sm_scale, causal, mask)[0].transpose(0, 1)
+
+    class BatchPrefillWithRaggedKVCacheWrapper:
+        def __init__(
+            self,
+            float_workspace_buffer: Tensor,
+            kv_layout: str = "NHD",
+            use_cuda_graph: bool = False,
+            backend: str = "auto",
+        ) -> None:
+            assert kv_layout == "NHD"
+            self.backend = backend
+            self.mask: Tensor | None = None
+
+        def plan(
+            self,
+            qo_indptr: Tensor,
+            kv_indptr: Tensor,
+            num_qo_heads: int,
+            num_kv_heads: int,
+            head_dim_qk: int,
+            head_dim_vo: int | None = None,
+            custom_mask: Tensor | None = None,
+            packed_custom_mask: Tensor | None = None,
+            causal: bool = False,
+            sm_scale: float | None = None,
+            q_data_type: torch.dtype | str = "float16",
+        ) -> None:
+            assert qo_indptr.dtype == kv_indptr.dtype == torch.int32
+            log.append("plan")
+            self.q, self.k = qo_indptr.tolist(), kv_indptr.tolist()
+            self.heads, self.causal, self.scale = (num_qo_heads, num_kv_heads), causal, sm_scale
+            self.dtype = q_data_type
+            if custom_mask is not None:  # and otherwise the last one stays: so does the real one
+                assert self.backend == "fa2"
+                assert custom_mask.ndim == 1
+                self.mask = custom_mask
+
+        def run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            assert (q.shape[1], k.shape[1], q.dtype) == (*self.heads, self.dtype)
+            log.append("run")
+            outputs, used = [], 0
+            for i in range(len(self.q) - 1):
+                rows, keys = slice(*self.q[i : i + 2]), slice(*self.k[i : i + 2])
+                parts = [each.transpose(0, 1)[None] for each in (q[rows], k[keys], v[keys])]
+                mask, size = None, parts[0].shape[2] * parts[1].shape[2]
+                if self.mask is not None:
+                    mask = self.mask[used : used + size].view(parts[0].shape[2], -1)
+                    used += size
+                output = formula(*parts, self.scale, self.causal and mask is None, mask)
+                outputs.append(output[0].transpose(0, 1))
+            return torch.cat(outputs)
+
+    class BatchDecodeWithPagedKVCacheWrapper:
+        def __init__(
+            self,
+            float_workspace_buffer: Tensor,
+            kv_layout: str = "NHD",
+            use_cuda_graph: bool = False,
+            use_tensor_cores: bool = False,
+        ) -> None:
+            assert kv_layout == "NHD"
+            assert not float_workspace_buffer.any()
+            self.tensor_cores = use_tensor_cores
+
+        def plan(
+            self,
+            indptr: Tensor,
+            indices: Tensor,
+            last_page_len: Tensor,
+            num_qo_heads: int,
+            num_kv_heads: int,
+            head_dim: int,
+            page_size: int,
+            pos_encoding_mode: str = "NONE",
+            window_left: int = -1,
+            logits_soft_cap: float | None = None,
+            q_data_type: torch.dtype | str | None = "float16",
+            kv_data_type: torch.dtype | str | None = None,
+            o_data_type: torch.dtype | str | None = None,
+            data_type: torch.dtype | str | None = None,
+            sm_scale: float | None = None,
+        ) -> None:
+            assert indptr.dtype == indices.dtype == last_page_len.dtype == torch.int32
+            assert self.tensor_cores == (num_qo_heads >= 4 * num_kv_heads)
+            log.append("plan")
+            self.pages = [
+                indices[int(indptr[i]) : int(indptr[i + 1])] for i in range(len(indptr) - 1)
+            ]
+            self.last, self.scale = last_page_len.tolist(), sm_scale
+            self.page_size = page_size
+
+        def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor]) -> Tensor:
+            log.append("run")
+            outputs = []
+            for i, pages in enumerate(self.pages):
+                length = (len(pages) - 1) * self.page_size + self.last[i]
+                key, value = (
+                    cache[pages].flatten(0, 1)[:length].transpose(0, 1)[None]
+                    for cache in paged_kv_cache
+                )
+                outputs.append(formula(q[i][None, :, None], key, value, self.scale)[:, :, 0])
+            return torch.cat(outputs)
+
+    def packbits(x: Tensor, bitorder: str = "big") -> Tensor:
+        assert bitorder == "little"
+        log.append("pack")
+        padded = torch.nn.functional.pad(x.to(torch.uint8), (0, -len(x) % 8)).view(-1, 8)
+        return (padded << torch.arange(8)).sum(1)
+
+    install(
+        "flashinfer",
+        version=("flashinfer-python", "0.6.6"),
+        single_prefill_with_kv_cache=single_prefill_with_kv_cache,
+        BatchPrefillWithRaggedKVCacheWrapper=BatchPrefillWithRaggedKVCacheWrapper,
+        BatchDecodeWithPagedKVCacheWrapper=BatchDecodeWithPagedKVCacheWrapper,
+        packbits=packbits,
+    )
+    return log
+
+
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+def test_flashinfer_prefill(verify: Verify, planned: list[str], kind: str, backend: str) -> None:
+    refused = {
+        "causal, longer keys": BOTTOM_RIGHT,
+        "float32": FLOAT32,
+        "narrow values": NARROW,
+        **OTHER_HEAD_DIMS,
+    }
+    if backend == "fa3":
+        refused |= dict.fromkeys(MASKED, "takes no attn_mask")
+    else:
+        refused |= {
+            "mask by head": "takes one attn_mask for all heads",
+            "float mask": "takes a bool attn_mask only, not float16",
+        }
+    assert verify(f"flashinfer-{backend}", kind) == refused.get(kind)
+
+
+def test_a_plan_is_made_once_for_the_core(
+    make_call: Callable[..., AttentionCall], planned: list[str]
+) -> None:
+    kernel = catalogue()["flashinfer-fa2"]
+    call = make_call(batch=2, head_dim=64, dtype=torch.float16)
+    core = kernel.prepare(call)  # type: ignore[misc]
+    core()
+    core()
+    assert planned == ["plan", "run", "run"]
+    planned.clear()
+    kernel.attention(**call.arguments())
+    kernel.attention(**call.arguments())
+    assert planned == ["plan", "run", "plan", "run"]
+
+
+def test_a_mask_does_not_outlive_its_call(
+    make_call: Callable[..., AttentionCall], planned: list[str]
+) -> None:
+    kernel = catalogue()["flashinfer-fa2"]
+    call = make_call(batch=2, head_dim=64, dtype=torch.float16)
+    before = kernel.attention(**call.arguments())
+    kernel.attention(**{**call.arguments(), "attn_mask": torch.rand(2, 1, 9, 13) < 0.5})
+    assert torch.equal(kernel.attention(**call.arguments()), before)
+
+
+def test_flashinfer_decode(verify: Verify, planned: list[str], kind: str) -> None:
+    reason = verify("flashinfer-decode", kind)
+    if kind.startswith("decode"):
+        assert reason is None
+    elif kind == "padded decode":
+        assert reason == "takes no attn_mask"
+    else:
+        assert reason is not None
+
+
+@pytest.fixture
+def kernels_package(
+    install: Install, formula: Formula, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Any]:
+    """The package `kernels` with our three in its cache; what it was asked, and with which mode."""
+    asked: dict[str, Any] = {}
+    import huggingface_hub.constants
+
+    def flash_attn_func(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+    ) -> tuple[Tensor, None]:
+        heads_first = (each.transpose(1, 2) for each in (q, k, v))
+        return formula(*heads_first, softmax_scale, causal).transpose(1, 2), None
+
+    def sageattn(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tensor_layout: str = "HND",
+        is_causal: bool = False,
+        sm_scale: float | None = None,
+        return_lse: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        assert not kwargs
+        return formula(q, k, v, sm_scale, is_causal)
+
+    def get_kernel(
+        repo_id: str,
+        *,
+        revision: str | None = None,
+        version: int | None = None,
+        backend: str | None = None,
+        user_agent: Any = None,
+        trust_remote_code: bool = False,
+        check_arch: bool = True,
+    ) -> ModuleType:
+        assert (revision is None) != (version is None)
+        asked[repo_id] = huggingface_hub.constants.HF_HUB_OFFLINE
+        if asked.get("error"):
+            raise asked["error"]
+        module = ModuleType(repo_id)
+        if "sage" in repo_id:
+            module.sageattn = sageattn  # type: ignore[attr-defined]
+        else:
+            module.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
+        return module
+
+    def no_network(address: tuple[str, int], timeout: float) -> socket.socket:
+        assert timeout <= 2
+        asked["address"] = address
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "create_connection", no_network)
+    install("kernels", version=("kernels", "0.17.2"), get_kernel=get_kernel)
+    return asked
+
+
+@pytest.mark.parametrize("repository", [each.repository for each in hub.KNOWN])
+def test_hub_kernels(
+    verify: Verify, kernels_package: dict[str, Any], kind: str, repository: str
+) -> None:
+    refused = {
+        "causal, longer keys": BOTTOM_RIGHT,
+        "float32": FLOAT32,
+        "narrow values": NARROW,
+        **dict.fromkeys(MASKED, "takes no attn_mask"),
+    }
+    assert verify(f"hub:{repository}", kind) == refused.get(kind)
+
+
+def test_without_a_network_only_the_cache_is_asked(
+    kernels_package: dict[str, Any], unavailable: Unavailable
+) -> None:
+    import huggingface_hub.constants
+
+    name = "kernels-community/flash-attn"
+    assert unavailable(f"hub:{name}") is None
+    assert kernels_package[name] is True
+    assert huggingface_hub.constants.HF_HUB_OFFLINE is False
+
+
+def test_what_failed_is_said(
+    kernels_package: dict[str, Any], unavailable: Unavailable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", "https://hub.example:8443")
+    kernels_package["error"] = FileNotFoundError("no snapshot\nlong story")
+    assert unavailable("hub:kernels-community/sage_attention") == (
+        "hub.example cannot be reached (timed out), and not in the cache: no snapshot"
+    )
+    assert kernels_package["address"] == ("hub.example", 8443)
+    # A proxy is the one to ask where there is one.
+    hub._fetch.cache_clear()
+    monkeypatch.setenv("https_proxy", "http://proxy.example:3128")
+    unavailable("hub:kernels-community/sage_attention")
+    assert kernels_package["address"] == ("proxy.example", 3128)
+
+
+def test_a_hub_kernel_without_the_function(
+    kernels_package: dict[str, Any], unavailable: Unavailable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "_fetch", lambda repository: ModuleType("empty"))
+    assert unavailable("hub:kernels-community/flash-attn") == (
+        "kernels-community/flash-attn has no flash_attn_func"
+    )
+    assert unavailable("hub:kernels-community/flash-attn3", 8, 0) == (
+        "needs compute capability 9.0 (this GPU has 8.0)"
+    )
