@@ -25,6 +25,7 @@ from capture.dataset import dtype_name
 from capture.strides import narrow_expanded
 from replay import cost, reference
 from replay.accuracy import Errors, compare, summary
+from replay.gpu_state import gpu_is_lost
 from replay.registry import Kernel
 from replay.resources import launched_programs
 from replay.results import Accuracy, CallFacts, Row, Status
@@ -135,18 +136,6 @@ def stderr_apart(settings: Settings) -> contextlib.AbstractContextManager[object
     if settings.in_worker:
         return contextlib.nullcontext()
     return contextlib.redirect_stderr(io.StringIO())
-
-
-def gpu_is_lost(device: torch.device) -> bool:
-    """Whether CUDA refuses all further work, as it does after an illegal memory access."""
-    if device.type != "cuda":
-        return False
-    try:
-        torch.zeros(1, device=device).add_(1)
-        torch.cuda.synchronize(device)
-    except RuntimeError:
-        return True
-    return False
 
 
 def _is_enough_left(judged: Judge) -> bool:

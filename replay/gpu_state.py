@@ -67,6 +67,18 @@ def read_gpu_state(device: torch.device | str) -> GpuState | None:
     )
 
 
+def gpu_is_lost(device: torch.device) -> bool:
+    """Whether CUDA refuses all further work, as it does after an illegal memory access."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.zeros(1, device=device).add_(1)
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
 def throttle_reasons(bits: int) -> tuple[str, ...]:
     """The names of the reasons in NVML's bit mask, unknown bits in hexadecimal."""
     unknown = bits & ~sum(THROTTLE_REASONS)

@@ -19,11 +19,11 @@ from replay.checking import (
     check,
     check_again,
     classify,
-    gpu_is_lost,
     refusal,
     settle,
     stderr_apart,
 )
+from replay.gpu_state import gpu_is_lost
 from replay.machine import describe
 from replay.registry import Kernel, catalogue, find
 from replay.results import CallFacts, Comparison, Row

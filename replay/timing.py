@@ -24,7 +24,7 @@ from typing import Literal, Protocol, TypeVar
 import torch
 from torch.utils.benchmark import Timer
 
-from replay.gpu_state import GpuState, read_gpu_state
+from replay.gpu_state import GpuState, gpu_is_lost, read_gpu_state
 
 Function = Callable[[], object]
 Cache = Literal["cold", "warm"]
@@ -86,6 +86,9 @@ class Stopwatch(Protocol):
 
     def state(self) -> GpuState | None:
         """The GPU's clock and power now."""
+
+    def is_lost(self) -> bool:
+        """Whether the device refuses all further work."""
 
 
 @dataclass(eq=False)
@@ -166,6 +169,8 @@ def warm_up(contestant: Contestant, stopwatch: Stopwatch, rounds: int, max_secon
             times.append(stopwatch.warm_up_ms(contestant.function))
         cost_ms = stopwatch.calibrate(contestant)
     except Exception as error:
+        if stopwatch.is_lost():
+            raise
         contestant.drop(error)
         return
     affordable = int(max_seconds * 1000 / cost_ms)
@@ -198,6 +203,8 @@ def run_rounds(
                 if careful:
                     stopwatch.collect()
             except Exception as error:
+                if stopwatch.is_lost():
+                    raise
                 contestant.drop(error)
         if done == total - 1:
             gpu_during = stopwatch.state()
@@ -310,6 +317,9 @@ class CudaStopwatch:
     def state(self) -> GpuState | None:
         return read_gpu_state(self.device)
 
+    def is_lost(self) -> bool:
+        return gpu_is_lost(self.device)
+
 
 class CpuStopwatch:
     """`torch.utils.benchmark`, with all of torch's threads."""
@@ -343,3 +353,7 @@ class CpuStopwatch:
     def state(self) -> GpuState | None:
         """There is no GPU to ask."""
         return None
+
+    def is_lost(self) -> bool:
+        """A processor survives what it raises."""
+        return False

@@ -22,6 +22,7 @@ class FakeStopwatch:
         self.order: list[Contestant] = []
         self.pending: list[tuple[Contestant, float]] = []
         self.rounds: list[list[Contestant]] = []
+        self.lost = False
 
     def warm_up_ms(self, function: Callable[[], object]) -> float:
         milliseconds = function()
@@ -42,6 +43,9 @@ class FakeStopwatch:
 
     def state(self) -> None:
         return None
+
+    def is_lost(self) -> bool:
+        return self.lost
 
 
 def silent(stage: str, done: int, total: int) -> None:
@@ -232,3 +236,19 @@ def test_throttle_reasons_have_names() -> None:
     assert throttle_reasons(0) == ()
     assert throttle_reasons(0x4 | 0x40) == ("software power cap", "hardware thermal slowdown")
     assert throttle_reasons(0x1 | 0x1000) == ("idle", "0x1000")
+
+
+def test_a_device_that_is_lost_ends_the_measurement_at_its_culprit() -> None:
+    def breaks() -> float:
+        stopwatch.lost = True
+        raise RuntimeError("an illegal memory access was encountered")
+
+    stopwatch = FakeStopwatch()
+    culprit = Contestant(breaks, "culprit", rounds=2)
+    others = [Contestant(lambda: 1.0, name, rounds=2) for name in ("one", "two")]
+    named: list[str] = []
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        run_rounds([*others, culprit], stopwatch, 0, silent, named.append)
+    assert named[-1] == "culprit"
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        warm_up(culprit, stopwatch, rounds=2, max_seconds=1.0)
