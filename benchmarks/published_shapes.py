@@ -1,6 +1,6 @@
-"""torch's backends on the shapes that published comparisons use, random values (a GPU's work).
+"""Kernels on the shapes that published comparisons use, random values (a GPU's work).
 
-    python -m benchmarks.published_shapes
+    python -m benchmarks.published_shapes [--kernels NAMES] [--env NAME=PYTHON] [--out FILE]
 
 Writes `benchmarks/results/published_shapes.csv`.
 """
@@ -29,16 +29,18 @@ def main() -> None:
         "--kernels", default="torch-flash,torch-cudnn,torch-efficient,torch-default"
     )
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "published_shapes.csv")
+    parser.add_argument("--env", action="append", default=[], metavar="NAME=PYTHON")
     arguments = parser.parse_args()
+    environments = " ".join(f"--env {each}" for each in arguments.env)
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         for number, shape in enumerate(SHAPES):
             file = Path(scratch) / f"{number}.jsonl"
             run(
                 f"replay {shape} --kernels {arguments.kernels} --json {file} "
-                "--metric time,throughput --max-seconds 2"
+                f"--metric time,throughput,accuracy --max-seconds 2 {environments}"
             )
-            rows += list(results.read_jsonl(file))
+            rows += [row for row in results.read_jsonl(file) if row["status"] != "unavailable"]
     results.write(rows, arguments.out)
 
 

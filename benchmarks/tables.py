@@ -105,9 +105,9 @@ def published_shapes() -> str:
 
 
 def demo() -> str:
-    """What the second command of the README printed."""
-    text = (results.DIRECTORY / "demo.txt").read_text()
-    return f"```\n{text.rstrip()}\n```\n"
+    """What the second command of the README printed: its first block and its summary."""
+    head, first, *others = (results.DIRECTORY / "demo.txt").read_text().rstrip().split("\n\n")
+    return "\n\n".join(("```\n" + head, first, "[…]", others[-1] + "\n```\n"))
 
 
 def power_limit() -> str:
