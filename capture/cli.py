@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from capture.arguments import OneSentenceParser, positive
+
 if TYPE_CHECKING:
     from capture.recording import Recording
 
@@ -41,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OneSentenceParser(
         prog="capture",
         description="Record the attention calls a model really makes (query, key, value, mask, "
         "output) into a directory of safetensors files.",
@@ -67,13 +69,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     what.add_argument("--checkpoint", metavar="ID_OR_DIR", help="weights other than the official")
     what.add_argument("--prompt", help="text to run the model on")
-    what.add_argument("--steps", type=_positive, help="denoising steps, or tokens to decode")
+    what.add_argument("--steps", type=positive, help="denoising steps, or tokens to decode")
     what.add_argument("--seed", type=int, default=0, help="of weights and noise (default 0)")
     what.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
     what.add_argument("--device", help="cuda, cpu … (default: cuda where there is one)")
 
     keep = parser.add_argument_group("what to keep")
-    keep.add_argument("--max", type=_positive, default=10, help="calls to keep (default 10)")
+    keep.add_argument("--max", type=positive, default=10, help="calls to keep (default 10)")
     keep.add_argument(
         "--sample",
         choices=["spread", "first"],
@@ -224,12 +226,6 @@ def _explain(error: Exception) -> int:
         file=sys.stderr,
     )
     return 1
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number, at least 1, not {text}")
-    return int(text)
 
 
 def _size(text: str) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from capture.arguments import OneSentenceParser, positive
 from replay.report import METRICS
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OneSentenceParser(
         prog="replay",
         description="Run attention kernels on recorded calls (or random ones): how fast, how "
         "accurate, which to use.",
@@ -75,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument("--list-kernels", action="store_true", help="list kernels and exit")
     what.add_argument("--kernels", metavar="A,B,'GLOB*'", help="default: a few; all: every one")
     what.add_argument("--variants", choices=["all"], help="also every variant of those kernels")
-    what.add_argument("--max-seq", type=_positive, metavar="N", help="leave longer shapes out")
+    what.add_argument("--max-seq", type=positive, metavar="N", help="leave longer shapes out")
     what.add_argument("--seed", type=int, default=0, help="of random values (default 0)")
     what.add_argument("--device", help="cuda, cpu … (default: cuda where there is one)")
 
@@ -92,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
 
     how = parser.add_argument_group("how to measure")
     how.add_argument("--cache", choices=["cold", "warm"], help="L2 cache (default: cold on a GPU)")
-    how.add_argument("--rounds", type=_positive, default=30, help="samples a kernel (default 30)")
+    how.add_argument("--rounds", type=positive, default=30, help="samples a kernel (default 30)")
     how.add_argument(
         "--max-seconds",
         type=float,
@@ -449,11 +450,4 @@ def _seconds(text: str) -> float:
     value = float(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"must be more than 0, not {text}")
-    return value
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
     return value

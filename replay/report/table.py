@@ -23,6 +23,7 @@ from replay.report.groups import (
     worst,
 )
 from replay.results import Row
+from replay.verdict import COSINE_NOISE
 
 Cell = Callable[[Group, str], str]
 
@@ -148,12 +149,12 @@ def _accuracy(wanted: set[str], reference: str) -> list[Column]:
 
 
 def _not_rounded_up(digits: int) -> Callable[[float], str]:
-    """Format a cosine so that only an exact 1 reads 1.000000."""
+    """Format a cosine so that only an exact 1, but for float64's own noise, reads 1.000000."""
 
     def form(value: float) -> str:
         if not math.isfinite(value):
             return str(value)
-        return f"{math.floor(value * 10**digits) / 10**digits:.{digits}f}"
+        return f"{math.floor((value + COSINE_NOISE) * 10**digits) / 10**digits:.{digits}f}"
 
     return form
 

@@ -100,7 +100,8 @@ def test_wrong_usage(run_cli: Run, arguments: list[str], sentence: str) -> None:
     code, out, err = run_cli(*arguments)
     assert (code, out) == (2, "")
     assert sentence in err
-    assert err.startswith("usage: capture")
+    assert err.startswith("capture: ")
+    assert err.count("\n") == 1
     assert "_positive" not in err
 
 
