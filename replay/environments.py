@@ -16,13 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from replay.process import CannotStart, Died, Process
-from replay.registry import Kernel
+from replay.registry import Kernel, catalogue
 from replay.results import CallFacts, Row, rebuilt
 from replay.runner import STAGES, TIMING
 from replay.settings import Settings
 from replay.workloads import Workload
 
 THIS = "this"
+
+COMMON_LIBRARIES = ("torch", "triton")
+"""What PyTorch's kernels and ours need, which most environments have: they run in one of them."""
 
 MAXIMUM_DEATHS = 3
 """A kernel that ended this many workers is not tried again."""
@@ -53,16 +56,21 @@ class _Heard:
 
 
 class Environment:
-    """One interpreter and its worker."""
+    """One interpreter and its worker; further workers for kernels that want their own."""
 
     def __init__(self, name: str, python: str, timeout: float) -> None:
         self.name = name
         self._process = Process(python, timeout)
         self._last: dict[str, Died] = {}
         self._deaths: dict[str, int] = {}
+        self._can_run: dict[str, bool] = {}
+        self._apart: dict[str, Environment] = {}
+        """The same interpreter with another worker, by the kernel that it is for."""
 
     def close(self) -> None:
         self._process.close()
+        for each in self._apart.values():
+            each.close()
 
     def probe(self, kernels: Sequence[Kernel], device: str) -> dict[str, Found]:
         """Which of the kernels can run here; one that kills the worker cannot."""
@@ -90,9 +98,49 @@ class Environment:
     ) -> list[Row]:
         """Rows of the kernels on one call. A death costs the row of the kernel that caused it.
 
+        Every worker runs the baseline, so that speed-ups are paired within one process; its row is
+        that of the first.
+
         Raises:
-            WorkerError: the worker cannot start, or failed at something that is no kernel's.
+            WorkerError: a worker cannot start, or failed at something that is no kernel's.
         """
+        apart = [kernel for kernel in kernels if self._wants_its_own(kernel, settings)]
+        together = [kernel for kernel in kernels if kernel not in apart]
+        rows: list[Row] = []
+        if together or not apart:
+            rows += self._replay_together(workload, together, settings, report)
+        for kernel in apart:
+            if _is_unreadable(rows):
+                break
+            worker, alone = self._worker_of(kernel), _alone(kernel, settings)
+            found = worker._replay_together(workload, [kernel], alone, report)
+            present = {row.kernel for row in rows}
+            rows += [row for row in found if row.kernel not in present]
+        return _in_order(rows, kernels)
+
+    def _wants_its_own(self, kernel: Kernel, settings: Settings) -> bool:
+        """What is compared with is in every worker, and for what cannot run none is started."""
+        if not kernel.own_process or kernel.name in (settings.baseline, settings.reference):
+            return False
+        if kernel.name not in self._can_run:
+            found = self.probe([kernel], str(settings.device))
+            self._can_run[kernel.name] = found[kernel.name].reason is None
+        return self._can_run[kernel.name]
+
+    def _worker_of(self, kernel: Kernel) -> Environment:
+        if kernel.name not in self._apart:
+            python, timeout = self._process.python, self._process.timeout
+            self._apart[kernel.name] = Environment(self.name, python, timeout)
+        return self._apart[kernel.name]
+
+    def _replay_together(
+        self,
+        workload: Workload,
+        kernels: Sequence[Kernel],
+        settings: Settings,
+        report: Callable[[str], None],
+    ) -> list[Row]:
+        """Rows of kernels that share this worker."""
         given_up = {name for name, deaths in self._deaths.items() if deaths >= MAXIMUM_DEATHS}
         asked = [kernel.name for kernel in kernels]
         rowed = (*asked, settings.baseline, settings.reference)
@@ -124,9 +172,7 @@ class Environment:
             rows = heard.rows
             if all(row.kernel for row in rows):
                 rows += [self._lost_row(name, heard.facts) for name in lost]
-            order = {name: place for place, name in enumerate(asked)}
-            rows.sort(key=lambda row: order.get(row.kernel, len(order)))
-            return self._signed(rows)
+            return self._signed(_in_order(rows, kernels))
 
     def _replay_once(
         self,
@@ -183,6 +229,23 @@ class Environment:
             f"environment {self.name} ({self._process.python}) does not work: {error}; "
             "it needs torch and safetensors"
         )
+
+
+def _in_order(rows: list[Row], kernels: Sequence[Kernel]) -> list[Row]:
+    """Rows as their kernels were asked for, and then those that nobody asked for."""
+    order = {kernel.name: place for place, kernel in enumerate(kernels)}
+    return sorted(rows, key=lambda row: order.get(row.kernel, len(order)))
+
+
+def _is_unreadable(rows: list[Row]) -> bool:
+    """Whether the call's file cannot be read, by no worker then."""
+    return any(not row.kernel and row.status == "error" for row in rows)
+
+
+def _alone(kernel: Kernel, settings: Settings) -> Settings:
+    """Settings of a kernel's own worker: no other such kernel runs there, not even to compare."""
+    others = {each.name for each in catalogue().values() if each.own_process} - {kernel.name}
+    return dataclasses.replace(settings, never=(*settings.never, *sorted(others)))
 
 
 def interpreters(options: Sequence[str], file: str | None) -> dict[str, str]:
@@ -247,32 +310,25 @@ def replay_in_workers(
 
             rows = environment.replay(workload, kernels[name], settings, report)
             yield from rows
-            if any(not row.kernel and row.status == "error" for row in rows):
-                break  # a file that cannot be read here cannot be read there
+            if _is_unreadable(rows):
+                break
 
 
 def allot(kernels: Sequence[Kernel], found: dict[str, dict[str, Found]]) -> dict[str, list[Kernel]]:
     """Which kernels run in which environment.
 
-    A kernel runs wherever its library is; PyTorch's own, which every environment has, run in the
-    first. One that runs nowhere keeps its row, with the reason, in the first.
+    A kernel runs wherever its library is; PyTorch's own and ours, which most environments have, run
+    in the first that can. One that runs nowhere keeps its row, with the reason, in the first.
 
     Args:
         found: what `Environment.probe` said, by environment.
     """
-    first, *others = found
-    allotted: dict[str, list[Kernel]] = {
-        name: [
-            kernel
-            for kernel in kernels
-            if kernel.library != "torch" and found[name][kernel.name].reason is None
-        ]
-        for name in others
-    }
-    elsewhere = {kernel.name for chosen in allotted.values() for kernel in chosen}
-    here = [
-        kernel
-        for kernel in kernels
-        if found[first][kernel.name].reason is None or kernel.name not in elsewhere
-    ]
-    return {first: here, **allotted}
+    first = next(iter(found))
+    allotted: dict[str, list[Kernel]] = {name: [] for name in found}
+    for kernel in kernels:
+        able = [name for name in found if found[name][kernel.name].reason is None]
+        if kernel.library in COMMON_LIBRARIES:
+            able = able[:1]
+        for name in able or [first]:
+            allotted[name].append(kernel)
+    return allotted

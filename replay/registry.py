@@ -20,10 +20,11 @@ import fnmatch
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import pkgutil
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,8 @@ class Kernel:
     attention: Attention
     """The drop-in call: what a model would run, layout changes and quantisation included."""
     accuracy_class: AccuracyClass = "exact"
-    """`exact` (16 or 32 bits throughout) or `quantised`: by which rule its output is judged."""
+    """`exact` (16 or 32 bits throughout), `quantised` or `sparse`: by which rule its output is
+    judged."""
     unavailable: Callable[[torch.device], str | None] = _always
     """Why it cannot run on a device at all (not installed, wrong architecture), found by trying."""
     unsupported: Callable[[AttentionCall], str | None] = _always
@@ -76,10 +78,25 @@ class Kernel:
     """The command that installs the library, shown where the kernel is unavailable."""
     variant_of: str = ""
     """The kernel this one is with other options: `base[option=value,…]`. Never a default."""
+    own_process: bool = False
+    """Whether it must not share a worker with another such kernel, because a library serves one
+    kernel a process. Asking `unavailable` must settle nothing: all are asked in one worker."""
+
+    chosen: Callable[[AttentionCall], Tensor] | None = None
+    """Which keys a `sparse` kernel attends to, the same each time: bool, True = attended,
+    broadcasts to (B, Hq, Sq, Sk). `replay.sparsity.mask_of_tokens` makes it from indices."""
+    options: Callable[..., Kernel] | None = None
+    """Makes this kernel with other options, which are its keyword arguments: each has a default,
+    of the type that a value must have. `name[option=value,…]` is then a name, and it raises
+    ValueError, in a sentence, for a value that makes no sense."""
 
     load: Callable[[], Kernel] | None = None
     """Brings the real kernel, where importing it runs somebody else's code: a user's file or an
     installed package's entry point. It runs when the kernel is first asked for anything."""
+
+    def __post_init__(self) -> None:
+        if (self.accuracy_class == "sparse") != (self.chosen is not None):
+            raise ValueError(f"{self.name}: a sparse kernel, and no other, says what is `chosen`")
 
     def loaded(self) -> Kernel:
         """The kernel itself, imported if need be. Raises what the import raises."""
@@ -112,6 +129,7 @@ def register_kernel(
     about: str = "",
     library: str = "",
     install: str = "",
+    chosen: Callable[[AttentionCall], Tensor] | None = None,
 ) -> Callable[[Attention], Attention]:
     """Decorator that registers a function with SDPA's arguments as a kernel; see `Kernel`."""
 
@@ -129,6 +147,7 @@ def register_kernel(
                 line,
                 library,
                 install,
+                chosen=chosen,
             )
         )
         return attention
@@ -216,9 +235,61 @@ def find(name: str) -> Kernel:
         return kernels[name]
     if ".py:" in name:
         return _from_file(name)
+    base, _, given = name.partition("[")
+    if base in kernels and name.endswith("]") and kernels[base].options is not None:
+        return _with_texts(kernels[base], given.removesuffix("]"))
     near = difflib.get_close_matches(name, kernels, n=3, cutoff=0.4)
     hint = f"did you mean {', '.join(near)}?" if near else "see `replay --list-kernels`"
     raise KernelNameError(f"no kernel {name!r}: {hint}")
+
+
+def option_names(kernel: Kernel) -> list[str]:
+    """The options that may stand in brackets behind its name."""
+    return list(inspect.signature(kernel.options).parameters) if kernel.options else []
+
+
+def with_options(kernel: Kernel, values: Mapping[str, Any]) -> Kernel:
+    """The kernel with those options set that it has; itself where it has none of them.
+
+    Raises:
+        KernelNameError: a value makes no sense.
+    """
+    values = {name: values[name] for name in option_names(kernel) if name in values}
+    if not values or kernel.options is None:
+        return kernel
+    told = ",".join(f"{name}={value}" for name, value in values.items())
+    try:
+        made = kernel.options(**values)
+    except ValueError as error:
+        raise KernelNameError(f"{kernel.name}[{told}]: {error}") from error
+    return replace(
+        made, name=f"{kernel.name}[{told}]", variant_of=kernel.name, default=False, options=None
+    )
+
+
+def _with_texts(kernel: Kernel, given: str) -> Kernel:
+    """The kernel with the options of `option=value,…`.
+
+    Raises:
+        KernelNameError: it has no such option, or not with such a value.
+    """
+    assert kernel.options is not None
+    known = inspect.signature(kernel.options).parameters
+    values = {}
+    for part in given.split(","):
+        option, _, text = part.strip().partition("=")
+        if option not in known:
+            raise KernelNameError(
+                f"{kernel.name} has no option {option!r}: it has {', '.join(known)}"
+            )
+        kind = type(known[option].default)
+        try:
+            values[option] = kind(text)
+        except ValueError as error:
+            raise KernelNameError(f"{kernel.name}[{given}]: {text!r} is no {kind.__name__}") from (
+                error
+            )
+    return with_options(kernel, values)
 
 
 def select(patterns: str | None, variants: bool = False) -> tuple[list[Kernel], list[str]]:

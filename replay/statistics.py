@@ -95,8 +95,12 @@ def paired_speedup(baseline: Sequence[float], candidate: Sequence[float], seed: 
     ratios = sorted(before / after for before, after in pairs)
     medians = _resampled_medians(ratios, seed)
     low, high = percentile(medians, 2.5), percentile(medians, 97.5)
-    verdict: SpeedVerdict = "faster" if low > 1 else "slower" if high < 1 else "tie"
-    return Speedup(percentile(ratios, 50), low, high, verdict)
+    return Speedup(percentile(ratios, 50), low, high, speed_verdict(low, high))
+
+
+def speed_verdict(low: float, high: float) -> SpeedVerdict:
+    """What an interval of a ratio says: a tie when it includes 1."""
+    return "faster" if low > 1 else "slower" if high < 1 else "tie"
 
 
 def _resampled_medians(ordered: list[float], seed: int) -> list[float]:

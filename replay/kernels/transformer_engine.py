@@ -2,8 +2,9 @@
 
 Which backend runs is settled by environment variables (`NVTE_FLASH_ATTN`, `NVTE_FUSED_ATTN`,
 `NVTE_UNFUSED_ATTN`) that are read when the library is imported and when it first sees a kind of
-call, and remembered. So one process serves one of the three kernels, the first that is called; the
-others say so. It takes BSHD and returns the heads joined, (B, S, Hq · Dv).
+call, and remembered. So one process serves one of the three kernels: each has a worker of its own,
+and without workers the first that is called runs and the others say so. It takes BSHD and returns
+the heads joined, (B, S, Hq · Dv).
 
 No mask is passed, and causal calls need as many queries as keys.
 """
@@ -149,5 +150,6 @@ for _backend, _about in {
             about=_about,
             library=LIBRARY.package,
             install=LIBRARY.install,
+            own_process=True,
         )
     )

@@ -10,7 +10,13 @@ from typing import NamedTuple, TypeVar
 
 from replay.accuracy import Errors
 from replay.results import CallFacts, Row
-from replay.statistics import MINIMUM_PAIRS, Speedup, paired_speedup, percentile
+from replay.statistics import (
+    MINIMUM_PAIRS,
+    Speedup,
+    paired_speedup,
+    percentile,
+    speed_verdict,
+)
 
 T = TypeVar("T")
 
@@ -63,14 +69,20 @@ def typical_time(rows: Sequence[Row]) -> Percentiles | None:
 def pooled_speedup(group: Group, kernel: str, over: str | None = None) -> Speedup | None:
     """The paired speed-up over all rounds of all calls on which both kernels are correct.
 
+    A kernel with a process of its own was paired with the baseline there, whose times are not kept:
+    its speed-up is the median over the calls of each call's ratio and interval.
+
     Args:
         over: what to compare with, by default the baseline in the kernel's own environment; None
-            comes back for kernels of two environments, whose rounds are not paired.
+            comes back for kernels of two environments or processes, whose rounds are not paired.
     """
     _, at, environment = kernel.partition("@")
-    over = over or group.baseline + at + environment
+    baseline = group.baseline + at + environment
+    over = over or baseline
     if over.partition("@")[2] != environment:
         return None
+    if not (_shares_rounds(group, kernel, baseline) and _shares_rounds(group, over, baseline)):
+        return _typical_speedup(group, kernel) if over == baseline else None
     partners = {row.call.name: row for row in group.rows.get(over, ())}
     before: list[float] = []
     after: list[float] = []
@@ -83,6 +95,33 @@ def pooled_speedup(group: Group, kernel: str, over: str | None = None) -> Speedu
             before += partner.time_ms.samples[:rounds]
             after += row.time_ms.samples[:rounds]
     return paired_speedup(before, after) if len(after) >= MINIMUM_PAIRS else None
+
+
+def _shares_rounds(group: Group, kernel: str, baseline: str) -> bool:
+    """Whether a kernel's speed-ups are those over the baseline's rows, of the same process then."""
+    partners = {row.call.name: row.time_ms for row in group.rows.get(baseline, ())}
+    for row in group.rows.get(kernel, ()):
+        before, after = partners.get(row.call.name), row.time_ms
+        if row.comparison is None or row.comparison.vs != group.baseline:
+            continue
+        if before is None or after is None:
+            continue
+        ratios = [one / other for one, other in zip(before.samples, after.samples, strict=False)]
+        if not math.isclose(percentile(ratios, 50), row.comparison.speedup.ratio):
+            return False
+    return True
+
+
+def _typical_speedup(group: Group, kernel: str) -> Speedup | None:
+    comparisons = [row.comparison for row in group.rows[kernel] if row.is_correct]
+    found = [each.speedup for each in comparisons if each and each.vs == group.baseline]
+    if not found:
+        return None
+    ratio, low, high = (
+        percentile([getattr(speedup, name) for speedup in found], 50)
+        for name in ("ratio", "low", "high")
+    )
+    return Speedup(ratio, low, high, speed_verdict(low, high))
 
 
 def errors_against(row: Row, reference: str) -> Errors | None:

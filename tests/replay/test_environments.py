@@ -289,6 +289,18 @@ def test_kernels_run_where_their_library_is() -> None:
     }
 
 
+def test_kernels_whose_library_is_common_run_in_one_environment() -> None:
+    kernels = [_kernel("torch-math", "torch"), _kernel("ours", "triton"), _kernel("new", "triton")]
+    yes, no = Found(None), Found("not installed")
+    found = {
+        "this": {"torch-math": yes, "ours": no, "new": no},
+        "that": {"torch-math": yes, "ours": yes, "new": no},
+        "more": {"torch-math": yes, "ours": yes, "new": no},
+    }
+    allotted = {name: [each.name for each in run] for name, run in allot(kernels, found).items()}
+    assert allotted == {"this": ["torch-math", "new"], "that": ["ours"], "more": []}
+
+
 class FakeProcess:
     """Answers with what is written down; an exception among the answers is raised."""
 
@@ -400,6 +412,79 @@ def test_given_up(ask: Ask) -> None:
     assert process.kernels() == [["a", "c"]]
     assert not process.requests[0]["settings"]["careful"]
     assert rows[1].reason == "gone; not tried again, it ended 3 workers"
+
+
+@pytest.fixture
+def apart(quick: Settings) -> Iterator[Callable[..., tuple[list[Row], list[FakeProcess]]]]:
+    """Rows of a, b and c, where b wants its own process, given both workers' answers."""
+    environment = Environment("other", "python", 5)
+    own = environment._worker_of(_kernel("b"))
+
+    def run(
+        common: list[Answers], alone: list[Answers], **settings: Any
+    ) -> tuple[list[Row], list[FakeProcess]]:
+        processes = [FakeProcess(common), FakeProcess(alone)]
+        environment._process, own._process = processes  # type: ignore[assignment]
+        rows = environment.replay(
+            Workload("call", lambda device: pytest.fail("loaded here")),
+            [replace(_kernel(name), own_process=name == "b") for name in ASKED],
+            replace(quick, **settings),
+            lambda stage: None,
+        )
+        assert not common
+        assert not alone
+        assert {row.environment for row in rows} == {"other"}
+        return rows, processes
+
+    with pytest.MonkeyPatch.context() as patch:
+        others = {"b": _kernel("b"), "d": replace(_kernel("d"), own_process=True)}
+        patch.setattr("replay.environments.catalogue", lambda: others)
+        yield run
+
+
+Apart = Callable[..., tuple[list[Row], list[FakeProcess]]]
+CAN_RUN = [{"probed": "b", "reason": None}]
+BASELINE = row_of("torch-default")
+
+
+def test_one_with_its_own_process_has_its_row_in_its_place(apart: Apart) -> None:
+    elsewhere = {"row": {**BASELINE["row"], "reason": "of the other process"}}
+    common = [CALL, row_of("a"), row_of("c"), BASELINE]
+    alone = [CALL, row_of("b"), elsewhere]
+    rows, (first, second) = apart([CAN_RUN, common], [alone])
+    assert [row.kernel for row in rows] == ["a", "b", "c", "torch-default"]
+    assert rows[-1].reason == ""
+    assert first.kernels() == [["b"], ["a", "c"]]
+    assert second.kernels() == [["b"]]
+    assert first.requests[1]["settings"]["never"] == ()
+    assert second.requests[0]["settings"]["never"] == ("d",)  # not as the reference either
+    assert apart([common], [alone])[1][0].kernels() == [["a", "c"]]  # asked once whether it can run
+
+
+def test_a_death_in_its_own_process_is_counted_there(apart: Apart) -> None:
+    common = [CALL, row_of("a"), row_of("c"), BASELINE]
+    for death in range(1, MAXIMUM_DEATHS + 1):
+        asked = [CAN_RUN] if death == 1 else []
+        rows, _ = apart([*asked, common], [[CALL, {"at": "b"}, died("b")], [CALL, BASELINE]])
+        assert [row.status for row in rows] == ["ok", "crash", "ok", "ok"]
+        assert ("not tried again" in rows[1].reason) == (death == MAXIMUM_DEATHS)
+    rows, (_, second) = apart([common], [[CALL, BASELINE]])
+    assert second.kernels() == [[]]
+    assert rows[1].reason == "gone; not tried again, it ended 3 workers"
+
+
+def test_a_process_of_its_own_is_not_started_in_vain(apart: Apart) -> None:
+    everyone = [CALL, *map(row_of, ASKED)]
+    for name in ("baseline", "reference"):  # which every process has
+        assert [row.kernel for row in apart([everyone], [], **{name: "b"})[0]] == [*ASKED]
+    unreadable = [{"unreadable": "cut short"}]
+    (row,), _ = apart([CAN_RUN, unreadable], [])
+    assert (row.kernel, row.reason) == ("", "cut short")
+
+
+def test_what_cannot_run_needs_no_process_of_its_own(apart: Apart) -> None:
+    everyone = [CALL, *map(row_of, ASKED)]
+    apart([[{"probed": "b", "reason": "not installed"}], everyone], [])
 
 
 def test_a_defect_in_the_worker_is_no_kernels(ask: Ask) -> None:

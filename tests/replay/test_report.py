@@ -11,10 +11,10 @@ from rich.console import Console
 
 from capture.call import Shape
 from replay.accuracy import Errors, compare
-from replay.report.groups import group_rows
+from replay.report.groups import group_rows, pooled_speedup
 from replay.report.table import print_report
 from replay.results import Accuracy, CallFacts, Comparison, Row, Status
-from replay.statistics import paired_speedup, summarize
+from replay.statistics import Speedup, paired_speedup, summarize
 
 WIDTH = 80
 
@@ -175,6 +175,23 @@ def test_a_tie_is_a_tie() -> None:
     faster = report([row("base", call()), row("mine", call(), (0.5,) * 3, against=(1.0,) * 3)])
     assert "tie" not in faster
     assert re.search(r"2\.00× +\(2\.00-2\.00\)", " ".join(faster.split()))
+
+
+def test_rounds_of_two_processes_are_not_paired() -> None:
+    """`alone` is compared with a baseline beside it, and not with the one that has a row."""
+    calls = [call(name) for name in ("a", "b", "c")]
+    rows = []
+    for facts, beside in zip(calls, (1.0, 2.0, 3.0), strict=True):
+        rows += [
+            row("base", facts, (1.0,) * 3),
+            row("mine", facts, (0.4,) * 3, against=(1.0,) * 3),
+            row("alone", facts, (0.5,) * 3, against=(beside,) * 3),
+        ]
+    (group,) = group_rows(rows)
+    assert pooled_speedup(group, "alone") == Speedup(4.0, 4.0, 4.0, "faster")
+    assert pooled_speedup(group, "mine") == Speedup(2.5, 2.5, 2.5, "faster")
+    assert pooled_speedup(group, "mine", over="alone") is None
+    assert pooled_speedup(group, "alone", over="mine") is None
 
 
 def test_decode_calls_with_a_growing_cache_are_one_group() -> None:

@@ -19,7 +19,12 @@ import pytest
 
 import replay as replay_package
 from capture.dataset import Dataset, PackedCall
+from replay.environments import Environment
 from replay.process import LOG_BYTES, CannotStart, Died, Process
+from replay.registry import Kernel, find
+from replay.settings import Settings
+from replay.synthetic import Spec
+from replay.synthetic import workload as synthetic_workload
 
 REPOSITORY = Path(replay_package.__file__).resolve().parent.parent
 BAD = Path(__file__).with_name("bad_kernels.py")
@@ -220,6 +225,54 @@ def test_given_up_after_three_workers_and_no_baseline(run_cli: RunCli, recorded:
     assert all(row["accuracy"]["reference"] is None for row in rows[::2])
     told = "not tried again, it ended 3 workers"
     assert [told in row["reason"] for row in rows[1::2]] == [False, False, True, True]
+
+
+ALONE = """
+import os, pathlib
+from torch.nn.functional import scaled_dot_product_attention
+here = pathlib.Path(__file__).parent
+served = set()
+
+def serve(name, *arguments, **options):
+    served.add(name)
+    (here / name).write_text(str(os.getpid()))
+    if len(served) > 1:
+        raise RuntimeError(f"one process, and {len(served)} of its kernels")
+    return scaled_dot_product_attention(*arguments, **options)
+
+def first(*arguments, **options): return serve("first", *arguments, **options)
+def second(*arguments, **options): return serve("second", *arguments, **options)
+def crash(*arguments, **options): os._exit(9)
+"""
+
+
+def test_kernels_that_want_a_process_of_their_own(tmp_path: Path, quick: Settings) -> None:
+    """Together `second` would fail, and a crash would end what `first` is in."""
+    file = tmp_path / "alone.py"
+    file.write_text(ALONE)
+    alone = [
+        Kernel(f"{file}:{name}", find("torch-math").attention, own_process=True)
+        for name in ("first", "crash", "second")
+    ]
+    asked = [alone[0], find("torch-math"), *alone[1:]]
+    call = synthetic_workload("call", "random", Spec(1, 2, 2, 64, 64, 32, 32), seed=0)
+    environment = Environment("this", sys.executable, 60)
+    try:
+        rows = environment.replay(call, asked, quick, lambda stage: None)
+        pids = [int((tmp_path / name).read_text()) for name in ("first", "second")]
+        assert len(set(pids)) == 2
+        assert all(Path(f"/proc/{pid}").exists() for pid in pids)
+    finally:
+        environment.close()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+    assert [row.kernel for row in rows] == [*(kernel.name for kernel in asked), "torch-default"]
+    assert [row.status for row in rows] == ["ok", "ok", "crash", "ok", "ok"]
+    assert rows[2].reason == "the worker exited with code 9"
+    assert all(row.environment == "this" and row.machine["torch"] for row in rows)
+    assert [row.comparison and row.comparison.vs for row in rows] == [
+        *("torch-default", "torch-default", None, "torch-default", None)
+    ]
 
 
 STALLS = """
