@@ -10,6 +10,7 @@ import csv
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from benchmarks import results
@@ -88,9 +89,16 @@ def full_size() -> str:
     )
 
 
-def published_shapes() -> str:
-    """TFLOPS by shape; decode shapes, which move bytes, in ms."""
-    rows = results.read(results.DIRECTORY / "published_shapes.csv")
+def by_shape(file: str) -> str:
+    """TFLOPS by shape; decode shapes, which move bytes, in ms.
+
+    PyTorch's kernels, which every environment times anew, are those of the one that replays.
+    """
+    rows = [
+        row
+        for row in results.read(results.DIRECTORY / file)
+        if row["environment"] == "this" or not row["kernel"].startswith("torch-")
+    ]
     kernels = list(dict.fromkeys(row["kernel"] for row in rows))
     shapes: dict[str, dict[str, str]] = {}
     for row in rows:
@@ -173,7 +181,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "glossary": glossary,
     "fields": fields,
     "full_size": full_size,
-    "published_shapes": published_shapes,
+    "published_shapes": partial(by_shape, "published_shapes.csv"),
+    "peers_from_source": partial(by_shape, "peers_from_source.csv"),
 }
 
 if __name__ == "__main__":

@@ -30,8 +30,9 @@ from replay.registry import Kernel
 from replay.resources import launched_programs
 from replay.results import Accuracy, CallFacts, Row, Status
 from replay.settings import Settings
+from replay.sparsity import kept_share, restricted
 from replay.timing import first_call, peak_bytes
-from replay.verdict import Tolerance, judge, tolerance
+from replay.verdict import Tolerance, Verdict, judge, tolerance
 
 REFERENCE = "computing the reference"
 """What is reported, in place of a kernel's name, while there is no kernel at work."""
@@ -60,6 +61,8 @@ class Attempt:
     call: AttentionCall
     """What it runs on: its own copy once it was seen to change its inputs."""
     row: Row
+    expected: Expected | None = None
+    """What a sparse kernel must return; the others share the judge's."""
 
     @property
     def run(self) -> Callable[[], Tensor]:
@@ -173,12 +176,17 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _judge_output(attempt: Attempt, output: Tensor, judged: Judge, settings: Settings) -> None:
-    errors = compare(output, judged.gold)
+    if attempt.kernel.chosen is not None:
+        attempt.expected = Expected.of_chosen(attempt.call, attempt.kernel.chosen)
+        attempt.row.kept = attempt.expected.kept
+    errors, verdict = _hold_against(attempt, output, judged)
+    is_sparse = attempt.expected is not None
     attempt.row.accuracy = Accuracy(
-        gold=errors,
+        gold=compare(output, judged.gold) if is_sparse else errors,
         captured=None if judged.captured is None else compare(output, judged.captured),
         reference=None if judged.reference is None else compare(output, judged.reference),
         noise_floor=judged.noise_floor,
+        chosen=errors if is_sparse else None,
     )
     if settings.compare_stats:
         against = {"gold": judged.gold, "captured": judged.captured}.get(
@@ -186,8 +194,18 @@ def _judge_output(attempt: Attempt, output: Tensor, judged: Judge, settings: Set
         )
         attempt.row.output_summary = summary(output)
         attempt.row.reference_summary = None if against is None else summary(against)
-    verdict = judge(output, judged.gold, errors, attempt.kernel.accuracy_class, judged.tolerance)
     settle(attempt, "ok" if verdict.passed else "inaccurate", verdict.sentence)
+
+
+def _hold_against(attempt: Attempt, output: Tensor, judged: Judge) -> tuple[Errors, Verdict]:
+    """The errors that decide, which are those against `chosen` of a sparse kernel."""
+    expected = attempt.expected or Expected(judged.gold, judged.tolerance)
+    errors = compare(output, expected.gold)
+    accuracy_class = attempt.kernel.accuracy_class
+    verdict = judge(output, expected.gold, errors, accuracy_class, expected.tolerance)
+    if attempt.expected is not None:
+        verdict = replace(verdict, sentence=f"on the keys that it chose, {verdict.sentence}")
+    return errors, verdict
 
 
 def check_again(attempt: Attempt, judged: Judge) -> None:
@@ -203,18 +221,34 @@ def check_again(attempt: Attempt, judged: Judge) -> None:
         _restore_inputs(attempt.call, judged.pristine)
         _poison(judged.gold, attempt.call.dtype)
         output = run()
-        errors = compare(output, judged.gold)
-        accuracy_class = attempt.kernel.accuracy_class
-        verdict = judge(output, judged.gold, errors, accuracy_class, judged.tolerance)
+        errors, verdict = _hold_against(attempt, output, judged)
     except Exception as error:
         settle(attempt, *classify(error))
         return
     finally:
         _restore_inputs(attempt.call, judged.pristine)
     if not verdict.passed and attempt.row.accuracy is not None:
-        attempt.row.accuracy = replace(attempt.row.accuracy, gold=errors)
+        which = "gold" if attempt.expected is None else "chosen"
+        attempt.row.accuracy = replace(attempt.row.accuracy, **{which: errors})
         reason = f"right on its first call, wrong when called again: {verdict.sentence}"
         settle(attempt, "inaccurate", reason)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What an output must be, and how near."""
+
+    gold: Tensor
+    tolerance: Tolerance
+    kept: float | None = None
+
+    @classmethod
+    def of_chosen(cls, call: AttentionCall, chosen: Callable[[AttentionCall], Tensor]) -> Expected:
+        """Attention to the keys that a sparse kernel chose."""
+        kept = restricted(call, chosen(call))
+        gold = reference.attention(kept, reference.gold_dtype(call.device, call.dtype))
+        allowed = tolerance(kept, reference.same_dtype(kept), gold)
+        return cls(gold, allowed, kept_share(call, kept))
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ EXAMPLES = """examples:
   replay --random -hq 32 -hk 8 -sq 1 -sk 8192 -d 128    one decoded token, grouped heads
   replay --suite llama                                  a published list of shapes
   replay --dir captured_inputs --kernels 'torch-*,my_file.py:my_attention'
+  replay --dir captured_inputs --kernels 'triton-*decode' --keep 0.05 --also-random
   replay --dir captured_inputs --env fa4=/opt/fa4/bin/python
   replay --list-kernels                                 what there is, and what can run here
 """
@@ -75,6 +76,23 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument("--suite", choices=SUITES, help="a list of shapes, with random values")
     source.add_argument("--list-kernels", action="store_true", help="list kernels and exit")
     what.add_argument("--kernels", metavar="A,B,'GLOB*'", help="default: a few; all: every one")
+    what.add_argument(
+        "--keep",
+        type=_share,
+        metavar="SHARE",
+        help="share of the keys that sparse kernels keep (default 0.02)",
+    )
+    what.add_argument(
+        "--page-size",
+        type=positive,
+        metavar="N",
+        help="keys in a page of paged kernels (default 16)",
+    )
+    what.add_argument(
+        "--also-random",
+        action="store_true",
+        help="after each call of --dir, random values of its shapes, strides and mask",
+    )
     what.add_argument("--variants", choices=["all"], help="also every variant of those kernels")
     what.add_argument("--max-seq", type=positive, metavar="N", help="leave longer shapes out")
     what.add_argument("--seed", type=int, default=0, help="of random values (default 0)")
@@ -157,6 +175,8 @@ def _dispatch(arguments: argparse.Namespace) -> int:
     metrics = _metrics(arguments.metric)
     if not (arguments.dir or arguments.random or arguments.suite or arguments.list_kernels):
         raise UsageError("nothing to replay: give --dir DIR, --random or --suite NAME")
+    if arguments.also_random and not arguments.dir:
+        raise UsageError("--also-random goes with recorded calls: give --dir DIR")
     if arguments.resume and arguments.json in (None, "-"):
         raise UsageError("--resume continues a file: name it with --json FILE")
     device = _device(arguments.device)
@@ -330,7 +350,26 @@ def _kernels(arguments: argparse.Namespace, where: Execution, device: torch.devi
         reasons = [findings[kernel.name].reason for findings in found.values()]
         if all(reasons):
             raise UsageError(f"{kernel.name} cannot run on {device}: {reasons[0]}")
-    return kernels
+    return _with_options(kernels, arguments)
+
+
+def _with_options(kernels: list[Kernel], arguments: argparse.Namespace) -> list[Kernel]:
+    """The kernels with `--keep` and `--page-size`, those that have such options.
+
+    Raises:
+        UsageError: none has.
+    """
+    from replay.registry import catalogue, option_names, with_options
+
+    given = {"keep": arguments.keep, "page_size": arguments.page_size}
+    given = {name: value for name, value in given.items() if value is not None}
+    for option in given:
+        if not any(option in option_names(kernel) for kernel in kernels):
+            names = [name for name, each in catalogue().items() if option in option_names(each)]
+            raise UsageError(
+                f"--{option.replace('_', '-')} is for {', '.join(names)}: choose one by --kernels"
+            )
+    return [with_options(kernel, given) for kernel in kernels]
 
 
 def _settings(arguments: argparse.Namespace, device: torch.device) -> Settings:
@@ -360,7 +399,10 @@ def _workloads(
     from replay.workloads import from_directory
 
     if arguments.dir:
-        return from_directory(arguments.dir)
+        recorded, note = from_directory(arguments.dir)
+        if arguments.also_random:
+            return synthetic.with_twins(recorded, arguments.seed), note
+        return recorded, note
     if arguments.suite:
         specs = synthetic.suite(arguments.suite, arguments.dtype, arguments.max_seq)
         synthetic.check_size(specs, device, _runnable(kernels, device))
@@ -444,6 +486,13 @@ def _explain(error: Exception) -> int:
         file=sys.stderr,
     )
     return 1
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"must be more than 0 and at most 1, not {text}")
+    return value
 
 
 def _seconds(text: str) -> float:

@@ -63,6 +63,8 @@ class Accuracy:
     captured: Errors | None = None
     reference: Errors | None = None
     noise_floor: Errors | None = None
+    chosen: Errors | None = None
+    """Of a sparse kernel, against attention to the keys that it chose."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,8 @@ class Row:
     gb_per_s: float | None = None
     flop_per_byte: float | None = None
     comparison: Comparison | None = None
+    kept: float | None = None
+    """Share of the (query, key) pairs that a sparse kernel attended to."""
     accuracy: Accuracy | None = None
     output_summary: Summary | None = None
     reference_summary: Summary | None = None
@@ -199,7 +203,12 @@ FIELDS: list[Field] = [
     ),
     Field("first_call_ms", "ms", "the first call, compilation included"),
     Field("host_ms", "ms", "median time the host needs to launch one call (GPU only)"),
-    Field("tflops", "TFLOPS", "2 · valid (query, key) pairs · (D + Dv) / median time"),
+    Field(
+        "tflops",
+        "TFLOPS",
+        "2 · valid (query, key) pairs · (D + Dv) / median time; the pairs of the call, also where "
+        "a sparse kernel leaves some out",
+    ),
     Field(
         "gb_per_s",
         "GB/s",
@@ -212,13 +221,17 @@ FIELDS: list[Field] = [
     Field("speedup.low", "×", "lower end of its 95 % bootstrap interval"),
     Field("speedup.high", "×", "upper end"),
     Field("speedup.verdict", "", "faster, slower, or tie when the interval includes 1"),
+    Field(
+        "kept", "", "share of the (query, key) pairs that a sparse kernel kept; empty for others"
+    ),
     *(
         Field(f"accuracy.{reference}.{name}", unit, f"{words}{against}")
         for reference, against in {
-            "gold": "; against the high-precision reference",
+            "gold": "; against the high-precision reference, of all keys also for sparse kernels",
             "captured": "; against the output the model recorded",
             "reference": "; against the kernel named with --reference",
             "noise_floor": "; of the recorded output itself against the gold",
+            "chosen": "; of a sparse kernel against the gold of the keys that it chose",
         }.items()
         for name, (unit, words) in _ERRORS.items()
     ),

@@ -24,6 +24,7 @@ from replay.checking import (
     stderr_apart,
 )
 from replay.gpu_state import gpu_is_lost
+from replay.kernels.library import is_interpreted
 from replay.machine import describe
 from replay.registry import Kernel, catalogue, find
 from replay.results import CallFacts, Comparison, Row
@@ -101,7 +102,8 @@ def _replay_call(
         alive()
         attempts.append(check(facts, call, kernel, judged, settings, alive))
     report(workload, TIMING)
-    _time(call, attempts, judged, baseline, settings, lambda name: report(workload, name))
+    timed = [attempt for attempt in attempts if not _is_only_checked(attempt)]
+    _time(call, timed, judged, baseline, settings, lambda name: report(workload, name))
     return [attempt.row for attempt in attempts]
 
 
@@ -121,6 +123,17 @@ def _extra(baseline: str, settings: Settings) -> Iterator[Kernel]:
     for name in (baseline, settings.reference):
         if name not in ("gold", "captured", *settings.never):
             yield find(name)
+
+
+def _is_only_checked(attempt: Attempt) -> bool:
+    """Whether Triton's interpreter ran the kernel; then its row gets no time of any kind."""
+    if attempt.kernel.library != "triton" or not is_interpreted():
+        return False
+    row = attempt.row
+    row.first_call_ms = None
+    if row.status == "ok":
+        settle(attempt, "not-timed", f"Triton's interpreter ran it; {row.reason}")
+    return True
 
 
 def _time(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
 
 from capture.call import AttentionCall, Origin
 from capture.dataset import dtype_name
+from capture.strides import copy_with_strides, narrow_expanded
 from replay import cost
 from replay.machine import available_bytes, cpu_flops_per_second
 from replay.workloads import Workload
+
+NO_WEIGHTS = "none: random values, standard normal"
 
 
 class ShapeError(Exception):
@@ -70,9 +74,7 @@ class Spec:
             normal(self.kv_heads, self.kv_len, self.v_head_dim),
             is_causal=self.is_causal,
             enable_gqa=self.q_heads != self.kv_heads,
-            origin=Origin(
-                model=name, weights="none: random values, standard normal", phase="synthetic"
-            ),
+            origin=Origin(model=name, weights=NO_WEIGHTS, phase="synthetic"),
         )
 
     @property
@@ -98,6 +100,37 @@ def workload(name: str, model: str, spec: Spec, seed: int) -> Workload:
     return Workload(
         name, load, {"kind": "synthetic", "name": name, "model": model, "seed": seed, "spec": sizes}
     )
+
+
+def with_twins(recorded: Sequence[Workload], seed: int) -> list[Workload]:
+    """Each call and, right after it, the same call with random values."""
+    return [
+        each
+        for number, workload in enumerate(recorded)
+        for each in (workload, twin(workload, seed + number))
+    ]
+
+
+def twin(recorded: Workload, seed: int) -> Workload:
+    """A recorded call with standard normal values in place of its query, key and value.
+
+    Shapes, strides, dtype, mask and scale are the call's, so that all that can differ in speed and
+    error is due to the values.
+    """
+
+    def load(device: torch.device) -> AttentionCall:
+        call = recorded.load(device)
+        generator = torch.Generator(device).manual_seed(seed)
+        tensors = {}
+        for name in ("query", "key", "value"):
+            tensors[name] = copy_with_strides(getattr(call, name), device)
+            stored = narrow_expanded(tensors[name])
+            stored.copy_(torch.randn(stored.shape, generator=generator, device=device))
+        origin = replace(call.origin, weights=NO_WEIGHTS)
+        return replace(call.with_tensors(tensors), output=None, origin=origin)
+
+    source = {"kind": "twin", "of": recorded.source, "seed": seed}
+    return Workload(f"{recorded.name}-random", load, source if recorded.source else {})
 
 
 def _square(

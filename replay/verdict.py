@@ -2,7 +2,8 @@
 
 Nothing here is a number that someone found comfortable for exact kernels: what one may err by on a
 call is measured on that call, with eager attention in the call's own dtype. Quantised kernels are
-judged by a rule of their own and never mixed with the exact ones.
+judged by a rule of their own and never mixed with the exact ones; sparse ones are judged as exact
+on the keys that they chose.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from capture.call import AttentionCall
 from replay.accuracy import Errors, check_comparable, chunks, cosines
 
-AccuracyClass = Literal["exact", "quantised"]
+AccuracyClass = Literal["exact", "quantised", "sparse"]
 
 MINIMUM_COSINE = 0.99
 """Below this a quantised output points elsewhere: working 8-bit kernels on real inputs stay above
@@ -130,11 +131,15 @@ def judge(
     must also have max(1 - row cosine) ≤ 2 · that of the same-dtype output + that of rounding. (Not
     those of 32: honest kernels reach 78 times that limit there, by the order of their sums.)
 
+    `sparse` (it attends to keys that it chose): the same rule, with gold, errors and tolerance of
+    the call restricted to those keys (`replay.sparsity.restricted`). How far that is from attention
+    to all keys is recorded and judged by nobody but the user.
+
     `quantised`: `MINIMUM_COSINE` and `MAXIMUM_RELATIVE_L1`, which separate usable from broken; what
     is good enough for a model is for its user to decide on the recorded figures.
 
     Raises:
-        ValueError: class `exact` without a tolerance.
+        ValueError: class `exact` or `sparse` without a tolerance.
     """
     if errors.mismatched_nonfinite:
         return Verdict(
@@ -146,7 +151,9 @@ def judge(
     if accuracy_class == "quantised":
         return _judge_quantised(errors)
     if tolerance is None:
-        raise ValueError("an exact kernel is judged by a tolerance: pass `tolerance(...)`")
+        raise ValueError(
+            f"a kernel of class {accuracy_class!r} is judged by a tolerance: pass `tolerance(...)`"
+        )
     largest = _judge_largest(errors, tolerance)
     if tolerance.rows is None:
         return largest

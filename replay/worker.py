@@ -30,7 +30,7 @@ from replay.registry import find
 from replay.results import CallFacts
 from replay.runner import replay
 from replay.settings import Settings
-from replay.synthetic import Spec, dtype, workload
+from replay.synthetic import Spec, dtype, twin, workload
 from replay.workloads import Workload, pickled_call, recorded_call
 
 
@@ -108,6 +108,8 @@ def _workload(source: dict[str, Any]) -> Workload:
         return recorded_call(replace(entry, nbytes=source["nbytes"], sha256=source["sha256"]))
     if source["kind"] == "pickled":
         return pickled_call(Path(source["path"]))
+    if source["kind"] == "twin":
+        return twin(_workload(source["of"]), source["seed"])
     spec = Spec(**{**source["spec"], "dtype": dtype(source["spec"]["dtype"])})
     return workload(source["name"], source["model"], spec, source["seed"])
 

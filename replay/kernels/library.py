@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -83,6 +84,34 @@ def version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
+
+
+TRITON_INSTALL = "pip install 'triton>=3.4'"
+"""What our own kernels need; older ones have no tensor descriptors on the host."""
+
+
+def is_interpreted() -> bool:
+    """Whether Triton kernels run in its interpreter here: correct, and of no use for timing."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+
+
+def triton_unavailable(device: torch.device) -> str | None:
+    """Why our own Triton kernels cannot run on a device.
+
+    They need a GPU of compute capability 8.0 or higher, or TRITON_INTERPRET=1, which must be set
+    before the process starts.
+    """
+    if not is_interpreted():
+        if device.type != "cuda" or not torch.cuda.is_available():
+            return "needs a CUDA GPU, or TRITON_INTERPRET=1 to be checked on the CPU"
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 0):
+            here = ".".join(map(str, capability))
+            return f"needs compute capability 8.0 or higher (this GPU has {here})"
+    found = _import("triton.tools.tensor_descriptor")
+    if isinstance(found, str):
+        return f"cannot be imported: {found}" if found else f"not installed: {TRITON_INSTALL}"
+    return None
 
 
 @functools.cache

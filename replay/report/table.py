@@ -100,6 +100,10 @@ def _is_correct(group: Group, name: str) -> bool:
     return all(row.is_correct for row in group.rows[name])
 
 
+def _is_sparse(group: Group, name: str) -> bool:
+    return any(row.kept is not None for row in group.rows[name])
+
+
 def _table(group: Group, names: Sequence[str], wanted: Sequence[Column]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="cyan", padding=(0, 1, 0, 0))
     table.add_column("kernel", overflow="fold", min_width=min(20, max(map(len, names))))
@@ -142,6 +146,7 @@ def _accuracy(wanted: set[str], reference: str) -> list[Column]:
         error("max abs", "max_abs", "{:.1e}".format, 1),
         error("row min", "row_cosine_min", _not_rounded_up(4), -1),
         error("NaN", "nan_count", lambda count: str(count) if count else "-", 1),
+        Column("kept", _kept_cell, "kept"),
         Column(
             "verdict", lambda group, name: statuses(group.rows[name]), "status", "of every call"
         ),
@@ -189,6 +194,11 @@ def _stats() -> list[Column]:
         for which, heading in (("output_summary", ""), ("reference_summary", "ref "))
         for name in ("min", "max", "mean", "std")
     ]
+
+
+def _kept_cell(group: Group, name: str) -> str:
+    kept = sorted(row.kept for row in group.rows[name] if row.kept is not None)
+    return f"{kept[len(kept) // 2]:.3g}" if kept else "-"
 
 
 def _time_cell(group: Group, name: str) -> str:
@@ -265,6 +275,11 @@ def _notes(group: Group, ran: Sequence[str], reference: str) -> list[Text]:
             notes.append(
                 f"{name}: {row.reason}; worst at {place(row.call)}, batch {batch} head {head}"
             )
+        kept = [row for row in group.rows[name] if row.kept is not None]
+        if kept:
+            notes.append(
+                f"{name}: errors are against attention to all keys; its verdict is {kept[0].reason}"
+            )
         flags = sorted({flag for row in group.rows[name] for flag in row.flags})
         if flags:
             notes.append(f"{name}: {', '.join(flags)}")
@@ -313,7 +328,10 @@ def _print_fastest(groups: Sequence[Group], console: Console) -> None:
         timed = [
             name
             for name in group.rows
-            if _is_correct(group, name) and typical_time(group.rows[name])
+            if _is_correct(group, name)
+            and typical_time(group.rows[name])
+            # A sparse kernel does less: whether that is enough is no matter of speed.
+            and not _is_sparse(group, name)
         ]
         if not timed:
             continue

@@ -71,6 +71,10 @@ def test_random_shape(run_cli: RunCli) -> None:
         ((*SHAPE, "--cache", "cold"), ("--cache cold is for GPUs",)),
         (("--random", "-hq", "6", "-hk", "4"), ("-hq 6 is not a multiple of -hk 4",)),
         (("--random", "-sq", "0"), ("-sq must be at least 1",)),
+        ((*SHAPE, "--also-random"), ("--also-random goes with recorded calls", "--dir")),
+        ((*SHAPE, "--keep", "0.1"), ("--keep is for triton-sparse-decode", "--kernels")),
+        ((*SHAPE, "--page-size", "8", "--kernels", "flex"), ("--page-size is for triton-paged",)),
+        ((*SHAPE, "--kernels", "triton-sparse-decode[keep=2]"), ("at most 1, not 2",)),
         (("--dir", "missing"), ("missing: no such directory", "capture --model")),
         (("--suite", "llama", "--max-seq", "10"), ("--max-seq 10 leaves nothing of llama", "1024")),
         ((*SHAPE, "--json", "no/such/folder/rows.jsonl"), ("cannot write no/such/folder",)),
@@ -93,7 +97,14 @@ def test_wrong_usage_is_one_sentence_with_the_remedy(
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--suite", "nope"), ("--rounds", "0"), ("--random", "--suite", "llama")]
+    "arguments",
+    [
+        ("--suite", "nope"),
+        ("--rounds", "0"),
+        ("--random", "--suite", "llama"),
+        (*SHAPE, "--keep", "0"),
+        (*SHAPE, "--page-size", "0"),
+    ],
 )
 def test_what_argparse_refuses(run_cli: RunCli, arguments: tuple[str, ...]) -> None:
     assert run_cli(*arguments)[0] == 2
@@ -116,6 +127,49 @@ def test_recorded_calls_against_the_models_own_backend(run_cli: RunCli, recorded
     assert {row["kernel"] for row in found} == {"torch-flash", "torch-math"}
     assert {row["speedup"]["vs"] for row in found if row["speedup"]} == {"torch-math"}
     assert all(row["accuracy"]["captured"] for row in found)
+
+
+def test_random_values_beside_recorded_ones(run_cli: RunCli, recorded: Path) -> None:
+    arguments = ("--dir", str(recorded), *QUICK, "--kernels", "torch-flash", "--seed", "9")
+    arguments = (*arguments, "--also-random")
+    code, out, _ = run_cli(*arguments, "--json=-")
+    assert code == 0
+    found = [row for row in rows(out) if row["kernel"] == "torch-flash"]
+    names = [f"model-{index:06d}{suffix}" for index in range(3) for suffix in ("", "-random")]
+    assert [row["call"]["name"] for row in found] == names
+    for real, random in zip(found[::2], found[1::2], strict=True):
+        assert real["call"]["shape"] == random["call"]["shape"]
+        assert real["call"]["module"] == random["call"]["module"]
+        assert random["call"]["weights"].startswith("none: random values")
+        assert real["accuracy"]["gold"]["rmse"] != random["accuracy"]["gold"]["rmse"]
+        assert random["accuracy"]["captured"] is None
+    table = run_cli(*arguments)[1]
+    assert table.count("weights: none: random values") == 1
+
+
+def test_options_are_in_the_kernels_name(run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    shape = ("--random", "-hq", "4", "-hk", "2", "-sq", "1", "-sk", "90", "-d", "32")
+    code, out, err = run_cli(
+        *shape, *QUICK, "--kernels", "triton-*decode", "--keep", "0.1", "--page-size", "8",
+        "--json=-",
+    )  # fmt: skip
+    assert (code, err.strip()) == (0, "")
+    found = {row["kernel"]: row for row in rows(out)}
+    assert set(found) >= {
+        "triton-decode",
+        "triton-paged-decode[page_size=8]",
+        "triton-sparse-decode[keep=0.1]",
+        "triton-paged-sparse-decode[keep=0.1,page_size=8]",
+    }
+    for name, row in found.items():
+        assert row["status"] in ("ok", "not-timed"), row["reason"]
+        is_sparse = "sparse" in name
+        assert row["kept"] == (pytest.approx(0.1) if is_sparse else None)
+        assert (row["accuracy"]["chosen"] is not None) == is_sparse
+        if is_sparse:
+            assert row["accuracy"]["chosen"]["cosine"] > 0.999 > row["accuracy"]["gold"]["cosine"]
+            assert "on the keys that it chose" in row["reason"]
 
 
 def test_an_altered_file_is_named_and_the_others_are_replayed(

@@ -158,6 +158,23 @@ def test_a_kernel_wrong_on_one_call_of_a_group_is_not_the_fastest() -> None:
     assert "mine" not in text.partition("fastest correct kernel")[2]
 
 
+def test_a_sparse_kernel_says_how_much_it_keeps_and_is_not_the_fastest() -> None:
+    rows = []
+    for name in ("call-0", "call-1"):
+        sparse = row("sparse", call(name), (0.1, 0.1, 0.1), reason="on the keys that it chose, …")
+        sparse.kept = 0.02
+        rows += [row("base", call(name)), row("exact", call(name), (0.5, 0.5, 0.5)), sparse]
+    rows += [row("base", call("other", kv_len=128)), row("exact", call("other", kv_len=128))]
+    text = report(rows)
+    assert re.search(r"^kernel .* kept +verdict", text, re.MULTILINE)
+    assert re.search(r"^sparse .* 0\.02 +ok", text, re.MULTILINE)
+    assert "sparse: errors are against attention to all keys; its verdict is on the keys" in text
+    fastest = text.partition("fastest correct kernel")[2]
+    assert "exact" in fastest
+    assert "sparse" not in fastest
+    assert "kept" not in report(rows[:2])
+
+
 def test_nothing_is_the_fastest_where_nothing_is_correct() -> None:
     wrong = row("mine", call("b", kv_len=128), status="inaccurate", reason="exceeds")
     fastest = report([row("base", call("a")), wrong]).partition("fastest correct kernel")[2]

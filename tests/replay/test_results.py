@@ -61,7 +61,8 @@ def row() -> Row:
         gb_per_s=1000.0,
         flop_per_byte=70.0,
         comparison=Comparison("torch-default", Speedup(1.5, 1.4, 1.6, "faster")),
-        accuracy=Accuracy(errors, errors, errors, errors),
+        kept=0.02,
+        accuracy=Accuracy(errors, errors, errors, errors, errors),
         output_summary=Summary(-1.0, 1.0, 0.0, 0.5),
         reference_summary=Summary(-1.0, 1.0, 0.0, 0.5),
         peak_bytes=12,
@@ -102,6 +103,7 @@ def test_a_replays_rows_have_no_other_leaves(
     call = make_call(with_output=True)
     known = {item.path for item in FIELDS} | SAMPLES
     empty = {"comparison", "speedup", "core_time_ms", "gpu_before", "gpu_during"}
+    empty.add("accuracy.chosen")
     for produced in replay([workload(call)], [broken], settings):
         assert set(leaves(row_to_json(produced))) <= known | empty
     assert {f"machine.{name}" for name in describe(torch.device("cpu"))} <= known

@@ -7,9 +7,11 @@ from dataclasses import astuple, replace
 import pytest
 import torch
 
+from capture.call import AttentionCall, Origin
 from replay import synthetic
 from replay.cli import SUITES as SUITE_NAMES
-from replay.synthetic import SUITES, ShapeError, Spec, check_size, suite, workloads
+from replay.synthetic import SUITES, ShapeError, Spec, check_size, suite, twin, workloads
+from replay.workloads import Workload
 
 CPU = torch.device("cpu")
 SMALL = Spec(1, 4, 2, 5, 7, 8, 16)
@@ -134,3 +136,27 @@ def test_a_shape_too_large_is_refused_with_one_that_fits(monkeypatch: pytest.Mon
     machine(0.5, 1e18)
     with pytest.raises(ShapeError, match="even the shortest, 1024 long, does not fit"):
         check_size(specs, CPU, kernels=4)
+
+
+def test_a_twin_has_everything_of_a_call_but_its_values() -> None:
+    fused = torch.randn(2, 9, 4, 3, 8).to(torch.bfloat16)
+    query, key, value = (fused[:, :, :, part].transpose(1, 2) for part in range(3))
+    key = key[:, :1].expand(2, 4, 9, 8)
+    mask = torch.rand(2, 1, 1, 9) > 0.5
+    origin = Origin(
+        model="model", weights="a checkpoint", module="layers.3", step=7, phase="decode"
+    )
+    call = AttentionCall(query, key, value, mask, query.clone(), scale=0.3, origin=origin)
+    recorded = Workload("call", lambda device: call)
+    found = twin(recorded, 5).load(CPU)
+    for name in ("query", "key", "value"):
+        one, other = getattr(call, name), getattr(found, name)
+        assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+        assert not torch.equal(one, other)
+        assert 0.7 < float(other.float().std()) < 1.3
+    assert found.attn_mask is mask
+    assert (found.scale, found.is_causal, found.output) == (0.3, False, None)
+    assert found.origin == replace(origin, weights="none: random values, standard normal")
+    assert torch.equal(found.query, twin(recorded, 5).load(CPU).query)
+    assert not torch.equal(found.query, twin(recorded, 6).load(CPU).query)
+    assert twin(recorded, 5).name == "call-random"

@@ -126,6 +126,17 @@ def test_exact_needs_a_tolerance() -> None:
         verdict_of(rows([1.0]), rows([1.0]))
 
 
+def test_sparse_is_judged_as_exact() -> None:
+    call = long_call(torch.bfloat16)
+    gold = attention(call)
+    allowed = tolerance(call, same_dtype(call), gold)
+    for output in (gold.to(call.dtype), torch.zeros_like(call.query)):
+        exact = verdict_of(output, gold, "exact", allowed)
+        assert verdict_of(output, gold, "sparse", allowed) == exact
+    with pytest.raises(ValueError, match="class 'sparse' is judged by a tolerance"):
+        verdict_of(gold, gold, "sparse")
+
+
 def test_tolerance_by_hand() -> None:
     one = torch.ones(1, 1, 1, 1, dtype=torch.bfloat16)
     call = AttentionCall(one, one, one)

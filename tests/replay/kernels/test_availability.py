@@ -57,6 +57,7 @@ def test_the_catalogue() -> None:
         expected = "quantised" if name.startswith(QUANTISED) else "exact"
         assert kernel.accuracy_class == expected, name
         assert kernel.unavailable(torch.device("cpu")) == "needs a CUDA GPU"
+        assert kernel.own_process == name.startswith("te-")
     for name, kernel in kernels.items():
         if kernel.variant_of:
             base = kernels[kernel.variant_of]
@@ -67,6 +68,35 @@ def test_the_catalogue() -> None:
             assert kernel.accuracy_class == base.accuracy_class
         elif name.startswith(("torch-default", "torch-math", "flex")):
             assert kernel.library == "torch"
+
+
+OURS = ("triton-fa2", "triton-varlen")
+
+
+def test_our_own_kernels(
+    monkeypatch: pytest.MonkeyPatch, gpu: Callable[[int, int], torch.device]
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for name in OURS:
+        kernel = catalogue()[name]
+        assert (kernel.library, kernel.default, kernel.variant_of) == ("triton", True, "")
+        assert kernel.about
+        unavailable = kernel.unavailable
+        assert unavailable(torch.device("cpu")) == (
+            "needs a CUDA GPU, or TRITON_INTERPRET=1 to be checked on the CPU"
+        )
+        assert unavailable(gpu(7, 5)) == (
+            "needs compute capability 8.0 or higher (this GPU has 7.5)"
+        )
+        library._import.cache_clear()
+        monkeypatch.setitem(sys.modules, "triton.tools.tensor_descriptor", ModuleType("found"))
+        assert unavailable(gpu(8, 0)) is None
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        assert unavailable(torch.device("cpu")) is None
+        library._import.cache_clear()
+        monkeypatch.setitem(sys.modules, "triton.tools.tensor_descriptor", None)
+        assert unavailable(torch.device("cpu")) == f"not installed: {kernel.install}"
+        monkeypatch.delenv("TRITON_INTERPRET")
 
 
 def test_no_library_is_imported_with_the_catalogue() -> None:

@@ -1,0 +1,57 @@
+"""Replays synthetic calls with one set of workers and writes a result file."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks import results
+from replay.environments import interpreters
+from replay.execution import execution
+from replay.registry import select
+from replay.results import row_to_json
+from replay.settings import Settings
+from replay.timing import Cache
+from replay.workloads import Workload
+
+
+def parser(description: str | None, kernels: str, out: str) -> argparse.ArgumentParser:
+    """The arguments that every such benchmark takes, with its own defaults."""
+    found = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    found.add_argument("--kernels", default=kernels)
+    found.add_argument("--env", action="append", default=[], metavar="NAME=PYTHON")
+    found.add_argument("--out", type=Path, default=results.DIRECTORY / out)
+    found.add_argument("--max-seconds", type=float, default=2.0, help="of a kernel on a call")
+    return found
+
+
+def sweep(calls: Sequence[tuple[Workload, Cache]], arguments: argparse.Namespace) -> None:
+    """Run the kernels on the calls and write what ran, or could not run a call, to `--out`.
+
+    Needs a GPU: on a CPU these shapes take hours.
+    """
+    device = torch.device("cuda")
+    kernels, _ = select(arguments.kernels)
+    rows = []
+    with execution(
+        in_process=False, interpreters=interpreters(arguments.env, None), timeout=300.0
+    ) as where:
+        allotted = where.allot(kernels, device)
+        for call, cache in calls:
+            settings = Settings(device, cache, max_seconds=arguments.max_seconds)
+            began = time.monotonic()
+            new = list(where.replay([call], allotted, settings, lambda workload, stage: None))
+            rows += [row_to_json(row) for row in new if row.status != "unavailable"]
+            print(f"{call.name}: {time.monotonic() - began:.0f} s", flush=True)
+            for row in new:
+                speed = row.time_ms and f"{row.time_ms.p50:.4f} ms, {row.tflops:.0f} TFLOPS"
+                print(f"    {row.label}: {row.status} {speed or row.reason}", flush=True)
+            results.write(rows, arguments.out)  # each time: a run cut short keeps the rest
+
+
+def cold(calls: Sequence[Workload]) -> list[tuple[Workload, Cache]]:
+    return [(call, "cold") for call in calls]

@@ -1,0 +1,44 @@
+"""Our own Triton kernels beside the best of other libraries, random values (a GPU's work).
+
+    python -m benchmarks.triton_kernels [--kernels NAMES] [--env NAME=PYTHON] [--out FILE]
+
+Prefill and decode at the shapes of our targets (benchmarks/NOTES.md), decode with a cold and a warm
+L2. Writes `benchmarks/results/triton_kernels.csv`.
+"""
+
+from __future__ import annotations
+
+from benchmarks.sweep import cold, parser, sweep
+from replay.synthetic import Spec, workloads
+
+PREFILL = (
+    Spec(1, 24, 24, 4608, 4608, 128, 128),
+    Spec(2, 30, 30, 17776, 17776, 64, 64),
+    Spec(1, 32, 32, 4096, 4096, 128, 128, is_causal=True),
+    Spec(1, 32, 8, 8192, 8192, 128, 128, is_causal=True),
+    Spec(4, 24, 24, 4250, 4250, 64, 64),
+    Spec(8, 64, 16, 1024, 1024, 64, 64, is_causal=True),
+    Spec(1, 5, 5, 75600, 75600, 128, 128),
+)
+DECODE = (
+    Spec(8, 32, 8, 1, 32768, 128, 128),
+    Spec(8, 64, 16, 1, 1024, 64, 64),
+    Spec(4, 32, 8, 1, 32000, 256, 256),
+)
+KERNELS = (
+    "torch-flash,torch-cudnn,sage1,flashinfer-fa3,flashinfer-decode,fa4,"
+    "triton-fa2,triton-fa3,triton-sage,triton-fp8,triton-sage-fp8,"
+    "triton-decode,triton-paged-decode,triton-sparse-decode,triton-paged-sparse-decode"
+)
+
+
+def main() -> None:
+    arguments = parser(__doc__, KERNELS, "triton_kernels.csv").parse_args()
+    calls = cold(workloads("decode-cold", list(DECODE), seed=0))
+    calls += [(call, "warm") for call in workloads("decode-warm", list(DECODE), seed=0)]
+    calls += cold(workloads("prefill", list(PREFILL), seed=0))
+    sweep(calls, arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,342 @@
+"""Key and value in 8 bits, laid out for the kernels of `quantised_prefill.py`.
+
+Key: INT8 or FP8 (e4m3), one scale for every `GROUP` keys of a head. By default the mean over the
+sequence is subtracted first ("K smoothing", SageAttention, Zhang et al. 2024): it adds the same
+number to all scores of a query, which softmax does not see, and takes away the offset that the keys
+of many models share, which would use up the 8 bits.
+
+Value: FP8, one scale for every `GROUP` keys of a head, transposed because 8-bit tensor-core
+operands must be adjacent along the summed dimension, here the keys. Within every 16 of them keys
+are stored in the order of `KEY_ORDER`. That is the order in which a thread of a warp that has
+computed scores holds them when it hands probabilities to the second product, so that none has to
+change threads.
+
+The query is quantised by the attention kernel itself, a scale for each row: it is read only once.
+
+Everything is read twice at most and written once: a first launch for the mean, if that is wanted,
+and a second for the rest. Rows beyond the last key are zeros, their scores are masked.
+
+NaN and infinity: in an INT8 group of keys they make the scale NaN, hence every score of that group,
+in FP8 they become NaN where they stand. With smoothing the mean is not finite either, and so all
+scores of that head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+GROUP = 128
+"""Keys that share a scale."""
+
+KEY_ORDER = tuple(8 * pair + 2 * lane + i for lane in range(4) for pair in (0, 1) for i in (0, 1))
+"""Position p of 16 stored values holds that of key KEY_ORDER[p].
+
+Of 16 neighbouring scores in a row, lane l of four holds columns 2l, 2l+1, 8+2l and 9+2l (PTX, the
+accumulator of `wgmma` and `mma.m16n8`), and as 8-bit left operand 4l … 4l+3."""
+
+SMALLEST_MAXIMUM = tl.constexpr(1e-12)
+"""A group whose largest number is below becomes zeros: its scale must not underflow."""
+
+INT8_MAX = tl.constexpr(127.0)
+FP8_MAX = tl.constexpr(448.0)
+"""Largest e4m3 number."""
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+LARGEST_SPLIT = 16
+"""Parts into which a head's keys are split for their mean; every later program adds them up."""
+
+
+@dataclass(frozen=True)
+class QuantisedKeyValue:
+    """What the attention kernels of `quantised_prefill.py` read. N = Sk rounded up to `GROUP`."""
+
+    key: Tensor
+    """(B, Hkv, N, D') int8 or float8_e4m3fn, D' = `padded_dim(D)`, zeros beyond Sk and D."""
+    key_scale: Tensor
+    """(B, Hkv, N / GROUP) float32: key ≈ quantised · scale (+ mean, which does not matter)."""
+    value: Tensor
+    """(B, Hkv, D', N) float8_e4m3fn in `KEY_ORDER`, or the value (B, Hkv, Sk, Dv) as it came."""
+    value_scale: Tensor | None
+    """(B, Hkv, N / GROUP) float32; None with a value in 16 bits."""
+    kv_len: int
+    v_head_dim: int
+
+
+def padded_dim(head_dim: int) -> int:
+    """The size of a tensor-core tile that holds `head_dim`: a power of two from 32."""
+    return max(32, 1 << (head_dim - 1).bit_length())
+
+
+@triton.jit(do_not_specialize=["kv_heads", "kv_len", "rows_per_program"])
+def _sum_keys(
+    key_ptr,
+    stride_b,
+    stride_h,
+    stride_s,
+    stride_d,
+    sum_ptr,
+    kv_heads,
+    kv_len,
+    rows_per_program,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """The sum of one part of a head's keys: (B · Hkv, splits, BLOCK_D) float32."""
+    split, head = tl.program_id(0), tl.program_id(1)
+    columns = tl.arange(0, BLOCK_D)
+    key_ptr += (head // kv_heads).to(tl.int64) * stride_b + (head % kv_heads).to(
+        tl.int64
+    ) * stride_h
+    total = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
+    first = split * rows_per_program
+    for start in tl.range(first, tl.minimum(first + rows_per_program, kv_len), BLOCK_S):
+        rows = start + tl.arange(0, BLOCK_S)
+        total += tl.load(
+            key_ptr + rows[:, None].to(tl.int64) * stride_s + columns[None, :] * stride_d,
+            mask=(rows[:, None] < kv_len) & (columns[None, :] < HEAD_DIM),
+            other=0.0,
+        ).to(tl.float32)
+    part = (head * tl.num_programs(0) + split).to(tl.int64) * BLOCK_D
+    tl.store(sum_ptr + part + columns, tl.sum(total, axis=0))
+
+
+@triton.jit
+def to_int8(x, largest):
+    """x / largest · 127, rounded to the nearest."""
+    return tl.floor(x * (1.0 / largest) * INT8_MAX + 0.5).to(tl.int8)
+
+
+@triton.jit
+def round_to_fp8(x):
+    """x, at most 448 in magnitude, as e4m3, rounded to the nearest."""
+    if INTERPRETED:
+        # Triton's interpreter halves numbers that round up to a power of two: leave it none.
+        exponent = tl.maximum(tl.floor(tl.log2(tl.maximum(tl.abs(x), 1e-9))), -6.0)
+        step = tl.exp2(exponent - 3)
+        x = tl.minimum(tl.maximum(tl.floor(x / step + 0.5) * step, -FP8_MAX), FP8_MAX)
+    return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def to_fp8(x, largest):
+    """x / largest · 448 as e4m3, rounded to the nearest."""
+    return round_to_fp8(x * (1.0 / largest) * FP8_MAX)
+
+
+@triton.jit
+def _quantise_key(
+    key_ptr,
+    stride_s,
+    stride_d,
+    sum_ptr,
+    output_ptr,
+    scale_ptr,
+    group,
+    kv_len,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """One group of keys; the pointers are those of its head, `output_ptr` that of the group."""
+    rows = group * GROUP + tl.arange(0, GROUP)
+    columns = tl.arange(0, BLOCK_D)
+    is_key = (rows[:, None] < kv_len) & (columns[None, :] < HEAD_DIM)
+    offsets = rows[:, None].to(tl.int64) * stride_s + columns[None, :] * stride_d
+    key = tl.load(key_ptr + offsets, mask=is_key, other=0.0).to(tl.float32)
+    if SPLITS > 0:
+        parts = tl.arange(0, SPLITS)[:, None] * BLOCK_D + columns[None, :]
+        mean = tl.sum(tl.load(sum_ptr + parts), axis=0) / kv_len
+        key = tl.where(is_key, key - mean[None, :], 0.0)
+    is_finite = tl.abs(key) < float("inf")
+    largest = tl.max(tl.where(is_finite, tl.abs(key), 0.0))
+    largest = tl.maximum(largest, SMALLEST_MAXIMUM)
+    output = output_ptr + tl.arange(0, GROUP)[:, None] * BLOCK_D + columns[None, :]
+    if output_ptr.dtype.element_ty == tl.int8:
+        tl.store(output, to_int8(tl.where(is_finite, key, 0.0), largest))
+        tl.store(scale_ptr + group, largest / INT8_MAX + tl.sum(key * 0.0))
+    else:
+        tl.store(output, to_fp8(tl.where(is_finite, key, float("nan")), largest))
+        tl.store(scale_ptr + group, largest / FP8_MAX)
+
+
+@triton.jit
+def _quantise_value(
+    value_ptr,
+    stride_s,
+    stride_d,
+    output_ptr,
+    scale_ptr,
+    group,
+    groups,
+    kv_len,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """One group of values, transposed and in `KEY_ORDER`; the pointers are those of its head."""
+    # KEY_ORDER: bit 1 of a position is the pair's, bits 2 and 3 are the lane's.
+    position = tl.arange(0, GROUP)
+    order = (position & ~15) + (position & 1) + (position & 2) * 4 + (position & 12) // 2
+    rows = group * GROUP + order
+    columns = tl.arange(0, BLOCK_D)
+    is_value = (rows[:, None] < kv_len) & (columns[None, :] < HEAD_DIM)
+    offsets = rows[:, None].to(tl.int64) * stride_s + columns[None, :] * stride_d
+    value = tl.load(value_ptr + offsets, mask=is_value, other=0.0).to(tl.float32)
+    is_finite = tl.abs(value) < float("inf")
+    largest = tl.max(tl.where(is_finite, tl.abs(value), 0.0))
+    largest = tl.maximum(largest, SMALLEST_MAXIMUM)
+    quantised = to_fp8(tl.where(is_finite, value, float("nan")), largest)
+    row = columns[:, None].to(tl.int64) * groups * GROUP
+    tl.store(output_ptr + row + group * GROUP + position[None, :], tl.trans(quantised))
+    tl.store(scale_ptr + group, largest / FP8_MAX)
+
+
+@triton.jit(do_not_specialize=["kv_heads", "kv_len"])
+def _quantise(
+    key_ptr,
+    key_stride_b,
+    key_stride_h,
+    key_stride_s,
+    key_stride_d,
+    value_ptr,
+    value_stride_b,
+    value_stride_h,
+    value_stride_s,
+    value_stride_d,
+    sum_ptr,
+    key_out_ptr,
+    key_scale_ptr,
+    value_out_ptr,
+    value_scale_ptr,
+    kv_heads,
+    kv_len,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """One group of keys, or (in programs with a third index of 1) one group of values.
+
+    SPLITS is 0 without smoothing.
+    """
+    group, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    groups = tl.num_programs(0)
+    batch, kv_head = head // kv_heads, head % kv_heads
+    if tl.program_id(2) == 0:
+        _quantise_key(
+            key_ptr + batch * key_stride_b + kv_head * key_stride_h,
+            key_stride_s,
+            key_stride_d,
+            sum_ptr + head * SPLITS * BLOCK_D if SPLITS > 0 else None,
+            key_out_ptr + (head * groups + group) * GROUP * BLOCK_D,
+            key_scale_ptr + head * groups,
+            group,
+            kv_len,
+            HEAD_DIM,
+            BLOCK_D,
+            GROUP,
+            SPLITS,
+        )
+    elif value_scale_ptr is not None:
+        _quantise_value(
+            value_ptr + batch * value_stride_b + kv_head * value_stride_h,
+            value_stride_s,
+            value_stride_d,
+            value_out_ptr + head * BLOCK_DV * groups * GROUP,
+            value_scale_ptr + head * groups,
+            group,
+            groups,
+            kv_len,
+            V_HEAD_DIM,
+            BLOCK_DV,
+            GROUP,
+        )
+
+
+def key_sums(key: Tensor) -> Tensor:
+    """Sums over parts of the sequence whose own sum is that over all of it.
+
+    `key` (B, Hkv, Sk, D) of any strides; (B · Hkv, splits, `padded_dim(D)`) float32.
+    """
+    batch, kv_heads, kv_len, head_dim = key.shape
+    block_dim = padded_dim(head_dim)
+    block_rows = max(16, 8192 // block_dim)
+    # Plain arithmetic: Triton's own helpers cost microseconds a call on the host.
+    splits = min(LARGEST_SPLIT, 1 << ((kv_len - 1) // (4 * block_rows)).bit_length())
+    rows_per_program = -(-kv_len // (splits * block_rows)) * block_rows
+    sums = torch.empty(
+        (batch * kv_heads, splits, block_dim), dtype=torch.float32, device=key.device
+    )
+    _sum_keys[(splits, batch * kv_heads)](
+        key,
+        *key.stride(),
+        sums,
+        kv_heads,
+        kv_len,
+        rows_per_program,
+        HEAD_DIM=head_dim,
+        BLOCK_D=block_dim,
+        BLOCK_S=block_rows,
+        num_warps=4,
+    )
+    return sums
+
+
+def quantise_key_value(
+    key: Tensor,
+    value: Tensor,
+    key_dtype: torch.dtype = torch.int8,
+    quantise_value: bool = False,
+    smooth_k: bool = True,
+) -> QuantisedKeyValue:
+    """Key in `key_dtype` (int8 or float8_e4m3fn) and, if wanted, value in float8_e4m3fn.
+
+    `key` (B, Hkv, Sk, D) and `value` (B, Hkv, Sk, Dv) of any strides, float16 or bfloat16, Sk at
+    least 1; neither is changed. `smooth_k` subtracts the mean over the sequence from the key.
+    """
+    batch, kv_heads, kv_len, head_dim = key.shape
+    v_head_dim = value.shape[3]
+    groups = -(-kv_len // GROUP)
+    block_dim, block_v_dim = padded_dim(head_dim), padded_dim(v_head_dim)
+    sums = key_sums(key) if smooth_k else None
+
+    def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty((batch, kv_heads, *shape), dtype=dtype, device=key.device)
+
+    key_out = empty(groups * GROUP, block_dim, dtype=key_dtype)
+    key_scale = empty(groups, dtype=torch.float32)
+    value_out, value_scale = value, None
+    if quantise_value:
+        value_out = empty(block_v_dim, groups * GROUP, dtype=torch.float8_e4m3fn)
+        value_scale = empty(groups, dtype=torch.float32)
+    _quantise[(groups, batch * kv_heads, 2 if quantise_value else 1)](
+        key,
+        *key.stride(),
+        value,
+        *value.stride(),
+        sums,
+        key_out,
+        key_scale,
+        value_out,
+        value_scale,
+        kv_heads,
+        kv_len,
+        HEAD_DIM=head_dim,
+        BLOCK_D=block_dim,
+        V_HEAD_DIM=v_head_dim,
+        BLOCK_DV=block_v_dim,
+        GROUP=GROUP,
+        SPLITS=0 if sums is None else sums.shape[1],
+        num_warps=8,
+    )
+    return QuantisedKeyValue(key_out, key_scale, value_out, value_scale, kv_len, v_head_dim)

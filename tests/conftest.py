@@ -1,0 +1,23 @@
+"""How our Triton kernels run in the tests: compiled where there is a GPU, else interpreted.
+
+Triton decides that when a kernel is defined, and for its own library when that is imported, which
+much of what the tests import does (diffusers, torch.compile). So it happens here, before any other
+import, and the variable does not stay set: processes that tests start, and what they ask our code,
+see none unless a test sets it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        package = importlib.import_module("replay.triton_kernels")
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)

@@ -1,0 +1,165 @@
+"""The decode kernels compiled, on shapes that models have, in graphs and on several streams."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from capture.call import AttentionCall
+from replay.accuracy import compare
+from replay.reference import attention, gold_dtype, same_dtype
+from replay.registry import find
+from replay.sparsity import kept_share, restricted
+from replay.verdict import judge, tolerance
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+Sizes = tuple[int, int, int, int, int, int, int]
+"""(B, Hq, Hkv, Sq, Sk, D, Dv)."""
+
+SMALL: Sizes = (8, 64, 16, 1, 1024, 64, 64)
+LONG: Sizes = (4, 32, 8, 1, 32000, 256, 256)
+
+
+def call_of(sizes: Sizes, dtype: torch.dtype = torch.bfloat16, **fields: object) -> AttentionCall:
+    batch, q_heads, kv_heads, q_len, kv_len, head_dim, v_head_dim = sizes
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda", dtype=dtype, generator=generator)
+
+    return AttentionCall(
+        normal(batch, q_heads, q_len, head_dim),
+        normal(batch, kv_heads, kv_len, head_dim),
+        normal(batch, kv_heads, kv_len, v_head_dim),
+        enable_gqa=q_heads != kv_heads,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def assert_right(output: Tensor, call: AttentionCall) -> None:
+    gold = attention(call, gold_dtype(call.device, call.dtype))
+    allowed = tolerance(call, same_dtype(call), gold)
+    verdict = judge(output, gold, compare(output, gold), "exact", allowed)
+    assert verdict.passed, verdict.sentence
+
+
+def assert_kernel_right(name: str, call: AttentionCall) -> None:
+    """Both the drop-in and the core, if there is one."""
+    kernel = find(name)
+    assert kernel.unsupported(call) is None
+    judged = call if kernel.chosen is None else restricted(call, kernel.chosen(call))
+    assert_right(kernel.attention(**call.arguments()), judged)
+    if kernel.prepare is not None:
+        assert_right(kernel.prepare(call)(), judged)
+
+
+def padding(call: AttentionCall, lengths: list[int], at_end: bool = True) -> AttentionCall:
+    place = torch.arange(call.shape.kv_len, device="cuda")
+    counted = torch.tensor(lengths, device="cuda")[:, None]
+    keys = place < counted if at_end else place >= call.shape.kv_len - counted
+    return call.with_tensors({"attn_mask": keys[:, None, None]})
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        SMALL,
+        (8, 32, 8, 1, 32768, 128, 128),
+        (2, 8, 2, 1, 1, 64, 64),
+        (2, 8, 8, 1, 7, 40, 40),
+        (2, 8, 2, 3, 127, 72, 96),
+        (1, 8, 1, 16, 4250, 80, 80),
+        (1, 12, 4, 5, 4250, 96, 40),
+        (2, 4, 1, 1, 4250, 256, 256),
+        (1, 64, 1, 4, 999, 128, 128),
+    ],
+)
+def test_decode(sizes: Sizes, dtype: torch.dtype) -> None:
+    assert_kernel_right("triton-decode", call_of(sizes, dtype))
+
+
+@pytest.mark.parametrize("sizes", [(2, 8, 2, 1, 500, 64, 64), (2, 8, 2, 9, 500, 128, 128)])
+def test_decode_with_masks(sizes: Sizes) -> None:
+    call = call_of(sizes)
+    full = (sizes[0], sizes[1], sizes[3], sizes[4])
+    generator = torch.Generator("cuda").manual_seed(1)
+    biases = torch.randn(full, device="cuda", generator=generator)
+    for mask in (biases > 0, biases, biases[:, :1, :1].to(torch.bfloat16)):
+        assert_kernel_right("triton-decode", call.with_tensors({"attn_mask": mask}))
+    assert_kernel_right("triton-decode", padding(call, [500, 3]))
+    nothing = call.with_tensors({"attn_mask": biases > math.inf})
+    assert not find("triton-decode").attention(**nothing.arguments()).any()
+
+
+def test_causal_is_aligned_top_left() -> None:
+    assert_kernel_right("triton-decode", call_of((2, 8, 2, 9, 500, 64, 64), is_causal=True))
+
+
+@pytest.mark.parametrize("name", ["triton-paged-decode", "triton-paged-decode[page_size=13]"])
+@pytest.mark.parametrize("sizes", [(3, 4, 4, 1, 1000, 64, 64), (3, 8, 2, 4, 4250, 128, 96)])
+def test_paged(name: str, sizes: Sizes) -> None:
+    call = call_of(sizes)
+    assert_kernel_right(name, call)
+    for at_end in (True, False):
+        assert_kernel_right(name, padding(call, [sizes[4], 1, 345], at_end))
+
+
+@pytest.mark.parametrize("name", ["triton-sparse-decode", "triton-paged-sparse-decode"])
+def test_sparse(name: str) -> None:
+    call = call_of(LONG)
+    assert_kernel_right(name, call)
+    chosen = find(name).chosen
+    assert chosen is not None
+    assert kept_share(call, restricted(call, chosen(call))) == pytest.approx(0.02)
+    short = padding(call_of((3, 8, 2, 2, 700, 64, 64)), [700, 1, 345], at_end=False)
+    assert_kernel_right(f"{name}[keep=0.1]", short)
+    assert_kernel_right(f"{name}[keep=1]", short)
+
+
+def test_keys_beyond_two_to_the_31_elements() -> None:
+    key = torch.empty(1, 2, 2**23 + 100, 128, device="cuda", dtype=torch.bfloat16)
+    key.normal_()
+    query = torch.randn(1, 4, 1, 128, device="cuda", dtype=torch.bfloat16)
+    output = find("triton-decode").attention(query, key, key, enable_gqa=True)
+    last = slice(-100, None)
+    mask = torch.zeros(1, 1, 1, key.shape[2], dtype=torch.bool, device="cuda")
+    mask[..., last] = True
+    masked = find("triton-decode").attention(query, key, key, mask, enable_gqa=True)
+    assert output.isfinite().all()
+    assert_right(masked, AttentionCall(query, key[:, :, last], key[:, :, last], enable_gqa=True))
+
+
+def test_views_of_one_fused_buffer() -> None:
+    fused = torch.randn(2, 700, 2, 3, 128, device="cuda", dtype=torch.bfloat16)
+    query, key, value = (fused[:, :, :, part].transpose(1, 2) for part in range(3))
+    assert_kernel_right("triton-decode", AttentionCall(query[:, :, :1], key, value))
+
+
+def test_the_same_bits_on_many_streams_and_in_graphs() -> None:
+    call = call_of((4, 32, 8, 1, 4096, 128, 128))
+    attend: Callable[..., Tensor] = find("triton-decode").attention
+    expected = attend(**call.arguments())
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    outputs = []
+    for turn in range(200):
+        with torch.cuda.stream(streams[turn % 4]):
+            outputs.append(attend(**call.arguments()))
+    graphs = []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            outputs += [attend(**call.arguments()) for _ in range(10)]
+        graphs.append(graph)
+    for turn in range(20):
+        with torch.cuda.stream(streams[turn % 2]):
+            graphs[turn % 2].replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(output, expected) for output in outputs)

@@ -1,0 +1,155 @@
+"""The prefill and variable-length kernels compiled, on shapes that models have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from capture.call import AttentionCall
+from replay.accuracy import compare
+from replay.reference import attention, gold_dtype, same_dtype
+from replay.registry import catalogue
+from replay.verdict import judge, tolerance
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+Sizes = tuple[int, int, int, int, int, int, int]
+"""(B, Hq, Hkv, Sq, Sk, D, Dv)."""
+
+
+def call_of(sizes: Sizes, dtype: torch.dtype = torch.bfloat16, **fields: object) -> AttentionCall:
+    batch, q_heads, kv_heads, q_len, kv_len, head_dim, v_head_dim = sizes
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda", dtype=dtype, generator=generator)
+
+    return AttentionCall(
+        normal(batch, q_heads, q_len, head_dim),
+        normal(batch, kv_heads, kv_len, head_dim),
+        normal(batch, kv_heads, kv_len, v_head_dim),
+        enable_gqa=q_heads != kv_heads,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def verify(name: str, call: AttentionCall) -> None:
+    """The drop-in and its core, by the replay's own verdict."""
+    kernel = catalogue()[name]
+    assert kernel.unavailable(call.device) is None
+    assert kernel.unsupported(call) is None
+    gold = attention(call, gold_dtype(call.device, call.dtype))
+    allowed = tolerance(call, same_dtype(call), gold)
+    runs: list[Callable[[], Tensor]] = [lambda: kernel.attention(**call.arguments())]
+    if kernel.prepare is not None:
+        runs.append(kernel.prepare(call))
+    for run in runs:
+        output = run()
+        verdict = judge(output, gold, compare(output, gold), "exact", allowed)
+        assert verdict.passed, verdict.sentence
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_causal"),
+    [
+        ((8, 64, 16, 1024, 1024, 64, 64), True),
+        ((1, 24, 24, 4608, 4608, 128, 128), False),
+        ((1, 32, 8, 4096, 4096, 128, 128), True),
+        ((1, 24, 24, 4250, 4250, 64, 64), False),
+        ((2, 4, 2, 127, 4250, 64, 64), True),
+        ((2, 4, 2, 4250, 127, 128, 128), True),
+        ((2, 4, 2, 7, 1, 64, 64), False),
+        ((2, 4, 2, 1, 7, 256, 256), False),
+        ((1, 4, 2, 1000, 1000, 192, 128), True),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_prefill(sizes: Sizes, is_causal: bool, dtype: torch.dtype) -> None:
+    verify("triton-fa2", call_of(sizes, dtype, is_causal=is_causal))
+
+
+@pytest.mark.parametrize("head_dim", [40, 72, 80, 96, 256])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_head_dims(head_dim: int, is_causal: bool) -> None:
+    verify("triton-fa2", call_of((1, 4, 2, 1100, 900, head_dim, head_dim), is_causal=is_causal))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_float32(head_dim: int) -> None:
+    sizes = (1, 4, 2, 300, 200, head_dim, head_dim)
+    verify("triton-fa2", call_of(sizes, torch.float32, is_causal=True))
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 300, 700), (2, 1, 1, 700), (300, 1), (1, 4, 300, 700)])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_masks(shape: tuple[int, ...], dtype: torch.dtype, head_dim: int) -> None:
+    values = torch.randn(shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    mask = values > 0.3 if dtype == torch.bool else values.to(dtype)
+    verify("triton-fa2", call_of((2, 4, 2, 300, 700, head_dim, head_dim), attn_mask=mask))
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_what_is_not_finite(name: str, number: float, head_dim: int) -> None:
+    call = call_of((1, 2, 2, 300, 500, head_dim, head_dim))
+    getattr(call, name)[0, 0, 5, 7] = number
+    output = catalogue()["triton-fa2"].attention(**call.arguments())
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        expected = scaled_dot_product_attention(**call.arguments())
+    torch.testing.assert_close(output, expected, rtol=0, atol=2e-2, equal_nan=True)
+
+
+def test_more_elements_than_an_int32_counts() -> None:
+    """BSHD in memory, so that it is the rows that lie far apart."""
+    heads, length, head_dim = 2, 2**18, 64
+    stride = 2**14
+    memory = torch.zeros(length * stride, dtype=torch.float16, device="cuda")
+    view = memory.as_strided((1, heads, length, head_dim), (0, head_dim, stride, 1))
+    view.copy_(torch.randn(heads, length, head_dim, device="cuda"))
+    query = view[:, :, -128:]
+    output = catalogue()["triton-fa2"].attention(query, view, view)
+    close = [each.contiguous() for each in (query, view, view)]
+    torch.testing.assert_close(output, scaled_dot_product_attention(*close), rtol=0, atol=1e-3)
+
+
+LENGTHS = (1024, 468, 631, 258, 353, 599, 732, 94)
+
+
+@pytest.mark.parametrize("head_dim", [64, 72, 128])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("is_left", [False, True])
+def test_padded(head_dim: int, is_causal: bool, is_left: bool) -> None:
+    keys = torch.arange(1024, device="cuda") < torch.tensor(LENGTHS, device="cuda")[:, None]
+    mask = (keys.flip(1) if is_left else keys)[:, None, None]
+    sizes = (8, 16, 4, 1024, 1024, head_dim, head_dim)
+    verify("triton-varlen", call_of(sizes, attn_mask=mask, is_causal=is_causal))
+
+
+@pytest.mark.parametrize("head_dim", [64, 72, 128])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_packed(head_dim: int, is_causal: bool) -> None:
+    from replay.triton_kernels.varlen import packed
+
+    tokens = sum(LENGTHS)
+    call = call_of((1, 16, 4, tokens, tokens, head_dim, head_dim))
+    query, key, value = (each[0].transpose(0, 1) for each in (call.query, call.key, call.value))
+    ends = torch.tensor((0, *LENGTHS), device="cuda").cumsum(0).to(torch.int32)
+    output = packed(query, key, value, ends, ends, max(LENGTHS), is_causal)
+    for first, last in zip(ends.tolist(), ends.tolist()[1:], strict=False):
+        own = slice(first, last)
+        expected = scaled_dot_product_attention(
+            call.query[:, :, own],
+            call.key[:, :, own],
+            call.value[:, :, own],
+            is_causal=is_causal,
+            enable_gqa=True,
+        )
+        found = output[own].transpose(0, 1)[None]
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-2)
