@@ -135,6 +135,8 @@ def _capture(arguments: argparse.Namespace) -> int:
             device=arguments.device,
         )
     progress.print(Text(f"{name}: weights {runnable.weights}"))
+    options = {each: getattr(arguments, each) for each in ("prompt", "steps", "dtype")}
+    given = {each: value for each, value in options.items() if value is not None}
     with record(
         runnable.roots,
         out=arguments.out,
@@ -144,7 +146,7 @@ def _capture(arguments: argparse.Namespace) -> int:
         modules=arguments.modules or runnable.sampled,
         weights=runnable.weights,
         seed=arguments.seed,
-        settings={"model": arguments.model, **runnable.settings},
+        settings={"model": arguments.model, "given": given, **runnable.settings},
         max_bytes=arguments.max_bytes,
         output=not arguments.no_output,
         overwrite=arguments.overwrite,

@@ -58,18 +58,24 @@ Handler = Callable[[Arguments, Callable[[], Tensor], Callable[..., Tensor]], Ten
 """`handler(arguments, proceed, sdpa) -> output`: `proceed()` makes the call as the caller wrote it,
 `sdpa` is the function it reaches."""
 
+Traced = Callable[[Arguments, Callable[[], Tensor]], Tensor]
+"""`traced(arguments, proceed) -> output`: what `torch.compile` traces in place of the call. A model
+compiled earlier is compiled anew when the code of this function, or a value that it reads, differs
+from what was traced."""
+
 _active = threading.Lock()
 _inside = threading.local()
 
 
 @contextlib.contextmanager
-def intercept(handler: Handler) -> Iterator[None]:
+def intercept(handler: Handler, traced: Traced | None = None) -> Iterator[None]:
     """Route every SDPA call of this process, from any thread, through `handler` while active.
 
-    Compiled modules run eagerly meanwhile, `nn.MultiheadAttention` leaves its fused fast path, and
-    diffusers' dispatcher uses its native (SDPA) backend, so that no call goes unseen. Everything is
-    put back on exit, whatever happened. SDPA calls that an SDPA implementation itself makes are
-    part of the outer call and are not handled again.
+    Compiled modules run eagerly meanwhile, or, with `traced`, compiled with that in place of the
+    call; `nn.MultiheadAttention` leaves its fused fast path, and diffusers' dispatcher uses its
+    native (SDPA) backend, so that no call goes unseen. Everything is put back on exit, whatever
+    happened: what was compiled before is used again. SDPA calls that an SDPA implementation itself
+    makes are part of the outer call and are not handled again.
 
     Raises:
         RuntimeError: another interception is active; two would each count the other's calls.
@@ -81,18 +87,42 @@ def intercept(handler: Handler) -> Iterator[None]:
         )
     try:
         with contextlib.ExitStack() as stack:
+            if traced is None:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(_everything_through_sdpa())
-            stack.enter_context(_replaced_everywhere(handler))
+            stack.enter_context(_replaced_everywhere(handler, traced))
             yield
     finally:
         _active.release()
 
 
+def answer(
+    handler: Handler,
+    arguments: Arguments,
+    proceed: Callable[[], Tensor],
+    sdpa: Callable[..., Tensor],
+) -> Tensor:
+    """Let `handler` answer a call, unless it is part of one that this thread is answering."""
+    if getattr(_inside, "call", False):
+        return proceed()
+    _inside.call = True
+    try:
+        return handler(arguments, proceed, sdpa)
+    finally:
+        _inside.call = False
+
+
 def _replacement(
-    sdpa: Callable[..., Tensor], handler: Handler, is_over: threading.Event
+    sdpa: Callable[..., Tensor],
+    handler: Handler,
+    traced: Traced | None,
+    is_over: threading.Event,
 ) -> Callable[..., Tensor]:
     @functools.wraps(TORCH_SDPA, assigned=("__name__", "__doc__"))
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
+        # First, and alone: nothing else here can be traced.
+        if traced is not None and torch.compiler.is_compiling():
+            return traced(bind(*args, **kwargs), lambda: sdpa(*args, **kwargs))
         # Somebody may have kept this function beyond its time, in a closure, say.
         if is_over.is_set() or getattr(_inside, "call", False):
             return sdpa(*args, **kwargs)
@@ -102,21 +132,19 @@ def _replacement(
             arguments = None
         if arguments is None:
             return sdpa(*args, **kwargs)  # which refuses a wrong call in its own words
-        _inside.call = True
-        try:
-            return handler(arguments, lambda: sdpa(*args, **kwargs), sdpa)
-        finally:
-            _inside.call = False
+        return answer(handler, arguments, lambda: sdpa(*args, **kwargs), sdpa)
 
     return scaled_dot_product_attention
 
 
 @contextlib.contextmanager
-def _replaced_everywhere(handler: Handler) -> Iterator[None]:
+def _replaced_everywhere(handler: Handler, traced: Traced | None) -> Iterator[None]:
     is_over = threading.Event()
     # F may already hold somebody's replacement: that one then is what models reach.
     originals = {id(sdpa): sdpa for sdpa in (TORCH_SDPA, F.scaled_dot_product_attention)}
-    replacements = {key: _replacement(sdpa, handler, is_over) for key, sdpa in originals.items()}
+    replacements = {
+        key: _replacement(sdpa, handler, traced, is_over) for key, sdpa in originals.items()
+    }
     try:
         _exchange(replacements)
         yield
@@ -142,7 +170,6 @@ def _exchange(functions: dict[int, Callable[..., Tensor]]) -> None:
 @contextlib.contextmanager
 def _everything_through_sdpa() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
         fast_path = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         stack.callback(torch.backends.mha.set_fastpath_enabled, fast_path)

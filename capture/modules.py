@@ -88,7 +88,7 @@ class ModuleTracker:
             with self._lock:
                 step = self._steps[module]
                 self._steps[module] += 1
-            phase = _phase(module, args, kwargs, step)
+            phase = phase_of(module, args, kwargs, step)
         self._stack().append((module, Site(path, step, phase)))
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -123,7 +123,12 @@ def _uncompiled(module: nn.Module) -> nn.Module:
     return inner if isinstance(inner, nn.Module) else module
 
 
-def _phase(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> str:
+def phase_of(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> str:
+    """What a root's forward with these arguments does; see `ModuleTracker`.
+
+    Args:
+        step: forwards of the root before this one.
+    """
     try:
         given = inspect.signature(root.forward).bind_partial(*args, **kwargs).arguments
     except (TypeError, ValueError):

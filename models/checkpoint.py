@@ -9,12 +9,19 @@ from typing import Any
 import torch
 import transformers
 from diffusers import DiffusionPipeline
-from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from .diffusion import pipeline_runnable, read_pipeline
 from .hub import read_checkpoint
 from .inference import repeatable
 from .language import generation_runnable, prompt_ids, read_language_model
+from .outputs import of_anything
 from .request import Request
 from .runnable import ModelError, Runnable
 
@@ -62,7 +69,7 @@ def _pipeline(request: Request) -> Runnable:
     if text_tokens is not None and "max_sequence_length" in parameters:
         arguments["max_sequence_length"] = text_tokens
     # Tensors rather than pictures, so that two runs can be compared exactly.
-    if "output_type" in parameters and parameters["output_type"].default == "pil":
+    if "output_type" in parameters and parameters["output_type"].default in ("pil", "np"):
         arguments["output_type"] = "pt"
     return pipeline_runnable(
         pipeline,
@@ -93,25 +100,37 @@ def _transformer(request: Request) -> Runnable:
             "where we have text: call it in a function of your own and give FILE.py:FUNCTION"
         )
     steps = (request.steps or NEW_TOKENS) if model.can_generate() else 0
-    input_ids, prompt = _input_ids(request, config.get_text_config(), steps)
+    tokenizer = _tokenizer(request)
+    input_ids, prompt = _input_ids(tokenizer, request, config.get_text_config(), steps)
     weights = f"pretrained: {request.name}"
     if steps:
         return generation_runnable(
-            model, request, input_ids=input_ids, prompt=prompt, steps=steps, weights=weights
+            model,
+            request,
+            input_ids=input_ids,
+            prompt=prompt,
+            steps=steps,
+            weights=weights,
+            tokenizer=tokenizer,
         )
     return _forward_runnable(model, request, input_ids=input_ids, prompt=prompt, weights=weights)
 
 
-def _input_ids(request: Request, config: Any, steps: int) -> tuple[torch.Tensor, str]:
-    """The prompt's token ids (1, length), short enough for the positions the model has."""
-    tokenizer = None
+def _tokenizer(request: Request) -> PreTrainedTokenizerBase | None:
     if any((Path(request.name) / name).is_file() for name in TOKENIZER_FILES):
-        tokenizer = read_checkpoint(AutoTokenizer.from_pretrained, request.name)
-    elif request.prompt is not None:
+        return read_checkpoint(AutoTokenizer.from_pretrained, request.name)
+    if request.prompt is not None:
         raise ModelError(
             f"{request.name} has no tokenizer to read --prompt with: leave it out to run on "
             "random token ids, or save the tokenizer into the directory"
         )
+    return None
+
+
+def _input_ids(
+    tokenizer: PreTrainedTokenizerBase | None, request: Request, config: Any, steps: int
+) -> tuple[torch.Tensor, str]:
+    """The prompt's token ids (1, length), short enough for the positions the model has."""
     positions = getattr(config, "max_position_embeddings", None) or PROMPT_TOKENS + steps
     return prompt_ids(
         tokenizer,
@@ -144,6 +163,7 @@ def _forward_runnable(
         roots={"": model},
         sampled="*",
         run=repeatable(infer, seed=request.seed, device=request.device),
+        outputs=of_anything,
         weights=weights,
         settings=request.settings(prompt=prompt, prompt_tokens=input_ids.shape[1], output="states"),
     )

@@ -12,7 +12,15 @@ from diffusers import (
     CogVideoXTransformer3DModel,
 )
 
-from .diffusion import embeddings, pipeline_runnable, read_pipeline, refuse_prompt, tiny_t5
+from . import built_in
+from .diffusion import (
+    embeddings,
+    pipeline_runnable,
+    read_built_in,
+    read_pipeline,
+    refuse_prompt,
+    tiny_t5,
+)
 from .hub import read_checkpoint
 from .inference import seeded
 from .offline_tokenizers import t5_tokenizer
@@ -21,6 +29,8 @@ from .request import Request
 from .runnable import Runnable
 
 PROMPT = "A red panda reads a newspaper by the sea."
+BUILT_IN_PROMPT = "a striped red circle moving right on a dark background"
+BUILT_IN_STEPS = 10
 GUIDANCE_SCALE = 6.0  # above 1: every step runs the prompt and the empty prompt, a batch of 2
 
 
@@ -55,9 +65,15 @@ def build(request: Request) -> Runnable:
         ModelError: The checkpoint cannot be read.
     """
     variant = VARIANTS[request.name]
-    prompt = PROMPT if request.prompt is None else request.prompt
+    trained = built_in.trained(request.name) if request.is_built_in else None
+    prompt = request.prompt
+    if prompt is None:
+        prompt = BUILT_IN_PROMPT if trained else PROMPT
     texts: dict[str, Any] = {"prompt": prompt}
-    if request.is_built_in:
+    if trained:
+        pipeline = read_built_in(CogVideoXPipeline, trained, request)
+        weights = built_in.describe(request)
+    elif request.is_built_in:
         pipeline = tiny_pipeline(variant, request)
         weights = f"random, seed {request.seed} (built-in tiny configuration)"
     elif request.weights == "pretrained":
@@ -79,11 +95,12 @@ def build(request: Request) -> Runnable:
 
     config = pipeline.transformer.config
     decodes = pipeline.vae is not None
+    tiny_steps = BUILT_IN_STEPS if trained else 4
     run = {
         "height": config.sample_height * pipeline.vae_scale_factor_spatial,
         "width": config.sample_width * pipeline.vae_scale_factor_spatial,
         "num_frames": config.sample_frames,
-        "num_inference_steps": request.steps or (4 if request.is_tiny else 50),
+        "num_inference_steps": request.steps or (tiny_steps if request.is_tiny else 50),
         "guidance_scale": GUIDANCE_SCALE,
         "max_sequence_length": config.max_text_seq_length,
         "output_type": "pt" if decodes else "latent",

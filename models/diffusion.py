@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
+from diffusers.utils import BaseOutput
 from torch import nn
 from transformers import T5Config, T5EncoderModel
 
 from .hub import read_checkpoint, refuse_missing
 from .inference import repeatable
+from .outputs import of_pipeline
+from .random_weights import redraw
 from .request import Request
 from .runnable import ModelError, Runnable
 
@@ -33,6 +39,21 @@ def read_pipeline(
     return pipeline
 
 
+def read_built_in(
+    pipeline_class: type[DiffusionPipeline], directory: Path, request: Request
+) -> DiffusionPipeline:
+    """Load the pipeline of ours in ``directory``: trained, or redrawn where random is wanted.
+
+    Raises:
+        ModelError: It cannot be read, or some of its weights are missing.
+    """
+    pipeline = read_pipeline(pipeline_class, str(directory), request.dtype)
+    if request.weights == "random":
+        modules = [part for part in pipeline.components.values() if isinstance(part, nn.Module)]
+        redraw(modules, seed=request.seed)
+    return pipeline
+
+
 def pipeline_runnable(
     pipeline: DiffusionPipeline,
     request: Request,
@@ -43,7 +64,8 @@ def pipeline_runnable(
 ) -> Runnable:
     """Make ``pipeline(**arguments)``, with noise drawn from the seed, a runnable.
 
-    The noise comes from a CPU generator: the same on every device.
+    The noise comes from a CPU generator: the same on every device. Where the pipeline shows its
+    latents after each step, the result has the last ones as ``latents``.
     """
     pipeline.to(request.device)
     pipeline.set_progress_bar_config(disable=True)
@@ -53,8 +75,24 @@ def pipeline_runnable(
         if isinstance(component, nn.Module)
     }
 
+    shows_latents = (
+        "latents" in getattr(pipeline, "_callback_tensor_inputs", ())
+        and "callback_on_step_end" in inspect.signature(pipeline.__call__).parameters
+    )
+
     def infer() -> Any:
-        return pipeline(**arguments, generator=torch.Generator().manual_seed(request.seed))
+        latest: dict[str, torch.Tensor] = {}
+
+        def keep(_pipeline: Any, _step: int, _time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            latest.update(tensors)
+            return {}
+
+        shown = {"callback_on_step_end": keep} if shows_latents else {}
+        generator = torch.Generator().manual_seed(request.seed)
+        result = pipeline(**arguments, **shown, generator=generator)
+        if latest and isinstance(result, BaseOutput):
+            result.latents = latest["latents"]
+        return result
 
     main = next((name for name in ("transformer", "unet") if name in roots), None)
     return Runnable(
@@ -62,6 +100,7 @@ def pipeline_runnable(
         roots=roots,
         sampled=f"{main}.*" if main else "*",
         run=repeatable(infer, seed=request.seed, device=request.device),
+        outputs=partial(of_pipeline, decoded=arguments.get("output_type") != "latent"),
         weights=weights,
         settings=settings,
     )

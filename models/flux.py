@@ -13,7 +13,15 @@ from diffusers import (
 )
 from transformers import CLIPTextConfig, CLIPTextModel
 
-from .diffusion import embeddings, pipeline_runnable, read_pipeline, refuse_prompt, tiny_t5
+from . import built_in
+from .diffusion import (
+    embeddings,
+    pipeline_runnable,
+    read_built_in,
+    read_pipeline,
+    refuse_prompt,
+    tiny_t5,
+)
 from .hub import read_checkpoint
 from .inference import seeded
 from .offline_tokenizers import clip_tokenizer, t5_tokenizer
@@ -22,6 +30,8 @@ from .request import Request
 from .runnable import Runnable
 
 PROMPT = "A lighthouse keeper feeds a fox at dawn, oil on canvas."
+BUILT_IN_PROMPT = "a striped red circle left of a plain blue square on a light background"
+BUILT_IN_STEPS = 12
 FULL_PIXELS = 1024
 TINY_PIXELS = 320
 TINY_TEXT_TOKENS = 64
@@ -67,10 +77,16 @@ def build(request: Request) -> Runnable:
         ModelError: The checkpoint cannot be read.
     """
     variant = VARIANTS[request.name]
-    prompt = PROMPT if request.prompt is None else request.prompt
+    trained = built_in.trained(request.name) if request.is_built_in else None
+    prompt = request.prompt
+    if prompt is None:
+        prompt = BUILT_IN_PROMPT if trained else PROMPT
     text_tokens = TINY_TEXT_TOKENS if request.is_tiny else variant.text_tokens
     texts: dict[str, Any] = {"prompt": prompt}
-    if request.is_built_in:
+    if trained:
+        pipeline = read_built_in(FluxPipeline, trained, request)
+        weights = built_in.describe(request)
+    elif request.is_built_in:
         pipeline = tiny_pipeline(variant, request)
         weights = f"random, seed {request.seed} (built-in tiny configuration)"
     elif request.weights == "pretrained":
@@ -92,12 +108,15 @@ def build(request: Request) -> Runnable:
         origin = request.checkpoint or variant.hub_id.partition("/")[2]
         weights = f"random, seed {request.seed} ({origin} configuration)"
 
-    pixels = TINY_PIXELS if request.is_tiny else FULL_PIXELS
+    if trained:
+        pixels, tiny_steps = pipeline.vae.config.sample_size, BUILT_IN_STEPS
+    else:
+        pixels, tiny_steps = (TINY_PIXELS if request.is_tiny else FULL_PIXELS), 4
     decodes = pipeline.vae is not None
     run = {
         "height": pixels,
         "width": pixels,
-        "num_inference_steps": request.steps or (4 if request.is_tiny else variant.steps),
+        "num_inference_steps": request.steps or (tiny_steps if request.is_tiny else variant.steps),
         "guidance_scale": variant.guidance_scale,
         "max_sequence_length": text_tokens,
         "output_type": "pt" if decodes else "latent",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .hub import read_checkpoint, refuse_missing
-from .inference import repeatable
+from .inference import quiet, repeatable
+from .outputs import of_generation
 from .request import Request
 from .runnable import ModelError, Runnable
 
@@ -21,6 +24,45 @@ PASSAGE = (
     "dog had learned the way to the bakery, the level stood forgotten on a barrel, and the long "
     "hand, which had not moved in living memory, pointed at ten. "
 )
+
+SCORED_TOKENS = 4096
+"""Tokens of a text that are scored at most: their logits over 128k words take 1 GiB in bfloat16."""
+
+
+@dataclass(frozen=True)
+class Language:
+    """What a language model does with a text, beside continuing it.
+
+    Attributes:
+        score: Logits (T, V) on the CPU, row t those of the token after t, for token ids (1, T) read
+            in one forward, as a prefill is. None for an encoder-decoder, which reads no text alone.
+        tokenizer: None where there is none, as with random weights of full size.
+        positions: How many tokens the model can read.
+    """
+
+    score: Callable[[torch.Tensor], torch.Tensor] | None
+    tokenizer: PreTrainedTokenizerBase | None
+    positions: int
+
+    def encode(self, text: str) -> torch.Tensor:
+        """Token ids (1, T) of the text's beginning, on the CPU: at most `SCORED_TOKENS`.
+
+        Raises:
+            ModelError: There is no tokenizer, or the text has fewer than two tokens.
+        """
+        if self.tokenizer is None:
+            raise ModelError("these weights come without a tokenizer to read a text with")
+        most = min(self.positions, SCORED_TOKENS)
+        ids = self.tokenizer(text, truncation=True, max_length=most)["input_ids"]
+        if len(ids) < 2:
+            raise ModelError("the text has fewer than two tokens: none follows another")
+        return torch.tensor([ids])
+
+    def decode(self, ids: torch.Tensor) -> str:
+        """Text of token ids (1, T); without a tokenizer, the ids themselves."""
+        if self.tokenizer is None:
+            return " ".join(str(token) for token in ids[0].tolist())
+        return str(self.tokenizer.decode(ids[0]))
 
 
 def read_language_model(
@@ -44,11 +86,12 @@ def prompt_ids(
     *,
     tokens: int,
     vocabulary: int,
+    passage: str = PASSAGE,
 ) -> tuple[torch.Tensor, str]:
     """Token ids (1, length) on the CPU, and a phrase that says what they are.
 
-    The user's prompt is taken whole. Without one the ids are exactly ``tokens`` long: a passage
-    of prose, repeated as often as needed, or, without a tokenizer, drawn from the seed.
+    The user's prompt is taken whole. Without one the ids are exactly ``tokens`` long: ``passage``,
+    repeated as often as needed, or, without a tokenizer, drawn from the seed.
 
     Raises:
         ModelError: The prompt is empty.
@@ -62,10 +105,11 @@ def prompt_ids(
         if not ids:
             raise ModelError("--prompt has no tokens: write some text, or leave it out")
         return torch.tensor([ids]), request.prompt
-    once = len(tokenizer(PASSAGE, add_special_tokens=False)["input_ids"])
-    text = PASSAGE * (tokens // once + 1)
+    once = len(tokenizer(passage, add_special_tokens=False)["input_ids"])
+    text = passage * (tokens // once + 1)
     ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=tokens)["input_ids"]
-    return ids, f"{PASSAGE[:38]}… (built-in passage, {tokens} tokens)"
+    beginning = " ".join(passage[:38].split())
+    return ids, f"{beginning}… (built-in passage, {tokens} tokens)"
 
 
 def generation_runnable(
@@ -76,6 +120,7 @@ def generation_runnable(
     prompt: str,
     steps: int,
     weights: str,
+    tokenizer: PreTrainedTokenizerBase | None,
 ) -> Runnable:
     """Prefill ``input_ids`` (1, length), then decode exactly ``steps`` tokens greedily."""
     model.to(request.device).eval()
@@ -97,13 +142,27 @@ def generation_runnable(
             output_logits=True,
         )
 
+    def score(ids: torch.Tensor) -> torch.Tensor:
+        ids = ids.to(request.device)
+        with torch.no_grad(), quiet():
+            # The mask as in generation, so that attention takes the same road.
+            read = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        return read.logits[0].cpu()
+
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return Runnable(
         name=request.name,
         roots={"": model},
         sampled="*",
         run=repeatable(infer, seed=request.seed, device=request.device),
+        outputs=of_generation,
         weights=weights,
         settings=request.settings(
             prompt=prompt, prompt_tokens=input_ids.shape[1], steps=steps, output="tokens"
+        ),
+        language=Language(
+            score=None if model.config.is_encoder_decoder else score,
+            tokenizer=tokenizer,
+            positions=positions or SCORED_TOKENS,
         ),
     )

@@ -7,14 +7,16 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from . import built_in
 from .hub import read_checkpoint
 from .inference import seeded
-from .language import generation_runnable, prompt_ids, read_language_model
+from .language import PASSAGE, generation_runnable, prompt_ids, read_language_model
 from .offline_tokenizers import byte_tokenizer
-from .random_weights import build_random
+from .random_weights import build_random, redraw
 from .request import Request
 from .runnable import ModelError, Runnable
 
+BUILT_IN_PROMPT_TOKENS = 1024
 TINY_PROMPT_TOKENS = 384
 TINY_STEPS = 8
 FULL_STEPS = 64
@@ -80,7 +82,16 @@ def build(request: Request) -> Runnable:
     """
     variant = VARIANTS[request.name]
     tokenizer = None
-    if request.is_built_in:
+    passage = PASSAGE
+    trained = built_in.trained(request.name) if request.is_built_in else None
+    if trained:
+        model = read_language_model(LlamaForCausalLM, str(trained), request.dtype)
+        tokenizer = read_checkpoint(AutoTokenizer.from_pretrained, str(trained))
+        passage = (trained / "held_out.txt").read_text(encoding="utf-8")
+        if request.weights == "random":
+            redraw([model], seed=request.seed)
+        weights = built_in.describe(request)
+    elif request.is_built_in:
         tokenizer = byte_tokenizer()
         model = _tiny(variant, request, vocabulary=len(tokenizer))
         weights = f"random, seed {request.seed} (built-in tiny configuration)"
@@ -101,20 +112,25 @@ def build(request: Request) -> Runnable:
         weights = f"random, seed {request.seed} ({origin} configuration)"
 
     config = model.config
+    steps = request.steps or (TINY_STEPS if request.is_tiny else FULL_STEPS)
     wanted = TINY_PROMPT_TOKENS if request.is_tiny else variant.prompt_tokens
+    if trained:  # positions beyond those it was trained on mean nothing to it
+        wanted = max(1, min(BUILT_IN_PROMPT_TOKENS, config.max_position_embeddings - steps))
     input_ids, prompt = prompt_ids(
         tokenizer,
         request,
         tokens=min(wanted, config.max_position_embeddings),
         vocabulary=config.vocab_size,
+        passage=passage,
     )
     return generation_runnable(
         model,
         request,
         input_ids=input_ids,
         prompt=prompt,
-        steps=request.steps or (TINY_STEPS if request.is_tiny else FULL_STEPS),
+        steps=steps,
         weights=weights,
+        tokenizer=tokenizer,
     )
 
 

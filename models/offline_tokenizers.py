@@ -1,27 +1,45 @@
-"""Tokenizers of the real classes with one token per character, made without any download."""
+"""Tokenizers of the real classes, made without any download.
+
+One token per character, so that they read anything; with ``words``, one for each of these too.
+"""
 
 from __future__ import annotations
 
 import string
+from collections.abc import Sequence
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import CLIPTokenizer, PreTrainedTokenizerFast, T5Tokenizer
 
 
-def t5_tokenizer() -> T5Tokenizer:
+def t5_tokenizer(words: Sequence[str] = ()) -> T5Tokenizer:
     """Unigram pieces for printable ASCII; anything else is ``<unk>``."""
     special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -10.0), ("▁", -2.0)]
     characters = string.ascii_letters + string.digits + string.punctuation
-    return T5Tokenizer(vocab=special + [(character, -3.0) for character in characters], extra_ids=0)
+    pieces = [(character, -3.0) for character in characters]
+    # Likelier than "▁" and a character, so that no word is spelt.
+    pieces += [(f"▁{word}", -4.0) for word in words]
+    return T5Tokenizer(vocab=special + pieces, extra_ids=0)
 
 
-def clip_tokenizer(max_length: int) -> CLIPTokenizer:
-    """Bytes, each alone and as the end of a word, as in CLIP's own vocabulary."""
+def clip_tokenizer(max_length: int, words: Sequence[str] = ()) -> CLIPTokenizer:
+    """Bytes, each alone and as the end of a word, as in CLIP's own vocabulary.
+
+    Merges compete: a word that contains the start of another may stay in pieces.
+    """
     byte_characters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = ["<|startoftext|>", "<|endoftext|>", *byte_characters]
     tokens += [character + "</w>" for character in byte_characters]
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    return CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=max_length)
+    merges: list[tuple[str, str]] = []
+    for word in words:  # from its first character on, one more at a time
+        pieces = [*word[:-1], word[-1] + "</w>"]
+        for end in range(1, len(pieces)):
+            merge = ("".join(pieces[:end]), pieces[end])
+            if merge not in merges:
+                merges.append(merge)
+    tokens += [token for token in map("".join, merges) if token not in tokens]
+    vocabulary = {token: index for index, token in enumerate(dict.fromkeys(tokens))}
+    return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=max_length)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

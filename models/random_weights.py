@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch
@@ -30,6 +30,20 @@ def build_random(
     """
     with init_empty_weights(include_buffers=False):
         model = construct()
+    _draw_parameters(model, seed=seed, dtype=dtype, device=device)
+    return model.to(device).eval()  # the buffers are what is left to move
+
+
+def redraw(models: Iterable[nn.Module], *, seed: int) -> None:
+    """Give models that have weights random ones instead, by the same rule; one stream for each."""
+    for stream, model in enumerate(models):
+        some = next(model.parameters())
+        _draw_parameters(model, seed=seed + stream, dtype=some.dtype, device=some.device)
+
+
+def _draw_parameters(
+    model: nn.Module, *, seed: int, dtype: torch.dtype, device: torch.device
+) -> None:
     generator = torch.Generator(device).manual_seed(seed)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -42,4 +56,3 @@ def build_random(
             setattr(module, name, nn.Parameter(values, requires_grad=False))
     if isinstance(model, PreTrainedModel):
         model.tie_weights()  # giving each name its own values has untied them
-    return model.to(device).eval()  # the buffers are what is left to move

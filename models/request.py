@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from . import built_in
 from .runnable import ModelError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -46,6 +47,7 @@ class Request:
         """The request as plain JSON, with what the model adds (``prompt``, ``steps``, …)."""
         return {
             "size": self.size,
+            "weights": self.weights,
             "checkpoint": self.checkpoint,
             "seed": self.seed,
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -83,7 +85,8 @@ def from_user(
             size = "full" if checkpoint or where.type == "cuda" else "tiny"
         if weights is None:
             weights = "pretrained" if checkpoint or size == "full" else "random"
-        if size == "tiny" and weights == "pretrained" and checkpoint is None:
+        bare = size == "tiny" and checkpoint is None
+        if bare and weights == "pretrained" and built_in.trained(name) is None:
             raise ModelError(
                 f"there are no pretrained weights for the tiny {name}: use --weights random, "
                 "--size full, or --checkpoint DIR"

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # the package must be importable without importing torch
     from torch import nn
 
+    from .language import Language
+    from .outputs import Outputs
+
 
 class ModelError(Exception):
     """A model cannot be built as asked: one sentence that names the remedy."""
@@ -26,15 +29,19 @@ class Runnable:
             modules that matter most: ``"transformer.*"``, or ``"*"`` for all.
         run: One whole inference without gradients. The same on every call: noise is drawn anew
             from the seed and the key/value cache starts empty. Returns the pipeline's own result:
-            diffusers' output object (``frames``, ``images``), or transformers' generation output
-            (``sequences``, and ``logits`` of each new token).
+            diffusers' output object (``frames`` or ``images``, and the last ``latents``), or
+            transformers' generation output (``sequences``, and ``logits`` of each new token).
+        outputs: Turns what ``run`` returned into named tensors on the CPU.
         weights: Where the weights are from, for people and manifests.
         settings: What was run, as plain JSON.
+        language: Scores and decodes text, if this is a language model of which we know how.
     """
 
     name: str
     roots: dict[str, nn.Module]
     sampled: str
     run: Callable[[], Any]
+    outputs: Callable[[Any], Outputs]
     weights: str
     settings: dict[str, Any]
+    language: Language | None = None

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from .inference import seeded
+from .outputs import of_anything
 from .request import Request
 from .runnable import ModelError, Runnable
 
@@ -58,6 +59,7 @@ def build(request: Request) -> Runnable:
         roots=roots,
         sampled="*",
         run=infer,
+        outputs=of_anything,
         weights=f"user's own: {request.name}",
         settings=request.settings(**given),
     )

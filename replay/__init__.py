@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from replay.registry import register_kernel, select
     from replay.runner import replay
     from replay.settings import Settings
-    from replay.swap import use_kernel
+    from replay.swap import use_kernel, use_plan
 
-__all__ = ["Settings", "register_kernel", "replay", "select", "use_kernel"]
+__all__ = ["Settings", "register_kernel", "replay", "select", "use_kernel", "use_plan"]
 
 _HOMES = {
     "Settings": "replay.settings",
@@ -25,6 +25,7 @@ _HOMES = {
     "replay": "replay.runner",
     "select": "replay.registry",
     "use_kernel": "replay.swap",
+    "use_plan": "replay.swap",
 }
 
 

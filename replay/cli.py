@@ -9,17 +9,18 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from capture.arguments import OneSentenceParser, positive
 from replay.report import METRICS
+from replay.speedcheck.arguments import add_arguments, misuse
 
 if TYPE_CHECKING:
     import torch
     from rich.text import Text
 
     from replay.environments import Found
-    from replay.execution import Execution
+    from replay.execution import Allotted, Execution
     from replay.registry import Kernel
     from replay.results import Row
     from replay.settings import Settings
@@ -38,6 +39,8 @@ EXAMPLES = """examples:
   replay --dir captured_inputs --kernels 'torch-*,my_file.py:my_attention'
   replay --dir captured_inputs --kernels 'triton-*decode' --keep 0.05 --also-random
   replay --dir captured_inputs --env fa4=/opt/fa4/bin/python
+  replay --dir captured_inputs --e2e                    the kernels back in the model
+  replay --dir captured_inputs --plan plan.json --budget cosine=0.998
   replay --list-kernels                                 what there is, and what can run here
 """
 
@@ -168,6 +171,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--save-output", metavar="DIR", help="keep every kernel's outputs")
     report.add_argument("--check", action="store_true", help="exit 1 when a kernel fails accuracy")
     report.add_argument("--debug", action="store_true", help="show tracebacks")
+    add_arguments(parser)
     return parser
 
 
@@ -179,6 +183,8 @@ def _dispatch(arguments: argparse.Namespace) -> int:
         raise UsageError("--also-random goes with recorded calls: give --dir DIR")
     if arguments.resume and arguments.json in (None, "-"):
         raise UsageError("--resume continues a file: name it with --json FILE")
+    if wrong := misuse(arguments):
+        raise UsageError(wrong)
     device = _device(arguments.device)
 
     from replay.environments import interpreters
@@ -197,15 +203,20 @@ def _dispatch(arguments: argparse.Namespace) -> int:
         workloads, note = _workloads(arguments, device, kernels)
         if note:
             print(f"replay: {note}", file=sys.stderr)
-        rows = _run(workloads, kernels, settings, where, arguments)
+        allotted = where.allot(kernels, settings.device)
+        rows = _run(workloads, allotted, settings, where, arguments)
     if "-" not in (arguments.json, arguments.csv):
         _print_tables(rows, settings, metrics, arguments)
+    if arguments.plan:
+        _plan(rows, arguments)
+    if arguments.e2e:
+        _check_models(rows, allotted, pythons, settings, arguments)
     return _exit_code(rows, arguments)
 
 
 def _run(
     workloads: list[Workload],
-    kernels: list[Kernel],
+    allotted: Allotted,
     settings: Settings,
     where: Execution,
     arguments: argparse.Namespace,
@@ -214,7 +225,6 @@ def _run(
     from replay.resume import begin_again, finished_rows
 
     rows: list[Row] = []
-    allotted = where.allot(kernels, settings.device)
     if arguments.resume:
         try:
             rows, workloads = finished_rows(Path(arguments.json), workloads, allotted)
@@ -284,6 +294,54 @@ def _print_tables(
         per_call=arguments.per_call,
         compare_stats=settings.compare_stats,
     )
+
+
+def _plan(rows: list[Row], arguments: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from capture.dataset import Dataset
+    from replay.plan import choose, parse_budget, uniform
+    from replay.report.plan import print_plan
+    from replay.speedcheck.check import OWN
+
+    captures = Dataset.open(arguments.dir).captures
+    if len(captures) != 1:
+        names = ", ".join(capture.model for capture in captures) or "no manifest"
+        raise UsageError(
+            f"a plan is for one model and {arguments.dir} holds {names}: record each into a "
+            "directory of its own (capture --out DIR)"
+        )
+    budget, census = parse_budget(arguments.budget), captures[0].census
+    plan = choose(rows, census, budget, OWN)
+    plan.save(arguments.plan)
+    print_plan(plan, uniform(rows, census, budget, OWN), Console(highlight=False))
+
+
+def _check_models(
+    rows: list[Row],
+    allotted: Allotted,
+    pythons: dict[str, str],
+    settings: Settings,
+    arguments: argparse.Namespace,
+) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from replay.report.speedcheck import print_checks
+    from replay.speedcheck.command import check_models, write_json
+
+    console = Console(highlight=False)
+    progress = Console(stderr=True)
+    with _opened(arguments.e2e_json) as file, progress.status("") as status:
+
+        def report(stage: str) -> None:
+            status.update(Text(stage))
+
+        for checks in check_models(arguments, rows, allotted, pythons, settings, report):
+            console.print()
+            print_checks(checks, console)
+            if file is not None:
+                write_json(checks, file)
 
 
 def _exit_code(rows: list[Row], arguments: argparse.Namespace) -> int:
@@ -374,6 +432,7 @@ def _with_options(kernels: list[Kernel], arguments: argparse.Namespace) -> list[
 
 def _settings(arguments: argparse.Namespace, device: torch.device) -> Settings:
     from replay.settings import Settings
+    from replay.speedcheck.check import OWN
 
     cache: Cache = arguments.cache or ("cold" if device.type == "cuda" else "warm")
     if cache == "cold" and device.type == "cpu":
@@ -384,7 +443,7 @@ def _settings(arguments: argparse.Namespace, device: torch.device) -> Settings:
         rounds=arguments.rounds,
         max_seconds=arguments.max_seconds,
         seed=arguments.seed,
-        baseline=arguments.baseline_kernel,
+        baseline=arguments.baseline_kernel or (OWN if arguments.e2e or arguments.plan else None),
         reference=arguments.reference,
         compare_stats=arguments.compare_stats,
         resources=arguments.resources,
@@ -473,11 +532,17 @@ def _opened(path: str | None, *, append: bool = False) -> Iterator[TextIO | None
 def _explain(error: Exception) -> int:
     """One sentence for what the user can remedy."""
     from capture.errors import DatasetError
+    from replay.counterparts import CensusError
     from replay.environments import WorkerError
+    from replay.plan import PlanError
     from replay.registry import KernelNameError
+    from replay.speedcheck.process import ModelRefused, RunFailed
+    from replay.speedcheck.rebuild import NotRebuildable
     from replay.synthetic import ShapeError
 
-    known: tuple[Any, ...] = (UsageError, DatasetError, KernelNameError, ShapeError, WorkerError)
+    replaying = (UsageError, DatasetError, KernelNameError, ShapeError, WorkerError)
+    of_models = (CensusError, PlanError, ModelRefused, RunFailed, NotRebuildable)
+    known: tuple[type[Exception], ...] = replaying + of_models
     if isinstance(error, known):
         print(f"replay: {error}", file=sys.stderr)
         return 2

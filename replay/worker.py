@@ -9,6 +9,7 @@ it, with the two ends of pipes that it talks through.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import json
 import os
@@ -45,6 +46,8 @@ def main(requests_fd: int, replies_fd: int) -> None:
         request = json.loads(line)
         if request["do"] == "probe":
             _probe(request, replies)
+        elif request["do"] == "model":
+            _model(request, replies)
         else:
             _replay(request, replies)
 
@@ -98,6 +101,17 @@ def _replay(request: dict[str, Any], replies: TextIO) -> None:
         _say(replies, failed=classify(error)[1], traceback=traceback.format_exc())
     if settings.device.type == "cuda":
         torch.cuda.empty_cache()  # the worker of another environment needs the memory next
+    _say(replies, done=True)
+
+
+def _model(request: dict[str, Any], replies: TextIO) -> None:
+    """A step of the end-to-end check: build the model, or run it once."""
+    from replay.speedcheck.serving import serve
+
+    try:
+        serve(request, functools.partial(_say, replies))
+    except Exception as error:
+        _say(replies, failed=classify(error)[1], traceback=traceback.format_exc())
     _say(replies, done=True)
 
 

@@ -1,0 +1,129 @@
+"""What a run returned, as named tensors on the CPU: two runs can be compared, and kept."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+Kind = Literal["language", "diffusion", "tensor"]
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The outputs of one run: contiguous, on the CPU, in the dtypes that the model gave them.
+
+    Attributes:
+        kind: What sort of model they come from.
+        tensors: Of a run that returned nothing like these, none. By kind:
+
+            - ``language``: ``sequences`` (1, T), prompt and new tokens; ``logits`` (steps, V), one
+              row for each new token, where the run returned them.
+            - ``diffusion``: ``latents`` after the last step, in the pipeline's own layout, where
+              it shows them; ``frames`` (F, C, H, W) of a video or ``images`` (N, C, H, W), both in
+              [0, 1], where it decodes; ``output`` where it makes something else, sound say.
+            - ``tensor``: ``output``, of any shape.
+    """
+
+    kind: Kind
+    tensors: dict[str, Tensor]
+
+
+def of_generation(result: Any) -> Outputs:
+    """Name the result of transformers' ``generate``; of a batch, the first sequence."""
+    tensors = {"sequences": result.sequences[:1]}
+    logits = getattr(result, "logits", None)
+    if logits is not None:
+        tensors["logits"] = torch.stack([step[0] for step in logits])
+    return _outputs("language", tensors)
+
+
+def of_pipeline(result: Any, *, decoded: bool) -> Outputs:
+    """Name the result of a diffusers pipeline.
+
+    Args:
+        result: The pipeline's own, with the last step's ``latents`` where they are known.
+        decoded: False where the pipeline returns latents in place of pictures.
+    """
+    if not decoded:
+        return _outputs("diffusion", {"latents": _first(result)["output"]})
+    tensors = _pictures(result) or _first(result)
+    latents = getattr(result, "latents", None)
+    if latents is not None:
+        tensors["latents"] = latents
+    return _outputs("diffusion", tensors)
+
+
+def of_anything(result: Any) -> Outputs:
+    """Name what is not ours to know: a generation, pictures, or else the first tensor in it."""
+    if isinstance(getattr(result, "sequences", None), Tensor):
+        return of_generation(result)
+    if pictures := _pictures(result):
+        return _outputs("diffusion", pictures)
+    found = _first(result)
+    if found and found["output"].ndim == 2 and found["output"].dtype == torch.int64:
+        # What `generate` returns by default.
+        return _outputs("language", {"sequences": found["output"][:1]})
+    return _outputs("tensor", found)
+
+
+def _outputs(kind: Kind, tensors: dict[str, Tensor]) -> Outputs:
+    # Copies: a part of a tensor would otherwise keep, or store, all of it.
+    layout = torch.contiguous_format
+    return Outputs(
+        kind,
+        {name: each.detach().cpu().clone(memory_format=layout) for name, each in tensors.items()},
+    )
+
+
+def _pictures(result: Any) -> dict[str, Tensor]:
+    """``frames`` or ``images`` of a pipeline's result, if these are pictures and not latents."""
+    for name in ("frames", "images"):
+        pictures = _channels_first(getattr(result, name, None))
+        if pictures is None or pictures.ndim < 4 or pictures.shape[-3] not in (1, 3, 4):
+            continue
+        known = pictures.nan_to_num()  # a kernel's NaN are for the comparison to find
+        if known.min() >= 0 and known.max() <= 1:
+            return {name: pictures.flatten(0, -4)}
+    return {}
+
+
+def _channels_first(value: Any) -> Tensor | None:
+    """Pictures (…, C, H, W) from diffusers' output types: ``pt``, ``np`` and ``pil``."""
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value).movedim(-1, -3)
+    if isinstance(value, Image.Image):
+        return torch.from_numpy(np.array(value.convert("RGB")) / np.float32(255)).movedim(-1, -3)
+    if isinstance(value, list) and value:
+        several = [_channels_first(each) for each in value]
+        if all(each is not None for each in several):
+            return torch.stack([each for each in several if each is not None])
+    return None
+
+
+def _first(result: Any) -> dict[str, Tensor]:
+    first = next(_tensors(result), None)
+    return {} if first is None else {"output": first}
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested containers, in their order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        yield torch.from_numpy(value)
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from _tensors([getattr(value, field.name) for field in dataclasses.fields(value)])

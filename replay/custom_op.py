@@ -1,0 +1,161 @@
+"""Attention as one opaque node of a compiled graph: the operator `attention_replay::attend`.
+
+`torch.compile` must know an output's strides before any kernel has run, so the operator promises
+them: the output lies in memory as the query does, which is what PyTorch's fused backends return.
+A model that transposes its query from (B, S, H, D) then gets the layout in which its own reshape
+after attention is free. An output laid out otherwise is copied, and counted.
+
+Which kernel runs, and whether it can, is decided when the graph runs (`answering`), as it is
+without compilation. Where nobody answers, the operator is PyTorch's own attention.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from capture.interceptor import TORCH_SDPA, Arguments, Traced
+
+NAME = "attention_replay::attend"
+
+
+class Answers(Protocol):
+    """Who decides what the operator returns. `kernel` is the name in the graph, which is empty
+    where the place of the call was unknown during tracing."""
+
+    def answer(self, kernel: str, arguments: Arguments) -> Tensor:
+        """The output, laid out as the query (see `laid_out`)."""
+
+    def refuse(self, kernel: str, reason: str) -> None:
+        """A call that is compiled without the operator: told once, when it is traced."""
+
+
+_answers: list[Answers] = []
+
+
+@contextlib.contextmanager
+def answering(answers: Answers) -> Iterator[None]:
+    """Let `answers` decide what the operator returns, in every thread, while active."""
+    _answers.append(answers)
+    try:
+        yield
+    finally:
+        _answers.remove(answers)
+
+
+def calling_operator(choose: Callable[[Arguments], str | None]) -> Traced:
+    """What to trace in place of SDPA: the operator, with the kernel that `choose` names.
+
+    `choose` is traced too. Models with the same names share their graphs.
+    """
+
+    def traced(arguments: Arguments, proceed: Callable[[], Tensor]) -> Tensor:
+        kernel = choose(arguments) or ""
+        reason = _cannot_promise(arguments)
+        if reason is None:
+            output: Tensor = attend(kernel, *arguments)
+            return output
+        _refuse(kernel, reason)
+        return proceed()
+
+    return traced
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _refuse(kernel: str, reason: str) -> None:
+    if _answers:
+        _answers[-1].refuse(kernel, reason)
+
+
+def _cannot_promise(arguments: Arguments) -> str | None:
+    """Why a call cannot be the operator, and stays PyTorch's own in the graph; None if it can."""
+    query, key, value, attn_mask = arguments[:4]
+    if query.is_nested or query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
+        return "not four-dimensional"
+    inputs = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    if torch.is_grad_enabled() and any(each.requires_grad for each in inputs):
+        return "gradients are needed"
+    same_heads = query.shape[1] == key.shape[1] == value.shape[1]
+    same_batch = query.shape[0] == key.shape[0] == value.shape[0]
+    if not same_batch or not (same_heads or arguments.enable_gqa):
+        return "sizes broadcast"
+    return None
+
+
+def strides_like(query: Tensor, last: int) -> tuple[int, ...]:
+    """Strides of a dense (B, H, S, last) whose dimensions lie in memory in the query's order.
+
+    As `torch.empty_like(query)` has them, whatever the query's own gaps. The order of dimensions
+    of size 1 means nothing and is not looked at.
+    """
+    sizes = [*query.shape[:3], last]
+    order = sorted(range(3), key=lambda dim: -1 if sizes[dim] == 1 else query.stride(dim))
+    strides, step = [0, 0, 0, 1], last
+    for dim in order:
+        strides[dim] = step
+        step = step * sizes[dim]
+    return tuple(strides)
+
+
+def laid_out(output: Tensor, query: Tensor) -> tuple[Tensor, bool]:
+    """The output (B, H, S, Dv) with the strides of `strides_like`, and whether that took a copy."""
+    strides = strides_like(query, output.shape[-1])
+    if output.stride() == strides:
+        return output, False
+    meant = zip(output.shape, output.stride(), strides, strict=True)
+    if all(size == 1 or has == wanted for size, has, wanted in meant):
+        return output.as_strided(output.shape, strides), False
+    return output.new_empty_strided(output.shape, strides).copy_(output), True
+
+
+def costs_reshape(output: Tensor, query: Tensor) -> bool:
+    """Whether reshaping the output to (B, S, H·Dv) copies, as it would not in the query's layout.
+
+    That is the copy of a model that is not compiled.
+    """
+    return _heads_inside(query) and not _heads_inside(output)
+
+
+def _heads_inside(tensor: Tensor) -> bool:
+    """Whether (B, H, S, D) is a view of (B, S, H, D); true where H or S is 1."""
+    heads, length = tensor.shape[1:3]
+    return heads == 1 or length == 1 or tensor.stride(1) < tensor.stride(2)
+
+
+@torch.library.custom_op(NAME, mutates_args=())
+def attend(
+    kernel: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """Attention by `kernel` on SDPA's arguments: (B, Hq, Sq, Dv), laid out as the query."""
+    arguments = Arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if _answers:
+        return _answers[-1].answer(kernel, arguments)
+    return laid_out(TORCH_SDPA(**arguments._asdict()), query)[0]
+
+
+@attend.register_fake
+def _(
+    kernel: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    last = value.shape[-1]
+    return query.new_empty_strided((*query.shape[:3], last), strides_like(query, last))

@@ -1,0 +1,176 @@
+"""The tables of a plan, 80 columns wide: what it chose, and each kernel used everywhere."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from replay.plan import Budget, Choice, Plan, Uniform
+from replay.verdict import COSINE_NOISE
+
+
+def print_plan(plan: Plan, uniforms: Sequence[Uniform], console: Console) -> None:
+    """Print a plan, what it saves, and what each kernel would when used at every layer.
+
+    Layers with the same kernel are one line where a number tells their modules apart:
+    `blocks.0-29.attn1`. Its times are the mean over their calls, its figure is the worst.
+    """
+    metric = plan.budget.metric
+    console.print(Text(f"plan · {plan.model} · {plan.budget}", "bold"))
+    console.print(Text(f"weights: {plan.weights}", "dim"))
+    table = _table(("layers", "phase", "kernel"), ("ms", "was", "saved ms", metric))
+    for name, choices in fold(plan.choices):
+        first = choices[0]
+        style = "" if first.inside else "yellow" if first.covered else "dim"
+        table.add_row(
+            *(
+                Text(cell, style)
+                for cell in (
+                    name or "(no module)",
+                    first.phase,
+                    first.kernel,
+                    _mean_ms(choices, lambda choice: choice.time_ms),
+                    _mean_ms(choices, lambda choice: choice.baseline_ms),
+                    f"{sum(choice.saved_ms for choice in choices):.4g}",
+                    _worst_of(choices, plan.budget) if first.covered else "not captured",
+                )
+            )
+        )
+    console.print(table)
+    console.print(_total(plan))
+    for note in _notes(plan):
+        console.print(Text(note, "yellow"))
+    console.print()
+    console.print(Text("one kernel at every layer", "bold"))
+    console.print(_uniform_table(uniforms, plan.budget))
+
+
+def fold(choices: Sequence[Choice]) -> list[tuple[str, list[Choice]]]:
+    """Choices of one kind whose names differ in a number, under one name: `blocks.0-3,7.attn1`.
+
+    The name of a group stands for exactly its members, also where it has several ranges.
+    """
+    groups = [(tuple(choice.module.split(".")), [choice]) for choice in choices]
+    # From the end: what counts layers is mostly deeper than what counts parts of the model.
+    for position in reversed(range(max((len(parts) for parts, _ in groups), default=0))):
+        alike: dict[object, list[tuple[tuple[str, ...], list[Choice]]]] = {}
+        for parts, members in groups:
+            is_numbered = parts[position : position + 1] and parts[position].isdigit()
+            rest = (*parts[:position], None, *parts[position + 1 :]) if is_numbered else parts
+            alike.setdefault((_kind(members[0]), rest), []).append((parts, members))
+        groups = [_merged(each, position) for each in alike.values()]
+    return [(".".join(parts), members) for parts, members in groups]
+
+
+def _merged(
+    groups: Sequence[tuple[tuple[str, ...], list[Choice]]], position: int
+) -> tuple[tuple[str, ...], list[Choice]]:
+    parts, members = groups[0]
+    if len(groups) == 1:
+        return parts, members
+    numbers = [int(each[position]) for each, _ in groups]
+    name = (*parts[:position], _ranges(numbers), *parts[position + 1 :])
+    return name, [choice for _, each in groups for choice in each]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`0-3,7` for 0, 1, 2, 3 and 7."""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ",".join(f"{low}" if low == high else f"{low}-{high}" for low, high in spans)
+
+
+def _kind(choice: Choice) -> tuple[object, ...]:
+    return (choice.phase, choice.kernel, choice.covered, choice.inside)
+
+
+def _table(texts: Sequence[str], numbers: Sequence[str]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="cyan", padding=(0, 1, 0, 0))
+    for heading in texts:
+        table.add_column(heading, overflow="fold")
+    for heading in numbers:
+        table.add_column(heading, justify="right", overflow="fold")
+    return table
+
+
+def _mean_ms(choices: Sequence[Choice], time: Callable[[Choice], float | None]) -> str:
+    """The mean over the calls of a run; a dash where a layer has no time."""
+    times = [time(choice) for choice in choices]
+    if None in times:
+        return "-"
+    calls = sum(choice.calls for choice in choices)
+    total = sum(choice.calls * (ms or 0.0) for choice, ms in zip(choices, times, strict=True))
+    return f"{total / calls:.4g}"
+
+
+def _worst_of(choices: Sequence[Choice], budget: Budget) -> str:
+    figures = [choice.worst.of(budget.metric) for choice in choices if choice.worst is not None]
+    return _figure(max(figures, key=budget.badness), budget) if figures else "-"
+
+
+def _figure(figure: float, budget: Budget) -> str:
+    """A cosine is never rounded up, so that what is outside does not read as inside."""
+    if budget.metric != "cosine":
+        return f"{figure:.2e}"
+    if not math.isfinite(figure):
+        return str(figure)
+    return f"{math.floor((figure + COSINE_NOISE) * 1e6) / 1e6:.6f}"
+
+
+def _total(plan: Plan) -> Text:
+    used = Counter(choice.kernel for choice in plan.choices)
+    counts = ", ".join(f"{kernel} at {count}" for kernel, count in used.most_common())
+    layers = len(plan.choices)
+    return Text(
+        f"saves {plan.saved_ms:.4g} ms of attention a run, predicted; "
+        f"of {layers} layer{'s' * (layers != 1)} {counts}",
+        "bold",
+    )
+
+
+def _notes(plan: Plan) -> list[str]:
+    notes = []
+    missing = sum(not choice.covered for choice in plan.choices)
+    if missing:
+        notes.append(
+            f"{missing} of {len(plan.choices)} layers were not captured and keep {plan.baseline}: "
+            f"capture with --max {len(plan.choices)} or more"
+        )
+    outside = sum(choice.covered and not choice.inside for choice in plan.choices)
+    if outside:
+        notes.append(
+            f"{outside} of {len(plan.choices)} layers have no kernel inside {plan.budget} and keep "
+            f"{plan.baseline}"
+        )
+    return notes
+
+
+def _uniform_table(uniforms: Sequence[Uniform], budget: Budget) -> Table:
+    counts = ("inside", "outside", "falls back", "failed", "not captured")
+    names = ("inside", "outside", "falls_back", "failed", "not_captured")
+    shown = [
+        (heading, name)
+        for heading, name in zip(counts, names, strict=True)
+        if heading in ("inside", "outside") or any(getattr(each, name) for each in uniforms)
+    ]
+    table = _table(("kernel",), ("saved ms", *(heading for heading, _ in shown)))
+    table.add_column(f"worst {budget.metric}", justify="right")
+    table.add_column("at", overflow="fold")
+    for each in uniforms:
+        table.add_row(
+            Text(each.kernel, "" if each.saved_ms is not None and not each.outside else "yellow"),
+            "-" if each.saved_ms is None else f"{each.saved_ms:.4g}",
+            *(str(getattr(each, name)) for _, name in shown),
+            "-" if each.worst_figure is None else _figure(each.worst_figure, budget),
+            Text(f"{each.worst_module} {each.worst_phase}".strip()),
+        )
+    return table

@@ -1,0 +1,95 @@
+"""What two kernels made of the same prompt, to look at: pictures, video frames and texts.
+
+DIR/<model>/<kernel>/image-000.png            images
+DIR/<model>/<kernel>/frame-000.png video.webp frames, and all of them moving
+DIR/<model>/<kernel>/text.txt                 prompt and new tokens
+DIR/<model>/<kernel>/latents.safetensors      what there is, where nothing can be looked at
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from PIL import Image, features
+from safetensors.torch import save_file
+from torch import Tensor
+
+FRAME_MS = 125
+"""How long each frame is shown: 8 a second, as CogVideoX was trained."""
+
+LONGEST_NAME = 100
+"""Characters of a directory's name; file systems take 255 bytes."""
+
+
+def keep(
+    outputs: Mapping[str, Tensor],
+    directory: Path,
+    *,
+    model: str,
+    kernel: str,
+    decode: Callable[[Tensor], str] | None = None,
+) -> list[Path]:
+    """Write one run's outputs under `directory`, over those of an earlier run of the same names.
+
+    Args:
+        outputs: CPU tensors: `frames` (F, C, H, W) or `images` (N, C, H, W) in [0, 1], `sequences`
+            (1, T), `latents`, `output`.
+        kernel: any name, `path/file.py:function` too; the baseline's for the baseline.
+        decode: text of token ids (1, T); without it the ids are written.
+
+    Returns:
+        The files written.
+    """
+    place = directory / safe_name(model) / safe_name(kernel)
+    place.mkdir(parents=True, exist_ok=True)
+    files: list[Path] = []
+    for name, stem in (("images", "image"), ("frames", "frame")):
+        if name in outputs:
+            pictures = [_picture(each) for each in outputs[name]]
+            for index, picture in enumerate(pictures):
+                files.append(place / f"{stem}-{index:03d}.png")
+                picture.save(files[-1])
+            if name == "frames":
+                files.append(_save_moving(pictures, place))
+    if "sequences" in outputs:
+        ids = outputs["sequences"]
+        text = decode(ids) if decode else " ".join(map(str, ids[0].tolist()))
+        files.append(place / "text.txt")
+        files[-1].write_text(text + "\n", encoding="utf-8")
+    if not files:
+        for name in ("latents", "output"):
+            if name in outputs:
+                files.append(place / f"{name}.safetensors")
+                save_file({name: outputs[name].contiguous()}, files[-1])
+    return files
+
+
+def safe_name(name: str) -> str:
+    """A directory's name for any model or kernel: no separators, and still one for each name.
+
+    >>> safe_name("torch-flash")
+    'torch-flash'
+    >>> safe_name("mine/attention.py:fast")
+    'mine-attention.py-fast-4a1d6e'
+    """
+    plain = re.sub(r"[^A-Za-z0-9_.+@-]+", "-", name).strip("-.")[-LONGEST_NAME:].lstrip("-.")
+    if plain and plain == name:
+        return name
+    return f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:6]}".lstrip("-")
+
+
+def _picture(values: Tensor) -> Image.Image:
+    """A picture (C, H, W) in [0, 1], of 1, 3 or 4 channels; NaN is black."""
+    levels = (values.float().nan_to_num(nan=0.0).clamp(0, 1) * 255).round().to(torch.uint8)
+    return Image.fromarray(levels.permute(1, 2, 0).squeeze(-1).numpy())
+
+
+def _save_moving(frames: list[Image.Image], place: Path) -> Path:
+    """All frames in one file: WebP, or where PIL was built without it a GIF of 256 colours."""
+    path = place / ("video.webp" if features.check("webp") else "video.gif")
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=FRAME_MS, loop=0)
+    return path

@@ -1,0 +1,171 @@
+"""The parent's side of a model in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from replay.gpu_state import GpuState
+from replay.process import Died, Process
+from replay.results import Status, rebuilt
+from replay.speedcheck.clock import RunTimes
+
+
+class ModelRefused(Exception):
+    """The model cannot be built: one sentence that names the remedy."""
+
+
+class RunFailed(Exception):
+    """The model did not come to an end with a kernel."""
+
+    def __init__(self, status: Status, reason: str, log: str = "") -> None:
+        super().__init__(reason)
+        self.status = status
+        self.log = log
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What answers the model's attention calls."""
+
+    name: str
+    """As in the table."""
+    kernel: str | None = None
+    """A registered kernel, or `file.py:function`."""
+    plan: Path | None = None
+    path: tuple[str, ...] = ()
+    """Directories that the kernel's library is imported from, of another environment."""
+
+
+BASELINE = Variant("the model's own")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the model, as it went."""
+
+    times: RunTimes
+    hits: int
+    fallbacks: dict[str, int]
+    """Calls by the reason why the model's own attention answered them."""
+    copies: int
+    """Outputs that had to be copied into another layout."""
+    peak_bytes: int | None
+    """Most memory allocated, the model included; None on a CPU."""
+    gpu: GpuState | None
+    """At the end of the run."""
+
+
+class ModelProcess:
+    """A model in a child process, built when first run and again after a kernel took it down.
+
+    Args:
+        python: the interpreter.
+        arguments: those of `models.load` but the device.
+        timeout: seconds without a sign of life after which the child is ended.
+        report: called with what it is at.
+    """
+
+    def __init__(
+        self,
+        python: str,
+        arguments: dict[str, Any],
+        device: str,
+        timeout: float,
+        report: Callable[[str], None] = lambda stage: None,
+    ) -> None:
+        self._process = Process(python, timeout)
+        self._build = {"do": "model", "step": "build", "arguments": arguments, "device": device}
+        self._report = report
+        self._is_built = False
+
+    def close(self) -> None:
+        self._process.close()
+
+    def run(
+        self,
+        variant: Variant,
+        keep: Path | None = None,
+        text: str | None = None,
+        save: tuple[Path, str] | None = None,
+    ) -> Run:
+        """Run the model once.
+
+        Args:
+            keep: a `.safetensors` file for the outputs, by name (`models.outputs`).
+            text: a language model also reads it, for `text_ids` and `text_logits`; needs `keep`.
+            save: a directory, and the model's name there, for outputs to look at; needs `keep`.
+
+        Raises:
+            ModelRefused: the model cannot be built.
+            RunFailed: the model, or its process, ended early.
+        """
+        request = {
+            "do": "model",
+            "step": "run",
+            "name": variant.name,
+            "kernel": variant.kernel,
+            "plan": None if variant.plan is None else str(variant.plan.resolve()),
+            "path": list(variant.path),
+            "keep": None if keep is None else str(keep),
+            "text": text,
+            "save": None if save is None else [str(save[0].resolve()), save[1]],
+        }
+        try:
+            if not self._is_built:
+                self._answer(self._build)
+                self._is_built = True
+            ran = self._answer(request)["ran"]
+        except Died as death:
+            self._is_built = False
+            raise RunFailed(death.status, str(death), death.log) from death
+        swap = ran["swap"] or {"hits": 0, "fallbacks": {}, "copies": 0}
+        gpu = ran["gpu"]
+        return Run(
+            times=RunTimes(**ran["times"]),
+            hits=swap["hits"],
+            fallbacks=swap["fallbacks"],
+            copies=swap["copies"],
+            peak_bytes=ran["peak_bytes"],
+            gpu=None if gpu is None else rebuilt(GpuState, gpu),
+        )
+
+    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        answer: dict[str, Any] = {}
+        for message in self._process.ask(**request):
+            if "at" in message:
+                self._report(message["at"])
+            else:
+                answer |= message
+        if "refused" in answer:
+            raise ModelRefused(answer["refused"])
+        if "failed" in answer:  # a defect of ours, or a model that fails without any kernel
+            raise ModelRefused(f"the model cannot be built: {answer['failed']}")
+        if "failed_run" in answer:
+            raise RunFailed(**answer["failed_run"])
+        return answer
+
+
+def import_path(python: str) -> tuple[str, ...]:
+    """Where another interpreter imports from and this one does not.
+
+    Raises:
+        ModelRefused: it does not start, or is of another version, whose libraries do not work here.
+    """
+    question = "import json, sys; print(json.dumps([sys.version_info[:2], sys.path]))"
+    try:
+        told = subprocess.run([python, "-c", question], capture_output=True, text=True, check=True)
+        version, path = json.loads(told.stdout.splitlines()[-1])
+    except (OSError, subprocess.CalledProcessError, ValueError, IndexError) as error:
+        raise ModelRefused(f"{python} does not say where it imports from: {error}") from error
+    if tuple(version) != sys.version_info[:2]:
+        raise ModelRefused(
+            f"{python} is Python {version[0]}.{version[1]} and this one {sys.version_info[0]}."
+            f"{sys.version_info[1]}: a kernel's library must fit the model's Python to work in it"
+        )
+    return tuple(entry for entry in path if entry and entry not in sys.path)

@@ -1,0 +1,37 @@
+"""From a recording back to the model that was recorded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from capture.dataset import CaptureRecord
+from capture.models_package import import_models
+
+
+class NotRebuildable(Exception):
+    """The recording does not say how to build its model: one sentence that names the remedy."""
+
+
+def load_arguments(capture: CaptureRecord) -> dict[str, Any]:
+    """The arguments of `models.load`, but the device, that build a recording's model again.
+
+    Raises:
+        NotRebuildable: `capture` did not build that model, or was of an older version.
+    """
+    settings = capture.settings
+    if "model" not in settings:
+        raise NotRebuildable(
+            f"{capture.model} was recorded in a script of yours, where only the script can run it: "
+            "measure there with `with use_kernel(…)`, or give capture a function that builds it "
+            "(--model FILE.py:FUNCTION)"
+        )
+    if "given" not in settings:
+        raise NotRebuildable(
+            f"the recording of {capture.model} does not say how its model was built, as those of "
+            "this version do: capture it again"
+        )
+    model, given = settings["model"], settings["given"]
+    if model not in import_models().NAMES:
+        return {"model": model, "seed": settings.get("seed", 0), **given}
+    resolved = ("size", "weights", "checkpoint", "steps", "seed", "dtype")
+    return {"model": model, **given, **{name: settings[name] for name in resolved}}

@@ -1,0 +1,181 @@
+"""What a run returned, by name; and what a language model makes of a text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import T5Config, T5ForConditionalGeneration
+
+import models
+from models.outputs import of_anything
+
+Tiny = Callable[[str], models.Runnable]
+
+
+def test_a_video_and_the_latents_it_was_decoded_from(cogvideo_directory: Path) -> None:
+    runnable = models.load(str(cogvideo_directory), steps=2, device="cpu")
+    result = runnable.run()
+    outputs = runnable.outputs(result)
+    assert outputs.kind == "diffusion"
+    assert outputs.tensors.keys() == {"frames", "latents"}
+    frames, latents = outputs.tensors["frames"], outputs.tensors["latents"]
+    assert torch.equal(frames, result.frames[0])
+    assert latents.shape == (1, 3, 4, 24, 32)
+    vae: Any = runnable.roots["vae"]
+    with torch.no_grad():
+        decoded = vae.decode(latents.transpose(1, 2) / vae.config.scaling_factor).sample
+    again = (decoded[0].transpose(0, 1) / 2 + 0.5).clamp(0, 1)
+    torch.testing.assert_close(again, frames)
+
+
+def test_an_image_and_its_latents() -> None:
+    runnable = models.load("flux", size="tiny", steps=1, device="cpu")
+    outputs = runnable.outputs(runnable.run())
+    assert outputs.kind == "diffusion"
+    assert {name: tuple(each.shape) for name, each in outputs.tensors.items()} == {
+        "images": (1, 3, 320, 320),
+        "latents": (1, 20 * 20, 16),
+    }
+    assert outputs.tensors["images"].min() >= 0
+    assert outputs.tensors["images"].max() <= 1
+
+
+def test_a_run_that_ends_at_latents(cogvideo_directory: Path) -> None:
+    runnable = models.load(
+        "cogvideo",
+        size="full",
+        weights="random",
+        checkpoint=str(cogvideo_directory),
+        steps=1,
+        device="cpu",
+    )
+    result = runnable.run()
+    outputs = runnable.outputs(result)
+    assert outputs.tensors.keys() == {"latents"}
+    assert torch.equal(outputs.tensors["latents"], result.frames)
+
+
+def test_a_generation(tiny: Tiny) -> None:
+    runnable = tiny("llama")
+    result = runnable.run()
+    outputs = runnable.outputs(result)
+    assert outputs.kind == "language"
+    assert outputs.tensors.keys() == {"sequences", "logits"}
+    assert torch.equal(outputs.tensors["sequences"], result.sequences)
+    assert outputs.tensors["logits"].shape == (8, 258)
+    assert torch.equal(outputs.tensors["logits"].argmax(-1), result.sequences[0, -8:])
+
+
+def test_a_text_is_scored_as_generation_reads_it(tiny: Tiny) -> None:
+    runnable = tiny("llama")
+    language = runnable.language
+    assert language is not None
+    assert language.score is not None
+    generated = runnable.outputs(runnable.run()).tensors
+    scored = language.score(generated["sequences"])
+    assert scored.shape == (392, 258)
+    # The last eight positions but one were decoded from the cache, one at a time.
+    torch.testing.assert_close(scored[383:391], generated["logits"], rtol=1e-3, atol=1e-3)
+    assert not scored.requires_grad
+
+
+def test_a_text_there_and_back(tiny: Tiny, llama_directory: Path) -> None:
+    for runnable in (tiny("llama"), models.load(str(llama_directory), device="cpu")):
+        language = runnable.language
+        assert language is not None
+        ids = language.encode("ten o'clock")
+        assert ids.shape == (1, 11)
+        assert language.decode(ids) == "ten o'clock"
+        assert language.encode("long " * 1000).shape == (1, 4096)
+        with pytest.raises(models.ModelError, match="fewer than two tokens"):
+            language.encode("x")
+
+
+def test_without_a_tokenizer_a_text_is_ids(llama_directory: Path) -> None:
+    language = models.load(
+        "llama", size="full", weights="random", checkpoint=str(llama_directory), device="cpu"
+    ).language
+    assert language is not None
+    assert language.decode(torch.tensor([[3, 14]])) == "3 14"
+    with pytest.raises(models.ModelError, match="without a tokenizer"):
+        language.encode("a text")
+
+
+def test_an_encoder_decoder_scores_no_text(tmp_path: Path) -> None:
+    config = T5Config(
+        vocab_size=64,
+        d_model=32,
+        d_kv=16,
+        d_ff=32,
+        num_layers=1,
+        num_heads=2,
+        decoder_start_token_id=0,
+    )
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    runnable = models.load(str(tmp_path), device="cpu", steps=3)
+    assert runnable.language is not None
+    assert runnable.language.score is None
+    outputs = runnable.outputs(runnable.run())
+    assert outputs.tensors["sequences"].shape == (1, 1 + 3)
+    assert outputs.tensors["logits"].shape == (3, 64)
+
+
+@dataclass
+class Answer:
+    note: str
+    states: list[torch.Tensor]
+
+
+def test_a_users_own_result() -> None:
+    tensor = torch.randn(2, 3)
+    for result in (tensor, (None, tensor), {"a": "text", "b": [tensor]}, Answer("", [tensor])):
+        outputs = of_anything(result)
+        assert outputs.kind == "tensor"
+        assert torch.equal(outputs.tensors["output"], tensor)
+        assert outputs.tensors["output"].data_ptr() != tensor.data_ptr()
+    assert torch.equal(of_anything(tensor.numpy()).tensors["output"], tensor)
+    assert of_anything(tensor.T).tensors["output"].is_contiguous()
+    assert of_anything("no tensor").tensors == {}
+    ids = torch.tensor([[1, 2], [3, 4]])
+    assert of_anything(ids).kind == "language"
+    assert torch.equal(of_anything(ids).tensors["sequences"], ids[:1])
+    generated = SimpleNamespace(sequences=ids, logits=(torch.ones(2, 5), torch.zeros(2, 5)))
+    assert of_anything(generated).tensors["logits"].tolist() == [[1.0] * 5, [0.0] * 5]
+
+
+def test_a_users_own_pictures() -> None:
+    levels = np.random.default_rng(0).integers(256, size=(2, 4, 6, 3), dtype=np.uint8)
+    expected = torch.from_numpy(levels).permute(0, 3, 1, 2) / 255
+    pictures = [Image.fromarray(each) for each in levels]
+    for name, value in (
+        ("images", pictures),
+        ("images", levels / np.float32(255)),
+        ("images", expected),
+        ("frames", [pictures]),
+        ("frames", expected[None]),
+    ):
+        outputs = of_anything(SimpleNamespace(**{name: value}))
+        assert outputs.kind == "diffusion"
+        torch.testing.assert_close(outputs.tensors[name], expected)
+    broken = expected.clone()
+    broken[0] = torch.nan
+    assert of_anything(SimpleNamespace(images=broken)).kind == "diffusion"
+
+
+def test_a_users_latents_are_no_pictures() -> None:
+    @dataclass
+    class Result:
+        images: torch.Tensor
+
+    latents = torch.randn(1, 4, 8, 8)
+    outputs = of_anything(Result(latents))
+    assert outputs.kind == "tensor"
+    assert torch.equal(outputs.tensors["output"], latents)

@@ -1,0 +1,130 @@
+"""The first stage of pictures and videos: an autoencoder, and a bank of encoded scenes."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from training import shapes
+from training.loop import History, Stage, train
+from training.shapes import Scene
+
+DIVERGENCE = 5e-4  # weight of the KL term per latent value: latents of about unit size
+CROPPED = 0.6  # share of the time spent on crops of half the side, four times as many
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """What is drawn: ``frames`` is 1 for pictures."""
+
+    height: int
+    width: int
+    frames: int
+
+    def draw(self, scenes: Sequence[Scene], seed: int, device: torch.device) -> Tensor:
+        """(B, 3, frames, H, W) in −1…1, the layout and range of a video autoencoder."""
+        drawn = shapes.render(
+            scenes,
+            height=self.height,
+            width=self.width,
+            frames=self.frames,
+            generator=torch.Generator().manual_seed(seed),
+            device=device,
+        )
+        return 2 * drawn.transpose(1, 2) - 1
+
+
+def train_autoencoder(
+    stage: Stage,
+    autoencoder: nn.Module,
+    canvas: Canvas,
+    scenes: Sequence[Scene],
+    *,
+    batch: int,
+    work: Path,
+    seed: int,
+    device: torch.device,
+) -> History:
+    """Minimise the absolute error of the reconstruction, and a little of the KL divergence."""
+    flat = canvas.frames == 1
+
+    def loss(generator: torch.Generator, progress: float) -> Tensor:
+        cropped = progress < CROPPED
+        drawn_seed = generator.initial_seed()  # no number need come back from the GPU
+        chosen = shapes.sample(
+            scenes, 4 * batch if cropped else batch, torch.Generator().manual_seed(drawn_seed)
+        )
+        clip = canvas.draw(chosen, drawn_seed, device)
+        if cropped:
+            height, width = canvas.height // 2, canvas.width // 2
+            top, left = (drawn_seed % 5 * side // 4 for side in (height, width))
+            clip = clip[..., top : top + height, left : left + width].contiguous()
+        if flat:
+            clip = clip[:, :, 0]
+        posterior = autoencoder.encode(clip).latent_dist  # type: ignore[operator]
+        noise = torch.randn(posterior.mean.shape, generator=generator, device=device)
+        decoded = autoencoder.decode(posterior.mean + posterior.std * noise)  # type: ignore[operator]
+        divergence = posterior.mean.square() + posterior.var - 1 - posterior.logvar
+        error: Tensor = (decoded.sample - clip).abs().mean()
+        return error + DIVERGENCE * 0.5 * divergence.mean()
+
+    return train(stage, autoencoder, loss, work=work, seed=seed, device=device)
+
+
+@torch.no_grad()
+def encode_scenes(
+    autoencoder: nn.Module,
+    canvas: Canvas,
+    scenes: Sequence[Scene],
+    *,
+    count: int,
+    batch: int,
+    seed: int,
+    device: torch.device,
+    seconds: float,
+) -> tuple[Tensor, list[Scene]]:
+    """Encode ``count`` drawn scenes, or as many as ``seconds`` allow.
+
+    Returns:
+        Latents in the autoencoder's layout, bfloat16 on a GPU, and the scene of each.
+    """
+    started = time.monotonic()
+    latents: list[Tensor] = []
+    drawn: list[Scene] = []
+    while len(drawn) < count and (not drawn or time.monotonic() - started < seconds):
+        number = min(batch, count - len(drawn))
+        batch_seed = seed * 1_000_003 + len(drawn) + (1 << 41)  # apart from training's
+        chosen = shapes.sample(scenes, number, torch.Generator().manual_seed(batch_seed))
+        clip = canvas.draw(chosen, batch_seed, device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            posterior = autoencoder.encode(clip[:, :, 0] if canvas.frames == 1 else clip)  # type: ignore[operator]
+        latents.append(posterior.latent_dist.mean.to(_stored(device)))
+        drawn += chosen
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    print(f"encoded {len(drawn)} scenes in {time.monotonic() - started:.0f} s", file=sys.stderr)
+    return torch.cat(latents), drawn
+
+
+def _stored(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+@torch.no_grad()
+def reconstruction(
+    autoencoder: nn.Module, canvas: Canvas, scenes: Sequence[Scene], device: torch.device
+) -> float:
+    """PSNR in dB of decoded over drawn held-out scenes, in the autoencoder's own dtype."""
+    clip = canvas.draw(scenes, 1 << 42, device)
+    clip = clip[:, :, 0] if canvas.frames == 1 else clip
+    dtype = next(autoencoder.parameters()).dtype
+    latents = autoencoder.encode(clip.to(dtype)).latent_dist.mean  # type: ignore[operator]
+    decoded = autoencoder.decode(latents).sample.float().clamp(-1, 1)  # type: ignore[operator]
+    error = ((decoded - clip) / 2).square().mean()
+    return float(-10 * torch.log10(error))

@@ -1,0 +1,52 @@
+"""The model card: what the weights are, how they were made, and what was measured."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+
+def write(directory: Path, title: str, sections: Mapping[str, str]) -> None:
+    """Write ``README.md`` into ``directory``: the sections in their order."""
+    blocks = [f"# {title}"] + [f"## {name}\n{text.strip()}" for name, text in sections.items()]
+    (directory / "README.md").write_text("\n\n".join(blocks) + "\n", encoding="utf-8")
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def rates_table(rates: Mapping[str, Mapping[str, float]]) -> str:
+    """Percentages: a row per name, a column per part of the caption that was judged."""
+    parts = list(dict.fromkeys(part for row in rates.values() for part in row))
+    rows = [
+        [name, *(f"{100 * row[part]:.0f} %" if part in row else "" for part in parts)]
+        for name, row in rates.items()
+    ]
+    return table(["", *parts], rows)
+
+
+def machine(device: torch.device) -> str:
+    """Where it ran, and with what."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return f"{name}, torch {torch.__version__}, Python {platform.python_version()}"
+
+
+def sizes(directory: Path) -> str:
+    """Bytes and parameters of each weight file, and the whole directory."""
+    from safetensors import safe_open
+
+    rows = []
+    for path in sorted(directory.rglob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            count = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
+        name = path.parent.name if path.parent != directory else "model"
+        rows.append([name, f"{count / 1e6:.2f} million", f"{path.stat().st_size / 1e6:.2f} MB"])
+    whole = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    rows.append(["everything in this directory", "", f"{whole / 1e6:.2f} MB"])
+    return table(["part", "parameters", "size"], rows)

@@ -1,0 +1,107 @@
+"""The text that Python itself ships: the standard library's sources and the language reference.
+
+Each document belongs to one of three parts by a checksum of its name, so that a file which is held
+out with one Python is held out with every other. Licence of the text: PSF.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import sys
+import sysconfig
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+SMALLEST, LARGEST = 200, 400_000  # bytes; above it are tables
+# Tables in Python's syntax; packages that are not Python's own; and what old versions generated.
+LEFT_OUT = {"encodings", "site-packages", "dist-packages", "__pycache__", "pydoc_data", "_vendor"}
+ONE_IN = 40
+
+
+@dataclass(frozen=True)
+class Document:
+    """``name`` is the path inside the library, or ``reference/TOPIC``."""
+
+    name: str
+    text: str
+
+    @property
+    def part(self) -> str:
+        """``train``, ``validation`` (chooses when to stop) or ``test`` (measured once)."""
+        remainder = zlib.crc32(self.name.encode()) % ONE_IN
+        return {0: "test", 1: "validation"}.get(remainder, "train")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents by part, in the order of their names."""
+
+    train: tuple[Document, ...]
+    validation: tuple[Document, ...]
+    test: tuple[Document, ...]
+
+    def describe(self) -> str:
+        """What it is, in a sentence, with a checksum of all of it."""
+        digest = hashlib.sha256()
+        for document in (*self.train, *self.validation, *self.test):
+            digest.update(f"{document.name}\0{document.text}\0".encode())
+        sizes = ", ".join(
+            f"{len(part)} documents of {sum(len(d.text) for d in part) / 1e6:.2f} million "
+            f"characters to {purpose}"
+            for part, purpose in (
+                (self.train, "train"),
+                (self.validation, "choose when to stop"),
+                (self.test, "test"),
+            )
+        )
+        version = ".".join(map(str, sys.version_info[:3]))
+        return f"Python {version}: {sizes}; SHA-256 of all {digest.hexdigest()[:16]}"
+
+
+def read(library: Path | None = None) -> Corpus:
+    """Read the standard library in ``library``, by default that of the running Python.
+
+    Raises:
+        FileNotFoundError: There is no Python source.
+    """
+    library = library or Path(sysconfig.get_paths()["stdlib"])
+    documents = _reference(library) + _sources(library)
+    if not documents:
+        raise FileNotFoundError(f"{library} holds no Python source: give another --library")
+    documents.sort(key=lambda document: document.name)
+    parts = {
+        part: tuple(document for document in documents if document.part == part)
+        for part in ("train", "validation", "test")
+    }
+    return Corpus(**parts)
+
+
+def _sources(library: Path) -> list[Document]:
+    documents = []
+    for path in sorted(library.rglob("*.py")):
+        name = path.relative_to(library)
+        if LEFT_OUT & set(name.parts) or not SMALLEST <= path.stat().st_size <= LARGEST:
+            continue
+        try:
+            documents.append(Document(name.as_posix(), path.read_text(encoding="utf-8")))
+        except UnicodeDecodeError:  # a test of other encodings
+            continue
+    return documents
+
+
+def _reference(library: Path) -> list[Document]:
+    """The chapters behind ``help("topics")``: prose, in the markup of the documentation."""
+    path = library / "pydoc_data" / "topics.py"
+    if not path.is_file():
+        return []
+    chapters: dict[str, str] = {}
+    for statement in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(statement, ast.Assign):
+            chapters = ast.literal_eval(statement.value)
+    return [
+        Document(f"reference/{topic}", text.strip() + "\n")
+        for topic, text in chapters.items()
+        if len(text) >= SMALLEST
+    ]

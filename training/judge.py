@@ -1,0 +1,167 @@
+"""Reads colours, shapes, textures, layout and motion back from pixels, and scores captions.
+
+It never sees the caption while it looks. Whatever is saturated is a thing, its hue names the
+colour, and the outline that overlaps its pixels most, at the same area and centre of mass, names
+the shape.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from training.shapes import COLOURS, LAYOUTS, MOTIONS, SHAPES, Scene
+
+SATURATED = 0.2  # largest minus smallest channel
+SMALLEST = 0.01  # area of a thing, as a share of the picture
+PARTS = ("colours", "shapes", "textures", "layout", "motion", "all")
+DARK = 0.8  # of the bright part of a thing
+MOVED = 0.1  # least displacement that counts as motion, in picture heights
+
+# Area in squared radii, and the centre of mass below the middle in radii, by shape.
+_AREA = {"circle": 3.14159, "square": 4.0, "triangle": 2.0, "cross": 20 / 9}
+_SINKS = {"circle": 0.0, "square": 0.0, "triangle": 1 / 3, "cross": 0.0}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A thing in a picture; ``centre`` (x, y) and ``overlap`` (0…1, of its best outline)."""
+
+    colour: str
+    shape: str
+    texture: str
+    centre: tuple[float, float]
+    area: float
+    overlap: float
+
+
+def see(picture: Tensor) -> list[Seen]:
+    """The things in ``picture`` (3, H, W) in 0…1, the largest first; one per colour."""
+    picture = picture.float().cpu()
+    low, high = picture.amin(0), picture.amax(0)
+    chroma = high - low
+    palette = torch.tensor(list(COLOURS.values()))
+    palette = palette - palette.amin(1, keepdim=True)
+    palette = palette / palette.amax(1, keepdim=True)
+    hue = (picture - low) / chroma.clamp(min=1e-6)
+    nearest = (hue[None] - palette[:, :, None, None]).square().sum(1).argmin(0)
+    found = []
+    for index, colour in enumerate(COLOURS):
+        region = (nearest == index) & (chroma > SATURATED)
+        if region.float().mean() >= SMALLEST:
+            found.append(_describe(colour, region, high))
+    found.sort(key=lambda thing: thing.area, reverse=True)
+    return [thing for thing in found if thing.area >= 0.2 * found[0].area]
+
+
+def _describe(colour: str, region: Tensor, brightness: Tensor) -> Seen:
+    height, width = region.shape
+    y = ((torch.arange(height) + 0.5) / height - 0.5)[:, None].expand(height, width)
+    x = (((torch.arange(width) + 0.5) - width / 2) / height)[None].expand(height, width)
+    area = float(region.sum()) / height**2
+    centre = (float(x[region].mean()), float(y[region].mean()))
+    overlaps = {shape: _overlap(region, x, y, centre, area, shape) for shape in SHAPES}
+    shape = max(overlaps, key=overlaps.__getitem__)
+    return Seen(
+        colour=colour,
+        shape=shape,
+        texture=_texture(region, brightness),
+        centre=centre,
+        area=area,
+        overlap=overlaps[shape],
+    )
+
+
+def _overlap(
+    region: Tensor, x: Tensor, y: Tensor, centre: tuple[float, float], area: float, shape: str
+) -> float:
+    """Intersection over union of ``region`` and the outline of the same area and centre of mass."""
+    radius = (area / _AREA[shape]) ** 0.5
+    across = (x - centre[0]).abs() / radius
+    down = (y - centre[1]) / radius + _SINKS[shape]
+    inside = {
+        "circle": across.square() + down.square() <= 1,
+        "square": torch.maximum(across, down.abs()) <= 1,
+        "triangle": (down <= 1) & (2 * across <= down + 1),
+        "cross": torch.minimum(
+            torch.maximum(3 * across, down.abs()), torch.maximum(across, 3 * down.abs())
+        )
+        <= 1,
+    }[shape]
+    return float((inside & region).sum() / (inside | region).sum())
+
+
+def _texture(region: Tensor, brightness: Tensor) -> str:
+    """Plain if little is dark (edges are), striped if rows are all dark or all bright."""
+    dark = region & (brightness < DARK * brightness[region].quantile(0.9))
+    if dark.sum() < 0.25 * region.sum():
+        return "plain"
+    count = region.sum(1)
+    share = dark.sum(1) / count.clamp(min=1)
+    mixed = (torch.minimum(share, 1 - share) * count).sum() / count.sum()
+    return "striped" if mixed < 0.2 else "checkered"
+
+
+def score(scene: Scene, frames: Tensor) -> dict[str, bool]:
+    """Which parts of the caption of ``scene`` hold in ``frames`` (T, 3, H, W) in 0…1.
+
+    ``colours``, ``shapes``, ``textures`` of the middle frame, ``layout`` for two things,
+    ``motion`` for a moving one, and ``all`` of them.
+    """
+    seen = {thing.colour: thing for thing in see(frames[len(frames) // 2])}
+    wanted = {thing.colour: thing for thing in scene.things}
+    pairs = [(thing, seen.get(colour)) for colour, thing in wanted.items()]
+    result = {
+        "colours": seen.keys() == wanted.keys(),
+        "shapes": all(it is not None and it.shape == thing.shape for thing, it in pairs),
+        "textures": all(it is not None and it.texture == thing.texture for thing, it in pairs),
+    }
+    if scene.layout:
+        result["layout"] = _layout([it for _, it in pairs]) == scene.layout
+    if scene.motion:
+        result["motion"] = _motion(frames) == scene.motion
+    result["all"] = all(result.values())
+    return result
+
+
+def _layout(seen: Sequence[Seen | None]) -> str | None:
+    first, second = seen
+    if first is None or second is None:
+        return None
+    right, down = (b - a for a, b in zip(first.centre, second.centre, strict=True))
+    if max(right, down) < MOVED:
+        return None
+    return LAYOUTS[0] if right > down else LAYOUTS[1]
+
+
+def _motion(frames: Tensor) -> str | None:
+    """Where the largest thing went between the first and the last frame."""
+    ends = [see(frames[index]) for index in (0, -1)]
+    if not all(ends):
+        return None
+    moved = [b - a for a, b in zip(ends[0][0].centre, ends[1][0].centre, strict=True)]
+    along = {name: moved[0] * x + moved[1] * y for name, (x, y) in MOTIONS.items()}
+    best = max(along, key=along.__getitem__)
+    return best if along[best] >= MOVED else None
+
+
+def rates(scenes: Sequence[Scene], shown: Sequence[Tensor]) -> dict[str, float]:
+    """The share of scenes for which each part of the caption holds, of those that have the part."""
+    scores = [score(scene, frames) for scene, frames in zip(scenes, shown, strict=True)]
+    parts = dict.fromkeys(part for result in scores for part in result)
+    return {
+        part: sum(result[part] for result in scores if part in result)
+        / sum(part in result for result in scores)
+        for part in sorted(parts, key=PARTS.index)
+    }
+
+
+def chance(scenes: Sequence[Scene], shown: Sequence[Tensor], *, seed: int = 0) -> dict[str, float]:
+    """The same rates when every picture is judged by another scene's caption."""
+    order = random.Random(seed).sample(range(len(scenes)), len(scenes))
+    others = [*order[1:], order[0]]
+    return rates([scenes[index] for index in others], [shown[index] for index in order])
