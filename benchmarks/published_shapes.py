@@ -23,7 +23,7 @@ def main() -> None:
         for call in workloads(name, suite(name, "bfloat16", LONGEST), seed=0)
     ]
     calls += workloads("random", [Spec(4, 24, 24, 4250, 4250, 64, 64)], seed=0)
-    sweep(cold(calls), arguments)
+    sweep(cold(calls), arguments.kernels, arguments, [])
 
 
 if __name__ == "__main__":

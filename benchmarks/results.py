@@ -72,7 +72,7 @@ def write(rows: Iterable[dict[str, Any]], path: Path) -> None:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
         for row in rows:
-            writer.writerow(_cell(leaf(row, column)) for column in COLUMNS)
+            writer.writerow(cell(leaf(row, column)) for column in COLUMNS)
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -81,7 +81,8 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
+    """A value as it stands in a result file."""
     if value is None:
         return ""
     if isinstance(value, list):

@@ -6,6 +6,7 @@ import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,24 +20,31 @@ from replay.timing import Cache
 from replay.workloads import Workload
 
 
-def parser(description: str | None, kernels: str, out: str) -> argparse.ArgumentParser:
+def parser(
+    description: str | None, kernels: str, out: str, *, seconds: float = 2.0
+) -> argparse.ArgumentParser:
     """The arguments that every such benchmark takes, with its own defaults."""
     found = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     found.add_argument("--kernels", default=kernels)
     found.add_argument("--env", action="append", default=[], metavar="NAME=PYTHON")
     found.add_argument("--out", type=Path, default=results.DIRECTORY / out)
-    found.add_argument("--max-seconds", type=float, default=2.0, help="of a kernel on a call")
+    found.add_argument("--max-seconds", type=float, default=seconds, help="of a kernel on a call")
     return found
 
 
-def sweep(calls: Sequence[tuple[Workload, Cache]], arguments: argparse.Namespace) -> None:
-    """Run the kernels on the calls and write what ran, or could not run a call, to `--out`.
+def sweep(
+    calls: Sequence[tuple[Workload, Cache]],
+    names: str,
+    arguments: argparse.Namespace,
+    rows: list[dict[str, Any]],
+) -> None:
+    """Run the kernels of these names on the calls; write `rows` and theirs to `--out`.
 
+    What is not installed is left out; what cannot run a call says so.
     Needs a GPU: on a CPU these shapes take hours.
     """
     device = torch.device("cuda")
-    kernels, _ = select(arguments.kernels)
-    rows = []
+    kernels, _ = select(names)
     with execution(
         in_process=False, interpreters=interpreters(arguments.env, None), timeout=300.0
     ) as where:

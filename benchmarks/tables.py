@@ -104,12 +104,95 @@ def by_shape(file: str) -> str:
     for row in rows:
         is_decode = row["call.shape.q_len"] == "1"
         column = "time_ms.p50" if is_decode else "tflops"
-        cells = shapes.setdefault(_shape(row) + (" (ms)" if is_decode else ""), {})
+        warm = " warm" if "warm" in row["call.name"] else ""
+        cells = shapes.setdefault(_shape(row) + warm + (" (ms)" if is_decode else ""), {})
         cells[row["kernel"]] = _scene_cell([row], column)
     lines = {
         shape: [cells.get(kernel, "") for kernel in kernels] for shape, cells in shapes.items()
     }
     return _table(["B×H×S×D", *kernels], lines) + _machine(rows)
+
+
+SCENES = {
+    ("cogvideo", "denoise"): "CogVideoX-2b, a denoising step",
+    ("flux", "denoise"): "FLUX.1-dev, a denoising step",
+    ("llama", "prefill"): "Llama-2-7b, prefill of 4,096 tokens",
+    ("llama", "decode"): "Llama-2-7b, a decoded token",
+}
+
+
+def end_to_end() -> str:
+    """Predicted / measured speed-up of a model's step, and how far apart they are."""
+    rows = results.read(results.DIRECTORY / "end_to_end.csv")
+    found = {(row["model"], row["span"], row["kernel"]): row for row in rows}
+    scenes = [scene for scene in SCENES if any(key[:2] == scene for key in found)]
+    lines = {
+        "*the model's own attention*": [_own_cell(rows, *scene) for scene in scenes],
+        **{
+            kernel: [_speedup_cell(found, *scene, kernel) for scene in scenes]
+            for kernel in dict.fromkeys(row["kernel"] for row in rows if row["predicted.low"])
+        },
+    }
+    return _table(["kernel", *(SCENES[scene] for scene in scenes)], lines) + _machine(rows)
+
+
+def _own_cell(rows: list[dict[str, str]], model: str, span: str) -> str:
+    """The model's own time, and the share of it that is attention."""
+    mine = [row for row in rows if (row["model"], row["span"]) == (model, span)]
+    shares = [float(row["predicted.attention_share"]) for row in mine if row["predicted.low"]]
+    if not mine or not shares:
+        return ""
+    return f"{float(mine[0]['measured.ms.p50']):.4g} ms, attention {100 * shares[0]:.0f} %"
+
+
+def _speedup_cell(
+    found: dict[tuple[str, str, str], dict[str, str]], model: str, span: str, kernel: str
+) -> str:
+    row = found.get((model, span, kernel)) or found.get((model, "", kernel))
+    if row is None:
+        return ""
+    if row["status"] != "ok":
+        return row["status"]
+    if not row["measured.speedup.ratio"]:
+        return ""
+    measured = f"{float(row['measured.speedup.ratio']):.2f}×"
+    if not row["prediction_error"]:
+        return f"- / {measured}"
+    error = 100 * float(row["prediction_error"])
+    return f"{float(row['predicted.speedup.value']):.2f}× / {measured} ({error:+.1f} %)"
+
+
+def trained_weights() -> str:
+    """Errors by kind of values, and what became of the trained model's output."""
+    rows = results.read(results.DIRECTORY / "trained_weights.csv")
+    kinds = ("trained weights", "random weights", "random values")
+    found = {(row["model"], row["phase"], row["kernel"], row["values"]): row for row in rows}
+    headings = ["model", "kernel", *kinds, "trained model's output"]
+    text = [f"| {' | '.join(headings)} |", "|---|---|---:|---:|---:|---|"]
+    for model, phase, kernel in dict.fromkeys(key[:3] for key in found):
+        if kernel == "torch-default":
+            continue
+        of = [found.get((model, phase, kernel, kind)) for kind in kinds]
+        drift = _drift_cell(of[0]) if of[0] and phase != "decode" else ""
+        cells = [f"{model} {phase}", kernel, *map(_error_cell, of), drift]
+        text.append(f"| {' | '.join(cells)} |")
+    return "\n".join(text) + "\n" + _machine(rows)
+
+
+def _error_cell(row: dict[str, str] | None) -> str:
+    if row is None:
+        return ""
+    median, worst = (float(row[f"relative_l1.{name}"]) for name in ("median", "worst"))
+    return f"{median:.2g} ({worst:.2g})"
+
+
+def _drift_cell(row: dict[str, str]) -> str:
+    if row["drift.perplexity"]:
+        before, after = (float(row[f"drift.{name}perplexity"]) for name in ("baseline_", ""))
+        return f"perplexity {before:.3f} → {after:.3f}"
+    if row["drift.psnr"]:
+        return f"PSNR {float(row['drift.psnr']):.1f} dB, SSIM {float(row['drift.ssim']):.3f}"
+    return ""
 
 
 def demo() -> str:
@@ -182,6 +265,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "fields": fields,
     "full_size": full_size,
     "published_shapes": partial(by_shape, "published_shapes.csv"),
+    "triton_kernels": partial(by_shape, "triton_kernels.csv"),
+    "end_to_end": end_to_end,
+    "trained_weights": trained_weights,
     "peers_from_source": partial(by_shape, "peers_from_source.csv"),
 }
 

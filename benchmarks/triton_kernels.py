@@ -1,12 +1,14 @@
 """Our own Triton kernels beside the best of other libraries, random values (a GPU's work).
 
-    python -m benchmarks.triton_kernels [--kernels NAMES] [--env NAME=PYTHON] [--out FILE]
+    python -m benchmarks.triton_kernels [--phase decode] [--env NAME=PYTHON] [--out FILE]
 
 Prefill and decode at the shapes of our targets (benchmarks/NOTES.md), decode with a cold and a warm
 L2. Writes `benchmarks/results/triton_kernels.csv`.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from benchmarks.sweep import cold, parser, sweep
 from replay.synthetic import Spec, workloads
@@ -25,19 +27,34 @@ DECODE = (
     Spec(8, 64, 16, 1, 1024, 64, 64),
     Spec(4, 32, 8, 1, 32000, 256, 256),
 )
-KERNELS = (
-    "torch-flash,torch-cudnn,sage1,flashinfer-fa3,flashinfer-decode,fa4,"
-    "triton-fa2,triton-fa3,triton-sage,triton-fp8,triton-sage-fp8,"
+PEERS = "torch-flash,torch-cudnn"
+PREFILL_KERNELS = (
+    f"{PEERS},sage1,flashinfer-fa3,fa4,triton-fa2,triton-fa3,triton-sage,triton-fp8,triton-sage-fp8"
+)
+DECODE_KERNELS = (
+    f"{PEERS},flashinfer-decode,"
     "triton-decode,triton-paged-decode,triton-sparse-decode,triton-paged-sparse-decode"
 )
 
 
 def main() -> None:
-    arguments = parser(__doc__, KERNELS, "triton_kernels.csv").parse_args()
-    calls = cold(workloads("decode-cold", list(DECODE), seed=0))
-    calls += [(call, "warm") for call in workloads("decode-warm", list(DECODE), seed=0)]
-    calls += cold(workloads("prefill", list(PREFILL), seed=0))
-    sweep(calls, arguments)
+    taking = parser(__doc__, "", "triton_kernels.csv", seconds=0.5)
+    taking.add_argument("--phase", choices=("prefill", "decode"), help="default both")
+    arguments = taking.parse_args()
+    sweeps = {
+        "decode": (
+            DECODE_KERNELS,
+            [
+                *cold(workloads("decode-cold", list(DECODE), seed=0)),
+                *((call, "warm") for call in workloads("decode-warm", list(DECODE), seed=0)),
+            ],
+        ),
+        "prefill": (PREFILL_KERNELS, cold(workloads("prefill", list(PREFILL), seed=0))),
+    }
+    rows: list[dict[str, Any]] = []
+    for phase, (kernels, calls) in sweeps.items():
+        if arguments.phase in (None, phase):
+            sweep(calls, arguments.kernels or kernels, arguments, rows)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from capture.arguments import OneSentenceParser, positive
+from replay.arguments import parser
 from replay.report import METRICS
-from replay.speedcheck.arguments import add_arguments, misuse
+from replay.speedcheck.arguments import misuse
 
 if TYPE_CHECKING:
     import torch
+    from rich.console import Console
     from rich.text import Text
 
     from replay.environments import Found
@@ -24,25 +25,14 @@ if TYPE_CHECKING:
     from replay.registry import Kernel
     from replay.results import Row
     from replay.settings import Settings
+    from replay.speedcheck.check import Checked
+    from replay.speedcheck.command import Wanted
     from replay.timing import Cache
     from replay.workloads import Workload
 
-SUITES = ("flux", "sage", "aiter", "cogvideo", "llama")
-
-EXAMPLES = """examples:
-  replay --dir captured_inputs                          every kernel × every recorded call
-  replay --dir captured_inputs --metric all             with accuracy, bandwidth and memory
-  replay --dir captured_inputs --kernels 'torch-*' --json rows.jsonl
-  replay --random -b 2 -hq 24 -sq 4250 -d 64            any shape, no capture needed
-  replay --random -hq 32 -hk 8 -sq 1 -sk 8192 -d 128    one decoded token, grouped heads
-  replay --suite llama                                  a published list of shapes
-  replay --dir captured_inputs --kernels 'torch-*,my_file.py:my_attention'
-  replay --dir captured_inputs --kernels 'triton-*decode' --keep 0.05 --also-random
-  replay --dir captured_inputs --env fa4=/opt/fa4/bin/python
-  replay --dir captured_inputs --e2e                    the kernels back in the model
-  replay --dir captured_inputs --plan plan.json --budget cosine=0.998
-  replay --list-kernels                                 what there is, and what can run here
-"""
+SECONDS = 20.0
+MODEL_SECONDS = 0.5
+"""Per kernel and call. Where the model is run as well, its own runs take the time that there is."""
 
 
 class UsageError(Exception):
@@ -51,7 +41,7 @@ class UsageError(Exception):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point; exits 0 when fine, 1 when a check failed, 2 on wrong usage."""
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     try:
         code = _dispatch(arguments)
     except KeyboardInterrupt:
@@ -62,117 +52,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise
         code = _explain(error)
     sys.exit(code)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = OneSentenceParser(
-        prog="replay",
-        description="Run attention kernels on recorded calls (or random ones): how fast, how "
-        "accurate, which to use.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    what = parser.add_argument_group("what to replay")
-    source = what.add_mutually_exclusive_group()
-    source.add_argument("--dir", metavar="DIR", help="a directory that `capture` wrote")
-    source.add_argument("--random", action="store_true", help="one shape, given by the flags below")
-    source.add_argument("--suite", choices=SUITES, help="a list of shapes, with random values")
-    source.add_argument("--list-kernels", action="store_true", help="list kernels and exit")
-    what.add_argument("--kernels", metavar="A,B,'GLOB*'", help="default: a few; all: every one")
-    what.add_argument(
-        "--keep",
-        type=_share,
-        metavar="SHARE",
-        help="share of the keys that sparse kernels keep (default 0.02)",
-    )
-    what.add_argument(
-        "--page-size",
-        type=positive,
-        metavar="N",
-        help="keys in a page of paged kernels (default 16)",
-    )
-    what.add_argument(
-        "--also-random",
-        action="store_true",
-        help="after each call of --dir, random values of its shapes, strides and mask",
-    )
-    what.add_argument("--variants", choices=["all"], help="also every variant of those kernels")
-    what.add_argument("--max-seq", type=positive, metavar="N", help="leave longer shapes out")
-    what.add_argument("--seed", type=int, default=0, help="of random values (default 0)")
-    what.add_argument("--device", help="cuda, cpu … (default: cuda where there is one)")
-
-    shape = parser.add_argument_group("shape of --random")
-    shape.add_argument("-b", type=int, default=1, metavar="B", help="batch (default 1)")
-    shape.add_argument("-hq", type=int, default=16, metavar="HQ", help="query heads (default 16)")
-    shape.add_argument("-hk", type=int, metavar="HK", help="key/value heads (default: HQ)")
-    shape.add_argument("-sq", type=int, default=1024, metavar="SQ", help="query length")
-    shape.add_argument("-sk", type=int, metavar="SK", help="key length (default: SQ)")
-    shape.add_argument("-d", type=int, default=64, metavar="D", help="head dimension (default 64)")
-    shape.add_argument("-dv", type=int, metavar="DV", help="value head dimension (default: D)")
-    shape.add_argument("--causal", action="store_true", help="top-left causal mask")
-    shape.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
-
-    how = parser.add_argument_group("how to measure")
-    how.add_argument("--cache", choices=["cold", "warm"], help="L2 cache (default: cold on a GPU)")
-    how.add_argument("--rounds", type=positive, default=30, help="samples a kernel (default 30)")
-    how.add_argument(
-        "--max-seconds",
-        type=float,
-        default=20.0,
-        metavar="S",
-        help="per kernel and call; then fewer rounds (default 20)",
-    )
-    how.add_argument(
-        "--baseline-kernel", metavar="K", help="speed-ups are against it (default: the model's own)"
-    )
-
-    where = parser.add_argument_group("where kernels run")
-    where.add_argument(
-        "--env",
-        action="append",
-        default=[],
-        metavar="NAME=PYTHON",
-        help="another environment's interpreter; its kernels join the table (repeatable)",
-    )
-    where.add_argument(
-        "--env-file", metavar="TOML", help="environments from a file, [environments]"
-    )
-    where.add_argument(
-        "--timeout",
-        type=_seconds,
-        default=300.0,
-        metavar="S",
-        help="end a hanging kernel (default 300)",
-    )
-    where.add_argument(
-        "--in-process", action="store_true", help="no worker processes: a crash ends the run"
-    )
-
-    report = parser.add_argument_group("what to report")
-    report.add_argument(
-        "--metric", default="time,throughput,accuracy", metavar="M", help=", ".join(METRICS)
-    )
-    report.add_argument(
-        "--reference",
-        default="gold",
-        metavar="R",
-        help="errors against gold (high precision, default), captured, or a kernel",
-    )
-    report.add_argument(
-        "--compare-stats", action="store_true", help="min, max, mean, std of outputs"
-    )
-    report.add_argument(
-        "--resources", action="store_true", help="registers, spills, shared memory (Triton)"
-    )
-    report.add_argument("--per-call", action="store_true", help="a table per call, not per shape")
-    report.add_argument("--json", metavar="FILE", help="a JSON object per row (- for stdout)")
-    report.add_argument("--resume", action="store_true", help="continue the --json file")
-    report.add_argument("--csv", metavar="FILE", help="a line per row (- for stdout)")
-    report.add_argument("--save-output", metavar="DIR", help="keep every kernel's outputs")
-    report.add_argument("--check", action="store_true", help="exit 1 when a kernel fails accuracy")
-    report.add_argument("--debug", action="store_true", help="show tracebacks")
-    add_arguments(parser)
-    return parser
 
 
 def _dispatch(arguments: argparse.Namespace) -> int:
@@ -193,25 +72,43 @@ def _dispatch(arguments: argparse.Namespace) -> int:
     pythons = interpreters(arguments.env, arguments.env_file)
     if pythons and arguments.in_process:
         raise UsageError("an environment needs a worker process: leave out --in-process or --env")
-    with execution(
-        in_process=arguments.in_process, interpreters=pythons, timeout=arguments.timeout
-    ) as where:
-        if arguments.list_kernels:
-            return _list_kernels(where, device)
-        kernels = _kernels(arguments, where, device)
-        settings = _settings(arguments, device)
-        workloads, note = _workloads(arguments, device, kernels)
-        if note:
-            print(f"replay: {note}", file=sys.stderr)
-        allotted = where.allot(kernels, settings.device)
-        rows = _run(workloads, allotted, settings, where, arguments)
-    if "-" not in (arguments.json, arguments.csv):
-        _print_tables(rows, settings, metrics, arguments)
-    if arguments.plan:
-        _plan(rows, arguments)
-    if arguments.e2e:
-        _check_models(rows, allotted, pythons, settings, arguments)
-    return _exit_code(rows, arguments)
+    wanted = _wanted(arguments, device)
+    # Opened first, like the other files: a run of an hour must not end at a missing directory.
+    with _opened(arguments.e2e_json) as models_file:
+        with execution(
+            in_process=arguments.in_process, interpreters=pythons, timeout=arguments.timeout
+        ) as where:
+            if arguments.list_kernels:
+                return _list_kernels(where, device)
+            kernels = _kernels(arguments, wanted, where, device)
+            settings = _settings(arguments, device)
+            workloads, note = _workloads(arguments, device, kernels)
+            if note:
+                print(f"replay: {note}", file=sys.stderr)
+            allotted = where.allot(kernels, settings.device)
+            rows = _run(workloads, allotted, settings, where, arguments)
+        if "-" not in (arguments.json, arguments.csv):
+            _print_tables(rows, settings, metrics, arguments)
+        if wanted is None:
+            return _exit_code(rows, [], arguments)
+        if arguments.plan:
+            _plan(wanted, kernels, rows, arguments)
+        checks: list[Checked] = []
+        if arguments.e2e:
+            # The workers have ended: a model of full size needs their memory.
+            checks = _check_models(
+                wanted, rows, allotted, pythons, settings, arguments, models_file
+            )
+    return _exit_code(rows, checks, arguments)
+
+
+def _wanted(arguments: argparse.Namespace, device: torch.device) -> Wanted | None:
+    """What is asked of whole models, if anything."""
+    if not (arguments.e2e or arguments.plan):
+        return None
+    from replay.speedcheck.command import understand
+
+    return understand(arguments, str(device))
 
 
 def _run(
@@ -237,8 +134,7 @@ def _run(
             rows.append(row)
             yield row
 
-    # Opened first: a run of an hour must not end at a directory that is not there. JSON is written
-    # row by row, so an interrupted run keeps what it measured.
+    # JSON is written row by row, so an interrupted run keeps what it measured.
     with (
         _opened(arguments.json, append=arguments.resume) as json_file,
         _opened(arguments.csv) as csv_file,
@@ -296,62 +192,74 @@ def _print_tables(
     )
 
 
-def _plan(rows: list[Row], arguments: argparse.Namespace) -> None:
+def _console(arguments: argparse.Namespace) -> Console:
+    """Tables go to stdout, unless that is taken by a machine format."""
     from rich.console import Console
 
-    from capture.dataset import Dataset
-    from replay.plan import choose, parse_budget, uniform
-    from replay.report.plan import print_plan
-    from replay.speedcheck.check import OWN
+    taken = "-" in (arguments.json, arguments.csv, arguments.e2e_json)
+    return Console(highlight=False, stderr=taken)
 
-    captures = Dataset.open(arguments.dir).captures
-    if len(captures) != 1:
-        names = ", ".join(capture.model for capture in captures) or "no manifest"
-        raise UsageError(
-            f"a plan is for one model and {arguments.dir} holds {names}: record each into a "
-            "directory of its own (capture --out DIR)"
-        )
-    budget, census = parse_budget(arguments.budget), captures[0].census
-    plan = choose(rows, census, budget, OWN)
+
+def _plan(
+    wanted: Wanted, kernels: Sequence[Kernel], rows: list[Row], arguments: argparse.Namespace
+) -> None:
+    from replay.planning import choose, uniform
+    from replay.report.plan import print_plan
+    from replay.speedcheck.process import OWN
+
+    budget, census = wanted.budget, wanted.captures[0].census
+    assert budget is not None
+    exclusive = {kernel.name for kernel in kernels if kernel.own_process}
+    plan = choose(rows, census, budget, OWN, exclusive)
     plan.save(arguments.plan)
-    print_plan(plan, uniform(rows, census, budget, OWN), Console(highlight=False))
+    print_plan(plan, uniform(rows, census, budget, OWN), _console(arguments))
 
 
 def _check_models(
+    wanted: Wanted,
     rows: list[Row],
     allotted: Allotted,
     pythons: dict[str, str],
     settings: Settings,
     arguments: argparse.Namespace,
-) -> None:
+    file: TextIO | None,
+) -> list[Checked]:
     from rich.console import Console
     from rich.text import Text
 
     from replay.report.speedcheck import print_checks
     from replay.speedcheck.command import check_models, write_json
 
-    console = Console(highlight=False)
-    progress = Console(stderr=True)
-    with _opened(arguments.e2e_json) as file, progress.status("") as status:
+    console, found = _console(arguments), []
+    with Console(stderr=True).status("") as status:
 
         def report(stage: str) -> None:
             status.update(Text(stage))
 
-        for checks in check_models(arguments, rows, allotted, pythons, settings, report):
+        produced = check_models(wanted, arguments, rows, allotted, pythons, settings, report)
+        for checks in produced:
+            found += checks
+            status.stop()  # it would draw itself into the tables
             console.print()
             print_checks(checks, console)
+            status.start()
             if file is not None:
                 write_json(checks, file)
+                file.flush()
+    return found
 
 
-def _exit_code(rows: list[Row], arguments: argparse.Namespace) -> int:
+def _exit_code(rows: list[Row], checks: list[Checked], arguments: argparse.Namespace) -> int:
     unreadable = [row for row in rows if not row.kernel]
     for row in unreadable:
         print(f"replay: {row.reason}; the other calls were replayed", file=sys.stderr)
     harmless = ("ok", "not-timed", "unsupported", "unavailable")
-    failed = sorted({f"{row.label} ({row.status})" for row in rows if row.status not in harmless})
+    failed = {f"{row.label} ({row.status})" for row in rows if row.status not in harmless}
+    failed |= {
+        f"{each.kernel} in {each.model} ({each.status})" for each in checks if each.status != "ok"
+    }
     if arguments.check and failed:
-        print(f"replay: failed: {', '.join(failed)}", file=sys.stderr)
+        print(f"replay: failed: {', '.join(sorted(failed))}", file=sys.stderr)
     return 1 if unreadable or (arguments.check and failed) else 0
 
 
@@ -390,15 +298,21 @@ def _state(found: Found) -> Text:
     return Text(f"{found.reason}: {found.install}" if missing else found.reason, "yellow")
 
 
-def _kernels(arguments: argparse.Namespace, where: Execution, device: torch.device) -> list[Kernel]:
-    """The chosen kernels. A glob takes what there is; a kernel asked for by name must run.
+def _kernels(
+    arguments: argparse.Namespace, wanted: Wanted | None, where: Execution, device: torch.device
+) -> list[Kernel]:
+    """The chosen kernels; without a choice, those of the plan to use, or the default ones. A glob
+    takes what there is; a kernel asked for by name must run.
 
     Raises:
         UsageError: one that was named cannot run in any environment.
     """
     from replay.registry import find, select
 
-    kernels, names = select(arguments.kernels, variants=arguments.variants == "all")
+    patterns = arguments.kernels
+    if patterns is None and wanted is not None and wanted.plan is not None:
+        patterns = ",".join([wanted.plan.baseline, *wanted.plan.kernels])
+    kernels, names = select(patterns, variants=arguments.variants == "all")
     special = (arguments.baseline_kernel, arguments.reference)
     names += [name for name in special if name not in (None, "gold", "captured")]
     # A user's own kernel that fails is what the user wants to see in a row.
@@ -432,8 +346,10 @@ def _with_options(kernels: list[Kernel], arguments: argparse.Namespace) -> list[
 
 def _settings(arguments: argparse.Namespace, device: torch.device) -> Settings:
     from replay.settings import Settings
-    from replay.speedcheck.check import OWN
+    from replay.speedcheck.process import OWN
 
+    of_models = bool(arguments.e2e or arguments.plan)
+    seconds = MODEL_SECONDS if of_models and device.type == "cpu" else SECONDS
     cache: Cache = arguments.cache or ("cold" if device.type == "cuda" else "warm")
     if cache == "cold" and device.type == "cpu":
         raise UsageError("--cache cold is for GPUs; CPU times are always with a warm cache")
@@ -441,9 +357,9 @@ def _settings(arguments: argparse.Namespace, device: torch.device) -> Settings:
         device=device,
         cache=cache,
         rounds=arguments.rounds,
-        max_seconds=arguments.max_seconds,
+        max_seconds=arguments.max_seconds or seconds,
         seed=arguments.seed,
-        baseline=arguments.baseline_kernel or (OWN if arguments.e2e or arguments.plan else None),
+        baseline=arguments.baseline_kernel or (OWN if of_models else None),
         reference=arguments.reference,
         compare_stats=arguments.compare_stats,
         resources=arguments.resources,
@@ -536,12 +452,13 @@ def _explain(error: Exception) -> int:
     from replay.environments import WorkerError
     from replay.plan import PlanError
     from replay.registry import KernelNameError
+    from replay.speedcheck.command import CheckError
     from replay.speedcheck.process import ModelRefused, RunFailed
     from replay.speedcheck.rebuild import NotRebuildable
     from replay.synthetic import ShapeError
 
     replaying = (UsageError, DatasetError, KernelNameError, ShapeError, WorkerError)
-    of_models = (CensusError, PlanError, ModelRefused, RunFailed, NotRebuildable)
+    of_models = (CheckError, CensusError, PlanError, ModelRefused, RunFailed, NotRebuildable)
     known: tuple[type[Exception], ...] = replaying + of_models
     if isinstance(error, known):
         print(f"replay: {error}", file=sys.stderr)
@@ -551,17 +468,3 @@ def _explain(error: Exception) -> int:
         file=sys.stderr,
     )
     return 1
-
-
-def _share(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"must be more than 0 and at most 1, not {text}")
-    return value
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be more than 0, not {text}")
-    return value

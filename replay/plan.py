@@ -1,14 +1,6 @@
-"""Which kernel to use at which module: the fastest whose error stays inside a budget.
+"""A plan: which kernel to use at which layer, and how far from the gold its outputs may be.
 
-A layer here is a module in a phase. A kernel's error at a layer is the *worst* over the recorded
-calls of that layer, against the high-precision reference (the gold). Errors depend on values, and
-a layer's values are its own: one of which no call was replayed keeps the baseline, marked as not
-covered, whatever its neighbours chose. Record at least one call of every layer to cover them all.
-
-Times depend on sizes, so they are taken over all layers whose calls are alike: many rounds decide,
-and equal layers do not choose unequally by chance.
-
-A plan runs in one process, so kernels that were replayed in other environments are not chosen.
+A layer is a module in a phase. `replay.planning` makes plans, `replay.swap.use_plan` follows them.
 """
 
 from __future__ import annotations
@@ -16,14 +8,11 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from replay.counterparts import Counted, Replayed, match
-from replay.results import Row, Status, rebuilt
-from replay.statistics import MINIMUM_PAIRS, paired_speedup
+from replay.results import rebuilt
 from replay.verdict import COSINE_NOISE
 
 FORMAT = "attention-replay-plan/1"
@@ -100,34 +89,6 @@ class Worst:
 
 
 @dataclass(frozen=True)
-class LayerCost:
-    """What one kernel would cost at one layer, in time and in error."""
-
-    module: str
-    phase: str
-    kernel: str
-    status: Status | None
-    """`ok` when every recorded call of the layer is; else one that is not. None without any."""
-    reason: str
-    """Why it is not ok, or has no time."""
-    captured: int
-    """Recorded calls of the layer."""
-    calls: int
-    """Calls of the layer in one run."""
-    worst: Worst | None
-    """None where no output was compared."""
-    inside: bool
-    """Whether every recorded call is ok and inside the budget."""
-    time_ms: float | None
-    """Of one call, the mean over the run's calls that are known; the baseline's where the kernel
-    does not support one of the layer's. None where it failed or is wrong, or no call is known."""
-    baseline_ms: float | None
-    """The same with the baseline."""
-    saved_ms: float | None
-    """In one run; negative where the kernel is slower, None where it failed or is wrong."""
-
-
-@dataclass(frozen=True)
 class Choice:
     """What a plan has chosen for one layer."""
 
@@ -158,6 +119,8 @@ class Plan:
     budget: Budget
     baseline: str
     choices: list[Choice] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Kernels that would have been chosen somewhere, with the reason why they were not."""
 
     def kernel_at(self, module: str, phase: str) -> str:
         """The kernel of a layer: `replay.speedcheck.prediction.predict` takes this function."""
@@ -191,6 +154,7 @@ class Plan:
             "budget": {self.budget.metric: self.budget.limit},
             "baseline": self.baseline,
             "saved_ms": self.saved_ms,
+            "left_out": self.left_out,
             "choices": [_without_nan(asdict(choice)) for choice in self.choices],
         }
         temporary = path.with_name(f".{path.name}.tmp")
@@ -224,6 +188,7 @@ class Plan:
                 parse_budget(f"{metric}={limit}"),
                 data["baseline"],
                 [rebuilt(Choice, choice) for choice in data["choices"]],
+                dict(data["left_out"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError, PlanError) as error:
             raise PlanError(f"the plan {path} is damaged ({error}): {HOW}") from error
@@ -234,289 +199,6 @@ class Plan:
         if not all(isinstance(name, str) for each in names for name in each):
             raise PlanError(f"the plan {path} is damaged (a name is no text): {HOW}")
         return plan
-
-
-def choose(rows: Iterable[Row], census: Mapping[str, Any], budget: Budget, baseline: str) -> Plan:
-    """For every layer of a census, the fastest kernel inside the budget.
-
-    A kernel that was not ok on one of a layer's calls is never chosen there. Of kernels whose speed
-    ties with the fastest's, the baseline comes first and then the order of the rows. A layer with
-    no kernel inside the budget keeps the baseline; the baseline itself has to be inside to win over
-    a slower kernel.
-
-    Args:
-        rows: the replay of one recording and model; samples are needed, so rows as `replay` yields
-            them or as read from JSON.
-        census: of that model, as `capture.census.Census.to_json` writes it.
-        baseline: the kernel that the model itself uses.
-
-    Raises:
-        PlanError: rows of several models, or none of the baseline.
-        CensusError: the census is empty.
-    """
-    layers = _layers(rows, census, baseline)
-    choices = []
-    for layer in layers:
-        best = _best(layer, budget)
-        choices.append(
-            Choice(
-                module=best.module,
-                phase=best.phase,
-                kernel=best.kernel,
-                covered=best.captured > 0,
-                inside=best.inside,
-                worst=best.worst,
-                time_ms=best.time_ms,
-                baseline_ms=best.baseline_ms,
-                saved_ms=best.saved_ms or 0.0,
-                calls=best.calls,
-                captured=best.captured,
-            )
-        )
-    return Plan(layers[0].model, layers[0].weights, budget, baseline, choices)
-
-
-def layer_costs(
-    rows: Iterable[Row], census: Mapping[str, Any], budget: Budget, baseline: str
-) -> list[LayerCost]:
-    """What every kernel would cost at every layer of a census, the baseline's first at each.
-
-    Times are those of all counterparts (`replay.counterparts`), in other layers too; errors are of
-    the layer's own calls alone.
-
-    Raises:
-        PlanError: rows of several models, or none of the baseline.
-        CensusError: the census is empty.
-    """
-    return [
-        _layer_cost(layer, kernel, budget)
-        for layer in _layers(rows, census, baseline)
-        for kernel in layer.kernels
-    ]
-
-
-@dataclass(frozen=True)
-class Uniform:
-    """What one kernel would do when it is used at every layer. Layers are counted once each."""
-
-    kernel: str
-    saved_ms: float | None
-    """In one run, predicted; None where the kernel failed, or is wrong, on a call."""
-    inside: int
-    outside: int
-    """Wrong, or right and outside the budget."""
-    falls_back: int
-    """Not supported there: the model's own attention answers."""
-    failed: int
-    """Crashed, out of memory, not timed …"""
-    not_captured: int
-    """No call of the layer was replayed, so nothing is known of its error."""
-    worst_module: str
-    """The layer with the worst figure of the budget's metric; empty when nothing was compared."""
-    worst_phase: str
-    worst_figure: float | None
-    reason: str
-    """Of the first layer where it failed, is wrong, or falls back."""
-
-
-def uniform(
-    rows: Iterable[Row], census: Mapping[str, Any], budget: Budget, baseline: str
-) -> list[Uniform]:
-    """Each kernel used everywhere, the baseline first.
-
-    Raises:
-        PlanError: rows of several models, or none of the baseline.
-        CensusError: the census is empty.
-    """
-    kernels: dict[str, list[LayerCost]] = {}
-    for cost in layer_costs(rows, census, budget, baseline):
-        kernels.setdefault(cost.kernel, []).append(cost)
-    return [_uniform(kernel, costs, budget) for kernel, costs in kernels.items()]
-
-
-def _uniform(kernel: str, costs: Sequence[LayerCost], budget: Budget) -> Uniform:
-    compared = [(cost, cost.worst.of(budget.metric)) for cost in costs if cost.worst is not None]
-    worst, figure = max(compared, key=lambda each: budget.badness(each[1]), default=(None, None))
-    saved = [cost.saved_ms for cost in costs]
-    statuses = [cost.status for cost in costs]
-    inside = sum(cost.inside for cost in costs)
-    judged = statuses.count("ok") + statuses.count("inaccurate")
-    falls_back, not_captured = statuses.count("unsupported"), statuses.count(None)
-    return Uniform(
-        kernel=kernel,
-        saved_ms=None if None in saved else sum(each for each in saved if each is not None),
-        inside=inside,
-        outside=judged - inside,
-        falls_back=falls_back,
-        failed=len(costs) - judged - falls_back - not_captured,
-        not_captured=not_captured,
-        worst_module=worst.module if worst else "",
-        worst_phase=worst.phase if worst else "",
-        worst_figure=figure,
-        reason=next((cost.reason for cost in costs if cost.reason), ""),
-    )
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """A layer, and what was replayed for it."""
-
-    model: str
-    weights: str
-    module: str
-    phase: str
-    baseline: str
-    kernels: list[str]
-    """The baseline first."""
-    replayed: Replayed
-    counted: list[Counted]
-    captured: list[str]
-    """Names of its own recorded calls."""
-
-
-def _layers(rows: Iterable[Row], census: Mapping[str, Any], baseline: str) -> list[_Layer]:
-    rows = [row for row in rows if row.kernel and row.environment == "this"]
-    models = dict.fromkeys((row.call.model, row.call.weights) for row in rows)
-    if len(models) > 1:
-        names = ", ".join(f"{model} ({weights})" for model, weights in models)
-        raise PlanError(f"a plan is for one model, and these rows are of {names}")
-    replayed = Replayed(rows)
-    if not replayed.timed(baseline):
-        raise PlanError(f"no replayed call has a time of the baseline: add {baseline} to --kernels")
-    ((model, weights),) = models
-    kernels = list(dict.fromkeys([baseline, *(row.kernel for row in rows)]))
-    captured: dict[tuple[str, str], dict[str, None]] = {}
-    for row in rows:
-        captured.setdefault((row.call.module, row.call.phase), {})[row.call.name] = None
-    layers: dict[tuple[str, str], _Layer] = {}
-    for counted in match(census, replayed.timed(baseline), own_first=False):
-        site = (counted.module, counted.phase)
-        if site not in layers:
-            own = list(captured.get(site, ()))
-            layers[site] = _Layer(model, weights, *site, baseline, kernels, replayed, [], own)
-        layers[site].counted.append(counted)
-    return list(layers.values())
-
-
-def _layer_cost(layer: _Layer, kernel: str, budget: Budget) -> LayerCost:
-    status, reason = _status(layer, kernel)
-    worst = _worst(layer, kernel)
-    calls, before_ms = _known(layer)
-    saved_ms = 0.0 if status == "unsupported" else _saved_ms(layer, kernel)
-    if status not in ("ok", "unsupported", None) and kernel != layer.baseline:
-        saved_ms = None
-    is_timed = calls > 0 and saved_ms is not None
-    return LayerCost(
-        module=layer.module,
-        phase=layer.phase,
-        kernel=kernel,
-        status=status,
-        reason=reason,
-        captured=len(layer.captured),
-        calls=sum(counted.calls for counted in layer.counted),
-        worst=worst,
-        inside=status == "ok" and worst is not None and budget.holds(worst.of(budget.metric)),
-        time_ms=(before_ms - (saved_ms or 0.0)) / calls if is_timed else None,
-        baseline_ms=before_ms / calls if calls else None,
-        saved_ms=saved_ms,
-    )
-
-
-def _known(layer: _Layer) -> tuple[int, float]:
-    """The calls of one run for which replayed ones stand, and what they take with the baseline."""
-    known = [counted for counted in layer.counted if counted.shares]
-    total = sum(
-        counted.calls * share * ms
-        for counted in known
-        for call, share in counted.shares.items()
-        if (ms := _ms(layer, call, layer.baseline)) is not None
-    )
-    return sum(counted.calls for counted in known), total
-
-
-def _saved_ms(layer: _Layer, kernel: str) -> float | None:
-    """In one run, from the calls on which the kernel ran; None where it ran on none that stand for
-    some. That it was wrong or failed in another layer says nothing about this one."""
-    saved = 0.0
-    for counted in layer.counted:
-        gains = [
-            (share, old - new)
-            for call, share in counted.shares.items()
-            if (old := _ms(layer, call, layer.baseline)) is not None
-            and (new := _ms(layer, call, kernel)) is not None
-        ]
-        if not gains:
-            if any(not _falls_back(layer, call, kernel) for call in counted.shares):
-                return None
-            continue
-        weight = sum(share for share, _ in gains)
-        saved += sum(counted.calls * share / weight * gain for share, gain in gains)
-    return saved
-
-
-def _falls_back(layer: _Layer, call: str, kernel: str) -> bool:
-    row = layer.replayed.row(call, kernel)
-    return row is not None and row.status == "unsupported"
-
-
-def _ms(layer: _Layer, call: str, kernel: str) -> float | None:
-    row = layer.replayed.row(call, kernel)
-    return None if row is None or row.time_ms is None else row.time_ms.p50
-
-
-def _status(layer: _Layer, kernel: str) -> tuple[Status | None, str]:
-    """On the layer's own calls: failures first, then wrong outputs, then refusals."""
-    if not layer.captured:
-        return None, ""
-    found: list[tuple[Status, str]] = []
-    for call in layer.captured:
-        row = layer.replayed.row(call, kernel)
-        if row is None:
-            found.append(("error", f"not replayed on {call}"))
-        elif row.status != "ok":
-            found.append((row.status, row.reason))
-    mildness = {"unsupported": 2, "inaccurate": 1}
-    return min(found, key=lambda each: mildness.get(each[0], 0), default=("ok", ""))
-
-
-def _worst(layer: _Layer, kernel: str) -> Worst | None:
-    rows = [layer.replayed.row(call, kernel) for call in layer.captured]
-    golds = [row.accuracy.gold for row in rows if row is not None and row.accuracy is not None]
-    if not golds:
-        return None
-    return Worst(
-        **{
-            metric: max(
-                (float(getattr(gold, metric)) for gold in golds), key=Budget(metric, 0.0).badness
-            )
-            for metric in METRICS
-        }
-    )
-
-
-def _best(layer: _Layer, budget: Budget) -> LayerCost:
-    costs = [_layer_cost(layer, kernel, budget) for kernel in layer.kernels]
-    timed = [cost for cost in costs if cost.inside and cost.time_ms is not None]
-    if not timed:
-        return costs[0]
-    fastest = min(timed, key=lambda cost: cost.time_ms or 0.0)
-    return next(
-        cost for cost in timed if cost is fastest or _is_tie(layer, fastest.kernel, cost.kernel)
-    )
-
-
-def _is_tie(layer: _Layer, fastest: str, other: str) -> bool:
-    """Whether the rounds of the calls that stand for a layer's do not show which is faster."""
-    before: list[float] = []
-    after: list[float] = []
-    for call in dict.fromkeys(call for counted in layer.counted for call in counted.shares):
-        old, new = layer.replayed.row(call, other), layer.replayed.row(call, fastest)
-        if old is None or new is None or old.time_ms is None or new.time_ms is None:
-            continue
-        rounds = min(old.time_ms.n, new.time_ms.n)
-        before += old.time_ms.samples[:rounds]
-        after += new.time_ms.samples[:rounds]
-    return len(after) < MINIMUM_PAIRS or paired_speedup(before, after).verdict != "faster"
 
 
 def _without_nan(value: Any) -> Any:

@@ -81,8 +81,11 @@ class Swap:
         return "\n".join(lines)
 
 
+Around = Callable[[], contextlib.AbstractContextManager[object]]
+
+
 @contextlib.contextmanager
-def use_kernel(name: str) -> Iterator[Swap]:
+def use_kernel(name: str, *, around: Around = contextlib.nullcontext) -> Iterator[Swap]:
     """Answer every SDPA call of this process with a kernel, as long as the `with` block lasts.
 
     A call that the kernel does not support goes to the model's own attention, and is counted with
@@ -97,6 +100,7 @@ def use_kernel(name: str) -> Iterator[Swap]:
 
     Args:
         name: a registered kernel, or `file.py:function`.
+        around: a context manager to enter for each call, a stopwatch say.
 
     Yields:
         A `Swap`, whose counts are live.
@@ -116,12 +120,14 @@ def use_kernel(name: str) -> Iterator[Swap]:
 
     kernels = _ready([name])
     swap = Swap({name: Tally()})
-    with _in_place(swap, kernels, everywhere):
+    with _in_place(swap, kernels, everywhere, around):
         yield swap
 
 
 @contextlib.contextmanager
-def use_plan(plan: str | Path | Plan, module: Any = None) -> Iterator[Swap]:
+def use_plan(
+    plan: str | Path | Plan, module: Any = None, *, around: Around = contextlib.nullcontext
+) -> Iterator[Swap]:
     """Answer SDPA calls with the kernel that a plan chose for the module and phase they come from.
 
     As `use_kernel` in everything else. A call from anywhere else goes to the model's own attention,
@@ -135,6 +141,7 @@ def use_plan(plan: str | Path | Plan, module: Any = None) -> Iterator[Swap]:
         plan: what `replay --plan FILE` wrote, or a `Plan`.
         module: the model, when more than one in this process has modules of these names: a
             `torch.nn.Module`, a diffusers pipeline, or a dict of name → module.
+        around: a context manager to enter for each call.
 
     Yields:
         A `Swap`, whose counts are live.
@@ -157,7 +164,7 @@ def use_plan(plan: str | Path | Plan, module: Any = None) -> Iterator[Swap]:
     kernels = _ready(dict.fromkeys(choice.kernel for choice in plan.choices))
     places = Places(choices, module)
     swap = Swap({name: Tally() for name in kernels}, missing=places.missing)
-    with _in_place(swap, kernels, kernel_here), places.followed():
+    with _in_place(swap, kernels, kernel_here, around), places.followed():
         yield swap
 
 
@@ -177,9 +184,12 @@ def _ready(names: Iterable[str]) -> dict[str, Kernel]:
 
 @contextlib.contextmanager
 def _in_place(
-    swap: Swap, kernels: Mapping[str, Kernel], choose: Callable[[Arguments], str | None]
+    swap: Swap,
+    kernels: Mapping[str, Kernel],
+    choose: Callable[[Arguments], str | None],
+    around: Around,
 ) -> Iterator[None]:
-    at_work = _AtWork(swap, kernels, choose)
+    at_work = _AtWork(swap, kernels, choose, around)
     with (
         intercept(at_work.handle, calling_operator(choose)),
         answering(at_work),
@@ -192,9 +202,14 @@ class _AtWork:
     """Runs kernels on calls and counts what became of them."""
 
     def __init__(
-        self, swap: Swap, kernels: Mapping[str, Kernel], choose: Callable[[Arguments], str | None]
+        self,
+        swap: Swap,
+        kernels: Mapping[str, Kernel],
+        choose: Callable[[Arguments], str | None],
+        around: Around,
     ) -> None:
         self._swap = swap
+        self._around = around
         self._attentions = {name: kernel.attention for name, kernel in kernels.items()}
         self._unsupported = {name: _remembering(kernel) for name, kernel in kernels.items()}
         self._choose = choose
@@ -236,6 +251,12 @@ class _AtWork:
         self, name: str, arguments: Arguments, proceed: Callable[[], Tensor]
     ) -> tuple[Tensor, bool]:
         """The output, and whether the kernel made it."""
+        with self._around():
+            return self._attend_here(name, arguments, proceed)
+
+    def _attend_here(
+        self, name: str, arguments: Arguments, proceed: Callable[[], Tensor]
+    ) -> tuple[Tensor, bool]:
         if name not in self._attentions:
             self._count_fallback(name, NOT_PLANNED)
             return proceed(), False

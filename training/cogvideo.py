@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from models.cogvideo import VARIANTS, scheduler
 from models.diffusion import tiny_t5
 from models.offline_tokenizers import t5_tokenizer
 from training import card, figures, judge, options, shapes
-from training.autoencoder import Canvas, encode_scenes, reconstruction, train_autoencoder
+from training.autoencoder import Canvas, encode_scenes, reconstruct, train_autoencoder
 from training.conditioning import start_as_identity, token_ids
 from training.loop import History, Stage, train
 from training.shapes import Scene
@@ -21,6 +22,7 @@ from training.shapes import Scene
 VARIANT = VARIANTS["cogvideo"]
 TEXT_TOKENS = 64
 WITHOUT_CAPTION = 0.1  # share of the training that guidance's other half learns from
+LATENT_CHANNELS = 8
 SHOWN = 16  # videos on the contact sheet, five frames each
 
 
@@ -30,6 +32,7 @@ class Scale:
 
     canvas: Canvas
     autoencoder_batch: int
+    autoencoder_crops: int
     bank: int
     bank_batch: int
     bank_seconds: float
@@ -42,19 +45,21 @@ class Scale:
 
 FULL = Scale(
     canvas=Canvas(160, 192, frames=17),  # 5·40·48 latents in 5·20·24 = 2,400 tokens
-    autoencoder_batch=4,
+    autoencoder_batch=8,
+    autoencoder_crops=192,
     bank=12_000,
     bank_batch=16,
-    bank_seconds=60,
-    batch=48,
+    bank_seconds=30,
+    batch=32,
     judged=100,
-    runs=((10, 1.0), (10, 3.0), (10, 6.0), (25, 6.0), (25, 3.0)),
-    autoencoder=Stage("cogvideo autoencoder", steps=4000, seconds=120, learning_rate=2e-3),
-    transformer=Stage("cogvideo transformer", steps=12_000, seconds=290, learning_rate=1e-3),
+    runs=((10, 1.0), (10, 3.0), (10, 6.0)),
+    autoencoder=Stage("cogvideo autoencoder", steps=4000, seconds=160, learning_rate=2e-3),
+    transformer=Stage("cogvideo transformer", steps=12_000, seconds=220, learning_rate=1e-3),
 )
 SMOKE = Scale(
     canvas=Canvas(32, 32, frames=9),
     autoencoder_batch=1,
+    autoencoder_crops=2,
     bank=8,
     bank_batch=4,
     bank_seconds=10,
@@ -81,6 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
         canvas,
         seen,
         batch=scale.autoencoder_batch,
+        crops=scale.autoencoder_crops,
         work=given.work,
         seed=seed,
         device=device,
@@ -105,16 +111,19 @@ def main(arguments: list[str] | None = None) -> None:
     # From here on what was saved, loaded as anybody would.
     saved = CogVideoXPipeline.from_pretrained(given.out, dtype=torch.bfloat16).to(device)
     saved.set_progress_bar_config(disable=True)
-    psnr = reconstruction(saved.vae, canvas, held_out[:8], device)
     order = torch.randperm(len(held_out), generator=torch.Generator().manual_seed(seed)).tolist()
     wanted = [held_out[index] for index in order[: scale.judged]]
     rates: dict[str, dict[str, float]] = {}
     for steps, guidance in scale.runs:
         drawn = draw(saved, wanted, steps=steps, guidance=guidance, scale=scale, seed=seed)
-        rates[f"{steps} steps, guidance {guidance:g}"] = judge.rates(wanted, drawn)
-    rates["chance (the captions exchanged)"] = judge.chance(wanted, drawn)
-    data = canvas.draw(wanted, seed, torch.device("cpu")).transpose(1, 2) / 2 + 0.5
-    rates["the data itself"] = judge.rates(wanted, list(data))
+        watched = [judge.watch(video) for video in drawn]
+        rates[f"{steps} steps, guidance {guidance:g}"] = judge.rates(wanted, watched)
+        print(rates, file=sys.stderr)
+    decoded, psnr = reconstruct(saved.vae, canvas, wanted, device)
+    rates["the autoencoder alone"] = judge.rates(wanted, [judge.watch(each) for each in decoded])
+    rates["chance (the captions exchanged)"] = judge.chance(wanted, watched)
+    data = canvas.draw(wanted, seed, device).transpose(1, 2) / 2 + 0.5
+    rates["the data itself"] = judge.rates(wanted, [judge.watch(video) for video in data])
     shown = range(min(SHOWN, len(wanted)))
     figures.contact_sheet(
         given.out / "samples.png",
@@ -125,7 +134,7 @@ def main(arguments: list[str] | None = None) -> None:
     figures.loss_curve(
         given.out / "loss.png",
         {"autoencoder": first.losses, "transformer": second.losses},
-        "CogVideoX: absolute error of the autoencoder, v-prediction loss of the transformer",
+        "CogVideoX: error of the autoencoder, v-prediction loss of the transformer",
     )
     steps, guidance = scale.runs[-1]
     tokens = ((canvas.frames - 1) // 4 + 1) * (canvas.height // 8) * (canvas.width // 8)
@@ -137,8 +146,8 @@ def main(arguments: list[str] | None = None) -> None:
                 "A `CogVideoXPipeline` trained by `python -m training.cogvideo` to move a "
                 "captioned shape in the captioned direction: transformer of 4 layers of 3 heads "
                 f"of 64, over {TEXT_TOKENS} text and {tokens:,} video tokens; an autoencoder that "
-                "compresses 4×4×4 pixels into 4 channels; a T5 encoder (2 layers, 64 wide), "
-                f"trained with the transformer. All captions look like “{wanted[0]}”."
+                f"compresses 4×4×4 pixels into {LATENT_CHANNELS} channels; a T5 encoder (2 layers, "
+                f"64 wide), trained with the transformer. All captions look like “{wanted[0]}”."
             ),
             "Data and licence": (
                 f"Procedural videos of {canvas.frames} frames of {canvas.width}×{canvas.height} "
@@ -149,6 +158,7 @@ def main(arguments: list[str] | None = None) -> None:
             "Size": card.sizes(given.out),
             "Training": (
                 f"{card.machine(device)}, seed {seed}. {first.describe(stages[0])}; batches of "
+                f"{scale.autoencoder_crops} parts of single frames, then of "
                 f"{scale.autoencoder_batch} videos. {second.describe(stages[1])}; v-prediction "
                 f"on the published noise schedule, batches of {scale.batch} videos, "
                 f"{WITHOUT_CAPTION:.0%} without caption.\n\n![loss](loss.png)"
@@ -157,8 +167,8 @@ def main(arguments: list[str] | None = None) -> None:
                 f"{len(wanted)} held-out captions, bfloat16; how often what the caption says is "
                 "seen by `training/judge.py`, which reads pixels and not the caption:\n\n"
                 + card.rates_table(rates)
-                + f"\n\nAutoencoder on held-out videos: PSNR {psnr:.1f} dB. Below: {steps} steps, "
-                f"guidance {guidance:g}, half size.\n\n![samples](samples.png)"
+                + f"\n\nThe autoencoder alone has PSNR {psnr:.1f} dB on such videos. Below: "
+                f"{steps} steps, guidance {guidance:g}, half size.\n\n![samples](samples.png)"
             ),
             "Limits": (
                 "It knows 25 words, four shapes, six colours and four directions. It exists so "
@@ -180,8 +190,8 @@ def make_pipeline(scale: Scale) -> CogVideoXPipeline:
         transformer=CogVideoXTransformer3DModel(
             num_attention_heads=3,
             num_layers=4,
-            in_channels=4,
-            out_channels=4,
+            in_channels=LATENT_CHANNELS,
+            out_channels=LATENT_CHANNELS,
             time_embed_dim=32,
             text_embed_dim=64,
             max_text_seq_length=TEXT_TOKENS,
@@ -193,7 +203,7 @@ def make_pipeline(scale: Scale) -> CogVideoXPipeline:
             down_block_types=("CogVideoXDownBlock3D",) * 3,
             up_block_types=("CogVideoXUpBlock3D",) * 3,
             block_out_channels=(16, 16, 32),
-            latent_channels=4,
+            latent_channels=LATENT_CHANNELS,
             layers_per_block=1,
             norm_num_groups=8,
             sample_height=canvas.height,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import sys
+import platform
 import sysconfig
 import zlib
 from dataclasses import dataclass
@@ -36,8 +36,9 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents by part, in the order of their names."""
+    """Documents by part, in the order of their names; ``source`` says which Python's."""
 
+    source: str
     train: tuple[Document, ...]
     validation: tuple[Document, ...]
     test: tuple[Document, ...]
@@ -56,8 +57,7 @@ class Corpus:
                 (self.test, "test"),
             )
         )
-        version = ".".join(map(str, sys.version_info[:3]))
-        return f"Python {version}: {sizes}; SHA-256 of all {digest.hexdigest()[:16]}"
+        return f"{self.source}: {sizes}; SHA-256 of all {digest.hexdigest()[:16]}"
 
 
 def read(library: Path | None = None) -> Corpus:
@@ -66,7 +66,11 @@ def read(library: Path | None = None) -> Corpus:
     Raises:
         FileNotFoundError: There is no Python source.
     """
-    library = library or Path(sysconfig.get_paths()["stdlib"])
+    if library is None:
+        library = Path(sysconfig.get_paths()["stdlib"])
+        source = f"Python {platform.python_version()}"
+    else:
+        source = f"The library in {library.resolve().name}"
     documents = _reference(library) + _sources(library)
     if not documents:
         raise FileNotFoundError(f"{library} holds no Python source: give another --library")
@@ -75,7 +79,7 @@ def read(library: Path | None = None) -> Corpus:
         part: tuple(document for document in documents if document.part == part)
         for part in ("train", "validation", "test")
     }
-    return Corpus(**parts)
+    return Corpus(source, **parts)
 
 
 def _sources(library: Path) -> list[Document]:

@@ -43,19 +43,37 @@ def see(picture: Tensor) -> list[Seen]:
     """The things in ``picture`` (3, H, W) in 0…1, the largest first; one per colour."""
     picture = picture.float().cpu()
     low, high = picture.amin(0), picture.amax(0)
-    chroma = high - low
+    coloured = high - low > SATURATED
     palette = torch.tensor(list(COLOURS.values()))
     palette = palette - palette.amin(1, keepdim=True)
     palette = palette / palette.amax(1, keepdim=True)
-    hue = (picture - low) / chroma.clamp(min=1e-6)
-    nearest = (hue[None] - palette[:, :, None, None]).square().sum(1).argmin(0)
+    hue = (picture - low)[:, coloured] / (high - low)[coloured]  # (3, N)
+    nearest = torch.full_like(low, -1)
+    nearest[coloured] = torch.cdist(hue.T, palette).argmin(1).float()
     found = []
     for index, colour in enumerate(COLOURS):
-        region = (nearest == index) & (chroma > SATURATED)
+        region = nearest == index
         if region.float().mean() >= SMALLEST:
             found.append(_describe(colour, region, high))
     found.sort(key=lambda thing: thing.area, reverse=True)
     return [thing for thing in found if thing.area >= 0.2 * found[0].area]
+
+
+@dataclass(frozen=True)
+class Watched:
+    """The things in the first, the middle and the last frame; of a picture, thrice the same."""
+
+    first: list[Seen]
+    middle: list[Seen]
+    last: list[Seen]
+
+
+def watch(frames: Tensor) -> Watched:
+    """Look at ``frames`` (T, 3, H, W) in 0…1."""
+    middle = see(frames[len(frames) // 2])
+    if len(frames) == 1:
+        return Watched(middle, middle, middle)
+    return Watched(see(frames[0]), middle, see(frames[-1]))
 
 
 def _describe(colour: str, region: Tensor, brightness: Tensor) -> Seen:
@@ -106,13 +124,13 @@ def _texture(region: Tensor, brightness: Tensor) -> str:
     return "striped" if mixed < 0.2 else "checkered"
 
 
-def score(scene: Scene, frames: Tensor) -> dict[str, bool]:
-    """Which parts of the caption of ``scene`` hold in ``frames`` (T, 3, H, W) in 0…1.
+def score(scene: Scene, watched: Watched) -> dict[str, bool]:
+    """Which parts of the caption of ``scene`` hold in what was ``watched``.
 
     ``colours``, ``shapes``, ``textures`` of the middle frame, ``layout`` for two things,
     ``motion`` for a moving one, and ``all`` of them.
     """
-    seen = {thing.colour: thing for thing in see(frames[len(frames) // 2])}
+    seen = {thing.colour: thing for thing in watched.middle}
     wanted = {thing.colour: thing for thing in scene.things}
     pairs = [(thing, seen.get(colour)) for colour, thing in wanted.items()]
     result = {
@@ -123,7 +141,7 @@ def score(scene: Scene, frames: Tensor) -> dict[str, bool]:
     if scene.layout:
         result["layout"] = _layout([it for _, it in pairs]) == scene.layout
     if scene.motion:
-        result["motion"] = _motion(frames) == scene.motion
+        result["motion"] = _motion(watched) == scene.motion
     result["all"] = all(result.values())
     return result
 
@@ -138,20 +156,20 @@ def _layout(seen: Sequence[Seen | None]) -> str | None:
     return LAYOUTS[0] if right > down else LAYOUTS[1]
 
 
-def _motion(frames: Tensor) -> str | None:
+def _motion(watched: Watched) -> str | None:
     """Where the largest thing went between the first and the last frame."""
-    ends = [see(frames[index]) for index in (0, -1)]
-    if not all(ends):
+    if not watched.first or not watched.last:
         return None
-    moved = [b - a for a, b in zip(ends[0][0].centre, ends[1][0].centre, strict=True)]
+    start, end = watched.first[0].centre, watched.last[0].centre
+    moved = [b - a for a, b in zip(start, end, strict=True)]
     along = {name: moved[0] * x + moved[1] * y for name, (x, y) in MOTIONS.items()}
     best = max(along, key=along.__getitem__)
     return best if along[best] >= MOVED else None
 
 
-def rates(scenes: Sequence[Scene], shown: Sequence[Tensor]) -> dict[str, float]:
+def rates(scenes: Sequence[Scene], shown: Sequence[Watched]) -> dict[str, float]:
     """The share of scenes for which each part of the caption holds, of those that have the part."""
-    scores = [score(scene, frames) for scene, frames in zip(scenes, shown, strict=True)]
+    scores = [score(scene, watched) for scene, watched in zip(scenes, shown, strict=True)]
     parts = dict.fromkeys(part for result in scores for part in result)
     return {
         part: sum(result[part] for result in scores if part in result)
@@ -160,7 +178,7 @@ def rates(scenes: Sequence[Scene], shown: Sequence[Tensor]) -> dict[str, float]:
     }
 
 
-def chance(scenes: Sequence[Scene], shown: Sequence[Tensor], *, seed: int = 0) -> dict[str, float]:
+def chance(scenes: Sequence[Scene], shown: Sequence[Watched], *, seed: int = 0) -> dict[str, float]:
     """The same rates when every picture is judged by another scene's caption."""
     order = random.Random(seed).sample(range(len(scenes)), len(scenes))
     others = [*order[1:], order[0]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from training.corpus import Document
 from training.loop import Stage, train
 from training.ngram import KneserNey
 
+PASSES = 20  # over the text: more of them learn it by heart
 HELD_OUT_CHARACTERS = 6000  # of each document that is shipped as a prompt
 HELD_OUT_DOCUMENTS = 4
 PROMPTS = (
@@ -49,14 +50,14 @@ class Scale:
 
 FULL = Scale(
     context=1152,  # 1,024 of a prompt, and some to write
-    batch=64,
+    batch=32,
     vocabulary=2048,
     hidden=256,
-    intermediate=512,
+    intermediate=384,
     layers=4,
     documents=None,
     held_out_tokens=10**9,
-    stage=Stage("llama", steps=6000, seconds=270, learning_rate=2e-3, weight_decay=0.1),
+    stage=Stage("llama", steps=10_000, seconds=300, learning_rate=2e-3, weight_decay=0.1),
 )
 SMOKE = Scale(
     context=64,
@@ -86,6 +87,8 @@ def main(arguments: list[str] | None = None) -> None:
     }
     model = make_model(scale, tokenizer).to(given.device)
     stream = tokens["train"].to(given.device)
+    most = math.ceil(PASSES * len(stream) / (scale.batch * scale.context))
+    stage = replace(stage, steps=min(stage.steps, most))
     if given.compile:
         model.compile()
 
@@ -147,8 +150,9 @@ def main(arguments: list[str] | None = None) -> None:
             "Size": card.sizes(given.out),
             "Training": (
                 f"{card.machine(given.device)}, seed {given.seed}. "
-                f"{history.describe(stage)}. Batches of {scale.batch} windows.\n\n"
-                "![loss](loss.png)"
+                f"{history.describe(stage)}. Batches of {scale.batch} windows: "
+                f"{history.steps * scale.batch * scale.context / len(stream):.1f} passes over the "
+                "text.\n\n![loss](loss.png)"
             ),
             "Measured": (
                 f"On {len(tokens['test']):,} tokens of held-out documents, with at least "

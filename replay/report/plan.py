@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -10,8 +11,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from replay.plan import Budget, Choice, Plan, Uniform
+from replay.plan import Budget, Choice, Plan
+from replay.planning import Uniform
 from replay.verdict import COSINE_NOISE
+
+NAME_WIDTH = 22
+PLACE_WIDTH = 16
+"""Characters of a module's path that a table of 80 columns has room for."""
 
 
 def print_plan(plan: Plan, uniforms: Sequence[Uniform], console: Console) -> None:
@@ -31,7 +37,7 @@ def print_plan(plan: Plan, uniforms: Sequence[Uniform], console: Console) -> Non
             *(
                 Text(cell, style)
                 for cell in (
-                    name or "(no module)",
+                    _at_dots(name, NAME_WIDTH) or "(no module)",
                     first.phase,
                     first.kernel,
                     _mean_ms(choices, lambda choice: choice.time_ms),
@@ -102,6 +108,16 @@ def _table(texts: Sequence[str], numbers: Sequence[str]) -> Table:
     return table
 
 
+def _at_dots(path: str, width: int) -> str:
+    """A module's path in lines of at most a width, broken before dots where it is longer."""
+    lines = [""]
+    for part in re.split(r"(?=\.)", path):
+        if lines[-1] and len(lines[-1]) + len(part) > width:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
+
+
 def _mean_ms(choices: Sequence[Choice], time: Callable[[Choice], float | None]) -> str:
     """The mean over the calls of a run; a dash where a layer has no time."""
     times = [time(choice) for choice in choices]
@@ -138,7 +154,7 @@ def _total(plan: Plan) -> Text:
 
 
 def _notes(plan: Plan) -> list[str]:
-    notes = []
+    notes = [f"{kernel} is left out: {reason}" for kernel, reason in plan.left_out.items()]
     missing = sum(not choice.covered for choice in plan.choices)
     if missing:
         notes.append(
@@ -171,6 +187,6 @@ def _uniform_table(uniforms: Sequence[Uniform], budget: Budget) -> Table:
             "-" if each.saved_ms is None else f"{each.saved_ms:.4g}",
             *(str(getattr(each, name)) for _, name in shown),
             "-" if each.worst_figure is None else _figure(each.worst_figure, budget),
-            Text(f"{each.worst_module} {each.worst_phase}".strip()),
+            Text(f"{_at_dots(each.worst_module, PLACE_WIDTH)} {each.worst_phase}".strip()),
         )
     return table

@@ -1,4 +1,4 @@
-"""The tables of an end-to-end check: time by span of the model, then what became of its output."""
+"""The tables of an end-to-end check, 80 columns wide: times of the model, then its output."""
 
 from __future__ import annotations
 
@@ -10,112 +10,133 @@ from rich.text import Text
 
 from replay.speedcheck import drift
 from replay.speedcheck.check import Checked, Measured
-from replay.speedcheck.prediction import RUN, Span
 from replay.speedcheck.reasons import reasons
+from replay.speedcheck.span import RUN, Span
 
 TITLES = {
     "denoise": "one denoising step",
     "prefill": "prefill, the time to the first token",
     "decode": "decode, one token",
     "encode": "one forward",
-    RUN: "whole run",
+    RUN: "one whole run, from prompt to output",
 }
+
+LEGEND = (
+    "predicted: speed-up from the replay's times and the recording's count of calls · measured: "
+    "in the model, against its own attention of the same rounds · in brackets 95 % intervals · "
+    "error: predicted / measured - 1 · answered, fell back: attention calls of one run that the "
+    "kernel took, and left to the model's own"
+)
 
 
 def print_checks(checks: Sequence[Checked], console: Console) -> None:
     """Print what a check of one model found; its first result is the model's own attention."""
     own, *others = checks
-    console.print(Text(f"{own.model} end to end", style="bold"))
+    rounds = max(measured.ms.n for measured in own.measured.values())
+    console.print(Text(f"{own.model} end to end · {rounds} rounds", style="bold"))
     console.print(Text(f"weights: {own.weights}", style="dim"))
     for span in own.measured:
+        predictions = [each.predicted(span) for each in others]
+        console.print(_title(span, next((each for each in predictions if each), None)))
         console.print(_span(span, own, others))
         console.print()
-    console.print(_outcome(others))
-    for checked in others:
-        for note in _notes(checked):
-            console.print(Text(note, style="yellow"), soft_wrap=False)
+    if others:
+        console.print(_outcome(others))
+    else:
+        console.print(Text("no kernel to put into it: choose some with --kernels", "yellow"))
+    for note in (*_unpredicted(others), *(note for each in others for note in _notes(each, own))):
+        console.print(Text(note, style="yellow"))
+    console.print(Text(LEGEND, style="dim"))
     console.print()
+
+
+def _table() -> Table:
+    table = Table(box=None, pad_edge=False, header_style="cyan", padding=(0, 1, 0, 0))
+    table.add_column("kernel", overflow="fold")
+    return table
+
+
+def _title(span: str, predicted: Span | None) -> Text:
+    """What the span is, and what of it attention takes by the replay's times."""
+    parts = [TITLES.get(span, span)]
+    if predicted is not None:
+        least = "at least " if predicted.not_recorded else ""
+        parts.append(f"attention {least}{100 * predicted.attention_share:.0f} %")
+        if predicted.waiting_share:
+            parts.append(f"GPU waits for the host {100 * predicted.waiting_share:.0f} %")
+    return Text(" · ".join(parts), style="bold")
 
 
 def _span(span: str, own: Checked, others: Sequence[Checked]) -> Table:
     measured = own.measured[span]
-    predictions = [each.predicted(span) for each in others]
-    table = Table(
-        title=_title(span, measured, next((each for each in predictions if each), None)),
-        title_justify="left",
-        title_style="none",
-        box=None,
-        padding=(0, 1, 0, 0),
-        header_style="dim",
-    )
+    in_seconds = measured.ms.p50 >= 1000
     has_tokens = measured.tokens_per_second is not None
-    for heading in ("kernel", "predicted", "measured", "error", "ms"):
-        table.add_column(heading, justify="left" if heading == "kernel" else "right")
-    if has_tokens:
-        table.add_column("tokens/s", justify="right")
-    for checked, predicted in zip(others, predictions, strict=True):
+    headings = ["s" if in_seconds else "ms", *["tokens/s"] * has_tokens]
+    table = _table()
+    for heading in (*headings, "predicted", "measured", "error"):
+        table.add_column(heading, justify="right", no_wrap=True)
+
+    def times(found: Measured) -> list[str]:
+        cells = [f"{found.ms.p50 / (1000 if in_seconds else 1):.4g}"]
+        return cells + ([f"{found.tokens_per_second:.4g}"] if has_tokens else [])
+
+    table.add_row(own.kernel, *times(measured), "", "", "")
+    for checked in others:
         found = checked.measured.get(span)
-        if found is None or found.speedup is None:
+        if found is None or found.speedup is None or checked.status != "ok":
             continue
         error = checked.prediction_error(span)
-        cells = [
+        table.add_row(
             checked.kernel,
-            _ratio(predicted),
+            *times(found),
+            _ratio(checked.predicted(span)),
             _times(found.speedup.ratio, found.speedup.low, found.speedup.high),
             "-" if error is None else f"{100 * error:+.1f} %",
-            f"{found.ms.p50:.4g}",
-        ]
-        if has_tokens:
-            cells.append(f"{found.tokens_per_second:.4g}")
-        table.add_row(*cells)
+        )
     return table
 
 
-def _title(span: str, measured: Measured, predicted: Span | None) -> str:
-    parts = [f"{TITLES.get(span, span)}: {measured.ms.p50:.4g} ms"]
-    parts[0] += f" ({measured.ms.p10:.4g}-{measured.ms.p90:.4g})"
-    if measured.tokens_per_second is not None:
-        parts.append(f"{measured.tokens_per_second:.4g} tokens/s")
-    if predicted is not None:
-        least = "at least " if predicted.not_recorded else ""
-        parts.append(f"attention {least}{100 * predicted.attention_share:.0f} %")
-    return " · ".join(parts)
-
-
 def _outcome(others: Sequence[Checked]) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    headings = ["kernel", "answered", "fell back", "output against the model's own"]
+    table = _table()
     has_memory = any(each.peak_bytes for each in others)
-    if has_memory:
-        headings.insert(3, "peak GB")
-    for heading in headings:
-        table.add_column(heading, justify="right" if heading in headings[1:-1] else "left")
+    for heading in ("answered", "fell back", *["peak GB"] * has_memory):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("output against the model's own", no_wrap=True)
     for checked in others:
         if checked.status != "ok":
-            table.add_row(checked.kernel, *[""] * (len(headings) - 2), Text(checked.status, "red"))
+            blanks = [""] * (len(table.columns) - 2)
+            table.add_row(checked.kernel, *blanks, Text(checked.status, "red"))
             continue
         cells = [checked.kernel, str(checked.hits), str(sum(checked.fallbacks.values()))]
         if has_memory:
             cells.append(f"{(checked.peak_bytes or 0) / 1e9:.2f}")
-        table.add_row(*cells, ", ".join(drift.cells(checked.drift)))
+        table.add_row(*cells, "\n".join(drift.cells(checked.drift)) or "nothing to compare")
     return table
 
 
-def _notes(checked: Checked) -> list[str]:
+def _unpredicted(others: Sequence[Checked]) -> list[str]:
+    """Why there is no prediction; of all kernels that have the same reason, once."""
+    by_reason: dict[str, list[str]] = {}
+    for checked in others:
+        reason = checked.unpredicted or (checked.prediction and checked.prediction.run.reason)
+        if reason:
+            by_reason.setdefault(reason, []).append(checked.kernel)
+    return [f"not predicted: {', '.join(each)}: {reason}" for reason, each in by_reason.items()]
+
+
+def _notes(checked: Checked, own: Checked) -> list[str]:
     if checked.status != "ok":
         return [f"{checked.kernel}: {checked.reason}"]
     notes = [
         f"{checked.kernel}: {count} calls fell back: {reason}"
         for reason, count in checked.fallbacks.items()
     ]
-    unpredicted = checked.unpredicted or (checked.prediction and checked.prediction.run.reason)
-    if unpredicted:
-        notes.append(f"{checked.kernel}: not predicted: {unpredicted}")
     seen: set[str] = set()
     for span in checked.measured:
-        fresh = [each for each in reasons(checked, span) if each not in seen]
+        fresh = [each for each in reasons(checked, own, span) if each not in seen]
         seen.update(fresh)
-        notes += [f"{checked.kernel}, {TITLES.get(span, span)}: {each}" for each in fresh]
+        where = "whole run" if span == RUN else span
+        notes += [f"{checked.kernel}, {where}: {each}" for each in fresh]
     return notes
 
 

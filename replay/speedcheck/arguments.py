@@ -6,7 +6,8 @@ import argparse
 
 from capture.arguments import positive
 
-MODEL_ROUNDS = 5
+LEAST_ROUNDS = 3
+"""Fewer give no interval (`replay.statistics.MINIMUM_PAIRS`)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model-rounds",
         type=positive,
         metavar="N",
-        help=f"timed runs of the model with each kernel (default {MODEL_ROUNDS})",
+        help="timed runs of the model with each kernel (default: 3 to 10, as many as fit into 6 s)",
     )
     model.add_argument("--text", metavar="FILE", help="a language model's perplexity on a text")
     model.add_argument("--e2e-json", metavar="FILE", help="a JSON object per kernel and model")
@@ -37,15 +38,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def misuse(arguments: argparse.Namespace) -> str:
     """What is wrong with the arguments together, in a sentence; empty when nothing is."""
-    if (arguments.e2e or arguments.plan) and not arguments.dir:
-        return "--e2e and --plan need a recording: give --dir DIR"
-    if arguments.e2e and arguments.in_process:
-        return "--e2e runs the model in a process of its own: leave out --in-process"
-    if bool(arguments.plan) != bool(arguments.budget):
-        return "--plan FILE and --budget METRIC=X go together: as in --budget cosine=0.998"
-    if (arguments.e2e or arguments.plan) and arguments.also_random:
-        return "--also-random is not for whole models: leave it out"
     for option in ("model_rounds", "text", "e2e_json", "use_plan"):
         if getattr(arguments, option) is not None and not arguments.e2e:
             return f"--{option.replace('_', '-')} goes with --e2e"
+    if (arguments.plan is None) != (arguments.budget is None):
+        return "--plan FILE and --budget METRIC=X go together: as in --budget cosine=0.998"
+    if not arguments.e2e and arguments.plan is None:
+        return ""
+    if not arguments.dir:
+        return "--e2e and --plan need a recording: give --dir DIR"
+    if arguments.also_random:
+        return "--also-random is not for whole models: leave it out"
+    if arguments.baseline_kernel is not None:
+        return "whole models compare with their own attention: leave out --baseline-kernel"
+    if arguments.e2e and arguments.in_process:
+        return "--e2e runs the model in a process of its own: leave out --in-process"
+    if arguments.model_rounds is not None and arguments.model_rounds < LEAST_ROUNDS:
+        return f"--model-rounds {arguments.model_rounds} gives no interval: {LEAST_ROUNDS} at least"
     return ""

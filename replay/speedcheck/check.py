@@ -2,7 +2,8 @@
 
 The model runs with its own attention and with each kernel in turn, in shuffled rounds, so that a
 clock that drifts moves all of them and each round gives a ratio. Before that every one runs once:
-that run compiles, is not timed, and its outputs are what drift is computed from.
+that run compiles, is not timed, and its outputs are what drift is computed from. After it every one
+runs once more with a clock on each attention call, to say where a difference comes from.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import random
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,16 @@ from torch import Tensor
 from capture.dataset import CaptureRecord
 from replay.results import Row, Status
 from replay.speedcheck import drift
-from replay.speedcheck.prediction import RUN, Clocked, KernelAt, Prediction, Span, predict
-from replay.speedcheck.process import BASELINE, ModelProcess, Run, RunFailed, Variant
-from replay.statistics import Speedup, TimeSummary, paired_speedup, summarize
+from replay.speedcheck.prediction import KernelAt, Prediction, predict
+from replay.speedcheck.process import BASELINE, OWN, ModelProcess, Run, RunFailed, Variant
+from replay.speedcheck.recount import difference
+from replay.speedcheck.span import RUN, Clocked, Span
+from replay.statistics import MINIMUM_PAIRS, Speedup, TimeSummary, paired_speedup, summarize
 
-OWN = "torch-default"
-"""The kernel that the model's own attention is in the replay: SDPA, which chooses by itself."""
+MOST_ROUNDS = 10
+ROUNDS_SECONDS = 6.0
+"""Where nobody says how many rounds: as many as a kernel has in this time, but `MINIMUM_PAIRS` at
+least."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,11 @@ class Checked:
     """Outputs of one run that had to be copied into another layout."""
     peak_bytes: int | None = None
     drift: drift.Drift = field(default_factory=dict)
+    attention_seconds: dict[str, float] = field(default_factory=dict)
+    """Of all attention calls together as the model makes them: in one forward of a phase, and in
+    the whole `run`."""
+    busy_seconds: dict[str, float] = field(default_factory=dict)
+    """How long a GPU works in one forward of a phase; the rest of it waits for the host."""
     sm_clock_mhz: float | None = None
     power_w: float | None = None
 
@@ -89,8 +100,16 @@ class _Lane:
 
     variant: Variant
     runs: list[Run] = field(default_factory=list)
+    inside: Run | None = None
     failure: RunFailed | None = None
     outputs: dict[str, Tensor] = field(default_factory=dict)
+    warm_in: int = 0
+    """The build of the model in which it ran last."""
+
+    @classmethod
+    def of(cls, variant: Variant) -> _Lane:
+        refused = RunFailed("unavailable", variant.refused) if variant.refused else None
+        return cls(variant, failure=refused)
 
 
 def check(
@@ -99,7 +118,7 @@ def check(
     variants: Sequence[Variant],
     process: ModelProcess,
     *,
-    rounds: int,
+    rounds: int | None = None,
     seed: int = 0,
     text: str | None = None,
     kernel_at: Mapping[str, KernelAt] | None = None,
@@ -110,7 +129,7 @@ def check(
     Args:
         capture: the recording whose model it is, with its census.
         rows: the replay of that recording, `OWN` among its kernels.
-        rounds: timed runs of each variant.
+        rounds: timed runs of each variant; None for as many as there is time for.
         text: for language models, a text to compute perplexity on.
         kernel_at: of variants that are plans, by name, which kernel they use where.
         save_output: a directory for pictures and texts of every variant.
@@ -119,38 +138,77 @@ def check(
         ModelRefused: the model cannot be built.
         RunFailed: it does not run with its own attention either.
     """
-    lanes = [_Lane(variant) for variant in (BASELINE, *variants)]
+    own, *_ = lanes = [_Lane(BASELINE), *map(_Lane.of, variants)]
     with closing(process), tempfile.TemporaryDirectory() as scratch:
         for number, lane in enumerate(lanes):
             file = Path(scratch) / f"{number}.safetensors"
             save = None if save_output is None else (save_output, capture.model)
-            _attempt(lane, process, file, text, save)
-            if file.is_file():
+            _attempt(lane, process, partial(process.run, lane.variant, file, text, save))
+            if lane.failure is None:
                 lane.outputs = load_file(file)
-            if lane.failure is not None and lane is lanes[0]:
-                raise lane.failure
-            lane.runs.clear()
-        shuffled = random.Random(seed)
-        for _ in range(rounds):
-            for lane in shuffled.sample(lanes, len(lanes)):
-                if lane.failure is None:
-                    _attempt(lane, process)
-                elif lane is lanes[0]:
-                    raise lane.failure
-    return [_checked(capture, rows, lane, lanes[0], kernel_at or {}, seed) for lane in lanes]
+        _run_rounds(lanes, process, rounds, seed)
+        waits = {
+            phase: statistics.median(seconds)
+            for phase, seconds in spans(own.runs).items()
+            if phase != RUN
+        }
+        for lane in lanes:
+            look_inside = partial(process.look_inside, lane.variant, waits)
+            lane.inside = _attempt(lane, process, look_inside)
+    return [_checked(capture, rows, lane, own, kernel_at or {}, seed) for lane in lanes]
 
 
-def _attempt(
-    lane: _Lane,
-    process: ModelProcess,
-    file: Path | None = None,
-    text: str | None = None,
-    save: tuple[Path, str] | None = None,
+def _run_rounds(
+    lanes: Sequence[_Lane], process: ModelProcess, wanted: int | None, seed: int
 ) -> None:
+    shuffled = random.Random(seed)
+    done, total = 0, wanted or MOST_ROUNDS
+    while done < total:
+        for lane in shuffled.sample(lanes, len(lanes)):
+            run = _attempt(lane, process, partial(process.run, lane.variant))
+            if run is not None:
+                lane.runs.append(run)
+        done += 1
+        if wanted is None:
+            taken = [run.times.run for lane in lanes for run in lane.runs]
+            affordable = int(ROUNDS_SECONDS / statistics.mean(taken))
+            total = min(MOST_ROUNDS, max(affordable, MINIMUM_PAIRS))
+
+
+def _attempt(lane: _Lane, process: ModelProcess, run: Callable[[], Run]) -> Run | None:
+    """A run of a lane, unless it has failed.
+
+    Raises:
+        RunFailed: the model's own attention fails.
+    """
+    if lane.failure is not None:
+        return None
+    is_own = lane.variant is BASELINE
     try:
-        lane.runs.append(process.run(lane.variant, file, text, save))
+        try:
+            return _warm(lane, process, run)
+        except RunFailed:
+            if not is_own or not lane.warm_in or process.is_built:
+                raise
+            # It ran before: a kernel may have damaged the memory of the process that both used.
+            return _warm(lane, process, run)
     except RunFailed as failure:
-        lane.failure = failure
+        if is_own:
+            reason = f"the model fails with its own attention: {failure}"
+            raise RunFailed(failure.status, reason, failure.log) from failure
+        again = "" if process.is_built else "; the model was built anew for what came after"
+        lane.failure = RunFailed(failure.status, f"{failure}{again}", failure.log)
+        return None
+
+
+def _warm(lane: _Lane, process: ModelProcess, run: Callable[[], Run]) -> Run:
+    """A run; one more before it where what the lane had compiled went with the process."""
+    process.build()
+    if lane.warm_in not in (0, process.builds):
+        process.run(lane.variant)
+    ran = run()
+    lane.warm_in = process.builds
+    return ran
 
 
 def _checked(
@@ -167,46 +225,78 @@ def _checked(
         checked.status, checked.reason = lane.failure.status, str(lane.failure)
         checked.log = lane.failure.log
         return checked
-    last = lane.runs[-1]
-    checked.hits, checked.fallbacks, checked.copies = last.hits, last.fallbacks, last.copies
-    checked.peak_bytes = max((run.peak_bytes for run in lane.runs if run.peak_bytes), default=None)
-    states = [run.gpu for run in lane.runs if run.gpu is not None]
-    checked.sm_clock_mhz = _median([state.sm_clock_mhz for state in states])
-    checked.power_w = _median([state.power_w for state in states])
-    is_own = lane is own
+    _fill_in_runs(checked, lane)
+    own_spans = spans(own.runs)
     for span, seconds in spans(lane.runs).items():
-        before = spans(own.runs).get(span)
-        compares = not is_own and before is not None and len(before) == len(seconds)
+        before = own_spans.get(span, [])
+        compares = lane is not own and len(before) == len(seconds) >= MINIMUM_PAIRS
         checked.measured[span] = Measured(
             summarize([1000 * each for each in seconds]),
-            paired_speedup(before or (), seconds, seed) if compares else None,
-            _rate(last.times.tokens.get(span), seconds),
+            paired_speedup(before, seconds, seed) if compares else None,
+            _rate(lane.runs[-1].times.tokens.get(span), seconds),
         )
-    if is_own:
+    if lane is own:
         return checked
-    checked.drift = drift.compare(own.outputs, lane.outputs)
     try:
+        checked.drift = drift.compare(own.outputs, lane.outputs)
+    except ValueError as error:
+        checked.status, checked.reason = "error", str(error)
+        return checked
+    assert own.inside is not None
+    if own.inside.census is not None:
+        checked.unpredicted = difference(capture.census, own.inside.census)
+    if checked.unpredicted:
+        return checked
+    try:
+        run, phases = _clocked(own)
         checked.prediction = predict(
             capture.census,
             rows,
             name,
             OWN,
-            Clocked(tuple(spans(own.runs)[RUN])),
-            {
-                phase: Clocked(
-                    tuple(seconds),
-                    len(own.runs[0].times.forwards[phase]),
-                    own.runs[0].times.tokens.get(phase),
-                )
-                for phase, seconds in spans(own.runs).items()
-                if phase != RUN
-            },
+            run,
+            phases,
             kernel_at=kernel_at.get(name),
             seed=seed,
         )
     except ValueError as error:
         checked.unpredicted = str(error)
     return checked
+
+
+def _fill_in_runs(checked: Checked, lane: _Lane) -> None:
+    last = lane.runs[-1]
+    checked.hits, checked.fallbacks, checked.copies = last.hits, last.fallbacks, last.copies
+    checked.peak_bytes = max((run.peak_bytes for run in lane.runs if run.peak_bytes), default=None)
+    states = [run.gpu for run in lane.runs if run.gpu is not None]
+    checked.sm_clock_mhz = _median([state.sm_clock_mhz for state in states])
+    checked.power_w = _median([state.power_w for state in states])
+    if lane.inside is None:
+        return
+    times = lane.inside.times
+    checked.attention_seconds = {RUN: sum(times.attention.values())}
+    for phase, forwards in times.forwards.items():
+        checked.attention_seconds[phase] = times.attention.get(phase, 0.0) / len(forwards)
+    checked.busy_seconds = _busy_seconds(lane.inside)
+
+
+def _busy_seconds(inside: Run | None) -> dict[str, float]:
+    """How long a GPU works in a forward of each phase; of a CPU, nothing is known."""
+    if inside is None or inside.peak_bytes is None:
+        return {}
+    return {phase: statistics.median(each) for phase, each in inside.times.forwards.items()}
+
+
+def _clocked(own: _Lane) -> tuple[Clocked, dict[str, Clocked]]:
+    """What a prediction needs of the model with its own attention: the run, and every phase."""
+    by_round, busy = spans(own.runs), _busy_seconds(own.inside)
+    run, times = Clocked(tuple(by_round.pop(RUN))), own.runs[0].times
+    return run, {
+        phase: Clocked(
+            tuple(seconds), len(times.forwards[phase]), times.tokens.get(phase), busy.get(phase)
+        )
+        for phase, seconds in by_round.items()
+    }
 
 
 def spans(runs: Sequence[Run]) -> dict[str, list[float]]:

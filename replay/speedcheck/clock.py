@@ -3,6 +3,9 @@
 Only the watched roots carry hooks, two a forward, so that what is measured is the model and not the
 measuring. On CUDA a forward's time is that between two events on its stream, waits for the host
 included; on a CPU it is wall time.
+
+A run can also be looked into: then every attention call is timed, which costs a little, and on CUDA
+each forward waits until the host has enqueued it, so that its time is that of the GPU's work alone.
 """
 
 from __future__ import annotations
@@ -17,6 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from capture.modules import phase_of
+from replay.timing import CYCLES_PER_MS
+
+OUTSIDE = ""
+"""In place of a phase: attention calls that no watched forward makes."""
+
+LONGEST_WAIT = 0.25
+"""Seconds that a forward waits for the host at most: time to enqueue some 10,000 kernels."""
 
 
 @dataclass
@@ -29,59 +39,95 @@ class RunTimes:
     """Of each forward, in order, by phase: `denoise`, `prefill`, `decode`, `encode`."""
     tokens: dict[str, int] = field(default_factory=dict)
     """Tokens that a forward reads (prefill) or makes (decode), over the batch."""
+    attention: dict[str, float] = field(default_factory=dict)
+    """Of all attention calls together, by phase and `OUTSIDE`, where they were timed."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-@contextlib.contextmanager
-def clocked(
-    roots: Mapping[str, nn.Module],
-    device: torch.device,
-    alive: Callable[[], None] = lambda: None,
-) -> Iterator[RunTimes]:
-    """Time what happens inside the `with` block; the times are complete when it ends.
+class Clock:
+    """Times runs of a model, one after another.
 
     Args:
+        roots: the modules whose forwards are the model's steps.
         alive: called at each forward.
     """
-    times = RunTimes()
-    on_gpu = device.type == "cuda"
-    marks: list[tuple[str, Any, Any]] = []
-    begun: list[tuple[str, Any]] = []
-    counts = dict.fromkeys(roots.values(), 0)
 
-    def now() -> Any:
-        if not on_gpu:
+    def __init__(
+        self,
+        roots: Mapping[str, nn.Module],
+        device: torch.device,
+        alive: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._roots = list(roots.values())
+        self._device = device
+        self._on_gpu = device.type == "cuda"
+        self._alive = alive
+        self._begun: list[tuple[str, Any]] = []
+        self._calls: list[tuple[str, Any, Any]] = []
+
+    @contextlib.contextmanager
+    def running(self, waits: Mapping[str, float] | None = None) -> Iterator[RunTimes]:
+        """Time what happens inside the `with` block; the times are complete when it ends.
+
+        Args:
+            waits: on CUDA, seconds by phase that a forward waits before its time begins; as long as
+                the host needs to enqueue it.
+        """
+        times = RunTimes()
+        marks: list[tuple[str, Any, Any]] = []
+        counts = dict.fromkeys(self._roots, 0)
+        self._begun, self._calls = [], []
+
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._alive()
+            phase = phase_of(module, args, kwargs, counts[module])
+            counts[module] += 1
+            tokens = kwargs.get("input_ids")
+            if phase in ("prefill", "decode") and isinstance(tokens, Tensor):
+                times.tokens[phase] = tokens.numel()
+            if self._on_gpu and waits and phase in waits:
+                with torch.cuda.device(self._device):
+                    torch.cuda._sleep(int(1000 * min(waits[phase], LONGEST_WAIT) * CYCLES_PER_MS))
+            self._begun.append((phase, self._now()))
+
+        def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            phase, start = self._begun.pop()
+            marks.append((phase, start, self._now()))
+
+        with contextlib.ExitStack() as hooks:
+            for root in self._roots:
+                hooks.callback(root.register_forward_pre_hook(enter, with_kwargs=True).remove)
+                hooks.callback(root.register_forward_hook(leave, always_call=True).remove)
+            self._synchronize()
+            start = time.perf_counter()
+            yield times
+            self._synchronize()
+            times.run = time.perf_counter() - start
+        for phase, begin, end in marks:
+            times.forwards.setdefault(phase, []).append(self._between(begin, end))
+        for phase, begin, end in self._calls:
+            times.attention[phase] = times.attention.get(phase, 0.0) + self._between(begin, end)
+
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """Time an attention call."""
+        start = self._now()
+        yield
+        self._calls.append((self._begun[-1][0] if self._begun else OUTSIDE, start, self._now()))
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        alive()
-        phase = phase_of(module, args, kwargs, counts[module])
-        counts[module] += 1
-        tokens = kwargs.get("input_ids")
-        if phase in ("prefill", "decode") and isinstance(tokens, Tensor):
-            times.tokens[phase] = tokens.numel()
-        begun.append((phase, now()))
+    def _between(self, begin: Any, end: Any) -> float:
+        """Seconds."""
+        return float(begin.elapsed_time(end) / 1000 if self._on_gpu else end - begin)
 
-    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        phase, start = begun.pop()
-        marks.append((phase, start, now()))
-
-    with contextlib.ExitStack() as hooks:
-        for root in roots.values():
-            hooks.callback(root.register_forward_pre_hook(enter, with_kwargs=True).remove)
-            hooks.callback(root.register_forward_hook(leave, always_call=True).remove)
-        if on_gpu:
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        yield times
-        if on_gpu:
-            torch.cuda.synchronize(device)
-        times.run = time.perf_counter() - start
-    for phase, begin, end in marks:
-        seconds = begin.elapsed_time(end) / 1000 if on_gpu else end - begin
-        times.forwards.setdefault(phase, []).append(seconds)
+    def _synchronize(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize(self._device)

@@ -6,24 +6,93 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from capture.dataset import Dataset
+from capture.dataset import CaptureRecord, Dataset
 from replay.environments import THIS
 from replay.execution import Allotted
-from replay.plan import Plan
+from replay.plan import Budget, Plan, parse_budget
+from replay.registry import Kernel
 from replay.results import Row
 from replay.settings import Settings
-from replay.speedcheck.arguments import MODEL_ROUNDS
-from replay.speedcheck.check import OWN, Checked, check
-from replay.speedcheck.process import ModelProcess, Variant, import_path
-from replay.speedcheck.rebuild import NotRebuildable, load_arguments
+from replay.speedcheck.check import Checked, check
+from replay.speedcheck.process import OWN, ModelProcess, ModelRefused, Variant, import_path
+from replay.speedcheck.rebuild import load_arguments
+
+
+class CheckError(Exception):
+    """What was asked of whole models cannot be done: one sentence that names the remedy."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What `--e2e` and `--plan` need, read before anything is measured."""
+
+    captures: list[CaptureRecord]
+    builds: list[dict[str, Any]]
+    """Of each capture, the arguments that build its model; with `--e2e`."""
+    text: str | None
+    budget: Budget | None
+    plan: Plan | None
+    """The plan to use."""
+
+
+def understand(arguments: argparse.Namespace, device: str) -> Wanted:
+    """Read what the arguments name; models will be built on a device.
+
+    Raises:
+        CheckError: the text or the recording is not fit for it.
+        PlanError: the budget or the plan is not.
+        DatasetError: there is no recording.
+        NotRebuildable: the recording does not say how to build its model.
+    """
+    budget = None if arguments.budget is None else parse_budget(arguments.budget)
+    plan = None if arguments.use_plan is None else Plan.load(arguments.use_plan)
+    captures = Dataset.open(arguments.dir).captures
+    models = ", ".join(capture.model for capture in captures)
+    if not captures or not all(capture.census.get("rows") for capture in captures):
+        raise CheckError(
+            f"{arguments.dir} has no manifest that says which model was recorded and counts its "
+            "calls: capture again"
+        )
+    if arguments.plan is not None and len(captures) > 1:
+        raise CheckError(
+            f"a plan is for one model and {arguments.dir} holds {models}: record each into a "
+            "directory of its own (capture --out DIR)"
+        )
+    if arguments.plan is not None and not Path(arguments.plan).absolute().parent.is_dir():
+        raise CheckError(f"cannot write {arguments.plan}: there is no such directory")
+    if plan is not None and plan.model not in [capture.model for capture in captures]:
+        raise CheckError(
+            f"{arguments.use_plan} is a plan for {plan.model} and {arguments.dir} holds {models}: "
+            "use the plan of this model"
+        )
+    builds = [load_arguments(capture, device) for capture in captures] if arguments.e2e else []
+    return Wanted(captures, builds, _text(arguments.text, captures), budget, plan)
+
+
+def _text(path: str | None, captures: Sequence[CaptureRecord]) -> str | None:
+    if path is None:
+        return None
+    phases = {row["phase"] for capture in captures for row in capture.census["rows"]}
+    if "prefill" not in phases:
+        raise CheckError("--text is for language models, and none is recorded here: leave it out")
+    try:
+        text = Path(path).read_text("utf-8")
+    except OSError as error:
+        raise CheckError(f"cannot read --text {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckError(f"--text {path} is not a text in UTF-8") from error
+    if not text.strip():
+        raise CheckError(f"--text {path} is empty: give some hundred words")
+    return text
 
 
 def check_models(
+    wanted: Wanted,
     arguments: argparse.Namespace,
     rows: Sequence[Row],
     allotted: Allotted,
@@ -31,49 +100,42 @@ def check_models(
     settings: Settings,
     report: Callable[[str], None],
 ) -> Iterator[list[Checked]]:
-    """The checks of every model that a directory holds a recording of, one after another.
+    """The checks of every recorded model, one after another; the first of each is the model's own.
 
     Raises:
-        NotRebuildable: a recording does not say how to build its model.
         ModelRefused: a model cannot be built.
         RunFailed: a model does not run with its own attention either.
     """
-    text = None if arguments.text is None else Path(arguments.text).read_text("utf-8")
-    plan = None if arguments.use_plan is None else Plan.load(arguments.use_plan)
-    captures = Dataset.open(arguments.dir).captures
-    if not captures:
-        raise NotRebuildable(
-            f"{arguments.dir} has no manifest to say which model was recorded: capture again"
-        )
-    for capture in captures:
-        build = load_arguments(capture)
+    for capture, build in zip(wanted.captures, wanted.builds, strict=True):
         of_model = [row for row in rows if row.call.model == capture.model]
-        for environment, variants in _variants(of_model, allotted, pythons).items():
-            kernel_at = {}
-            if plan is not None and environment == THIS and plan.model == capture.model:
-                name = Path(arguments.use_plan).name
-                variants.append(Variant(name, plan=Path(arguments.use_plan)))
-                kernel_at[name] = plan.kernel_at
-            if not variants:
-                continue
+        groups, failed = _variants(of_model, allotted, pythons, capture)
+        kernel_at = {}
+        if wanted.plan is not None and wanted.plan.model == capture.model:
+            path = Path(arguments.use_plan)
+            groups[0].append(Variant(path.name, plan=path))
+            kernel_at[path.name] = wanted.plan.kernel_at
+        found: list[Checked] = []
+        for variants in groups:
             process = ModelProcess(
                 sys.executable,
                 build,
-                str(settings.device),
                 arguments.timeout,
                 partial(_report, report, capture.model),
             )
-            yield check(
+            checks = check(
                 capture,
                 of_model,
                 variants,
                 process,
-                rounds=arguments.model_rounds or MODEL_ROUNDS,
+                rounds=arguments.model_rounds,
                 seed=settings.seed,
-                text=text,
+                text=wanted.text,
                 kernel_at=kernel_at,
                 save_output=settings.save_output,
             )
+            # Each was held against the model's own attention in its process; one is shown.
+            found += checks[1:] if found else checks
+        yield [*found, *failed]
 
 
 def _report(report: Callable[[str], None], model: str, stage: str) -> None:
@@ -81,27 +143,52 @@ def _report(report: Callable[[str], None], model: str, stage: str) -> None:
 
 
 def _variants(
-    rows: Sequence[Row], allotted: Allotted, pythons: Mapping[str, str]
-) -> dict[str, list[Variant]]:
-    """By environment, the kernels that could run one of the model's calls at least."""
-    ran = {
-        (row.environment, row.kernel)
-        for row in rows
-        if row.status not in ("unavailable", "unsupported") and row.kernel
-    }
-    found: dict[str, list[Variant]] = {}
+    rows: Sequence[Row],
+    allotted: Allotted,
+    pythons: Mapping[str, str],
+    capture: CaptureRecord,
+) -> tuple[list[list[Variant]], list[Checked]]:
+    """The kernels to put into a model, by the process they share, and those that need no trying.
+
+    Libraries of different environments share no process, nor do kernels that want their own. What
+    could run no call of the model at all is left out, as the replay says why.
+    """
+    groups: dict[tuple[str, str], list[Variant]] = {(THIS, ""): []}
+    failed = []
     for environment, kernels in allotted.items():
-        path = () if environment == THIS else import_path(pythons[environment])
-        at = "" if environment == THIS else f"@{environment}"
-        found[environment] = [
-            Variant(f"{kernel.name}{at}", kernel.name, path=path)
-            for kernel in kernels
-            if (environment, kernel.name) in ran and kernel.name != OWN
-        ]
-    return found
+        path: tuple[str, ...] = ()
+        refused = ""
+        if environment != THIS and kernels:
+            try:
+                path = import_path(pythons[environment])
+            except ModelRefused as error:
+                refused = str(error)
+        for kernel in kernels:
+            own_rows = _tried(rows, environment, kernel)
+            if not own_rows or kernel.name == OWN:
+                continue
+            name = own_rows[0].label
+            if all(row.status in ("crash", "timeout", "error") for row in own_rows):
+                status, reason = own_rows[0].status, own_rows[0].reason
+                reason = f"not tried in the model, since it failed in the replay: {reason}"
+                failed.append(Checked(name, capture.model, capture.weights, status, reason))
+                continue
+            process = (environment, kernel.name if kernel.own_process else "")
+            variant = Variant(name, kernel.name, path=path, refused=refused)
+            groups.setdefault(process, []).append(variant)
+    return list(groups.values()), failed
 
 
-def write_json(checks: Sequence[Checked], file: Any) -> None:
+def _tried(rows: Sequence[Row], environment: str, kernel: Kernel) -> list[Row]:
+    return [
+        row
+        for row in rows
+        if (row.environment, row.kernel) == (environment, kernel.name)
+        and row.status not in ("unavailable", "unsupported")
+    ]
+
+
+def write_json(checks: Sequence[Checked], file: TextIO) -> None:
     """A line for each kernel in each model; NaN and infinities do not occur."""
     for checked in checks:
         data = asdict(checked)

@@ -98,10 +98,10 @@ def cells(drift: Drift) -> list[str]:
     """A drift in a few short cells of a table: `PSNR 41.2 dB, SSIM 0.993`."""
     shown = []
     if "kl" in drift:
-        shown.append(
-            f"KL {_digits(drift['kl'], 2)}, top-1 {_percent(drift['top1_agreement'])}, "
-            f"ppl {_digits(drift['baseline_perplexity'])} → {_digits(drift['perplexity'])}"
-        )
+        shown.append(f"KL {_digits(drift['kl'], 2)}, top-1 {_percent(drift['top1_agreement'])}")
+        if "perplexity" in drift:
+            before, after = _digits(drift["baseline_perplexity"]), _digits(drift["perplexity"])
+            shown.append(f"perplexity {before} → {after}")
     elif "generated_kl" in drift:
         shown.append(
             f"KL {_digits(drift['generated_kl'], 2)} over {drift['generated_compared']} tokens"

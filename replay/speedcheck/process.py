@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from replay.gpu_state import GpuState
-from replay.process import Died, Process
+from replay.process import CannotStart, Died, Process
 from replay.results import Status, rebuilt
 from replay.speedcheck.clock import RunTimes
+
+OWN = "torch-default"
+"""The kernel that the model's own attention is in the replay: SDPA, which chooses by itself."""
+
+BUILDING_SECONDS = 1800.0
+"""How long a model may take to be built without a sign of life: it may be read from a slow disk."""
 
 
 class ModelRefused(Exception):
@@ -40,6 +46,8 @@ class Variant:
     plan: Path | None = None
     path: tuple[str, ...] = ()
     """Directories that the kernel's library is imported from, of another environment."""
+    refused: str = ""
+    """Why it cannot even be tried."""
 
 
 BASELINE = Variant("the model's own")
@@ -55,6 +63,8 @@ class Run:
     """Calls by the reason why the model's own attention answered them."""
     copies: int
     """Outputs that had to be copied into another layout."""
+    census: dict[str, Any] | None
+    """Of the model's own attention, where the run was looked into."""
     peak_bytes: int | None
     """Most memory allocated, the model included; None on a CPU."""
     gpu: GpuState | None
@@ -66,26 +76,49 @@ class ModelProcess:
 
     Args:
         python: the interpreter.
-        arguments: those of `models.load` but the device.
+        arguments: those of `models.load`.
         timeout: seconds without a sign of life after which the child is ended.
         report: called with what it is at.
+
+    Attributes:
+        is_built: whether the model is there; a kernel that ended the process took it along.
+        builds: how often the model was built. What a kernel compiled is gone with the process.
     """
 
     def __init__(
         self,
         python: str,
         arguments: dict[str, Any],
-        device: str,
         timeout: float,
         report: Callable[[str], None] = lambda stage: None,
     ) -> None:
+        self.builds = 0
         self._process = Process(python, timeout)
-        self._build = {"do": "model", "step": "build", "arguments": arguments, "device": device}
+        self._timeout = timeout
+        self._build = {"do": "model", "step": "build", "arguments": arguments}
         self._report = report
-        self._is_built = False
+        self.is_built = False
 
     def close(self) -> None:
         self._process.close()
+
+    def build(self) -> None:
+        """Build the model, unless it is there.
+
+        Raises:
+            ModelRefused: it cannot be built.
+        """
+        if self.is_built:
+            return
+        self._process.timeout = max(self._timeout, BUILDING_SECONDS)
+        try:
+            self._answer(self._build)
+        except (Died, CannotStart) as end:
+            log = end.log.strip().splitlines()[-1:] if isinstance(end, Died) else []
+            raise ModelRefused(": ".join(["the model cannot be built", str(end), *log])) from end
+        self._process.timeout = self._timeout
+        self.is_built = True
+        self.builds += 1
 
     def run(
         self,
@@ -105,6 +138,36 @@ class ModelProcess:
             ModelRefused: the model cannot be built.
             RunFailed: the model, or its process, ended early.
         """
+        return self._run(
+            variant,
+            keep=None if keep is None else str(keep),
+            text=text,
+            save=None if save is None else [str(save[0].resolve()), save[1]],
+        )
+
+    def look_inside(self, variant: Variant, waits: Mapping[str, float]) -> Run:
+        """Run the model once more and time every attention call; `replay.speedcheck.clock` says how
+        the times differ from those of `run`.
+
+        Args:
+            waits: seconds by phase that the host needs for a forward.
+
+        Raises:
+            ModelRefused: the model cannot be built.
+            RunFailed: the model, or its process, ended early.
+        """
+        return self._run(variant, waits=dict(waits))
+
+    def _run(
+        self,
+        variant: Variant,
+        *,
+        keep: str | None = None,
+        text: str | None = None,
+        save: list[str] | None = None,
+        waits: dict[str, float] | None = None,
+    ) -> Run:
+        self.build()
         request = {
             "do": "model",
             "step": "run",
@@ -112,17 +175,15 @@ class ModelProcess:
             "kernel": variant.kernel,
             "plan": None if variant.plan is None else str(variant.plan.resolve()),
             "path": list(variant.path),
-            "keep": None if keep is None else str(keep),
+            "keep": keep,
             "text": text,
-            "save": None if save is None else [str(save[0].resolve()), save[1]],
+            "save": save,
+            "waits": waits,
         }
         try:
-            if not self._is_built:
-                self._answer(self._build)
-                self._is_built = True
             ran = self._answer(request)["ran"]
         except Died as death:
-            self._is_built = False
+            self.is_built = False
             raise RunFailed(death.status, str(death), death.log) from death
         swap = ran["swap"] or {"hits": 0, "fallbacks": {}, "copies": 0}
         gpu = ran["gpu"]
@@ -131,6 +192,7 @@ class ModelProcess:
             hits=swap["hits"],
             fallbacks=swap["fallbacks"],
             copies=swap["copies"],
+            census=ran["census"],
             peak_bytes=ran["peak_bytes"],
             gpu=None if gpu is None else rebuilt(GpuState, gpu),
         )
@@ -144,7 +206,7 @@ class ModelProcess:
                 answer |= message
         if "refused" in answer:
             raise ModelRefused(answer["refused"])
-        if "failed" in answer:  # a defect of ours, or a model that fails without any kernel
+        if "failed" in answer:  # while building, and no refusal: a library's or our own defect
             raise ModelRefused(f"the model cannot be built: {answer['failed']}")
         if "failed_run" in answer:
             raise RunFailed(**answer["failed_run"])

@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 from replay.speedcheck.check import Checked
-from replay.speedcheck.prediction import RUN, Span
+from replay.speedcheck.span import NOTABLE, RUN, Span
 
-NOTABLE = 0.02
-"""Relative difference of clocks, or share of a span's time, that is worth a sentence."""
+SCATTERED = 2.0
+"""p90 / p10 of a replayed call beyond what a machine to oneself shows."""
 
 
-def reasons(checked: Checked, span: str = RUN) -> list[str]:
+def reasons(checked: Checked, own: Checked, span: str = RUN) -> list[str]:
     """What is known that could explain the difference, a sentence each.
 
-    Empty where the prediction lies inside the measured interval; a single sentence where it does
-    not and nothing is known that would explain it.
+    Empty where the prediction lies inside the measured interval, or so near that nobody minds; a
+    single sentence where it does not and nothing is known that would explain it.
+
+    Args:
+        own: the same model with its own attention.
     """
     predicted, measured = checked.predicted(span), checked.measured.get(span)
     if predicted is None or predicted.speedup is None or predicted.new_seconds is None:
         return []
     if measured is None or measured.speedup is None:
         return []
-    if measured.speedup.low <= predicted.speedup.value <= measured.speedup.high:
+    error = checked.prediction_error(span) or 0.0
+    inside = measured.speedup.low <= predicted.speedup.value <= measured.speedup.high
+    if inside or abs(error) < NOTABLE:
         return []
     found = [
         *_fallbacks(checked, predicted, span),
         *_not_recorded(predicted),
+        *_scatter(predicted),
+        *_waits(predicted),
+        *_attention(checked, own, predicted, span),
         *_copies(checked, span),
-        *_launches(predicted),
         *_clocks(checked, predicted),
     ]
     return found or ["nothing that was recorded explains the difference"]
@@ -54,23 +61,56 @@ def _not_recorded(predicted: Span) -> list[str]:
     ]
 
 
+def _scatter(predicted: Span) -> list[str]:
+    scatter = predicted.clues.scatter
+    if scatter is None or scatter < SCATTERED:
+        return []
+    return [
+        f"rounds of one replayed call differ up to {scatter:.0f}-fold (p90 / p10): something else "
+        "was using the machine, so replay and measure again when it is quiet"
+    ]
+
+
+def _waits(predicted: Span) -> list[str]:
+    """Of a GPU that waits for the host."""
+    if not predicted.waiting_share:
+        return []
+    more = predicted.clues.more_launch_seconds
+    costs = "" if more is None else f", and the kernel takes {_ms(more, '+')} more to launch"
+    return [
+        f"the GPU waits for the host {100 * predicted.waiting_share:.0f} % of the time{costs}: "
+        "what attention saves there is not gained"
+    ]
+
+
+def _attention(checked: Checked, own: Checked, predicted: Span, span: str) -> list[str]:
+    """What the calls cost in the model against what the replay says, with both kernels."""
+    before, after = own.attention_seconds.get(span), checked.attention_seconds.get(span)
+    if before is None or after is None or predicted.saved_seconds is None:
+        return []
+    assert predicted.new_seconds is not None
+    unlike = (before - after) - predicted.saved_seconds
+    if abs(unlike) < NOTABLE * predicted.new_seconds.value:
+        measured = checked.measured[span].ms.p50 / 1000
+        return [
+            f"attention changed by {_ms(after - before, '+')} as the replay says "
+            f"({_ms(-predicted.saved_seconds, '+')}), so the rest of the model ran at another "
+            f"speed: {_ms(own.measured[span].ms.p50 / 1000 - before)} with its own attention, "
+            f"{_ms(measured - after)} with the kernel"
+        ]
+    return [
+        f"attention went from {_ms(before)} to {_ms(after)} in the model, from "
+        f"{_ms(predicted.attention_seconds)} to "
+        f"{_ms(predicted.attention_seconds - predicted.saved_seconds)} in the replay"
+    ]
+
+
 def _copies(checked: Checked, span: str) -> list[str]:
     if not checked.copies or span != RUN:
         return []
-    return [f"{checked.copies} outputs were copied into the layout that the model expects"]
-
-
-def _launches(predicted: Span) -> list[str]:
-    """Small calls wait for the host, which a replay hides and a model may not."""
-    launch = predicted.clues.launch_seconds
-    if launch is None or predicted.new_seconds is None:
-        return []
-    if launch < NOTABLE * predicted.new_seconds.value:
-        return []
     return [
-        f"launching the kernel takes the host {1000 * launch:.3g} ms, of "
-        f"{1000 * predicted.new_seconds.value:.3g} ms in all: a model that waits for its launches "
-        "gains less"
+        f"{checked.copies} of {checked.hits} outputs were copied into the layout that "
+        "the model expects"
     ]
 
 
@@ -84,3 +124,10 @@ def _clocks(checked: Checked, predicted: Span) -> list[str]:
     return [
         f"the SM clock was {replayed:.0f} MHz in the replay and {in_model:.0f} in the model{power}"
     ]
+
+
+def _ms(seconds: float, sign: str = "-") -> str:
+    """`12.3 ms`, `1.23 s`; with `+`, a sign always."""
+    if abs(seconds) >= 1:
+        return f"{seconds:{sign}.3g} s"
+    return f"{1000 * seconds:{sign}.3g} ms"

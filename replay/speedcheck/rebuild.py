@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from capture.dataset import CaptureRecord
 from capture.models_package import import_models
@@ -12,8 +15,10 @@ class NotRebuildable(Exception):
     """The recording does not say how to build its model: one sentence that names the remedy."""
 
 
-def load_arguments(capture: CaptureRecord) -> dict[str, Any]:
-    """The arguments of `models.load`, but the device, that build a recording's model again.
+def load_arguments(capture: CaptureRecord, device: str) -> dict[str, Any]:
+    """The arguments of `models.load` that build a recording's model again, on a device.
+
+    A user's function may take no device: it is told one only where that is not the usual one.
 
     Raises:
         NotRebuildable: `capture` did not build that model, or was of an older version.
@@ -31,7 +36,10 @@ def load_arguments(capture: CaptureRecord) -> dict[str, Any]:
             "this version do: capture it again"
         )
     model, given = settings["model"], settings["given"]
-    if model not in import_models().NAMES:
-        return {"model": model, "seed": settings.get("seed", 0), **given}
-    resolved = ("size", "weights", "checkpoint", "steps", "seed", "dtype")
-    return {"model": model, **given, **{name: settings[name] for name in resolved}}
+    usual = "cuda" if torch.cuda.is_available() else "cpu"
+    if model in import_models().NAMES:
+        resolved = ("size", "weights", "checkpoint", "steps", "seed", "dtype")
+        given = {**given, **{name: settings[name] for name in resolved}, "device": device}
+    elif Path(model).is_dir() or device.partition(":")[0] != usual:
+        given = {**given, "device": device}
+    return {"seed": settings.get("seed", 0), **given, "model": model}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ from safetensors.torch import save_file
 from capture.models_package import import_models
 from replay.checking import classify
 from replay.gpu_state import gpu_is_lost, read_gpu_state
-from replay.speedcheck.clock import clocked
+from replay.speedcheck.clock import Clock
 from replay.speedcheck.keepsakes import keep
-from replay.swap import Swap, use_kernel
+from replay.speedcheck.recount import counting
+from replay.swap import Around, Swap, use_kernel, use_plan
 
 Say = Callable[..., None]
 
@@ -46,20 +47,23 @@ def serve(request: dict[str, Any], say: Say) -> None:
     global _served
     if request["step"] == "build":
         say(at="building the model")
-        device = torch.device(request["device"])
         models = import_models()
         try:
-            runnable = models.load(**request["arguments"], device=str(device))
+            runnable = models.load(**request["arguments"])
         except models.ModelError as error:
             say(refused=str(error))
             return
-        _served = Served(runnable, device)
+        _served = Served(runnable, _device(runnable))
         say(built={"name": runnable.name, "weights": runnable.weights})
         return
     assert _served is not None, "build comes first"
+    # Behind everything else, and after the model's own libraries were imported: a kernel's library
+    # from another environment must not bring its neighbours along.
     sys.path += [entry for entry in request["path"] if entry not in sys.path]
     try:
         _run(_served, request, say)
+    except import_models().ModelError as error:
+        say(refused=str(error))
     except Exception as error:
         if gpu_is_lost(_served.device):
             say(lost=classify(error)[1], status="crash")
@@ -70,56 +74,68 @@ def serve(request: dict[str, Any], say: Say) -> None:
 
 def _run(served: Served, request: dict[str, Any], say: Say) -> None:
     runnable, device = served.runnable, served.device
-    language = runnable.language
     name = request["name"]
     say(at=name)
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    with _swapped(request) as swap:
-        with clocked(_main_roots(runnable), device, lambda: say(at=name)) as times:
+    clock = Clock(_main_roots(runnable), device, lambda: say(at=name))
+    looks_inside = request["waits"] is not None
+    around: Around = clock.call if looks_inside else contextlib.nullcontext
+    is_own = request["plan"] is None and request["kernel"] is None
+    census = None
+    with contextlib.ExitStack() as stack:
+        swap = None if is_own else stack.enter_context(_swapped(request, runnable, around))
+        if is_own and looks_inside:
+            census = stack.enter_context(counting(runnable.roots, around))
+        with clock.running(request["waits"]) as times:
             result = runnable.run()
             state = read_gpu_state(device)
         peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
-        tensors = {}
-        if request["keep"]:
-            outputs = runnable.outputs(result)
-            tensors = dict(outputs.tensors)
-            if request["text"] is not None and language is not None and language.score is not None:
-                ids = language.encode(request["text"])
-                tensors |= {"text_ids": ids, "text_logits": language.score(ids)}
-    if request["keep"]:
-        save_file(tensors, Path(request["keep"]))
-    if request["save"] is not None:
-        directory, model = request["save"]
-        decode = None if language is None else language.decode
-        keep(tensors, Path(directory), model=model, kernel=name, decode=decode)
+        if request["keep"] is not None:
+            _keep(runnable, result, request)
     say(
         ran={
             "times": times.to_json(),
             "swap": None if swap is None else _told(swap),
+            "census": None if census is None else census.to_json(),
             "peak_bytes": peak,
             "gpu": None if state is None else asdict(state),
         }
     )
 
 
-@contextlib.contextmanager
-def _swapped(request: dict[str, Any]) -> Iterator[Swap | None]:
-    if request["plan"] is not None:
-        from replay.swap import use_plan
+def _keep(runnable: Any, result: Any, request: dict[str, Any]) -> None:
+    """Leave the outputs in files; a language model also reads the text, while a kernel is in it."""
+    language = runnable.language
+    tensors = dict(runnable.outputs(result).tensors)
+    if request["text"] is not None and language is not None and language.score is not None:
+        ids = language.encode(request["text"])
+        tensors |= {"text_ids": ids, "text_logits": language.score(ids)}
+    save_file(tensors, Path(request["keep"]))
+    if request["save"] is not None:
+        directory, model = request["save"]
+        decode = None if language is None else language.decode
+        keep(tensors, Path(directory), model=model, kernel=request["name"], decode=decode)
 
-        with use_plan(request["plan"], module=_served.runnable.roots if _served else None) as swap:
-            yield swap
-    elif request["kernel"] is not None:
-        with use_kernel(request["kernel"]) as swap:
-            yield swap
-    else:
-        yield None
+
+def _swapped(
+    request: dict[str, Any], runnable: Any, around: Around
+) -> contextlib.AbstractContextManager[Swap]:
+    if request["plan"] is not None:
+        return use_plan(request["plan"], runnable.roots, around=around)
+    return use_kernel(request["kernel"], around=around)
 
 
 def _told(swap: Swap) -> dict[str, Any]:
     return {"hits": swap.hits, "fallbacks": dict(swap.fallbacks), "copies": swap.layout_copies}
+
+
+def _device(runnable: Any) -> torch.device:
+    """Where a model's steps run, by its first parameter; a model without any is on the CPU."""
+    parameters = (each for root in _main_roots(runnable).values() for each in root.parameters())
+    first = next(parameters, None)
+    return torch.device("cpu") if first is None else first.device
 
 
 def _main_roots(runnable: Any) -> dict[str, torch.nn.Module]:

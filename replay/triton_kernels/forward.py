@@ -217,7 +217,15 @@ def _attend(
     return sums, sums_rest, highest, total
 
 
-@triton.jit
+# What changes from call to call must not compile the kernel again for integers that are 1 or
+# multiples of 16. Strides within a head are left out: what they are decides how loads are done.
+@triton.jit(
+    do_not_specialize=[
+        "q_len", "k_len", "tiles", "heads", "group", "batches", "section",
+        "stride_qb", "stride_qh", "stride_kb", "stride_kh", "stride_vb", "stride_vh",
+        "stride_mb", "stride_mh", "stride_ob", "stride_oh", "stride_lb", "stride_lh", "stride_lm",
+    ]
+)  # fmt: skip
 def _forward(
     query,
     key,
@@ -233,6 +241,7 @@ def _forward(
     k_len,
     tiles,
     heads,
+    group,
     batches,
     section,
     stride_qb,
@@ -258,8 +267,8 @@ def _forward(
     stride_lb,
     stride_lh,
     stride_lm,
-    GROUP: tl.constexpr,
     UNIT: tl.constexpr,
+    OUTPUT_UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     D: tl.constexpr,
@@ -281,7 +290,8 @@ def _forward(
     `k_lengths` many from `k_starts` on), "packed" (batch elements lie one after another;
     `q_offsets` and `k_starts` are (B + 1,), say where each begins, and causal counts from there).
 
-    Strides of query, key and value, but those between the elements of a row, count in UNITs.
+    Strides of query, key and value, but those between the elements of a row, count in UNITs, those
+    of the output in OUTPUT_UNITs.
 
     Programs run in the order of their numbers: `section` heads at a time, so that their keys stay
     in the L2 cache, and within those the last tiles first, which are the longest when causal.
@@ -296,6 +306,9 @@ def _forward(
     stride_vb = tl.cast(stride_vb, tl.int64) * UNIT
     stride_vh = tl.cast(stride_vh, tl.int64) * UNIT
     stride_vn = tl.cast(stride_vn, tl.int64) * UNIT
+    stride_ob = tl.cast(stride_ob, tl.int64) * OUTPUT_UNIT
+    stride_oh = tl.cast(stride_oh, tl.int64) * OUTPUT_UNIT
+    stride_om = tl.cast(stride_om, tl.int64) * OUTPUT_UNIT
 
     program = tl.program_id(0)
     in_section = section * tiles
@@ -305,7 +318,7 @@ def _forward(
     tile = tiles - 1 - place // width
     batch = (first_head + place % width) // heads
     head = (first_head + place % width) % heads
-    kv_head = head // GROUP
+    kv_head = head // group
 
     q_start = 0
     q_end = q_len
@@ -491,7 +504,7 @@ def forward(
         query, scale = (-query, -scale) if scale else (query * 0.0, 1.0)
     output = _output(query, v_head_dim)
     lse = query.new_empty(memory, heads, q_len, dtype=torch.float32) if has_lse else None
-    unit = _unit(query, key, value)
+    unit, output_unit = _unit(query, key, value), _unit(output)
     main, rest = pieces(head_dim) if unit > 1 else (_whole(head_dim), 0)
     v_main, v_rest = pieces(v_head_dim) if unit > 1 else (_whole(v_head_dim), 0)
     has_descriptors = (
@@ -523,16 +536,17 @@ def forward(
             k_len,
             tiles,
             heads,
+            heads // kv_heads,
             lengths.batches,
             max(1, SECTION_BYTES // max(1, kv_bytes)) if is_causal else 1,
             *_strides(query, unit),
             *_strides(key, unit),
             *_strides(value, unit),
             *(mask.stride() if mask is not None else (0, 0, 0, 0)),
-            *output.stride(),
+            *_strides(output, output_unit),
             *(lse.stride() if lse is not None else (0, 0, 0)),
-            GROUP=heads // kv_heads,
             UNIT=unit,
+            OUTPUT_UNIT=output_unit,
             BLOCK_M=cut.rows,
             BLOCK_N=cut.keys,
             D=head_dim,

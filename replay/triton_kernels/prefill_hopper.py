@@ -8,7 +8,10 @@ Asynchrony and Low-precision"):
 - A consumer has 64 queries. It starts QKᵀ of the next block of keys and PV of this one together,
   and computes the next one's softmax while PV is still running.
 - Consumers take turns at starting their products, so that one's softmax runs beside another's.
-- The grid is persistent: the loads of a program's next tile begin while this one is finished.
+- The grid is persistent (`persistent.py`): the loads of a program's next tile begin while this one
+  is finished.
+- Consumers may have different heads of one group, which share the keys, instead of different
+  queries of one head: a causal tile of fewer queries has fewer keys that some of them must not see.
 
 Blocks of keys are visited from the last to the first, so that those which need a mask, the last
 ones, come before a loop without any.
@@ -33,6 +36,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from replay.triton_kernels.persistent import (
+    key_blocks,
+    multiprocessors,
+    place_of,
+    section_of,
+    tile_number,
+    turns_of,
+)
+
 ROWS = gl.constexpr(64)
 """Queries of a consumer: what one warp group's matrix instruction takes."""
 LN_2 = gl.constexpr(math.log(2))
@@ -45,43 +57,17 @@ _tma_store = tma.async_store if _new_names else tma.async_copy_shared_to_global
 
 
 @gluon.jit
-def tile_of(number, work, IS_CAUSAL: gl.constexpr):
-    """Batch element, query head, key head and block of queries of a tile.
-
-    Heads are taken in sections, whose keys and values stay in the L2; within a section all heads'
-    longest blocks come first, so that no long one is left for the end.
-    """
-    q_heads, group, _, _, _, blocks, heads, section = work
-    tiles_of_section = blocks * section
-    first = number // tiles_of_section * section
-    heads_here = gl.minimum(section, heads - first)
-    number = number % tiles_of_section
-    block = number // heads_here
-    if IS_CAUSAL:
-        block = blocks - 1 - block
-    head = first + number % heads_here
+def _tile(turn, work, HEADS: gl.constexpr, IS_CAUSAL: gl.constexpr):
+    """Batch element, first query head, key head and block of queries of a program's tile."""
+    q_heads, group, _, _, _, blocks, bundles, section = work
+    number = tile_number(turn, gl.program_id(0), gl.num_programs(0))
+    bundle, block = place_of(number, blocks, bundles, section, IS_CAUSAL)
+    head = bundle * HEADS
     return head // q_heads, head % q_heads, head % q_heads // group, block
 
 
 @gluon.jit
-def key_blocks(
-    first_query, kv_len, QUERIES: gl.constexpr, KEYS: gl.constexpr, IS_CAUSAL: gl.constexpr
-):
-    """How many blocks of keys a tile has, and how many of them need no mask.
-
-    The last block is never among those, for simplicity.
-    """
-    end = kv_len
-    unmasked = kv_len // KEYS
-    if IS_CAUSAL:
-        end = gl.minimum(kv_len, first_query + QUERIES)
-        unmasked = gl.minimum(unmasked, (first_query + 1) // KEYS)
-    blocks = (end + KEYS - 1) // KEYS
-    return blocks, gl.minimum(unmasked, blocks - 1)
-
-
-@gluon.jit
-def _load(descriptors, buffers, barriers, work, IS_CAUSAL: gl.constexpr):
+def _load(descriptors, buffers, barriers, work, HEADS: gl.constexpr, IS_CAUSAL: gl.constexpr):
     """The loading warp."""
     q_desc, k_desc, v_desc = descriptors
     q_tiles, k_tiles, v_tiles = buffers
@@ -90,18 +76,18 @@ def _load(descriptors, buffers, barriers, work, IS_CAUSAL: gl.constexpr):
     KEYS: gl.constexpr = k_tiles.shape[3]
     q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = barriers
     _, _, _, kv_len, tiles, _, _, _ = work
-    QUERIES: gl.constexpr = ROWS * CONSUMERS
+    QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
     count = 0  # key blocks so far, of all tiles
-    turn = 0
-    for number in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        batch, q_head, kv_head, block = tile_of(number, work, IS_CAUSAL)
+    for turn in range(turns_of(tiles, gl.program_id(0), gl.num_programs(0))):
+        batch, q_head, kv_head, block = _tile(turn, work, HEADS, IS_CAUSAL)
         first = block * QUERIES
         blocks, _ = key_blocks(first, kv_len, QUERIES, KEYS, IS_CAUSAL)
         for who in gl.static_range(CONSUMERS):
             full = q_full.index(who)
             mbarrier.wait(q_empty.index(who), (turn & 1) ^ 1)
             mbarrier.expect(full, q_desc.block_type.nbytes)
-            _tma_load(q_desc, [batch, q_head, first + who * ROWS, 0], full, q_tiles.index(who))
+            own = [batch, q_head + who % HEADS, first + who // HEADS * ROWS, 0]
+            _tma_load(q_desc, own, full, q_tiles.index(who))
         for i in range(blocks):
             key = (blocks - 1 - i) * KEYS
             stage = count % STAGES
@@ -115,7 +101,6 @@ def _load(descriptors, buffers, barriers, work, IS_CAUSAL: gl.constexpr):
             mbarrier.expect(full, v_desc.block_type.nbytes)
             _tma_load(v_desc, [batch, kv_head, key, 0], full, v_tiles.index(stage))
             count += 1
-        turn += 1  # noqa: SIM113
 
 
 @gluon.jit
@@ -155,6 +140,37 @@ def _softmax(scores, largest, scale, IS_MASKED: gl.constexpr):
 
 
 @gluon.jit
+def _pack(weights, dtype: gl.constexpr):
+    """Neighbours in one register, (ROWS, KEYS / 2) int32.
+
+    Values of 16 bits that are carried from one block to the next have a register each, and would be
+    put together each time.
+    """
+    TO: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    left, right = gl.split(weights.reshape((weights.shape[0], weights.shape[1] // 2, 2)))
+    CONVERT: gl.constexpr = "cvt.rn." + TO + ".f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(
+        CONVERT, "=r,f,f", [left, right], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _unpack(packed, output, dtype: gl.constexpr):
+    """As PV takes them, (ROWS, KEYS)."""
+    left, right = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;",
+        "=h,=h,r",
+        [packed],
+        dtype=(gl.int16, gl.int16),
+        is_pure=True,
+        pack=1,
+    )
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, output.type.layout, 2)
+    weights = gl.join(left, right).reshape((packed.shape[0], packed.shape[1] * 2))
+    return gl.convert_layout(weights.to(dtype, bitcast=True), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
 def _step(
     state,
     buffers,
@@ -169,23 +185,24 @@ def _step(
     IS_MASKED: gl.constexpr,
 ):
     """The scores and softmax of block number `count`, and PV of the block before it."""
-    probabilities, output, largest, total = state
+    packed, output, largest, total = state
     q_tiles, k_tiles, v_tiles = buffers
-    _, _, k_full, k_empty, v_full, v_empty, turn = barriers
+    _, _, k_full, k_empty, v_full, v_empty, turn_of = barriers
     CONSUMERS: gl.constexpr = q_tiles.shape[0]
     STAGES: gl.constexpr = k_tiles.shape[0]
     KEYS: gl.constexpr = k_tiles.shape[3]
     HEAD_DIM: gl.constexpr = k_tiles.shape[4]
     stage = count % STAGES
     before = (count - 1) % STAGES
+    probabilities = _unpack(packed, output, v_tiles.dtype)
     mbarrier.wait(k_full.index(stage), count // STAGES & 1)
-    mbarrier.wait(turn.index(WHO), count & 1)
+    mbarrier.wait(turn_of.index(WHO), count & 1)
     q = q_tiles.index(WHO).reshape((ROWS, HEAD_DIM))
     scores = _start_scores(q, k_tiles.index(stage))
     mbarrier.wait(v_full.index(before), (count - 1) // STAGES & 1)
     values = v_tiles.index(before).reshape((KEYS, HEAD_DIM))
     output = warpgroup_mma(probabilities, values, output, is_async=True)
-    mbarrier.arrive(turn.index((WHO + 1) % CONSUMERS), count=1)
+    mbarrier.arrive(turn_of.index((WHO + 1) % CONSUMERS), count=1)
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(k_empty.index(stage), count=1)
     if IS_MASKED:
@@ -193,61 +210,54 @@ def _step(
     scores, largest, factor = _softmax(scores, largest, scale, IS_MASKED)
     total = total * factor + gl.sum(scores, 1)
     # `probabilities` is read until here: their registers must not be reused before.
-    output, scores, probabilities = warpgroup_mma_wait(0, deps=[output, scores, probabilities])
+    output, scores, packed = warpgroup_mma_wait(0, deps=[output, scores, packed])
     mbarrier.arrive(v_empty.index(before), count=1)
-    probabilities = gl.convert_layout(
-        scores.to(probabilities.dtype), probabilities.type.layout, assert_trivial=True
-    )
     output *= gl.convert_layout(factor, gl.SliceLayout(1, output.type.layout))[:, None]
-    return probabilities, output, largest, total
+    return _pack(scores, v_tiles.dtype), output, largest, total
 
 
 @gluon.jit
 def _attend(
-    buffers,
-    outputs,
-    barriers,
-    work,
-    scale,
+    arguments,
     WHO: gl.constexpr,
+    HEADS: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
     HAS_LSE: gl.constexpr,
 ):
     """A consumer: 64 queries of every tile."""
+    buffers, outputs, barriers, work, scale = arguments
     q_tiles, k_tiles, v_tiles = buffers
     o_tiles, o_desc, lse = outputs
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, turn = barriers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, turn_of = barriers
     q_heads, _, q_len, kv_len, tiles, _, _, _ = work
     CONSUMERS: gl.constexpr = q_tiles.shape[0]
     STAGES: gl.constexpr = k_tiles.shape[0]
     KEYS: gl.constexpr = k_tiles.shape[3]
     HEAD_DIM: gl.constexpr = k_tiles.shape[4]
-    QUERIES: gl.constexpr = ROWS * CONSUMERS
+    QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
     count = 0
-    phase = 0
-    for number in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        batch, q_head, _, block = tile_of(number, work, IS_CAUSAL)
+    for turn in range(turns_of(tiles, gl.program_id(0), gl.num_programs(0))):
+        batch, q_head, _, block = _tile(turn, work, HEADS, IS_CAUSAL)
         blocks, unmasked = key_blocks(block * QUERIES, kv_len, QUERIES, KEYS, IS_CAUSAL)
-        first = block * QUERIES + WHO * ROWS
-        mbarrier.wait(q_full.index(WHO), phase & 1)
+        q_head += WHO % HEADS
+        first = block * QUERIES + WHO // HEADS * ROWS
+        mbarrier.wait(q_full.index(WHO), turn & 1)
         q = q_tiles.index(WHO).reshape((ROWS, HEAD_DIM))
 
         stage = count % STAGES
         mbarrier.wait(k_full.index(stage), count // STAGES & 1)
-        mbarrier.wait(turn.index(WHO), count & 1)
+        mbarrier.wait(turn_of.index(WHO), count & 1)
         scores = _start_scores(q, k_tiles.index(stage))
-        mbarrier.arrive(turn.index((WHO + 1) % CONSUMERS), count=1)
+        mbarrier.arrive(turn_of.index((WHO + 1) % CONSUMERS), count=1)
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(k_empty.index(stage), count=1)
         scores = _mask(scores, first, (blocks - 1) * KEYS, kv_len, KEYS, IS_CAUSAL)
         nothing = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, scores.type.layout))
         scores, largest, _ = _softmax(scores, nothing, scale, True)
         total = gl.sum(scores, 1)
-        probabilities = gl.convert_layout(scores.to(q.dtype), OPERAND, assert_trivial=True)
         output = gl.zeros([ROWS, HEAD_DIM], gl.float32, LAYOUT)
-        state = (probabilities, output, largest, total)
+        state = (_pack(scores, q.dtype), output, largest, total)
         count += 1
         for i in range(1, blocks - unmasked):
             key = (blocks - 1 - i) * KEYS
@@ -262,7 +272,8 @@ def _attend(
             count += 1
         mbarrier.arrive(q_empty.index(WHO), count=1)
 
-        probabilities, output, largest, total = state
+        packed, output, largest, total = state
+        probabilities = _unpack(packed, output, q.dtype)
         stage = (count - 1) % STAGES
         mbarrier.wait(v_full.index(stage), (count - 1) // STAGES & 1)
         values = v_tiles.index(stage).reshape((KEYS, HEAD_DIM))
@@ -279,7 +290,6 @@ def _attend(
             query = first + gl.arange(0, ROWS, total.type.layout)
             start = (batch * q_heads + q_head).to(gl.int64) * q_len
             gl.store(lse + start + query, (largest + gl.log2(total)) * LN_2, query < q_len)
-        phase += 1  # noqa: SIM113
     tma.store_wait(0)
 
 
@@ -295,7 +305,7 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 # new sequence length would cost a user seconds.
 @gluon.jit(
     do_not_specialize=[
-        "q_heads", "group", "q_len", "kv_len", "tiles", "blocks", "heads", "section"
+        "q_heads", "group", "q_len", "kv_len", "tiles", "blocks", "bundles", "section"
     ]
 )  # fmt: skip
 def _prefill(
@@ -310,10 +320,11 @@ def _prefill(
     kv_len,
     tiles,
     blocks,
-    heads,
+    bundles,
     section,
     scale,
     CONSUMERS: gl.constexpr,
+    HEADS: gl.constexpr,
     KEYS: gl.constexpr,
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
@@ -330,7 +341,7 @@ def _prefill(
         gl.allocate_shared_memory(dtype, key_shape, v_desc.layout),
     )
     o_tiles = gl.allocate_shared_memory(dtype, query_shape, o_desc.layout)
-    turn = _barriers(CONSUMERS, 1)
+    turn_of = _barriers(CONSUMERS, 1)
     barriers = (
         _barriers(CONSUMERS, 1),
         _barriers(CONSUMERS, 1),
@@ -338,32 +349,45 @@ def _prefill(
         _barriers(STAGES, CONSUMERS),
         _barriers(STAGES, 1),
         _barriers(STAGES, CONSUMERS),
-        turn,
+        turn_of,
     )
-    mbarrier.arrive(turn.index(0), count=1)
-    work = (q_heads, group, q_len, kv_len, tiles, blocks, heads, section)
+    mbarrier.arrive(turn_of.index(0), count=1)
+    work = (q_heads, group, q_len, kv_len, tiles, blocks, bundles, section)
     descriptors = (q_desc, k_desc, v_desc)
     outputs = (o_tiles, o_desc, lse)
+    attend = (buffers, outputs, barriers, work, scale)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_attend, (buffers, outputs, barriers, work, scale, 0, IS_CAUSAL, HAS_LSE)),
-                (_attend, (buffers, outputs, barriers, work, scale, 1, IS_CAUSAL, HAS_LSE)),
-                (_load, (descriptors, buffers, barriers, work, IS_CAUSAL)),
+                (_attend, (attend, 0, HEADS, IS_CAUSAL, HAS_LSE)),
+                (_attend, (attend, 1, HEADS, IS_CAUSAL, HAS_LSE)),
+                (_load, (descriptors, buffers, barriers, work, HEADS, IS_CAUSAL)),
             ],
             [4, 1],
             [REGISTERS, LOADER_REGISTERS],
         )
-    else:
+    elif CONSUMERS == 3:
         gl.warp_specialize(
             [
-                (_attend, (buffers, outputs, barriers, work, scale, 0, IS_CAUSAL, HAS_LSE)),
-                (_attend, (buffers, outputs, barriers, work, scale, 1, IS_CAUSAL, HAS_LSE)),
-                (_attend, (buffers, outputs, barriers, work, scale, 2, IS_CAUSAL, HAS_LSE)),
-                (_load, (descriptors, buffers, barriers, work, IS_CAUSAL)),
+                (_attend, (attend, 0, HEADS, IS_CAUSAL, HAS_LSE)),
+                (_attend, (attend, 1, HEADS, IS_CAUSAL, HAS_LSE)),
+                (_attend, (attend, 2, HEADS, IS_CAUSAL, HAS_LSE)),
+                (_load, (descriptors, buffers, barriers, work, HEADS, IS_CAUSAL)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, LOADER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_attend, (attend, 0, HEADS, IS_CAUSAL, HAS_LSE)),
+                (_attend, (attend, 1, HEADS, IS_CAUSAL, HAS_LSE)),
+                (_attend, (attend, 2, HEADS, IS_CAUSAL, HAS_LSE)),
+                (_attend, (attend, 3, HEADS, IS_CAUSAL, HAS_LSE)),
+                (_load, (descriptors, buffers, barriers, work, HEADS, IS_CAUSAL)),
+            ],
+            [4, 4, 4, 1],
+            [REGISTERS, REGISTERS, REGISTERS, LOADER_REGISTERS],
         )
 
 
@@ -371,7 +395,9 @@ class Schedule(NamedTuple):
     """How a call is cut up; measured on an H200 (benchmarks/NOTES.md)."""
 
     consumers: int
-    """Warp groups that compute, 2 or 3."""
+    """Warp groups that compute, 2 to 4."""
+    heads: int
+    """Query heads of one group that a tile has side by side; divides the consumers."""
     keys: int
     """Keys of a block."""
     stages: int
@@ -380,17 +406,16 @@ class Schedule(NamedTuple):
     """Registers per thread of a consumer."""
 
 
-def schedule(head_dim: int, is_causal: bool) -> Schedule:
+def schedule(head_dim: int, group: int, is_causal: bool) -> Schedule:
+    """For `group` query heads a key head."""
     if head_dim > 64:
-        return Schedule(consumers=2, keys=128, stages=2, registers=240)
+        return Schedule(consumers=2, heads=1, keys=128, stages=2, registers=240)
+    if is_causal and group % 4 == 0:
+        return Schedule(consumers=4, heads=4, keys=64, stages=4, registers=112)
     if is_causal:
-        return Schedule(consumers=2, keys=128, stages=4, registers=240)
-    return Schedule(consumers=3, keys=128, stages=3, registers=160)
+        return Schedule(consumers=2, heads=1, keys=128, stages=4, registers=240)
+    return Schedule(consumers=3, heads=1, keys=128, stages=3, registers=160)
 
-
-SECTION_BYTES = {False: 24 * 2**20, True: 64 * 2**20}
-"""Bytes of the keys and values that are worked on at a time, plain and causal: they should stay in
-the L2, but a causal call also needs many heads at a time to balance long blocks with short ones."""
 
 LARGEST_HEAD_DIM = 128
 
@@ -455,7 +480,8 @@ def prefill_hopper(
         raise ValueError(f"head_dim {head_dim}: needs a multiple of 8, at most {LARGEST_HEAD_DIM}")
     if scale < 0:
         raise ValueError(f"scale {scale}: must not be negative")
-    plan = schedule(head_dim, is_causal)
+    group = q_heads // kv_heads
+    plan = schedule(head_dim, group, is_causal)
     tile_dim = 64 if head_dim <= 64 else 128
     output = torch.empty_like(query)
     if not _loadable(output):
@@ -465,12 +491,11 @@ def prefill_hopper(
     )
     q_desc, o_desc = (_descriptor(each, ROWS.value, tile_dim) for each in (query, output))
     k_desc, v_desc = (_descriptor(each, plan.keys, tile_dim) for each in (key, value))
-    blocks = -(-q_len // (ROWS.value * plan.consumers))
-    tiles = blocks * batch * q_heads
-    group = q_heads // kv_heads
+    blocks = -(-q_len // (ROWS.value * plan.consumers // plan.heads))
+    bundles = batch * q_heads // plan.heads
+    tiles = blocks * bundles
     head_bytes = 2 * kv_len * head_dim * key.element_size()
-    section = max(1, SECTION_BYTES[is_causal] // head_bytes) * group
-    _prefill[(min(tiles, _multiprocessors(query.device)),)](
+    _prefill[(min(tiles, multiprocessors(query.device)),)](
         q_desc,
         k_desc,
         v_desc,
@@ -482,10 +507,11 @@ def prefill_hopper(
         kv_len,
         tiles,
         blocks,
-        batch * q_heads,
-        min(section, batch * q_heads),
+        bundles,
+        section_of(head_bytes, bundles, group // plan.heads, is_causal),
         scale * math.log2(math.e),
         CONSUMERS=plan.consumers,
+        HEADS=plan.heads,
         KEYS=plan.keys,
         STAGES=plan.stages,
         REGISTERS=plan.registers,
@@ -494,12 +520,6 @@ def prefill_hopper(
         num_warps=4,
     )
     return (output, lse) if return_lse else output
-
-
-@functools.lru_cache
-def _multiprocessors(device: torch.device) -> int:
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
 
 
 def _loadable(tensor: Tensor) -> bool:

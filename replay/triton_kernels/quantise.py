@@ -140,10 +140,11 @@ def _quantise_key(
     scale_ptr,
     group,
     kv_len,
+    splits,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     GROUP: tl.constexpr,
-    SPLITS: tl.constexpr,
+    LARGEST_SPLIT: tl.constexpr,
 ):
     """One group of keys; the pointers are those of its head, `output_ptr` that of the group."""
     rows = group * GROUP + tl.arange(0, GROUP)
@@ -151,9 +152,10 @@ def _quantise_key(
     is_key = (rows[:, None] < kv_len) & (columns[None, :] < HEAD_DIM)
     offsets = rows[:, None].to(tl.int64) * stride_s + columns[None, :] * stride_d
     key = tl.load(key_ptr + offsets, mask=is_key, other=0.0).to(tl.float32)
-    if SPLITS > 0:
-        parts = tl.arange(0, SPLITS)[:, None] * BLOCK_D + columns[None, :]
-        mean = tl.sum(tl.load(sum_ptr + parts), axis=0) / kv_len
+    if sum_ptr is not None:
+        parts = tl.arange(0, LARGEST_SPLIT)[:, None]
+        sums = tl.load(sum_ptr + parts * BLOCK_D + columns[None, :], mask=parts < splits, other=0.0)
+        mean = tl.sum(sums, axis=0) / kv_len
         key = tl.where(is_key, key - mean[None, :], 0.0)
     is_finite = tl.abs(key) < float("inf")
     largest = tl.max(tl.where(is_finite, tl.abs(key), 0.0))
@@ -199,7 +201,7 @@ def _quantise_value(
     tl.store(scale_ptr + group, largest / FP8_MAX)
 
 
-@triton.jit(do_not_specialize=["kv_heads", "kv_len"])
+@triton.jit(do_not_specialize=["kv_heads", "kv_len", "splits"])
 def _quantise(
     key_ptr,
     key_stride_b,
@@ -218,16 +220,17 @@ def _quantise(
     value_scale_ptr,
     kv_heads,
     kv_len,
+    splits,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     V_HEAD_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     GROUP: tl.constexpr,
-    SPLITS: tl.constexpr,
+    LARGEST_SPLIT: tl.constexpr,
 ):
     """One group of keys, or (in programs with a third index of 1) one group of values.
 
-    SPLITS is 0 without smoothing.
+    `sum_ptr` is None without smoothing.
     """
     group, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     groups = tl.num_programs(0)
@@ -237,15 +240,16 @@ def _quantise(
             key_ptr + batch * key_stride_b + kv_head * key_stride_h,
             key_stride_s,
             key_stride_d,
-            sum_ptr + head * SPLITS * BLOCK_D if SPLITS > 0 else None,
+            sum_ptr + head * splits * BLOCK_D if sum_ptr is not None else None,
             key_out_ptr + (head * groups + group) * GROUP * BLOCK_D,
             key_scale_ptr + head * groups,
             group,
             kv_len,
+            splits,
             HEAD_DIM,
             BLOCK_D,
             GROUP,
-            SPLITS,
+            LARGEST_SPLIT,
         )
     elif value_scale_ptr is not None:
         _quantise_value(
@@ -331,12 +335,13 @@ def quantise_key_value(
         value_scale,
         kv_heads,
         kv_len,
+        0 if sums is None else sums.shape[1],
         HEAD_DIM=head_dim,
         BLOCK_D=block_dim,
         V_HEAD_DIM=v_head_dim,
         BLOCK_DV=block_v_dim,
         GROUP=GROUP,
-        SPLITS=0 if sums is None else sums.shape[1],
+        LARGEST_SPLIT=LARGEST_SPLIT,
         num_warps=8,
     )
     return QuantisedKeyValue(key_out, key_scale, value_out, value_scale, kv_len, v_head_dim)

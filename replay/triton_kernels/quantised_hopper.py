@@ -28,43 +28,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from replay.triton_kernels.persistent import (
+    key_blocks,
+    multiprocessors,
+    place_of,
+    section_of,
+    tile_number,
+    turns_of,
+)
 from replay.triton_kernels.quantise import GROUP, QuantisedKeyValue, padded_dim
 
 # Its name until Triton 3.6 and after.
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
-L2_BYTES = 24 * 2**20
-"""What of the L2 cache (50 MiB) keys and values of a section of heads may fill."""
-
 ROWS = gl.constexpr(64)
 LOG2_FP8_MAX = gl.constexpr(8.8073549)
-
-
-@gluon.jit
-def _place(tile, q_blocks, heads, section, IS_CAUSAL: gl.constexpr):
-    """Which head, counted over the batch, and which block of queries a tile is.
-
-    Heads come in sections whose keys and values fit in the L2 cache. In a section the longest
-    causal rows come first, so that programs end together.
-    """
-    first = tile // (q_blocks * section) * section
-    within = tile % (q_blocks * section)
-    size = gl.minimum(section, heads - first)
-    q_block = within // size
-    if IS_CAUSAL:
-        q_block = q_blocks - 1 - q_block
-    return first + within % size, q_block
-
-
-@gluon.jit
-def _block_range(first_row, rows, kv_len, BLOCK_N: gl.constexpr, IS_CAUSAL: gl.constexpr):
-    """How many blocks of keys some of the rows see, and how many of these they all see whole."""
-    end, whole = kv_len, kv_len // BLOCK_N
-    if IS_CAUSAL:
-        end = gl.minimum(kv_len, first_row + rows)
-        whole = gl.minimum(whole, (first_row + 1) // BLOCK_N)
-    blocks = (end + BLOCK_N - 1) // BLOCK_N
-    return blocks, gl.minimum(whole, blocks - 1)
 
 
 @gluon.jit
@@ -74,6 +52,7 @@ def _load(
     BLOCK_DV: gl.constexpr,
     STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr,
+    HEADS: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
     FP8_VALUE: gl.constexpr,
     arguments,
@@ -81,16 +60,17 @@ def _load(
     """The producer."""
     (
         key_desc, value_desc, key_smem, value_smem, key_full, key_empty, value_full, value_empty,
-        tiles, q_blocks, heads, section, q_heads, kv_heads, kv_len, groups,
+        tiles, q_blocks, bundles, section, q_heads, kv_heads, kv_len, groups,
     ) = arguments  # fmt: skip
+    QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
     count = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        head, q_block = _place(tile, q_blocks, heads, section, IS_CAUSAL)
+    for number in range(turns_of(tiles, gl.program_id(0), gl.num_programs(0))):
+        tile = tile_number(number, gl.program_id(0), gl.num_programs(0))
+        bundle, q_block = place_of(tile, q_blocks, bundles, section, IS_CAUSAL)
+        head = bundle * HEADS
         batch, kv_head = head // q_heads, head % q_heads // (q_heads // kv_heads)
         at = batch * kv_heads + kv_head
-        blocks, _ = _block_range(
-            q_block * ROWS * CONSUMERS, ROWS * CONSUMERS, kv_len, BLOCK_N, IS_CAUSAL
-        )
+        blocks, _ = key_blocks(q_block * QUERIES, kv_len, QUERIES, BLOCK_N, IS_CAUSAL)
         for block in range(blocks):
             stage, phase = count % STAGES, (count // STAGES) & 1
             start = block * BLOCK_N
@@ -341,6 +321,7 @@ def _attend(
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr,
+    HEADS: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
     FP8_VALUE: gl.constexpr,
     IN_TURN: gl.constexpr,
@@ -350,7 +331,7 @@ def _attend(
     (
         query_ptr, stride_b, stride_h, stride_s, stride_d, query_smem, key_smem, value_smem,
         key_full, key_empty, value_full, value_empty, turn, key_scale_ptr, value_scale_ptr,
-        output_ptr, tiles, q_blocks, heads, section, q_heads, kv_heads, q_len, kv_len, groups,
+        output_ptr, tiles, q_blocks, bundles, section, q_heads, kv_heads, q_len, kv_len, groups,
         factor,
     ) = arguments  # fmt: skip
     IS_INT8: gl.constexpr = key_smem.dtype == gl.int8
@@ -360,17 +341,19 @@ def _attend(
         [3, 0], [4, 1], [16, BLOCK_DV, 32 if FP8_VALUE else 16]
     )
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 4 if FP8_VALUE else 2)
+    QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
     STORED: gl.constexpr = gl.BlockedLayout(
         [1, 8], [256 // BLOCK_DV, BLOCK_DV // 8], [gl.num_warps(), 1], [1, 0]
     )
     count = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        head, q_block = _place(tile, q_blocks, heads, section, IS_CAUSAL)
+    for number in range(turns_of(tiles, gl.program_id(0), gl.num_programs(0))):
+        tile = tile_number(number, gl.program_id(0), gl.num_programs(0))
+        bundle, q_block = place_of(tile, q_blocks, bundles, section, IS_CAUSAL)
+        head = bundle * HEADS + WHO % HEADS
         batch, q_head = head // q_heads, head % q_heads
         at = (batch * kv_heads + q_head // (q_heads // kv_heads)) * groups
-        tile_row = q_block * ROWS * CONSUMERS
-        first_row = tile_row + WHO * ROWS
-        blocks, whole = _block_range(tile_row, ROWS * CONSUMERS, kv_len, BLOCK_N, IS_CAUSAL)
+        first_row = q_block * QUERIES + WHO // HEADS * ROWS
+        blocks, whole = key_blocks(q_block * QUERIES, kv_len, QUERIES, BLOCK_N, IS_CAUSAL)
         key_scale, value_scale = _scales(
             key_scale_ptr + at, value_scale_ptr + at, 0, BLOCK_N, GROUP, FP8_VALUE
         )
@@ -440,7 +423,8 @@ def _attend(
 
 @gluon.jit(
     do_not_specialize=[
-        "tiles", "q_blocks", "heads", "section", "q_heads", "kv_heads", "q_len", "kv_len", "groups",
+        "tiles", "q_blocks", "bundles", "section", "q_heads", "kv_heads", "q_len", "kv_len",
+        "groups",
     ]
 )  # fmt: skip
 def hopper_prefill(
@@ -456,7 +440,7 @@ def hopper_prefill(
     output_ptr,
     tiles,
     q_blocks,
-    heads,
+    bundles,
     section,
     q_heads,
     kv_heads,
@@ -472,6 +456,7 @@ def hopper_prefill(
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr,
+    HEADS: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
     FP8_VALUE: gl.constexpr,
     IN_TURN: gl.constexpr,
@@ -507,39 +492,58 @@ def hopper_prefill(
         mbarrier.arrive(turn.index(0), count=1)
     load = (
         key_desc, value_desc, key_smem, value_smem, key_full, key_empty, value_full, value_empty,
-        tiles, q_blocks, heads, section, q_heads, kv_heads, kv_len, groups,
+        tiles, q_blocks, bundles, section, q_heads, kv_heads, kv_len, groups,
     )  # fmt: skip
     attend = (
         query_ptr, stride_b, stride_h, stride_s, stride_d, query_smem, key_smem, value_smem,
         key_full, key_empty, value_full, value_empty, turn, key_scale_ptr, value_scale_ptr,
-        output_ptr, tiles, q_blocks, heads, section, q_heads, kv_heads, q_len, kv_len, groups,
+        output_ptr, tiles, q_blocks, bundles, section, q_heads, kv_heads, q_len, kv_len, groups,
         factor,
     )  # fmt: skip
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (_attend, (0, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, GROUP, BLOCK_N, STAGES,
-                                CONSUMERS, IS_CAUSAL, FP8_VALUE, IN_TURN, attend)),
+                                CONSUMERS, HEADS, IS_CAUSAL, FP8_VALUE, IN_TURN, attend)),
                 (_attend, (1, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, GROUP, BLOCK_N, STAGES,
-                                CONSUMERS, IS_CAUSAL, FP8_VALUE, IN_TURN, attend)),
-                (_load, (GROUP, BLOCK_N, BLOCK_DV, STAGES, CONSUMERS, IS_CAUSAL, FP8_VALUE, load)),
+                                CONSUMERS, HEADS, IS_CAUSAL, FP8_VALUE, IN_TURN, attend)),
+                (_load, (GROUP, BLOCK_N, BLOCK_DV, STAGES, CONSUMERS, HEADS, IS_CAUSAL, FP8_VALUE,
+                         load)),
             ],
             [4, 1],
             [REGISTERS, 24],
+        )  # fmt: skip
+    elif CONSUMERS == 3:
+        gl.warp_specialize(
+            [
+                (_attend, (0, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, GROUP, BLOCK_N, STAGES,
+                                CONSUMERS, HEADS, IS_CAUSAL, FP8_VALUE, IN_TURN, attend)),
+                (_attend, (1, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, GROUP, BLOCK_N, STAGES,
+                                CONSUMERS, HEADS, IS_CAUSAL, FP8_VALUE, IN_TURN, attend)),
+                (_attend, (2, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, GROUP, BLOCK_N, STAGES,
+                                CONSUMERS, HEADS, IS_CAUSAL, FP8_VALUE, IN_TURN, attend)),
+                (_load, (GROUP, BLOCK_N, BLOCK_DV, STAGES, CONSUMERS, HEADS, IS_CAUSAL, FP8_VALUE,
+                         load)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
                 (_attend, (0, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, GROUP, BLOCK_N, STAGES,
-                                CONSUMERS, IS_CAUSAL, FP8_VALUE, IN_TURN, attend)),
+                                CONSUMERS, HEADS, IS_CAUSAL, FP8_VALUE, IN_TURN, attend)),
                 (_attend, (1, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, GROUP, BLOCK_N, STAGES,
-                                CONSUMERS, IS_CAUSAL, FP8_VALUE, IN_TURN, attend)),
+                                CONSUMERS, HEADS, IS_CAUSAL, FP8_VALUE, IN_TURN, attend)),
                 (_attend, (2, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, GROUP, BLOCK_N, STAGES,
-                                CONSUMERS, IS_CAUSAL, FP8_VALUE, IN_TURN, attend)),
-                (_load, (GROUP, BLOCK_N, BLOCK_DV, STAGES, CONSUMERS, IS_CAUSAL, FP8_VALUE, load)),
+                                CONSUMERS, HEADS, IS_CAUSAL, FP8_VALUE, IN_TURN, attend)),
+                (_attend, (3, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, GROUP, BLOCK_N, STAGES,
+                                CONSUMERS, HEADS, IS_CAUSAL, FP8_VALUE, IN_TURN, attend)),
+                (_load, (GROUP, BLOCK_N, BLOCK_DV, STAGES, CONSUMERS, HEADS, IS_CAUSAL, FP8_VALUE,
+                         load)),
             ],
-            [4, 4, 1],
-            [REGISTERS, REGISTERS, 24],
+            [4, 4, 4, 1],
+            [REGISTERS, REGISTERS, REGISTERS, 24],
         )  # fmt: skip
 
 
@@ -547,6 +551,8 @@ class Tile(NamedTuple):
     """What a program works on at a time, and with what."""
 
     consumers: int
+    heads: int
+    """Query heads of one group side by side; divides the consumers."""
     keys: int
     stages: int
     registers: int
@@ -555,17 +561,17 @@ class Tile(NamedTuple):
     """Whether consumers give the tensor cores to each other in a fixed order."""
 
 
-def tile_for(head_dim: int, kv_len: int, fp8_value: bool) -> Tile:
-    """The tile for a padded head dimension, as measured on an H200.
+def tile_for(head_dim: int, kv_len: int, group: int, fp8_value: bool, is_causal: bool) -> Tile:
+    """The tile for a padded head dimension and a group of query heads, as measured on an H200.
 
     Three consumers hide more, but their larger tile takes longer to begin and end, which 1024 keys
     do not make up for.
     """
     if head_dim > 64:
-        return Tile(2, 128, 2, 240, True)
+        return Tile(2, 1, 128, 2, 240, True)
     if kv_len > 2048:
-        return Tile(3, 128, 3, 160, not fp8_value)
-    return Tile(2, 128, 3, 240, False)
+        return Tile(3, 1, 128, 3, 160, not fp8_value)
+    return Tile(2, 1, 128, 3, 240, False)
 
 
 @functools.cache
@@ -584,11 +590,6 @@ def _descriptor(tensor: Tensor, strides: list[int], *block: int) -> TensorDescri
     return TensorDescriptor(tensor, list(tensor.shape), strides, list(block), layout)
 
 
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def attend(
     query: Tensor,
     quantised: QuantisedKeyValue,
@@ -604,20 +605,21 @@ def attend(
     kv_heads, kv_rows, block_dim = quantised.key.shape[1:]
     fp8_value = quantised.value_scale is not None
     block_v_dim = padded_dim(quantised.v_head_dim)
-    tile = tile or tile_for(max(block_dim, block_v_dim), quantised.kv_len, fp8_value)
+    group = q_heads // kv_heads
+    tile = tile or tile_for(
+        max(block_dim, block_v_dim), quantised.kv_len, group, fp8_value, is_causal
+    )
     key = quantised.key.view(-1, block_dim)
     key_desc = _descriptor(key, [block_dim, 1], tile.keys, block_dim)
     if fp8_value:
         value_desc = _descriptor(value.view(-1, kv_rows), [kv_rows, 1], block_v_dim, tile.keys)
     else:
         value_desc = _descriptor(value, value_strides, 1, 1, tile.keys, block_v_dim)
-    q_blocks = -(-q_len // (tile.consumers * ROWS.value))
-    heads = batch * q_heads
-    tiles = q_blocks * heads
+    q_blocks = -(-q_len // (tile.consumers // tile.heads * ROWS.value))
+    bundles = batch * q_heads // tile.heads
+    tiles = q_blocks * bundles
     head_bytes = kv_rows * (block_dim + block_v_dim * value.element_size())
-    group = q_heads // kv_heads
-    section = max(1, min(heads, L2_BYTES // head_bytes * group))
-    hopper_prefill[(min(tiles, _multiprocessors(query.device)),)](
+    hopper_prefill[(min(tiles, multiprocessors(query.device)),)](
         query,
         *query.stride(),
         key_desc,
@@ -627,8 +629,8 @@ def attend(
         output,
         tiles,
         q_blocks,
-        heads,
-        section,
+        bundles,
+        section_of(head_bytes, bundles, group // tile.heads, is_causal),
         q_heads,
         kv_heads,
         q_len,
@@ -643,6 +645,7 @@ def attend(
         BLOCK_N=tile.keys,
         STAGES=tile.stages,
         CONSUMERS=tile.consumers,
+        HEADS=tile.heads,
         IS_CAUSAL=is_causal,
         FP8_VALUE=fp8_value,
         IN_TURN=tile.in_turn,

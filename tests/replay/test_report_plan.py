@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from replay.plan import Budget, Choice, Plan, Uniform, Worst
-from replay.report.plan import fold, print_plan
+from replay.plan import Budget, Choice, Plan, Worst
+from replay.planning import Uniform
+from replay.report.plan import _at_dots, fold, print_plan
 
 BUDGET = Budget("cosine", 0.998)
 
@@ -122,3 +123,12 @@ def test_no_line_is_longer_than_the_terminal() -> None:
     text = report(choices, uniforms)
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
+
+
+def test_long_paths_are_broken_at_dots() -> None:
+    path = "transformer.single_transformer_blocks.0.attn.inner"
+    lines = _at_dots(path, 22).split("\n")
+    assert lines == ["transformer", ".single_transformer_blocks", ".0.attn.inner"]
+    assert "".join(lines) == path
+    assert _at_dots("layers.0", 22) == "layers.0"
+    assert _at_dots("", 22) == ""

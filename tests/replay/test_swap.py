@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from replay import register_kernel, registry, use_kernel
+import models
+from replay import register_kernel, registry, use_kernel, use_plan
+from replay.plan import Budget, Choice, Plan
 from replay.registry import KernelNameError
 
 
@@ -25,10 +28,8 @@ def doubling() -> Iterator[str]:
     @register_kernel(
         "doubling", unsupported=lambda call: "no mask" if call.attn_mask is not None else None
     )
-    def double(
-        query: Tensor, key: Tensor, value: Tensor, *args: object, **kwargs: object
-    ) -> Tensor:
-        attention: Tensor = F.scaled_dot_product_attention(query, key, value)
+    def double(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        attention: Tensor = F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
         return 2 * attention
 
     yield "doubling"
@@ -64,3 +65,42 @@ def test_a_kernel_that_cannot_run_here_is_refused() -> None:
         with pytest.raises(KernelNameError, match="torch-cudnn cannot run on cpu"):  # noqa: SIM117
             with use_kernel("torch-cudnn"):
                 pass
+
+
+def test_a_model_is_the_same_afterwards_to_the_last_bit(doubling: str) -> None:
+    """Its outputs, and all that hangs on its modules: forwards on instances, hooks, buffers."""
+    runnable = models.load("llama", size="tiny", weights="random", device="cpu", steps=2)
+
+    def outputs() -> dict[str, Tensor]:
+        return runnable.outputs(runnable.run()).tensors
+
+    def insides() -> list[dict[str, object]]:
+        return [
+            {name: dict(each) if isinstance(each, dict) else each for name, each in parts.items()}
+            for module in runnable.roots[""].modules()
+            for parts in [vars(module)]
+        ]
+
+    sdpa, inside, before = F.scaled_dot_product_attention, insides(), outputs()
+    layer = next(path for path, _ in runnable.roots[""].named_modules() if "self_attn" in path)
+    budget = Budget("cosine", 0.9)
+    choice = Choice(layer, "prefill", doubling, True, True, None, None, None, 0.0, 1, 1)
+    for swapped in (
+        use_kernel(doubling),
+        use_plan(Plan("llama", "", budget, "torch-default", [choice]), runnable.roots[""]),
+    ):
+        with swapped as swap:
+            during = outputs()
+        assert swap.hits
+        assert not torch.equal(during["logits"], before["logits"])
+        assert F.scaled_dot_product_attention is sdpa
+        after = outputs()
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert [each.keys() for each in insides()] == [each.keys() for each in inside]
+        assert all(
+            held is was or held == was
+            for now, then in zip(insides(), inside, strict=True)
+            for name, was in then.items()
+            for held in [now[name]]
+        )

@@ -9,7 +9,7 @@ import torch
 
 from capture.call import AttentionCall, Origin
 from replay import synthetic
-from replay.cli import SUITES as SUITE_NAMES
+from replay.arguments import SUITES as SUITE_NAMES
 from replay.synthetic import SUITES, ShapeError, Spec, check_size, suite, twin, workloads
 from replay.workloads import Workload
 

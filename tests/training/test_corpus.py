@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,14 @@ def test_a_document_belongs_to_the_same_part_everywhere() -> None:
 def test_a_directory_without_python_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="give another --library"):
         corpus.read(tmp_path)
+
+
+def test_it_says_whose_library_it_is(text: corpus.Corpus, tmp_path: Path) -> None:
+    other = tmp_path / "python2.7.18"
+    other.mkdir()
+    (other / "one.py").write_text("print(1)\n" * 100, encoding="utf-8")
+    assert f"Python {platform.python_version()}: " in text.describe()
+    assert "python2.7.18: " in corpus.read(other).describe()
 
 
 def test_probabilities_sum_to_one_after_known_and_unknown_contexts() -> None:

@@ -25,12 +25,13 @@ def generator(seed: int = 0) -> torch.Generator:
 @pytest.mark.parametrize("kind", ALL)
 def test_the_judge_reads_every_caption_back_and_no_exchanged_one(kind: str) -> None:
     scenes = shapes.sample(ALL[kind], 60, generator())
-    drawn = list(shapes.render(scenes, **CANVAS[kind], generator=generator()))
-    rates = judge.rates(scenes, drawn)
+    drawn = shapes.render(scenes, **CANVAS[kind], generator=generator())
+    watched = [judge.watch(frames) for frames in drawn]
+    rates = judge.rates(scenes, watched)
     assert rates.pop("textures") >= 0.9  # of which little is left at a quarter of the pixels
     rates.pop("all")
     assert set(rates.values()) == {1.0}
-    by_chance = judge.chance(scenes, drawn)
+    by_chance = judge.chance(scenes, watched)
     assert by_chance["all"] <= 0.05
     assert by_chance["shapes"] <= 0.2
 
@@ -40,7 +41,7 @@ def test_at_the_size_of_training_textures_are_read_back_too(kind: str) -> None:
     sides = {"pictures": (256, 256), "videos": (160, 192)}[kind]
     scenes = shapes.sample(ALL[kind], 24, generator(1))
     drawn = shapes.render(scenes, height=sides[0], width=sides[1], generator=generator(1))
-    assert judge.rates(scenes, list(drawn))["textures"] == 1.0
+    assert judge.rates(scenes, [judge.watch(frames) for frames in drawn])["textures"] == 1.0
 
 
 def test_everything_moves_as_far_as_it_says_and_stays_in_the_picture() -> None:
@@ -89,8 +90,9 @@ def test_the_same_numbers_give_the_same_scene() -> None:
 def test_an_empty_picture_has_nothing_and_fails_every_caption() -> None:
     grey = torch.full((1, 3, 32, 32), 0.5)
     assert judge.see(grey[0]) == []
-    assert not any(judge.score(shapes.pictures()[0], grey).values())
-    assert not any(judge.score(shapes.videos()[0], grey.expand(3, -1, -1, -1)).values())
+    assert not any(judge.score(shapes.pictures()[0], judge.watch(grey)).values())
+    still = judge.watch(grey.expand(3, -1, -1, -1))
+    assert not any(judge.score(shapes.videos()[0], still).values())
 
 
 def test_each_word_of_a_caption_is_one_token_and_other_text_is_spelt() -> None:

@@ -13,7 +13,8 @@ from capture.call import Shape
 from replay.counterparts import CensusError
 from replay.gpu_state import GpuState
 from replay.results import CallFacts, Comparison, Row, Status
-from replay.speedcheck.prediction import RUN, Calls, Clocked, Missing, Prediction, predict
+from replay.speedcheck.prediction import Prediction, predict
+from replay.speedcheck.span import RUN, Calls, Clocked, Missing
 from replay.statistics import Speedup, summarize
 
 STEADY = (1.0,) * 5
@@ -289,9 +290,12 @@ def test_clues_are_of_one_forward() -> None:
     new.gpu_during = GpuState(1500, None, 50, ())
     counted = census(("layers.0", "prefill", 64, 20))
     phases = {"prefill": Clocked((0.5,), 2)}
-    clues = predicted(counted, [row("old", call, 10.0), new], phases=phases).phases["prefill"].clues
-    assert clues.launch_seconds == pytest.approx(10 * 0.0005)
+    old = row("old", call, 10.0)
+    old.host_ms = 0.2
+    clues = predicted(counted, [old, new], phases=phases).phases["prefill"].clues
+    assert clues.more_launch_seconds == pytest.approx(10 * 0.0003)
     assert clues.preparation_seconds == pytest.approx(10 * 0.002)
+    assert clues.scatter == pytest.approx(1)
     assert (clues.sm_clock_mhz, clues.power_w) == (1500, None)
 
 
@@ -306,3 +310,45 @@ def test_what_cannot_be_predicted_is_said() -> None:
     assert run.new_seconds is None
     assert "more time than the model takes" in run.reason
     assert run.attention_share == pytest.approx(5.0)
+
+
+def launched(kernel: str, call: CallFacts, ms: float, host_ms: float) -> Row:
+    made = row(kernel, call, ms)
+    made.host_ms = host_ms
+    return made
+
+
+@pytest.mark.parametrize(
+    ("busy", "new_ms", "host_ms", "predicted_ms"),
+    [
+        (None, 0.5, 0.05, 85.0),  # a CPU: 100 − 30 · 0.5
+        (99.0, 0.5, 0.05, 85.0),  # the GPU is the bottleneck
+        (40.0, 0.5, 0.05, 100.0),  # the host is, and takes as long as before
+        (40.0, 0.5, 0.25, 106.0),  # + 30 · 0.2, which the kernel takes longer to launch
+        (40.0, 0.5, 0.01, 98.8),  # − 30 · 0.04
+        (40.0, 4.0, 0.05, 130.0),  # so slow that the GPU is the bottleneck now: 40 + 30 · 3
+    ],
+)
+def test_a_model_that_waits_for_the_host_gains_what_the_host_gains(
+    busy: float | None, new_ms: float, host_ms: float, predicted_ms: float
+) -> None:
+    call = facts("a", "layers.0", "decode")
+    rows = [launched("old", call, 1.0, 0.05), launched("new", call, new_ms, host_ms)]
+    counted = census(("layers.0", "decode", 64, 300))
+    decode = Clocked((0.1,) * 5, 10, busy_seconds=None if busy is None else busy / 1000)
+    prediction = predicted(counted, rows, (1.5,) * 5, phases={"decode": decode})
+    span = prediction.phases["decode"]
+    assert span.new_seconds is not None
+    assert 1000 * span.new_seconds.value == pytest.approx(predicted_ms)
+    assert span.waiting_share == pytest.approx(0.6 if busy == 40 else 0.0)
+    assert span.saved_seconds == pytest.approx(30 * (1 - new_ms) / 1000)
+    # The run gains what its forwards gain.
+    assert prediction.run.new_seconds is not None
+    assert prediction.run.new_seconds.value == pytest.approx(1.5 - 10 * (100 - predicted_ms) / 1000)
+    assert prediction.run.waiting_share == pytest.approx(0.4 if busy == 40 else 0.0)
+
+
+def test_the_greatest_scatter_is_a_clue() -> None:
+    call = facts("a", "layers.0")
+    rows = [row("old", call, [10.0, 10.0, 10.0, 40.0, 40.0]), row("new", call, 5.0)]
+    assert predicted(census(("layers.0", "denoise", 64, 1)), rows).run.clues.scatter == 4

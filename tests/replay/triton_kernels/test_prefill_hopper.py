@@ -23,15 +23,15 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from replay.triton_kernels.prefill_hopper import _prefill, schedule
 
 head_dim, is_causal = {head_dim}, {is_causal}
-plan = schedule(head_dim, is_causal)
+plan = schedule(head_dim, {group}, is_causal)
 
 def tiles(rows):
     layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, head_dim], gl.bfloat16)
     return f"tensordesc<bf16[1, 1, {{rows}}, {{head_dim}}],{{layout!r}}>"
 
 constants = dict(
-    CONSUMERS=plan.consumers, KEYS=plan.keys, STAGES=plan.stages, REGISTERS=plan.registers,
-    IS_CAUSAL=is_causal, HAS_LSE=True,
+    CONSUMERS=plan.consumers, HEADS=plan.heads, KEYS=plan.keys, STAGES=plan.stages,
+    REGISTERS=plan.registers, IS_CAUSAL=is_causal, HAS_LSE=True,
 )
 signature = dict.fromkeys(_prefill.arg_names, "i32") | dict.fromkeys(constants, "constexpr") | dict(
     q_desc=tiles(64), k_desc=tiles(plan.keys), v_desc=tiles(plan.keys), o_desc=tiles(64),
@@ -45,11 +45,15 @@ print("shared", kernel.metadata.shared)
 """
 
 
-@pytest.mark.parametrize(("head_dim", "is_causal"), [(64, False), (64, True), (128, True)])
-def test_it_compiles_for_hopper(head_dim: int, is_causal: bool) -> None:
+SCHEDULES = [(64, 1, False), (64, 1, True), (64, 4, True), (128, 1, True)]
+"""head_dim, group and is_causal of calls that are cut up in different ways."""
+
+
+@pytest.mark.parametrize(("head_dim", "group", "is_causal"), SCHEDULES)
+def test_it_compiles_for_hopper(head_dim: int, group: int, is_causal: bool) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE.format(head_dim=head_dim, is_causal=is_causal)],
+        [sys.executable, "-c", COMPILE.format(head_dim=head_dim, group=group, is_causal=is_causal)],
         env=environment,
         capture_output=True,
         text=True,
@@ -62,13 +66,21 @@ def test_it_compiles_for_hopper(head_dim: int, is_causal: bool) -> None:
     assert shared <= 227 * 1024, "more than a multiprocessor gives a block"
 
 
-@pytest.mark.parametrize(("head_dim", "is_causal"), [(64, False), (64, True), (128, False)])
-def test_registers_of_all_warp_groups_fit(head_dim: int, is_causal: bool) -> None:
-    plan = schedule(head_dim, is_causal)
+@pytest.mark.parametrize(("head_dim", "group", "is_causal"), SCHEDULES)
+def test_registers_of_all_warp_groups_fit(head_dim: int, group: int, is_causal: bool) -> None:
+    plan = schedule(head_dim, group, is_causal)
     threads = 128
     others = (plan.consumers - 1) * plan.registers + prefill_hopper.LOADER_REGISTERS.value
     left = 65536 // threads - others  # for the consumer that is the kernel's own warps
     assert left >= plan.registers - 8
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_heads_side_by_side_share_their_keys(head_dim: int, group: int) -> None:
+    plan = schedule(head_dim, group, is_causal=True)
+    assert group % plan.heads == 0
+    assert plan.consumers % plan.heads == 0
 
 
 @pytest.mark.parametrize("head_dim", [136, 20])

@@ -1,0 +1,84 @@
+"""Runs our Triton kernels once at small odd shapes, for a memory checker to watch.
+
+    compute-sanitizer --tool memcheck --error-exitcode 1 python -m benchmarks.sanitize
+    compute-sanitizer ... python -m benchmarks.sanitize --kernel 'triton-fa*'
+
+One line for each kernel. Every tensor is an allocation of its own: in a block of PyTorch's cache a
+read past its end would hit a neighbour, and nobody would notice. Exits with 1 where an output is
+not finite, where no shape suits a kernel, and where no kernel can run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import os
+import sys
+from collections.abc import Iterator
+
+# Read by PyTorch when it first allocates.
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+
+import torch
+
+from capture.call import AttentionCall
+from replay.registry import Kernel, catalogue
+from replay.synthetic import Spec
+
+HEAD_DIMS = (40, 72, 128)
+LENGTHS = ((1, 1), (1, 127), (7, 127), (127, 7), (127, 127))
+"""(Sq, Sk)."""
+
+
+def calls(device: torch.device) -> Iterator[AttentionCall]:
+    """Every head_dim at every length: plain, causal, and with a padding mask."""
+    generator = torch.Generator(device).manual_seed(0)
+    for head_dim in HEAD_DIMS:
+        for q_len, kv_len in LENGTHS:
+            for is_causal in (False, True):
+                spec = Spec(2, 4, 2, q_len, kv_len, head_dim, head_dim, is_causal)
+                yield spec.call(device, generator)
+            plain = Spec(2, 4, 2, q_len, kv_len, head_dim, head_dim).call(device, generator)
+            lengths = torch.tensor([kv_len, (kv_len + 1) // 2], device=device)
+            keys = torch.arange(kv_len, device=device) < lengths[:, None]
+            yield plain.with_tensors({"attn_mask": keys[:, None, None]})
+
+
+def run(kernel: Kernel, device: torch.device) -> tuple[int, int]:
+    """How many calls the kernel took, and of how many the output was not finite."""
+    taken = wrong = 0
+    for call in calls(device):
+        if kernel.unsupported(call) is None:
+            output = kernel.attention(**call.arguments())
+            torch.cuda.synchronize(device)
+            taken += 1
+            wrong += not bool(output.isfinite().all())
+    return taken, wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--kernel", default="triton-*", metavar="NAME", help="may have wildcards")
+    pattern = parser.parse_args().kernel
+    kernels = [
+        each
+        for name, each in catalogue().items()
+        if name == pattern or fnmatch.fnmatch(name, pattern)
+    ]
+    if not kernels:
+        parser.error(f"no kernel is called {pattern}: replay --list-kernels")
+    device = torch.device("cuda")
+    failed, ran = False, False
+    for kernel in kernels:
+        if reason := kernel.unavailable(device):
+            print(f"{kernel.name}: cannot run here: {reason}", flush=True)
+            continue
+        taken, wrong = run(kernel, device)
+        ran = True
+        failed = failed or wrong > 0 or taken == 0
+        print(f"{kernel.name}: {taken} calls, {wrong} with outputs not finite", flush=True)
+    return int(failed or not ran)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

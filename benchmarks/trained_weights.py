@@ -1,0 +1,125 @@
+"""Do 8-bit and sparse kernels look better on random values than they are? (a GPU's work)
+
+    python -m benchmarks.trained_weights [--kernels NAMES] [--out FILE]
+
+Records the built-in models with trained and random weights, replays both recordings, and random
+values of the same shapes, with every kernel, and puts the kernels into the trained models. Writes
+`benchmarks/results/trained_weights.csv`: a line for each kernel, model, phase and kind of values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks import results
+from benchmarks.full_size import run
+from models import built_in
+from replay.synthetic import NO_WEIGHTS
+
+MODELS = ("cogvideo", "flux", "llama")
+KERNELS = (
+    "torch-default,sage1*,triton-sage,triton-sage[smooth_k=off],triton-fp8,triton-fp8[smooth_k=off],"
+    "triton-sage-fp8,triton-sage-fp8[smooth_k=off],triton-sparse-decode"
+)
+VALUES = {"pretrained": "trained weights", "random": "random weights"}
+DRIFT = ("relative_l1", "psnr", "ssim", "kl", "top1_agreement", "baseline_perplexity", "perplexity")
+MACHINE = ("device", "torch", "cuda", "triton")
+COLUMNS = (
+    "model",
+    "phase",
+    "values",
+    "kernel",
+    "calls",
+    "status",
+    "relative_l1.median",
+    "relative_l1.worst",
+    "cosine.worst",
+    *(f"drift.{name}" for name in DRIFT),
+    *(f"machine.{name}" for name in MACHINE),
+)
+
+Key = tuple[str, str, str, str]
+"""Model, phase, values, kernel."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--kernels", default=KERNELS)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--out", type=Path, default=results.DIRECTORY / "trained_weights.csv")
+    arguments = parser.parse_args()
+    lines: list[dict[str, Any]] = []
+    for model in arguments.models.split(","):
+        with tempfile.TemporaryDirectory() as scratch:
+            rows: list[dict[str, Any]] = []
+            for weights in VALUES:
+                recorded, file = f"{scratch}/{weights}", Path(scratch) / f"{weights}.jsonl"
+                run(
+                    f"capture --model {model} --size tiny --weights {weights} --dtype bfloat16 "
+                    f"--max 16 --out {recorded}"
+                )
+                run(
+                    f"replay --dir {recorded} --kernels {arguments.kernels} --also-random "
+                    f"--max-seconds 0.1 --metric accuracy --json {file}"
+                )
+                rows += [row | {"of": VALUES[weights]} for row in results.read_jsonl(file)]
+            text = f"--text {built_in.ROOT / 'llama' / 'held_out.txt'}" if model == "llama" else ""
+            checks = Path(scratch) / "checks.jsonl"
+            run(
+                f"replay --dir {scratch}/pretrained --kernels {arguments.kernels} {text} --e2e "
+                f"--max-seconds 0.1 --model-rounds 1 --e2e-json {checks}"
+            )
+            drift = {checked["kernel"]: checked["drift"] for checked in results.read_jsonl(checks)}
+            lines += summary(rows, drift)
+            write(lines, arguments.out)  # each time: a run cut short keeps the rest
+
+
+def summary(
+    rows: list[dict[str, Any]], drift: dict[str, dict[str, float | None]]
+) -> Iterator[dict[str, Any]]:
+    """Errors over the calls of each kind; what became of the trained model's output beside them."""
+    groups: dict[Key, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        if row["status"] not in ("unavailable", "unsupported"):
+            call = row["call"]
+            values = "random values" if call["weights"] == NO_WEIGHTS else row["of"]
+            groups[call["model"], call["phase"], values, row["kernel"]].append(row)
+    for (model, phase, values, kernel), group in groups.items():
+        errors = [row["accuracy"]["gold"] for row in group if row["accuracy"]]
+        if not errors:
+            continue
+        machine = group[0]["machine"]
+        yield {
+            "model": model,
+            "phase": phase,
+            "values": values,
+            "kernel": kernel,
+            "calls": len(group),
+            "status": " ".join(sorted({row["status"] for row in group})),
+            "relative_l1.median": statistics.median(each["relative_l1"] for each in errors),
+            "relative_l1.worst": max(each["relative_l1"] for each in errors),
+            "cosine.worst": min(each["cosine"] for each in errors),
+            **{f"drift.{name}": drift.get(kernel, {}).get(name) for name in DRIFT},
+            **{f"machine.{name}": machine.get(name) for name in MACHINE},
+        }
+
+
+def write(lines: list[dict[str, Any]], path: Path) -> None:
+    """Lines as CSV with `COLUMNS`, floats to six digits."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n", restval="")
+        writer.writeheader()
+        for line in lines:
+            writer.writerow({name: results.cell(value) for name, value in line.items()})
+
+
+if __name__ == "__main__":
+    main()

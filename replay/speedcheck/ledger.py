@@ -1,0 +1,191 @@
+"""What becomes of counted calls, and what they cost with one kernel and another."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from replay.counterparts import Counted, Replayed
+from replay.results import Row
+from replay.speedcheck.span import RUN, Calls, Clocked, Clues
+from replay.statistics import TimeSummary, percentile
+
+RESAMPLES = 1000
+"""Bootstrap resamples; sums over many calls need fewer than a single call's median."""
+
+
+class Tally:
+    """What becomes of counted calls, and how many of them each replayed call stands for."""
+
+    def __init__(self, chosen: Sequence[tuple[Counted, str]], ledger: Ledger) -> None:
+        self.stands_for: dict[str, float] = defaultdict(float)
+        self.swapped: dict[tuple[str, str], float] = defaultdict(float)
+        """By replayed call and kernel: the calls that the kernel answers."""
+        self.fallbacks: Counter[str] = Counter()
+        self.not_recorded: Counter[tuple[str, str]] = Counter()
+        self.reason = ""
+        kept = 0
+        for counted, kernel in chosen:
+            if not counted.shares:
+                self.not_recorded[counted.module, counted.phase] += counted.calls
+            for call, share in counted.shares.items():
+                self.stands_for[call] += counted.calls * share
+            if kernel != ledger.baseline:
+                self._swap(counted, kernel, ledger)
+            elif counted.shares:
+                kept += counted.calls
+        counts = [counted.calls for counted, _ in chosen]
+        fell_back, missing = self.fallbacks.total(), self.not_recorded.total()
+        swapped = sum(counts) - fell_back - missing - kept
+        self.calls = Calls(swapped, fell_back, kept, missing)
+
+    def _swap(self, counted: Counted, kernel: str, ledger: Ledger) -> None:
+        refused, reason = 0.0, ""
+        for call, share in counted.shares.items():
+            row = ledger.replayed.row(call, kernel)
+            if row is not None and row.status == "unsupported":
+                refused, reason = refused + share, row.reason
+                continue
+            self.reason = self.reason or _unfit(row, call, kernel, counted.module)
+            self.swapped[call, kernel] += counted.calls * share
+        if fell_back := round(counted.calls * refused):
+            self.fallbacks[reason] += fell_back
+
+
+def _unfit(row: Row | None, call: str, kernel: str, module: str) -> str:
+    """Why a row says nothing about a kernel at a module.
+
+    One that was wrong at another module still says how fast it is; where that module is swapped
+    too, its own calls say that it was wrong.
+    """
+    if row is None:
+        return f"{kernel} was not replayed on {call}"
+    fits = row.status == "ok" or (row.status == "inaccurate" and row.call.module != module)
+    return "" if fits and row.time_ms is not None else f"{row.status} on {call}: {row.reason}"
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What calls cost with one kernel and another."""
+
+    replayed: Replayed
+    baseline: str
+    seed: int
+    phases: Mapping[str, Clocked]
+
+    def waiting_seconds(self, phase: str) -> float:
+        """How long a GPU waits for the host, in all forwards of a phase or in the whole run."""
+        spans = self.phases.values() if phase == RUN else [self.phases[phase]]
+        return sum(clocked.forwards * clocked.waiting_seconds for clocked in spans)
+
+    def attention_seconds(self, stands_for: Mapping[str, float]) -> float:
+        """Of the calls with the baseline."""
+        return sum(
+            count * time.p50 / 1000
+            for call, count in stands_for.items()
+            if (time := _time(self.replayed.row(call, self.baseline))) is not None
+        )
+
+    def saved_seconds(self, swapped: Mapping[tuple[str, str], float]) -> tuple[float, Tensor]:
+        """Σ count · (t_old − t_new): the figure, and as each resample of the rounds has it."""
+        saved, resampled = 0.0, torch.zeros(RESAMPLES, dtype=torch.float64)
+        for (call, kernel), count in swapped.items():
+            before, after, paired = self._samples(call, kernel)
+            saved += count * (percentile(before, 50) - percentile(after, 50)) / 1000
+            old = resampled_medians(before, f"{self.seed} {call}")
+            # The same name draws the same rounds.
+            new = resampled_medians(after, f"{self.seed} {call}{'' if paired else kernel}")
+            resampled += count * (old - new) / 1000
+        return saved, resampled
+
+    def gained_seconds(self, swapped: Mapping[tuple[str, str], float]) -> tuple[float, Tensor]:
+        """What the model gains, phase by phase: what attention saves, or where the model waits for
+        the host, no more than the host does."""
+        by_phase: dict[str, dict[tuple[str, str], float]] = defaultdict(dict)
+        for (call, kernel), count in swapped.items():
+            row = self.replayed.row(call, kernel)
+            by_phase[row.call.phase if row else ""][call, kernel] = count
+        gained, resampled = 0.0, torch.zeros(RESAMPLES, dtype=torch.float64)
+        for phase, counts in by_phase.items():
+            saved, saved_resampled = self.saved_seconds(counts)
+            waiting = self.waiting_seconds(phase) if phase in self.phases else 0.0
+            launch = self._more_launch_seconds(counts) if waiting else None
+            if launch is not None:
+                saved = min(waiting + saved, -launch)
+                saved_resampled = (waiting + saved_resampled).clamp(max=-launch)
+            gained += saved
+            resampled += saved_resampled
+        return gained, resampled
+
+    def _more_launch_seconds(self, swapped: Mapping[tuple[str, str], float]) -> float | None:
+        """What the host needs more for these calls with the kernels; None on a CPU."""
+        total, known = 0.0, False
+        for (call, kernel), count in swapped.items():
+            old, new = self.replayed.row(call, self.baseline), self.replayed.row(call, kernel)
+            if old and new and old.host_ms is not None and new.host_ms is not None:
+                total, known = total + count * (new.host_ms - old.host_ms) / 1000, True
+        return total if known else None
+
+    def clues(self, swapped: Mapping[tuple[str, str], float], forwards: int) -> Clues:
+        """Of the calls that kernels answer, in one of so many forwards."""
+        preparation, scatters = [], []
+        states = []
+        for (call, kernel), count in swapped.items():
+            row = self.replayed.row(call, kernel)
+            if row is None or row.time_ms is None:
+                continue
+            times = (row.time_ms, _time(self.replayed.row(call, self.baseline)))
+            scatters += [time.p90 / time.p10 for time in times if time is not None]
+            if row.core_time_ms is not None:
+                preparation.append(count * (row.time_ms.p50 - row.core_time_ms.p50))
+            if row.gpu_during is not None:
+                states.append(row.gpu_during)
+        more = self._more_launch_seconds(swapped)
+        return Clues(
+            None if more is None else more / forwards,
+            sum(preparation) / 1000 / forwards if preparation else None,
+            max(scatters, default=None),
+            _median(state.sm_clock_mhz for state in states),
+            _median(state.power_w for state in states),
+        )
+
+    def _samples(self, call: str, kernel: str) -> tuple[Sequence[float], Sequence[float], bool]:
+        """Milliseconds of baseline and kernel by round, and whether the rounds are the same."""
+        _, at, environment = kernel.partition("@")
+        new = self.replayed.row(call, kernel)
+        old = self.replayed.row(call, f"{self.baseline.partition('@')[0]}{at}{environment}")
+        alongside = _time(old) is not None
+        if not alongside:
+            old = self.replayed.row(call, self.baseline)
+        assert old is not None
+        assert new is not None
+        assert old.time_ms is not None
+        assert new.time_ms is not None
+        before, after = old.time_ms.samples, new.time_ms.samples
+        if not (alongside and self.replayed.share_rounds(old, new)):
+            return before, after, False
+        rounds = min(len(before), len(after))
+        return before[:rounds], after[:rounds], True
+
+
+def _time(row: Row | None) -> TimeSummary | None:
+    return None if row is None else row.time_ms
+
+
+def resampled_medians(samples: Sequence[float], name: str) -> Tensor:
+    """Medians (RESAMPLES,) of samples drawn with replacement; a name always draws the same."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    count = len(samples)
+    drawn = torch.randint(count, (RESAMPLES, count), generator=generator)
+    ordered = torch.tensor(samples, dtype=torch.float64)[drawn].sort(dim=1).values
+    return (ordered[:, (count - 1) // 2] + ordered[:, count // 2]) / 2
+
+
+def _median(figures: Iterable[float | None]) -> float | None:
+    known = [figure for figure in figures if figure is not None]
+    return percentile(known, 50) if known else None

@@ -1,0 +1,86 @@
+"""Which tiles a persistent program of the Hopper kernels works through, and in what order.
+
+A program stays on its multiprocessor and takes one tile (a block of queries of one head) after the
+other. Everything is arithmetic on the program's number: nothing is shared and nothing is drawn, so
+that the loading warp and the computing ones of a program agree without a word.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def tile_number(turn, program, programs):
+    """The tile of a program in a turn; there may be none, if it is the last turn.
+
+    Programs take tiles in their order in even turns and against it in odd ones, as children pick
+    teams. Tiles are numbered by falling length: without that the same program would have the longer
+    one in every turn.
+    """
+    return turn * programs + program + (turn & 1) * (programs - 1 - 2 * program)
+
+
+@gluon.jit
+def turns_of(tiles, program, programs):
+    """How many tiles a program has."""
+    whole = tiles // programs
+    return whole + (tiles - tile_number(whole, program, programs) + programs - 1) // programs
+
+
+@gluon.jit
+def place_of(tile, q_blocks, heads, section, IS_CAUSAL: gl.constexpr):
+    """Which head, counted over the batch, and which block of queries a tile is.
+
+    Heads come in sections whose keys and values stay in the L2 cache. Within a section all heads'
+    longest causal blocks come first, so that no long one is left for the end.
+    """
+    first = tile // (q_blocks * section) * section
+    within = tile % (q_blocks * section)
+    size = gl.minimum(section, heads - first)
+    q_block = within // size
+    if IS_CAUSAL:
+        q_block = q_blocks - 1 - q_block
+    return first + within % size, q_block
+
+
+@gluon.jit
+def key_blocks(
+    first_row, kv_len, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, IS_CAUSAL: gl.constexpr
+):
+    """How many blocks of keys some of ROWS rows see, and how many of these they all see whole.
+
+    The last block is never among the latter, for simplicity.
+    """
+    end = kv_len
+    whole = kv_len // BLOCK_N
+    if IS_CAUSAL:
+        end = gl.minimum(kv_len, first_row + ROWS)
+        whole = gl.minimum(whole, (first_row + 1) // BLOCK_N)
+    blocks = (end + BLOCK_N - 1) // BLOCK_N
+    return blocks, gl.minimum(whole, blocks - 1)
+
+
+SECTION_BYTES = {False: 24 * 2**20, True: 64 * 2**20}
+"""Bytes of the keys and values that are worked on at a time, plain and causal: they should stay in
+the L2, but a causal call also needs many heads at a time to balance long blocks with short ones."""
+
+
+def section_of(head_bytes: int, bundles: int, heads: int, is_causal: bool) -> int:
+    """How many bundles of query heads are worked on at a time.
+
+    Args:
+        head_bytes: of a key head's keys and values.
+        bundles: there are of query heads.
+        heads: bundles that share a key head.
+    """
+    return min(max(1, SECTION_BYTES[is_causal] // head_bytes) * heads, bundles)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,98 @@
+"""Times by phase, on modules that take a known time."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from replay.speedcheck.clock import OUTSIDE, Clock
+
+CPU = torch.device("cpu")
+
+
+class Denoiser(nn.Module):
+    def forward(self, x: Tensor, timestep: int) -> Tensor:
+        time.sleep(0.02 if timestep else 0.04)
+        return x
+
+
+class Writer(nn.Module):
+    """Prefill where the cache is empty, decode afterwards."""
+
+    def can_generate(self) -> bool:
+        return True
+
+    def forward(self, input_ids: Tensor, past_key_values: Any = None) -> Tensor:
+        return input_ids
+
+
+class Cache:
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+
+def test_every_forward_of_the_roots_has_its_time() -> None:
+    model, signs = Denoiser(), []
+    clock = Clock({"": model}, CPU, lambda: signs.append("alive"))
+    with clock.running() as times:
+        for step in range(3):
+            model(torch.zeros(1), timestep=step)
+        time.sleep(0.03)
+    denoise = times.forwards["denoise"]
+    assert len(denoise) == len(signs) == 3
+    assert denoise[0] >= 0.04
+    assert all(0.02 <= each < denoise[0] for each in denoise[1:])
+    assert times.run >= sum(denoise) + 0.03
+    assert times.attention == times.tokens == {}
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    with clock.running() as again:
+        model(torch.zeros(1), timestep=1)
+    assert len(again.forwards["denoise"]) == 1
+
+
+def test_tokens_and_phases_of_a_language_model() -> None:
+    model = Writer()
+    with Clock({"": model}, CPU).running() as times:
+        model(input_ids=torch.zeros(2, 7, dtype=torch.int64), past_key_values=Cache(0))
+        for length in (7, 8):
+            model(input_ids=torch.zeros(2, 1, dtype=torch.int64), past_key_values=Cache(length))
+    assert {phase: len(each) for phase, each in times.forwards.items()} == {
+        "prefill": 1,
+        "decode": 2,
+    }
+    assert times.tokens == {"prefill": 14, "decode": 2}
+
+
+def test_attention_calls_belong_to_the_phase_they_are_made_in() -> None:
+    class Attending(nn.Module):
+        def forward(self, x: Tensor, timestep: int) -> Tensor:
+            with clock.call():
+                time.sleep(0.01)
+            return x
+
+    model = Attending()
+    clock = Clock({"": model}, CPU)
+    with clock.running() as times:
+        with clock.call():
+            time.sleep(0.02)
+        for _ in range(3):
+            model(torch.zeros(1), timestep=0)
+    assert times.attention.keys() == {OUTSIDE, "denoise"}
+    assert times.attention[OUTSIDE] >= 0.02
+    assert 0.03 <= times.attention["denoise"] <= sum(times.forwards["denoise"])
+
+
+def test_a_forward_that_raises_leaves_no_hook() -> None:
+    model = Denoiser()
+    with pytest.raises(TypeError), Clock({"": model}, CPU).running():
+        model(torch.zeros(1))
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks

@@ -1,0 +1,81 @@
+"""The model card and its figures: what was measured is what stands there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from training import card, figures
+
+
+def test_sections_stand_in_their_order(tmp_path: Path) -> None:
+    card.write(tmp_path, "A model", {"What it is": " text \n", "Limits": "none"})
+    assert (tmp_path / "README.md").read_text(encoding="utf-8") == (
+        "# A model\n\n## What it is\ntext\n\n## Limits\nnone\n"
+    )
+
+
+def test_rates_are_percentages_and_a_part_nobody_has_stays_empty() -> None:
+    table = card.rates_table({"drawn": {"colours": 0.876, "all": 0.5}, "chance": {"colours": 0.0}})
+    assert table.splitlines() == [
+        "|  | colours | all |",
+        "| --- | --- | --- |",
+        "| drawn | 88 % | 50 % |",
+        "| chance | 0 % |  |",
+    ]
+
+
+def test_sizes_count_parameters_and_all_bytes(tmp_path: Path) -> None:
+    (tmp_path / "vae").mkdir()
+    weights = {"a": torch.zeros(300, 1000), "b": torch.zeros(50_000)}
+    save_file(
+        {name: value.bfloat16() for name, value in weights.items()},
+        tmp_path / "vae" / "w.safetensors",
+    )
+    (tmp_path / "config.json").write_bytes(b"x" * 400_000)
+    lines = card.sizes(tmp_path).splitlines()
+    assert lines[2] == "| vae | 0.35 million | 0.70 MB |"
+    assert lines[3] == "| everything in this directory |  | 1.10 MB |"
+
+
+def test_a_loss_curve_falls_to_the_right(tmp_path: Path) -> None:
+    path = tmp_path / "loss.png"
+    figures.loss_curve(path, {"training": [(1, 8.0), (10, 4.0), (1000, 1.0)]}, "a title")
+    pixels = torch.frombuffer(
+        bytearray(Image.open(path).convert("RGB").tobytes()), dtype=torch.uint8
+    )
+    image = pixels.view(figures.HEIGHT, figures.WIDTH, 3)
+    blue = (image == torch.tensor(figures.COLOURS[0], dtype=torch.uint8)).all(-1)
+    blue[: figures.TOP + 25, figures.WIDTH // 2 :] = False  # the name of the curve
+    rows, columns = blue.nonzero(as_tuple=True)
+    left, right = rows[columns == columns.min()], rows[columns == columns.max()]
+    assert columns.min() == pytest.approx(figures.LEFT, abs=2)
+    assert columns.max() == pytest.approx(figures.WIDTH - figures.RIGHT, abs=2)
+    assert left.float().mean() < right.float().mean()
+
+
+def test_a_curve_of_a_single_point_and_of_none_is_drawn_too(tmp_path: Path) -> None:
+    figures.loss_curve(tmp_path / "loss.png", {"one": [(1, 2.0)], "none": []}, "")
+    assert Image.open(tmp_path / "loss.png").size == (figures.WIDTH, figures.HEIGHT)
+
+
+def test_a_contact_sheet_shows_the_pictures_where_they_belong(tmp_path: Path) -> None:
+    red, green, blue = (torch.eye(3)[index][:, None, None].expand(3, 16, 24) for index in range(3))
+    path = tmp_path / "sheet.png"
+    figures.contact_sheet(
+        path, [[red, green], [blue, red], [green, blue]], ["a", "b", "c"], columns=2
+    )
+    sheet = Image.open(path).convert("RGB")
+    assert sheet.size == (2 * (2 * 24 + 6), 2 * (16 + 22))
+    centres = {"first": (12, 8), "its second": (36, 8), "beside": (66, 8), "below": (12, 46)}
+    seen = {name: sheet.getpixel(place) for name, place in centres.items()}
+    assert seen == {
+        "first": (255, 0, 0),
+        "its second": (0, 255, 0),
+        "beside": (0, 0, 255),
+        "below": (0, 255, 0),
+    }

@@ -1,0 +1,101 @@
+"""What the judge must not be fooled by: each part of a caption fails on its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from training import judge, shapes
+from training.shapes import Scene, Thing
+
+MOVING = Scene((Thing("striped", "red", "circle"),), "dark", motion="right")
+PAIR = Scene(
+    (Thing("plain", "green", "square"), Thing("checkered", "blue", "triangle")),
+    "light",
+    layout="above",
+)
+
+
+def drawn(scene: Scene, *, frames: int) -> Tensor:
+    """(T, 3, 128, 128) in 0…1."""
+    generator = torch.Generator().manual_seed(0)
+    return shapes.render([scene], height=128, width=128, frames=frames, generator=generator)[0]
+
+
+def missed(scene: Scene, frames: Tensor) -> set[str]:
+    return {part for part, holds in judge.score(scene, judge.watch(frames)).items() if not holds}
+
+
+def with_thing(scene: Scene, **changes: str) -> Scene:
+    return replace(scene, things=(replace(scene.things[0], **changes), *scene.things[1:]))
+
+
+@pytest.mark.parametrize(
+    ("caption", "part"),
+    [
+        (with_thing(MOVING, colour="cyan"), {"colours", "shapes", "textures"}),
+        (with_thing(MOVING, shape="cross"), {"shapes"}),
+        (with_thing(MOVING, texture="plain"), {"textures"}),
+        (replace(MOVING, motion="left"), {"motion"}),
+        (replace(MOVING, motion="up"), {"motion"}),
+        (MOVING, set()),
+    ],
+)
+def test_a_video_fails_exactly_the_part_that_is_wrong(caption: Scene, part: set[str]) -> None:
+    assert missed(caption, drawn(MOVING, frames=5)) - {"all"} == part
+
+
+@pytest.mark.parametrize(
+    ("caption", "part"),
+    [
+        (with_thing(PAIR, shape="circle"), {"shapes"}),
+        (replace(PAIR, layout="left of"), {"layout"}),
+        (replace(PAIR, things=PAIR.things[::-1]), {"layout"}),
+        (replace(PAIR, things=PAIR.things[:1], layout=None), {"colours"}),
+        (PAIR, set()),
+    ],
+)
+def test_a_picture_fails_exactly_the_part_that_is_wrong(caption: Scene, part: set[str]) -> None:
+    assert missed(caption, drawn(PAIR, frames=1)) - {"all"} == part
+
+
+def test_what_stands_still_or_plays_backwards_does_not_move_as_told() -> None:
+    video = drawn(MOVING, frames=5)
+    assert "motion" in missed(MOVING, video[:1].expand(5, -1, -1, -1))
+    assert "motion" in missed(MOVING, video.flip(0))
+    assert missed(replace(MOVING, motion="left"), video.flip(0)) == set()
+
+
+def test_noise_is_no_thing() -> None:
+    noise = torch.rand(1, 3, 128, 128, generator=torch.Generator().manual_seed(0))
+    assert {"shapes", "textures", "all"} <= missed(PAIR, noise)
+
+
+def test_a_soft_picture_is_still_read() -> None:
+    soft = torch.nn.functional.avg_pool2d(drawn(PAIR, frames=1), 5, 1, 2)
+    assert missed(PAIR, soft) == set()
+
+
+def test_rates_are_shares_of_the_scenes_that_have_the_part() -> None:
+    single = replace(PAIR, things=PAIR.things[:1], layout=None)
+    scenes = [PAIR, single, replace(PAIR, layout="left of"), single]
+    shown = [PAIR, single, PAIR, with_thing(single, colour="red")]
+    watched = [judge.watch(drawn(scene, frames=1)) for scene in shown]
+    assert judge.rates(scenes, watched) == {
+        "colours": 0.75,
+        "shapes": 0.75,
+        "textures": 0.75,
+        "layout": 0.5,
+        "all": 0.5,
+    }
+
+
+def test_chance_never_judges_a_picture_by_its_own_caption() -> None:
+    colours = list(shapes.COLOURS)[:5]
+    scenes = [Scene((Thing("plain", colour, "circle"),), "dark") for colour in colours]
+    watched = [judge.watch(drawn(scene, frames=1)) for scene in scenes]
+    for seed in range(5):
+        assert judge.chance(scenes, watched, seed=seed)["colours"] == 0.0

@@ -1,0 +1,53 @@
+"""Kneser–Ney against probabilities computed by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from training.ngram import KneserNey
+
+# Bigrams of 0 1 0 1 0 2 (ids below 4): 01 twice, 10 twice, 02 once.
+TOKENS = np.array([0, 1, 0, 1, 0, 2])
+
+
+def test_bigrams_by_hand() -> None:
+    """Of the bigrams one occurs once, two twice, none more often (which counts as one).
+
+    Order 2: share = 1/(1 + 2·2) = 0.2; D₁ = 1 − 2·0.2·2/1 = 0.2; D₂ = 2 − 3·0.2·1/2 = 1.7.
+    Order 1, how many different tokens stand before each: 0 after {1}, 1 after {0}, 2 after {0}:
+    each once, so share = 3/(3 + 2·1) = 0.6 and D₁ = 1 − 2·0.6·1/3 = 0.6.
+    """
+    model = KneserNey(TOKENS, vocabulary=4, order=2)
+    # Order 1: (1 − 0.6)/3, and the 3·0.6 held back of 3 spread over the vocabulary.
+    known, unknown = 0.4 / 3 + 0.6 / 4, 0.6 / 4
+    # After 0: three bigrams, (D₂ + D₁)/3 of them held back.
+    back = (1.7 + 0.2) / 3
+    expected = {
+        (0, 1): (2 - 1.7) / 3 + back * known,
+        (0, 2): (1 - 0.2) / 3 + back * known,
+        (0, 0): back * known,
+        (0, 3): back * unknown,
+        (1, 0): (2 - 1.7) / 2 + 1.7 / 2 * known,
+        (3, 1): known,  # nothing ever came after 3
+    }
+    for gram, probability in expected.items():
+        assert model.probabilities(np.array(gram)) == pytest.approx([probability]), gram
+
+
+def test_perplexity_is_the_geometric_mean_of_one_over_probability() -> None:
+    model = KneserNey(TOKENS, vocabulary=4, order=2)
+    first, second = (float(model.probabilities(np.array(gram))[0]) for gram in ((0, 1), (1, 0)))
+    assert model.perplexity(np.array([0, 1, 0])) == pytest.approx((first * second) ** -0.5)
+
+
+def test_a_word_with_one_neighbour_is_unlikely_elsewhere_however_frequent() -> None:
+    """The point of counting contexts and not occurrences: the Francisco of San Francisco."""
+    san, francisco, glasses = 0, 1, 2
+    often = [san, francisco] * 20
+    scattered = [neighbour for other in range(4, 12) for neighbour in (other, glasses)]
+    model = KneserNey(np.array(often + scattered), vocabulary=16, order=2)
+    after_unknown = {
+        word: float(model.probabilities(np.array([15, word]))[0]) for word in (francisco, glasses)
+    }
+    assert after_unknown[glasses] > 3 * after_unknown[francisco]
