@@ -27,7 +27,7 @@ MODELS = {  # what a run consists of, and how many of its calls are replayed
     "llama": "--steps 64 --max 8",
 }
 KERNELS = (
-    "torch-default,torch-cudnn,torch-flash,sage1*,flashinfer-fa3*,fa4*,"
+    "torch-default,torch-cudnn,torch-flash,sage[1],flashinfer-fa[3],fa[4],"
     "triton-fa2,triton-fa3,triton-sage,triton-fp8,triton-decode"
 )
 SPAN = ("ms.p10", "ms.p50", "ms.p90", "tokens_per_second", "speedup.ratio", "speedup.low")

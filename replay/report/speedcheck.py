@@ -23,7 +23,8 @@ TITLES = {
 
 LEGEND = (
     "predicted: speed-up from the replay's times and the recording's count of calls · measured: "
-    "in the model, against its own attention of the same rounds · in brackets 95 % intervals · "
+    "in the model, against its own attention of the same rounds, behind the same hook · in "
+    "brackets 95 % intervals · "
     "error: predicted / measured - 1 · answered, fell back: attention calls of one run that the "
     "kernel took, and left to the model's own"
 )
@@ -87,7 +88,7 @@ def _span(span: str, own: Checked, others: Sequence[Checked]) -> Table:
             continue
         error = checked.prediction_error(span)
         table.add_row(
-            checked.kernel,
+            Text(checked.kernel),
             *times(found),
             _ratio(checked.predicted(span)),
             _times(found.speedup.ratio, found.speedup.low, found.speedup.high),
@@ -105,12 +106,13 @@ def _outcome(others: Sequence[Checked]) -> Table:
     for checked in others:
         if checked.status != "ok":
             blanks = [""] * (len(table.columns) - 2)
-            table.add_row(checked.kernel, *blanks, Text(checked.status, "red"))
+            table.add_row(Text(checked.kernel), *blanks, Text(checked.status, "red"))
             continue
-        cells = [checked.kernel, str(checked.hits), str(sum(checked.fallbacks.values()))]
+        cells = [str(checked.hits), str(sum(checked.fallbacks.values()))]
         if has_memory:
             cells.append(f"{(checked.peak_bytes or 0) / 1e9:.2f}")
-        table.add_row(*cells, "\n".join(drift.cells(checked.drift)) or "nothing to compare")
+        differs = "\n".join(drift.cells(checked.drift)) or "nothing to compare"
+        table.add_row(Text(checked.kernel), *cells, Text(differs))
     return table
 
 

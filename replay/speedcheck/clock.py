@@ -5,7 +5,9 @@ measuring. On CUDA a forward's time is that between two events on its stream, wa
 included; on a CPU it is wall time.
 
 A run can also be looked into: then every attention call is timed, which costs a little, and on CUDA
-each forward waits until the host has enqueued it, so that its time is that of the GPU's work alone.
+each forward waits at its first attention call until the host has enqueued the rest, so that its
+time without that wait is nearly the GPU's work alone. Not sooner: a model may ask the GPU whether a
+mask masks anything before its first layer, which would spend the wait before anything is enqueued.
 """
 
 from __future__ import annotations
@@ -66,17 +68,19 @@ class Clock:
         self._alive = alive
         self._begun: list[tuple[str, Any]] = []
         self._calls: list[tuple[str, Any, Any]] = []
+        self._wait: float | None = None
+        self._waited: list[tuple[Any, Any]] = []
 
     @contextlib.contextmanager
     def running(self, waits: Mapping[str, float] | None = None) -> Iterator[RunTimes]:
         """Time what happens inside the `with` block; the times are complete when it ends.
 
         Args:
-            waits: on CUDA, seconds by phase that a forward waits before its time begins; as long as
-                the host needs to enqueue it.
+            waits: on CUDA, seconds by phase that a forward waits at its first attention call, which
+                are left out of its time; as long as the host needs to enqueue it.
         """
         times = RunTimes()
-        marks: list[tuple[str, Any, Any]] = []
+        marks: list[tuple[str, Any, Any, list[tuple[Any, Any]]]] = []
         counts = dict.fromkeys(self._roots, 0)
         self._begun, self._calls = [], []
 
@@ -87,14 +91,13 @@ class Clock:
             tokens = kwargs.get("input_ids")
             if phase in ("prefill", "decode") and isinstance(tokens, Tensor):
                 times.tokens[phase] = tokens.numel()
-            if self._on_gpu and waits and phase in waits:
-                with torch.cuda.device(self._device):
-                    torch.cuda._sleep(int(1000 * min(waits[phase], LONGEST_WAIT) * CYCLES_PER_MS))
+            self._wait = waits.get(phase) if self._on_gpu and waits else None
+            self._waited = []
             self._begun.append((phase, self._now()))
 
         def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             phase, start = self._begun.pop()
-            marks.append((phase, start, self._now()))
+            marks.append((phase, start, self._now(), self._waited))
 
         with contextlib.ExitStack() as hooks:
             for root in self._roots:
@@ -105,8 +108,9 @@ class Clock:
             yield times
             self._synchronize()
             times.run = time.perf_counter() - start
-        for phase, begin, end in marks:
-            times.forwards.setdefault(phase, []).append(self._between(begin, end))
+        for phase, begin, end, waited in marks:
+            seconds = self._between(begin, end) - sum(self._between(*each) for each in waited)
+            times.forwards.setdefault(phase, []).append(seconds)
         for phase, begin, end in self._calls:
             times.attention[phase] = times.attention.get(phase, 0.0) + self._between(begin, end)
 
@@ -114,6 +118,13 @@ class Clock:
     def call(self) -> Iterator[None]:
         """Time an attention call."""
         start = self._now()
+        if self._wait is not None:
+            with torch.cuda.device(self._device):
+                # Twice, since the clock's own work makes the host slower.
+                seconds = min(2 * self._wait, LONGEST_WAIT)
+                torch.cuda._sleep(int(1000 * seconds * CYCLES_PER_MS))
+            asleep, start, self._wait = start, self._now(), None
+            self._waited.append((asleep, start))
         yield
         self._calls.append((self._begun[-1][0] if self._begun else OUTSIDE, start, self._now()))
 

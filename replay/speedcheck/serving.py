@@ -21,6 +21,7 @@ from replay.checking import classify
 from replay.gpu_state import gpu_is_lost, read_gpu_state
 from replay.speedcheck.clock import Clock
 from replay.speedcheck.keepsakes import keep
+from replay.speedcheck.process import OWN
 from replay.speedcheck.recount import counting
 from replay.swap import Around, Swap, use_kernel, use_plan
 
@@ -85,9 +86,14 @@ def _run(served: Served, request: dict[str, Any], say: Say) -> None:
     is_own = request["plan"] is None and request["kernel"] is None
     census = None
     with contextlib.ExitStack() as stack:
-        swap = None if is_own else stack.enter_context(_swapped(request, runnable, around))
-        if is_own and looks_inside:
+        swap = None
+        if not is_own:
+            swap = stack.enter_context(_swapped(request, runnable, around))
+        elif looks_inside:
             census = stack.enter_context(counting(runnable.roots, around))
+        else:
+            # Through the same hook as the kernels, whose cost then is on both sides.
+            stack.enter_context(use_kernel(OWN))
         with clock.running(request["waits"]) as times:
             result = runnable.run()
             state = read_gpu_state(device)

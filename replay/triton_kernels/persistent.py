@@ -15,21 +15,25 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def tile_number(turn, program, programs):
+def tile_number(turn, program, programs, IS_CAUSAL: gl.constexpr):
     """The tile of a program in a turn; there may be none, if it is the last turn.
 
-    Programs take tiles in their order in even turns and against it in odd ones, as children pick
-    teams. Tiles are numbered by falling length: without that the same program would have the longer
-    one in every turn.
+    Causal tiles are numbered by falling length, so programs take them in their order in even turns
+    and against it in odd ones, as children pick teams: else the same program would have the longer
+    one in every turn. Tiles of the same length are taken in order, which is better for the L2.
     """
-    return turn * programs + program + (turn & 1) * (programs - 1 - 2 * program)
+    number = turn * programs + program
+    if IS_CAUSAL:
+        number += (turn & 1) * (programs - 1 - 2 * program)
+    return number
 
 
 @gluon.jit
-def turns_of(tiles, program, programs):
+def turns_of(tiles, program, programs, IS_CAUSAL: gl.constexpr):
     """How many tiles a program has."""
     whole = tiles // programs
-    return whole + (tiles - tile_number(whole, program, programs) + programs - 1) // programs
+    last = tile_number(whole, program, programs, IS_CAUSAL)
+    return whole + (tiles - last + programs - 1) // programs
 
 
 @gluon.jit

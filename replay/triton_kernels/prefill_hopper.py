@@ -60,7 +60,7 @@ _tma_store = tma.async_store if _new_names else tma.async_copy_shared_to_global
 def _tile(turn, work, HEADS: gl.constexpr, IS_CAUSAL: gl.constexpr):
     """Batch element, first query head, key head and block of queries of a program's tile."""
     q_heads, group, _, _, _, blocks, bundles, section = work
-    number = tile_number(turn, gl.program_id(0), gl.num_programs(0))
+    number = tile_number(turn, gl.program_id(0), gl.num_programs(0), IS_CAUSAL)
     bundle, block = place_of(number, blocks, bundles, section, IS_CAUSAL)
     head = bundle * HEADS
     return head // q_heads, head % q_heads, head % q_heads // group, block
@@ -78,7 +78,7 @@ def _load(descriptors, buffers, barriers, work, HEADS: gl.constexpr, IS_CAUSAL: 
     _, _, _, kv_len, tiles, _, _, _ = work
     QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
     count = 0  # key blocks so far, of all tiles
-    for turn in range(turns_of(tiles, gl.program_id(0), gl.num_programs(0))):
+    for turn in range(turns_of(tiles, gl.program_id(0), gl.num_programs(0), IS_CAUSAL)):
         batch, q_head, kv_head, block = _tile(turn, work, HEADS, IS_CAUSAL)
         first = block * QUERIES
         blocks, _ = key_blocks(first, kv_len, QUERIES, KEYS, IS_CAUSAL)
@@ -237,7 +237,7 @@ def _attend(
     QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     count = 0
-    for turn in range(turns_of(tiles, gl.program_id(0), gl.num_programs(0))):
+    for turn in range(turns_of(tiles, gl.program_id(0), gl.num_programs(0), IS_CAUSAL)):
         batch, q_head, _, block = _tile(turn, work, HEADS, IS_CAUSAL)
         blocks, unmasked = key_blocks(block * QUERIES, kv_len, QUERIES, KEYS, IS_CAUSAL)
         q_head += WHO % HEADS
@@ -406,14 +406,17 @@ class Schedule(NamedTuple):
     """Registers per thread of a consumer."""
 
 
-def schedule(head_dim: int, group: int, is_causal: bool) -> Schedule:
+SHORT = 2048
+"""Keys up to which beginning and ending a tile takes a large part of its time, so that many small
+consumers, of which some go on meanwhile, are better than few large ones."""
+
+
+def schedule(head_dim: int, group: int, kv_len: int) -> Schedule:
     """For `group` query heads a key head."""
     if head_dim > 64:
         return Schedule(consumers=2, heads=1, keys=128, stages=2, registers=240)
-    if is_causal and group % 4 == 0:
-        return Schedule(consumers=4, heads=4, keys=64, stages=4, registers=112)
-    if is_causal:
-        return Schedule(consumers=2, heads=1, keys=128, stages=4, registers=240)
+    if kv_len <= SHORT:
+        return Schedule(consumers=4, heads=math.gcd(group, 4), keys=64, stages=6, registers=112)
     return Schedule(consumers=3, heads=1, keys=128, stages=3, registers=160)
 
 
@@ -481,7 +484,7 @@ def prefill_hopper(
     if scale < 0:
         raise ValueError(f"scale {scale}: must not be negative")
     group = q_heads // kv_heads
-    plan = schedule(head_dim, group, is_causal)
+    plan = schedule(head_dim, group, kv_len)
     tile_dim = 64 if head_dim <= 64 else 128
     output = torch.empty_like(query)
     if not _loadable(output):

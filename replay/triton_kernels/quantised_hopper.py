@@ -64,8 +64,8 @@ def _load(
     ) = arguments  # fmt: skip
     QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
     count = 0
-    for number in range(turns_of(tiles, gl.program_id(0), gl.num_programs(0))):
-        tile = tile_number(number, gl.program_id(0), gl.num_programs(0))
+    for number in range(turns_of(tiles, gl.program_id(0), gl.num_programs(0), IS_CAUSAL)):
+        tile = tile_number(number, gl.program_id(0), gl.num_programs(0), IS_CAUSAL)
         bundle, q_block = place_of(tile, q_blocks, bundles, section, IS_CAUSAL)
         head = bundle * HEADS
         batch, kv_head = head // q_heads, head % q_heads // (q_heads // kv_heads)
@@ -346,8 +346,8 @@ def _attend(
         [1, 8], [256 // BLOCK_DV, BLOCK_DV // 8], [gl.num_warps(), 1], [1, 0]
     )
     count = 0
-    for number in range(turns_of(tiles, gl.program_id(0), gl.num_programs(0))):
-        tile = tile_number(number, gl.program_id(0), gl.num_programs(0))
+    for number in range(turns_of(tiles, gl.program_id(0), gl.num_programs(0), IS_CAUSAL)):
+        tile = tile_number(number, gl.program_id(0), gl.num_programs(0), IS_CAUSAL)
         bundle, q_block = place_of(tile, q_blocks, bundles, section, IS_CAUSAL)
         head = bundle * HEADS + WHO % HEADS
         batch, q_head = head // q_heads, head % q_heads

@@ -1,8 +1,7 @@
 """`triton-fa3` on a Hopper GPU: every shape, stride and type against float64 attention.
 
 Each head dimension to 64, and each from there to 128, is one tile: a program text is compiled for a
-tile, a type, causal or not, with or without logarithms, and how heads share keys. These tests ask
-for ten.
+tile, a type, causal or not, with or without logarithms, and a schedule. These tests ask for 16.
 """
 
 from __future__ import annotations
@@ -40,10 +39,11 @@ SHAPES: tuple[Sizes, ...] = (
     (2, 3, 3, 256, 256),
     (1, 3, 1, 7, 4250),
     (40, 6, 2, 200, 130),  # more tiles than programs: each has several
-    (2, 8, 2, 1000, 1000),  # from here on heads of a group are side by side where that is faster
+    (2, 8, 2, 1000, 1000),
     (1, 8, 1, 129, 300),
     (40, 12, 3, 200, 130),
 )
+FEW = ((2, 4, 2, 1000, 1000), (1, 3, 1, 70, 4250))
 
 
 def call_of(
@@ -91,7 +91,7 @@ def test_shapes(head_dim: int, is_causal: bool, sizes: Sizes) -> None:
     check(call)
 
 
-@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+@pytest.mark.parametrize("sizes", FEW, ids=str)
 @pytest.mark.parametrize(("head_dim", "is_causal"), [(128, True), (64, False)])
 def test_float16(head_dim: int, is_causal: bool, sizes: Sizes) -> None:
     check(call_of(sizes, head_dim, is_causal, torch.float16))
@@ -111,7 +111,7 @@ def test_views_of_one_projection(head_dim: int, is_causal: bool) -> None:
     check(AttentionCall(query, key[:1].expand(2, -1, -1, -1), value, is_causal=is_causal))
 
 
-@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+@pytest.mark.parametrize("sizes", FEW, ids=str)
 @pytest.mark.parametrize(("head_dim", "is_causal"), [(128, False), (64, True)])
 def test_logarithms(head_dim: int, is_causal: bool, sizes: Sizes) -> None:
     from replay.triton_kernels.prefill_hopper import prefill_hopper

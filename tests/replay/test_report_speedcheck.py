@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import replace
 
 import pytest
@@ -125,3 +126,10 @@ def test_a_check_of_no_kernel_shows_the_model_alone() -> None:
     lines = printed(80, checked("the model's own", 1))
     assert "no kernel to put into it: choose some with --kernels" in lines
     assert any(line.startswith("the model's own") and "412.5" in line for line in lines)
+
+
+def test_a_variants_brackets_are_printed() -> None:
+    name = "triton-sage[smooth_k=off]"
+    lines = printed(100, checked("the model's own", 1), checked(name, 1.25))
+    rows = [line for line in lines if re.match(rf"{re.escape(name)} +[0-9]", line)]
+    assert len(rows) == 4  # three spans and the outcome

@@ -22,8 +22,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from replay.triton_kernels.prefill_hopper import _prefill, schedule
 
-head_dim, is_causal = {head_dim}, {is_causal}
-plan = schedule(head_dim, {group}, is_causal)
+head_dim, is_causal = {head_dim}, True
+plan = schedule(head_dim, {group}, {kv_len})
 
 def tiles(rows):
     layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, head_dim], gl.bfloat16)
@@ -45,15 +45,15 @@ print("shared", kernel.metadata.shared)
 """
 
 
-SCHEDULES = [(64, 1, False), (64, 1, True), (64, 4, True), (128, 1, True)]
-"""head_dim, group and is_causal of calls that are cut up in different ways."""
+SCHEDULES = [(64, 1, 1024), (64, 4, 1024), (64, 1, 4096), (128, 1, 4096)]
+"""head_dim, group and kv_len of calls that are cut up in different ways."""
 
 
-@pytest.mark.parametrize(("head_dim", "group", "is_causal"), SCHEDULES)
-def test_it_compiles_for_hopper(head_dim: int, group: int, is_causal: bool) -> None:
+@pytest.mark.parametrize(("head_dim", "group", "kv_len"), SCHEDULES)
+def test_it_compiles_for_hopper(head_dim: int, group: int, kv_len: int) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE.format(head_dim=head_dim, group=group, is_causal=is_causal)],
+        [sys.executable, "-c", COMPILE.format(head_dim=head_dim, group=group, kv_len=kv_len)],
         env=environment,
         capture_output=True,
         text=True,
@@ -66,9 +66,9 @@ def test_it_compiles_for_hopper(head_dim: int, group: int, is_causal: bool) -> N
     assert shared <= 227 * 1024, "more than a multiprocessor gives a block"
 
 
-@pytest.mark.parametrize(("head_dim", "group", "is_causal"), SCHEDULES)
-def test_registers_of_all_warp_groups_fit(head_dim: int, group: int, is_causal: bool) -> None:
-    plan = schedule(head_dim, group, is_causal)
+@pytest.mark.parametrize(("head_dim", "group", "kv_len"), SCHEDULES)
+def test_registers_of_all_warp_groups_fit(head_dim: int, group: int, kv_len: int) -> None:
+    plan = schedule(head_dim, group, kv_len)
     threads = 128
     others = (plan.consumers - 1) * plan.registers + prefill_hopper.LOADER_REGISTERS.value
     left = 65536 // threads - others  # for the consumer that is the kernel's own warps
@@ -78,7 +78,7 @@ def test_registers_of_all_warp_groups_fit(head_dim: int, group: int, is_causal: 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_heads_side_by_side_share_their_keys(head_dim: int, group: int) -> None:
-    plan = schedule(head_dim, group, is_causal=True)
+    plan = schedule(head_dim, group, kv_len=1024)
     assert group % plan.heads == 0
     assert plan.consumers % plan.heads == 0
 
