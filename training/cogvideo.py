@@ -116,14 +116,14 @@ def main(arguments: list[str] | None = None) -> None:
     rates: dict[str, dict[str, float]] = {}
     for steps, guidance in scale.runs:
         drawn = draw(saved, wanted, steps=steps, guidance=guidance, scale=scale, seed=seed)
-        watched = [judge.watch(video) for video in drawn]
+        watched = judge.watch_all(drawn)
         rates[f"{steps} steps, guidance {guidance:g}"] = judge.rates(wanted, watched)
         print(rates, file=sys.stderr)
     decoded, psnr = reconstruct(saved.vae, canvas, wanted, device)
-    rates["the autoencoder alone"] = judge.rates(wanted, [judge.watch(each) for each in decoded])
+    rates["the autoencoder alone"] = judge.rates(wanted, judge.watch_all(decoded))
     rates["chance (the captions exchanged)"] = judge.chance(wanted, watched)
-    data = canvas.draw(wanted, seed, device).transpose(1, 2) / 2 + 0.5
-    rates["the data itself"] = judge.rates(wanted, [judge.watch(video) for video in data])
+    data = (canvas.draw(wanted, seed, device).transpose(1, 2) / 2 + 0.5).cpu()
+    rates["the data itself"] = judge.rates(wanted, judge.watch_all(data.unbind()))
     shown = range(min(SHOWN, len(wanted)))
     figures.contact_sheet(
         given.out / "samples.png",

@@ -76,6 +76,16 @@ def watch(frames: Tensor) -> Watched:
     return Watched(see(frames[0]), middle, see(frames[-1]))
 
 
+def watch_all(shown: Sequence[Tensor]) -> list[Watched]:
+    """Look at each, on one thread: pictures are too small for more, and contended ones crawl."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return [watch(frames) for frames in shown]
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _describe(colour: str, region: Tensor, brightness: Tensor) -> Seen:
     height, width = region.shape
     y = ((torch.arange(height) + 0.5) / height - 0.5)[:, None].expand(height, width)

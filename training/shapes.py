@@ -31,7 +31,8 @@ LAYOUTS = ("left of", "above")  # of the first thing to the second
 MOTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}  # (x, y), y downwards
 
 SHADE = 0.55  # brightness of the dark part of a texture
-PERIOD = 1 / 8  # of a texture, in picture heights
+PERIOD = 1 / 6  # of a texture, in picture heights
+CLOUDS = 0.1  # contrast of a background: faint, or it is most of what there is to learn
 HELD_OUT_ONE_IN = 4
 
 
@@ -193,12 +194,12 @@ def _place(
     """Radius, and centre per frame (T, 2), of a scene's thing, from four numbers in 0…1."""
     time = torch.linspace(-0.5, 0.5, frames) if frames > 1 else torch.zeros(1)
     if scene.motion:
-        radius = 0.14 + 0.05 * a
+        radius = 0.16 + 0.04 * a
         direction = torch.tensor(MOTIONS[scene.motion], dtype=torch.float32)
         extent = (aspect if direction[0] else 1.0) / 2 - radius
-        travel = extent * (1.0 + 0.6 * b)  # of at most 2 · extent
+        travel = extent * (1.4 + 0.4 * b)  # of at most 2 · extent
         slack = extent - travel / 2
-        along, across = slack * (2 * c - 1), 0.25 * (2 * d - 1)
+        along, across = slack * (2 * c - 1), 0.15 * (2 * d - 1)
         centre = along * direction.abs() + across * (1 - direction.abs())
         return radius, centre + time[:, None] * travel * direction
     if scene.layout:
@@ -252,4 +253,4 @@ def _ground(
     level = torch.tensor([GROUNDS[scene.ground] for scene in scenes], device=device)
     clouds = torch.rand(len(scenes), 1, 6, 6, generator=generator).to(device) - 0.5
     soft = F.interpolate(clouds, size=(height, width), mode="bicubic", align_corners=False)
-    return (level[:, None, None] + 0.2 * soft[:, 0]).clamp(0, 1)
+    return (level[:, None, None] + CLOUDS * soft[:, 0]).clamp(0, 1)

@@ -9,6 +9,10 @@ from replay.statistics import percentile
 NOTABLE = 0.02
 """A share of the time, or a relative difference, that is worth acting on and telling."""
 
+LAUNCH_BOUND = 0.1
+"""The share of a forward that a GPU waits for the host, from which on the host sets the pace. Where
+it waits less, it waits at the start, before enough is enqueued, and not at each call."""
+
 RUN = "run"
 """In place of a phase: one whole run of the model."""
 
@@ -28,12 +32,12 @@ class Clocked:
 
     @property
     def waiting_seconds(self) -> float:
-        """How long the GPU waits for the host in one forward; 0 where that is not notable."""
+        """How long the GPU waits for the host in one forward; 0 where it is not launch-bound."""
         if self.busy_seconds is None:
             return 0.0
         seconds = percentile(self.seconds, 50)
         waiting = seconds - self.busy_seconds
-        return waiting if waiting > NOTABLE * seconds else 0.0
+        return waiting if waiting >= LAUNCH_BOUND * seconds else 0.0
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ class Span:
     """Of `old_seconds`. A lower bound while calls are not recorded; above 1 when the replay is
     slower than the model, so that the two cannot be compared."""
     waiting_share: float
-    """Of `old_seconds`: a GPU waiting for the host; 0 where it is not notable. Of a run, that in
+    """Of `old_seconds`: a GPU waiting for the host; 0 where it is not launch-bound. Of a run, that in
     its measured phases."""
     saved_seconds: float | None
     """Σ count · (t_old − t_new): what attention itself saves, whatever comes of it."""

@@ -17,13 +17,14 @@ part of the scale:
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
+
+from replay.triton_kernels.descriptors import can_be_described, described
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2))
@@ -510,8 +511,10 @@ def forward(
     has_descriptors = (
         not rest
         and not v_rest
-        and _can_be_described(key, head_dim == main)
-        and _can_be_described(value, v_head_dim == v_main)
+        and head_dim == main
+        and v_head_dim == v_main
+        and can_be_described(key)
+        and can_be_described(value)
     )
     cut = cut or blocks(query, key, value, is_causal, has_descriptors)
     tiles = triton.cdiv(lengths.longest_query, cut.rows)
@@ -523,8 +526,8 @@ def forward(
     with torch.cuda.device_of(query):
         _forward[(programs,)](
             query,
-            _described(key, cut.keys, main) if has_descriptors else key,
-            _described(value, cut.keys, v_main) if has_descriptors else value,
+            described(key, cut.keys, main) if has_descriptors else key,
+            described(value, cut.keys, v_main) if has_descriptors else value,
             mask,
             output,
             lse,
@@ -615,34 +618,3 @@ def _strides(tensor: Tensor, unit: int) -> list[int]:
     """All but the last in units."""
     *others, last = tensor.stride()
     return [*(stride // unit for stride in others), last]
-
-
-def _can_be_described(tensor: Tensor, is_whole: bool) -> bool:
-    """Whether a tensor descriptor can have it: Hopper or newer, strides of 16 bytes.
-
-    The interpreter takes them too.
-    """
-    device = tensor.device
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
-        return False
-    itemsize = tensor.element_size()
-    return (
-        is_whole
-        and tensor.numel() > 0
-        and tensor.dtype != torch.float32
-        and tensor.stride(-1) == 1
-        and tensor.data_ptr() % 16 == 0
-        and all(
-            size == 1 or (stride > 0 and stride * itemsize % 16 == 0)
-            for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
-        )
-    )
-
-
-def _described(tensor: Tensor, rows: int, columns: int) -> Any:
-    """A descriptor of blocks of `rows` × `columns`; the stride of a dimension of 1 is free."""
-    strides = [
-        columns if size == 1 else stride
-        for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
-    ]
-    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, rows, columns])

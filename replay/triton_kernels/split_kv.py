@@ -8,6 +8,8 @@ sums do not depend on who was last, and there is no second kernel to launch.
 
 One program text serves four kinds of cache. Position i of a sequence is token i, or the token that
 `indices` names; a token lies in its batch element's row, or in the page that `block_table` names.
+Where position i is token i, keys and values come through tensor descriptors (TMA), if their strides
+and the GPU allow it.
 
 Letters: B batch, Hq query heads, Hkv key/value heads, G = Hq / Hkv, Sq and Sk query and key length,
 D and Dv head dimensions, M = G · Sq rows of a key/value head (row r is head r // Sq, query r % Sq).
@@ -18,12 +20,14 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from replay.triton_kernels.descriptors import can_be_described, described
 
 SHORTEST = 128
 """Keys for which a program of its own is worth its start."""
@@ -178,6 +182,7 @@ def _attend_kernel(
     HAS_LENGTHS: tl.constexpr,
     HAS_INDICES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    HAS_DESCRIPTORS: tl.constexpr,
     HAS_SPLITS: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -210,8 +215,9 @@ def _attend_kernel(
     )
     if UPCAST:
         query = query.to(tl.float32)
-    key_ptr += kv_head.to(tl.int64) * stride_key_head
-    value_ptr += kv_head.to(tl.int64) * stride_value_head
+    if not HAS_DESCRIPTORS:
+        key_ptr += kv_head.to(tl.int64) * stride_key_head
+        value_ptr += kv_head.to(tl.int64) * stride_value_head
     key_dims = dims.to(tl.int64) * stride_key_dim
     value_dims = columns.to(tl.int64) * stride_value_dim
     indices_ptr += tl.program_id(0).to(tl.int64) * kept
@@ -245,12 +251,15 @@ def _attend_kernel(
             HAS_INDICES,
             PAGE_SIZE,
         )
-        key_rows = first_axis * stride_key_first + slots * stride_key_token
-        key = tl.load(
-            key_ptr + key_rows[:, None] + key_dims[None, :],
-            mask=is_valid[:, None] & has_dim[None, :],
-            other=0.0,
-        )
+        if HAS_DESCRIPTORS:
+            key = key_ptr.load([batch, kv_head, first, 0]).reshape(BLOCK_N, BLOCK_D)
+        else:
+            key_rows = first_axis * stride_key_first + slots * stride_key_token
+            key = tl.load(
+                key_ptr + key_rows[:, None] + key_dims[None, :],
+                mask=is_valid[:, None] & has_dim[None, :],
+                other=0.0,
+            )
         if UPCAST:
             key = key.to(tl.float32)
         scores = tl.dot(query, tl.trans(key)) * (scale * 1.4426950408889634)
@@ -279,12 +288,15 @@ def _attend_kernel(
         highest = higher
         totals = totals * shrink[:, None] + weights
 
-        value_rows = first_axis * stride_value_first + slots * stride_value_token
-        value = tl.load(
-            value_ptr + value_rows[:, None] + value_dims[None, :],
-            mask=is_valid[:, None] & has_column[None, :],
-            other=0.0,
-        )
+        if HAS_DESCRIPTORS:
+            value = value_ptr.load([batch, kv_head, first, 0]).reshape(BLOCK_N, BLOCK_DV)
+        else:
+            value_rows = first_axis * stride_value_first + slots * stride_value_token
+            value = tl.load(
+                value_ptr + value_rows[:, None] + value_dims[None, :],
+                mask=is_valid[:, None] & has_column[None, :],
+                other=0.0,
+            )
         weights = weights.to(value.dtype)
         if UPCAST:
             weights, value = weights.to(tl.float32), value.to(tl.float32)
@@ -340,6 +352,10 @@ def _attend_kernel(
         )
 
 
+Access = Literal["described", "direct", "indirect"]
+"""Through tensor descriptors, through pointers, or to tokens that have to be looked up first."""
+
+
 class Cache(NamedTuple):
     """Keys and values, and where in them the tokens of each sequence are."""
 
@@ -366,6 +382,21 @@ class Cache(NamedTuple):
     def page_size(self) -> int:
         """Tokens in a page; 0 without pages."""
         return 0 if self.block_table is None else self.key.shape[1]
+
+    def access(self, is_causal: bool) -> Access:
+        """How the kernel reads it.
+
+        Descriptors take whole blocks: no tokens that do not count may follow, whose values could be
+        NaN, and a head dimension must be as wide as a block.
+        """
+        if self.block_table is not None or self.indices is not None:
+            return "indirect"
+        is_whole = self.lengths is None and not is_causal
+        fits = is_whole and all(
+            tensor.shape[3] in (16, 32, 64, 128, 256) and can_be_described(tensor)
+            for tensor in (self.key, self.value)
+        )
+        return "described" if fits else "direct"
 
     def strides(self, tensor: Tensor) -> tuple[int, ...]:
         """Of batch elements or pages, of heads, of tokens and within a head."""
@@ -405,7 +436,7 @@ def plan(
     positions: int,
     head_dim: int,
     v_dim: int,
-    is_indirect: bool,
+    access: Access,
     processors: int,
 ) -> Plan:
     """A deterministic choice, from measurements on an H200.
@@ -414,7 +445,7 @@ def plan(
         heads: B · Hkv.
         rows: G · Sq.
         positions: keys to attend to.
-        is_indirect: they are found through indices or pages.
+        access: how they are read.
         processors: streaming multiprocessors of the GPU.
     """
     block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
@@ -423,21 +454,23 @@ def plan(
     # Powers of two that a tensor core's product can have as a side.
     block_d, block_dv = (max(16, 1 << (dim - 1).bit_length()) for dim in (head_dim, v_dim))
     widest = max(block_d, block_dv)
-    if is_indirect:
+    if access == "described" and widest <= 128:
+        block_n, stages = (128, 4) if widest <= 64 else (128, 3)
+    elif access == "indirect":
         block_n, stages = (128, 4) if widest <= 64 else (64, 5) if widest <= 128 else (32, 5)
     else:
         block_n, stages = (128, 3) if widest <= 64 else (64, 4) if widest <= 128 else (32, 4)
     # One program a processor moves as many bytes as several do, unless it has to look up where
     # long sequences are.
     splits = processors // (heads * row_blocks)
-    if is_indirect and positions > splits * LONG:
+    if access == "indirect" and positions > splits * LONG:
         splits *= 2
     # Loading takes as long as bytes / splits and merging as bytes · splits: the sum is least where
     # both take as long. A program loads about twice as fast as it merges.
     loaded, merged = positions * (block_d + block_dv) * 2, block_rows * block_dv * 4
     splits = min(splits, math.isqrt(loaded // (2 * merged)), -(-positions // SHORTEST))
-    # Where nothing is merged, more warps hide more latency of a small block.
-    warps = 8 if widest <= 64 and splits <= 1 and not is_indirect else 4
+    # Where nothing is merged, more warps hide more latency of a small block's loads.
+    warps = 8 if widest <= 64 and splits <= 1 and access == "direct" else 4
     return Plan(
         Tiling(block_n, warps, stages, max(1, splits)),
         row_blocks,
@@ -475,16 +508,18 @@ def attend(
         return output
     group = heads // kv_heads
     kept = 0 if cache.indices is None else cache.indices.shape[2]
+    access = cache.access(is_causal)
     cut = plan(
         batch * kv_heads,
         group * q_len,
         min(kv_len, q_len) if is_causal else kept or kv_len,
         head_dim,
         v_dim,
-        cache.indices is not None or cache.block_table is not None,
+        access,
         _processors(query.device),
     )
     tiles = tiles or cut.tiling
+    is_described = access == "described"
     splits = tiles.splits
     parts = arrivals = output
     if splits > 1:
@@ -500,8 +535,8 @@ def attend(
         mask_kind = 1 if is_shared else 2
     _attend_kernel[(batch * kv_heads, splits, cut.row_blocks)](
         query,
-        cache.key,
-        cache.value,
+        described(cache.key, tiles.block_n, cut.block_d) if is_described else cache.key,
+        described(cache.value, tiles.block_n, cut.block_dv) if is_described else cache.value,
         mask,
         output if cache.lengths is None else cache.lengths,
         output if cache.indices is None else cache.indices,
@@ -528,6 +563,7 @@ def attend(
         HAS_LENGTHS=cache.lengths is not None,
         HAS_INDICES=cache.indices is not None,
         PAGE_SIZE=cache.page_size,
+        HAS_DESCRIPTORS=is_described,
         HAS_SPLITS=splits > 1,
         # Triton's interpreter multiplies the bits of bfloat16 as if they were integers.
         UPCAST=query.device.type == "cpu",

@@ -16,7 +16,7 @@ from capture.call import AttentionCall
 from replay.registry import catalogue
 from replay.triton_kernels import split_kv
 from replay.triton_kernels.decode import decode
-from replay.triton_kernels.split_kv import Cache, Tiling, plan
+from replay.triton_kernels.split_kv import Access, Cache, Tiling, plan
 from tests.replay.triton_kernels.eager import attend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -60,6 +60,18 @@ def test_lengths(kv_len: int, dtype: torch.dtype, assert_right: Callable[..., No
 def test_head_dims(head_dim: int, v_head_dim: int) -> None:
     tensors = inputs(q_len=3, head_dim=head_dim, v_head_dim=v_head_dim)
     assert_near(decode(*tensors), attend(*tensors).output)
+
+
+def test_which_loads_a_call_gets() -> None:
+    _, key, value = inputs()
+    assert Cache(key, value).access(is_causal=False) == "described"
+    assert Cache(key, value).access(is_causal=True) == "direct", "reads past the last query's key"
+    assert Cache(key[..., :40], value).access(False) == "direct", "no whole block"
+    assert Cache(key.mT.contiguous().mT, value).access(False) == "direct", "no adjacent elements"
+    lengths = torch.tensor([50], dtype=torch.int32, device=DEVICE)
+    assert Cache(key, value, lengths=lengths).access(False) == "direct", "reads past the length"
+    indices = torch.zeros(1, 2, 3, dtype=torch.int32, device=DEVICE)
+    assert Cache(key, value, indices=indices).access(False) == "indirect"
 
 
 @pytest.mark.parametrize("q_heads", [2, 40, 140])
@@ -172,16 +184,16 @@ def test_empty(sizes: tuple[int, int, int, int, int]) -> None:
     st.integers(1, 600),
     st.integers(0, 200_000),
     st.integers(1, 256),
-    st.booleans(),
+    st.sampled_from(["described", "direct", "indirect"]),
 )
-def test_plans(heads: int, rows: int, positions: int, dim: int, is_indirect: bool) -> None:
+def test_plans(heads: int, rows: int, positions: int, dim: int, access: Access) -> None:
     """Every row is in a block; no split without keys of its own; the same each time."""
-    found = plan(heads, rows, positions, dim, dim, is_indirect, 132)
+    found = plan(heads, rows, positions, dim, dim, access, 132)
     assert found.row_blocks * found.block_m >= rows
     assert found.block_d >= dim
     assert 1 <= found.tiling.splits <= max(1, -(-positions // 128))
     assert found.block_splits >= 1
-    assert found == plan.__wrapped__(heads, rows, positions, dim, dim, is_indirect, 132)
+    assert found == plan.__wrapped__(heads, rows, positions, dim, dim, access, 132)
 
 
 def test_what_the_kernel_declines(monkeypatch: pytest.MonkeyPatch) -> None:
