@@ -5,7 +5,8 @@
 
 CogVideoX-2b (17,776 tokens), FLUX.1-dev (1024²) and Llama-2-7b (a 4,096-token prompt, then 64
 tokens): captured, replayed, and run with each kernel, predicted and measured. Writes
-`benchmarks/results/end_to_end.csv`, a line for each kernel and span of a model.
+`benchmarks/results/end_to_end.csv`, a line for each kernel and span of a model, and beside it, as
+`.txt`, what was printed.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ def main() -> None:
     arguments = parser.parse_args()
     environments = " ".join(f"--env {each}" for each in arguments.env)
     lines: list[dict[str, str]] = []
+    printed = ""
     for model in arguments.models.split(","):
         with tempfile.TemporaryDirectory() as scratch:
             recorded = Path(scratch) / "captured"
@@ -69,7 +71,7 @@ def main() -> None:
                 f"capture --model {model} --size full --weights random {MODELS[model]} "
                 f"--out {recorded}"
             )
-            run(
+            printed += run(
                 f"replay --dir {recorded} --e2e --model-rounds {arguments.rounds} --max-seconds 2 "
                 f"--kernels {arguments.kernels} {environments} --json {rows} --e2e-json {checks}"
             )
@@ -80,6 +82,7 @@ def main() -> None:
                 for line in spans(checked)
             ]
             write(lines, arguments.out)  # each time: a run cut short keeps the rest
+            arguments.out.with_suffix(".txt").write_text(printed)
 
 
 def spans(checked: dict[str, Any]) -> Iterator[dict[str, Any]]:

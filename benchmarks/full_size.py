@@ -43,10 +43,13 @@ def main() -> None:
         results.write(ran, arguments.out)
 
 
-def run(command: str) -> None:
-    """One of our commands, as a person would type it."""
+def run(command: str) -> str:
+    """One of our commands, as a person would type it, and what it printed."""
     print("$", command, flush=True)
-    subprocess.run([sys.executable, "-m", *shlex.split(command)], check=True)
+    words = [sys.executable, "-m", *shlex.split(command)]
+    printed = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
+    print(printed, flush=True)
+    return printed
 
 
 if __name__ == "__main__":

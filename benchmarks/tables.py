@@ -130,16 +130,30 @@ def end_to_end() -> str:
         "*the model's own attention*": [_own_cell(rows, *scene) for scene in scenes],
         **{
             kernel: [_speedup_cell(found, *scene, kernel) for scene in scenes]
-            for kernel in dict.fromkeys(row["kernel"] for row in rows if row["predicted.low"])
+            for kernel in dict.fromkeys(
+                row["kernel"] for row in rows if row["predicted.speedup.low"]
+            )
         },
     }
     return _table(["kernel", *(SCENES[scene] for scene in scenes)], lines) + _machine(rows)
 
 
+def end_to_end_printed() -> str:
+    """A step of Flux, and what became of its output, as `replay --e2e` printed them."""
+    printed = (results.DIRECTORY / "end_to_end.txt").read_text().splitlines()
+    start = next(number for number, line in enumerate(printed) if line.startswith("flux end to"))
+    step = printed[start : printed.index("", start)]
+    begin = next(n for n, line in enumerate(printed) if n > start and "answered" in line)
+    outcome = [line.rstrip() for line in printed[begin : begin + len(step) - 4]]
+    return "\n".join(("```", *(line.rstrip() for line in step), "", *outcome, "```", ""))
+
+
 def _own_cell(rows: list[dict[str, str]], model: str, span: str) -> str:
     """The model's own time, and the share of it that is attention."""
     mine = [row for row in rows if (row["model"], row["span"]) == (model, span)]
-    shares = [float(row["predicted.attention_share"]) for row in mine if row["predicted.low"]]
+    shares = [
+        float(row["predicted.attention_share"]) for row in mine if row["predicted.speedup.low"]
+    ]
     if not mine or not shares:
         return ""
     return f"{float(mine[0]['measured.ms.p50']):.4g} ms, attention {100 * shares[0]:.0f} %"
@@ -267,6 +281,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "published_shapes": partial(by_shape, "published_shapes.csv"),
     "triton_kernels": partial(by_shape, "triton_kernels.csv"),
     "end_to_end": end_to_end,
+    "end_to_end_printed": end_to_end_printed,
     "trained_weights": trained_weights,
     "peers_from_source": partial(by_shape, "peers_from_source.csv"),
 }

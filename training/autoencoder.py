@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from training.loop import History, Stage, train
 from training.shapes import Scene
 
 DIVERGENCE = 5e-4  # weight of the KL term per latent value: latents of about unit size
-CROPPED = 0.4  # share of the time spent on crops: one frame, half the side
+CROPPED = 0.5  # share of the time spent on crops of half the side
 EMPHASIS = 3.0  # of what is coloured: it is little of the picture, and all that captions tell
 
 
@@ -55,8 +55,8 @@ def train_autoencoder(
 ) -> History:
     """Minimise the error of the reconstruction, and a little of the KL divergence.
 
-    First on ``crops`` crops of single frames at a time, since colours are learned from many
-    things; then on ``batch`` whole scenes. The error is the absolute one for sharp edges and the
+    First on crops of ``crops`` scenes at a time, since colours are learned from many things; then
+    on ``batch`` whole scenes. The error is the absolute one for sharp edges and the
     squared one for colours: the absolute error alone can rest where things are left out, which is
     the median of their colours.
     """
@@ -68,11 +68,10 @@ def train_autoencoder(
         chosen = shapes.sample(
             scenes, crops if cropped else batch, torch.Generator().manual_seed(drawn_seed)
         )
-        shown = replace(canvas, frames=1) if cropped else canvas
-        clip = shown.draw(chosen, drawn_seed, device)
+        clip = canvas.draw(chosen, drawn_seed, device)
         if cropped:
             height, width = canvas.height // 2, canvas.width // 2
-            top, left = (drawn_seed % 5 * side // 4 for side in (height, width))
+            top, left = drawn_seed % 5 * height // 4, drawn_seed // 5 % 5 * width // 4
             clip = clip[..., top : top + height, left : left + width].contiguous()
         if flat:
             clip = clip[:, :, 0]

@@ -21,6 +21,12 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, captions: Sequence[str], lengt
     return ids
 
 
+def evenly(count: int, generator: torch.Generator, device: torch.device) -> Tensor:
+    """(count,), one number in each of as many equal parts of 0…1: every batch sees every noise."""
+    within = torch.rand(count, generator=generator, device=device)
+    return (torch.arange(count, device=device) + within) / count
+
+
 @torch.no_grad()
 def start_as_identity(transformer: nn.Module) -> None:
     """Let every block add nothing and the output be zero at first, which trains faster.

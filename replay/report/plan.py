@@ -27,6 +27,7 @@ def print_plan(plan: Plan, uniforms: Sequence[Uniform], console: Console) -> Non
     `blocks.0-29.attn1`. Its times are the mean over their calls, its figure is the worst.
     """
     metric = plan.budget.metric
+    console.print()
     console.print(Text(f"plan · {plan.model} · {plan.budget}", "bold"))
     console.print(Text(f"weights: {plan.weights}", "dim"))
     table = _table(("layers", "phase", "kernel"), ("ms", "was", "saved ms", metric))

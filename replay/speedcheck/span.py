@@ -110,8 +110,8 @@ class Span:
     """Of `old_seconds`. A lower bound while calls are not recorded; above 1 when the replay is
     slower than the model, so that the two cannot be compared."""
     waiting_share: float
-    """Of `old_seconds`: a GPU waiting for the host; 0 where it is not launch-bound. Of a run, that in
-    its measured phases."""
+    """Of `old_seconds`: a GPU waiting for the host; 0 where it is not launch-bound. Of a run, that
+    in its measured phases."""
     saved_seconds: float | None
     """Σ count · (t_old − t_new): what attention itself saves, whatever comes of it."""
     calls: Calls

@@ -1,9 +1,11 @@
 """Key and value in 8 bits, laid out for the kernels of `quantised_prefill.py`.
 
-Key: INT8 or FP8 (e4m3), one scale for every `GROUP` keys of a head. By default the mean over the
-sequence is subtracted first ("K smoothing", SageAttention, Zhang et al. 2024): it adds the same
-number to all scores of a query, which softmax does not see, and takes away the offset that the keys
-of many models share, which would use up the 8 bits.
+Key: INT8 or FP8 (e4m3), one scale for every `GROUP` keys of a head. By default a mean of the head's
+keys is subtracted first ("K smoothing", SageAttention, Zhang et al. 2024), to take away the offset
+that the keys of many models share, which would use up the 8 bits. Whatever is subtracted from all
+keys adds the same number to all scores of a query, which softmax does not see, so the mean need not
+be that of all keys, for which the key would have to be read once more: it is that of `SAMPLE` keys
+spread over the sequence, and an eighth of a standard deviation from it is what may be left.
 
 Value: FP8, one scale for every `GROUP` keys of a head, transposed because 8-bit tensor-core
 operands must be adjacent along the summed dimension, here the keys. Within every 16 of them keys
@@ -13,12 +15,11 @@ change threads.
 
 The query is quantised by the attention kernel itself, a scale for each row: it is read only once.
 
-Everything is read twice at most and written once: a first launch for the mean, if that is wanted,
-and a second for the rest. Rows beyond the last key are zeros, their scores are masked.
+All of it is one launch. Rows beyond the last key are zeros, their scores are masked.
 
 NaN and infinity: in an INT8 group of keys they make the scale NaN, hence every score of that group,
-in FP8 they become NaN where they stand. With smoothing the mean is not finite either, and so all
-scores of that head.
+in FP8 they become NaN where they stand. In a key of the sample they make the mean so as well, and
+all scores of that head.
 """
 
 from __future__ import annotations
@@ -48,8 +49,11 @@ FP8_MAX = tl.constexpr(448.0)
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
-LARGEST_SPLIT = 16
-"""Parts into which a head's keys are split for their mean; every later program adds them up."""
+SAMPLE = tl.constexpr(64)
+"""Keys whose mean is subtracted: one of each of as many even parts of the sequence."""
+SAMPLE_STEP = tl.constexpr(39)
+"""Where in its part a key of the sample is moves on by 39/64 of it, about the golden ratio: what
+recurs in the sequence, as a column of an image does, is not met at the same place each time."""
 
 
 @dataclass(frozen=True)
@@ -71,40 +75,6 @@ class QuantisedKeyValue:
 def padded_dim(head_dim: int) -> int:
     """The size of a tensor-core tile that holds `head_dim`: a power of two from 32."""
     return max(32, 1 << (head_dim - 1).bit_length())
-
-
-@triton.jit(do_not_specialize=["kv_heads", "kv_len", "rows_per_program"])
-def _sum_keys(
-    key_ptr,
-    stride_b,
-    stride_h,
-    stride_s,
-    stride_d,
-    sum_ptr,
-    kv_heads,
-    kv_len,
-    rows_per_program,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    """The sum of one part of a head's keys: (B · Hkv, splits, BLOCK_D) float32."""
-    split, head = tl.program_id(0), tl.program_id(1)
-    columns = tl.arange(0, BLOCK_D)
-    key_ptr += (head // kv_heads).to(tl.int64) * stride_b + (head % kv_heads).to(
-        tl.int64
-    ) * stride_h
-    total = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
-    first = split * rows_per_program
-    for start in tl.range(first, tl.minimum(first + rows_per_program, kv_len), BLOCK_S):
-        rows = start + tl.arange(0, BLOCK_S)
-        total += tl.load(
-            key_ptr + rows[:, None].to(tl.int64) * stride_s + columns[None, :] * stride_d,
-            mask=(rows[:, None] < kv_len) & (columns[None, :] < HEAD_DIM),
-            other=0.0,
-        ).to(tl.float32)
-    part = (head * tl.num_programs(0) + split).to(tl.int64) * BLOCK_D
-    tl.store(sum_ptr + part + columns, tl.sum(total, axis=0))
 
 
 @triton.jit
@@ -135,16 +105,14 @@ def _quantise_key(
     key_ptr,
     stride_s,
     stride_d,
-    sum_ptr,
     output_ptr,
     scale_ptr,
     group,
     kv_len,
-    splits,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     GROUP: tl.constexpr,
-    LARGEST_SPLIT: tl.constexpr,
+    SMOOTH: tl.constexpr,
 ):
     """One group of keys; the pointers are those of its head, `output_ptr` that of the group."""
     rows = group * GROUP + tl.arange(0, GROUP)
@@ -152,10 +120,16 @@ def _quantise_key(
     is_key = (rows[:, None] < kv_len) & (columns[None, :] < HEAD_DIM)
     offsets = rows[:, None].to(tl.int64) * stride_s + columns[None, :] * stride_d
     key = tl.load(key_ptr + offsets, mask=is_key, other=0.0).to(tl.float32)
-    if sum_ptr is not None:
-        parts = tl.arange(0, LARGEST_SPLIT)[:, None]
-        sums = tl.load(sum_ptr + parts * BLOCK_D + columns[None, :], mask=parts < splits, other=0.0)
-        mean = tl.sum(sums, axis=0) / kv_len
+    if SMOOTH:
+        part = tl.arange(0, SAMPLE)
+        place = (part * SAMPLE + part * SAMPLE_STEP % SAMPLE).to(tl.int64)
+        sampled = place * kv_len // (SAMPLE * SAMPLE)
+        sample = tl.load(
+            key_ptr + sampled[:, None] * stride_s + columns[None, :] * stride_d,
+            mask=columns[None, :] < HEAD_DIM,
+            other=0.0,
+        )
+        mean = tl.sum(sample.to(tl.float32), axis=0) / SAMPLE
         key = tl.where(is_key, key - mean[None, :], 0.0)
     is_finite = tl.abs(key) < float("inf")
     largest = tl.max(tl.where(is_finite, tl.abs(key), 0.0))
@@ -201,7 +175,7 @@ def _quantise_value(
     tl.store(scale_ptr + group, largest / FP8_MAX)
 
 
-@triton.jit(do_not_specialize=["kv_heads", "kv_len", "splits"])
+@triton.jit(do_not_specialize=["kv_heads", "kv_len"])
 def _quantise(
     key_ptr,
     key_stride_b,
@@ -213,25 +187,20 @@ def _quantise(
     value_stride_h,
     value_stride_s,
     value_stride_d,
-    sum_ptr,
     key_out_ptr,
     key_scale_ptr,
     value_out_ptr,
     value_scale_ptr,
     kv_heads,
     kv_len,
-    splits,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     V_HEAD_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     GROUP: tl.constexpr,
-    LARGEST_SPLIT: tl.constexpr,
+    SMOOTH: tl.constexpr,
 ):
-    """One group of keys, or (in programs with a third index of 1) one group of values.
-
-    `sum_ptr` is None without smoothing.
-    """
+    """One group of keys, or (in programs with a third index of 1) one group of values."""
     group, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     groups = tl.num_programs(0)
     batch, kv_head = head // kv_heads, head % kv_heads
@@ -240,16 +209,14 @@ def _quantise(
             key_ptr + batch * key_stride_b + kv_head * key_stride_h,
             key_stride_s,
             key_stride_d,
-            sum_ptr + head * splits * BLOCK_D if sum_ptr is not None else None,
             key_out_ptr + (head * groups + group) * GROUP * BLOCK_D,
             key_scale_ptr + head * groups,
             group,
             kv_len,
-            splits,
             HEAD_DIM,
             BLOCK_D,
             GROUP,
-            LARGEST_SPLIT,
+            SMOOTH,
         )
     elif value_scale_ptr is not None:
         _quantise_value(
@@ -267,35 +234,6 @@ def _quantise(
         )
 
 
-def key_sums(key: Tensor) -> Tensor:
-    """Sums over parts of the sequence whose own sum is that over all of it.
-
-    `key` (B, Hkv, Sk, D) of any strides; (B · Hkv, splits, `padded_dim(D)`) float32.
-    """
-    batch, kv_heads, kv_len, head_dim = key.shape
-    block_dim = padded_dim(head_dim)
-    block_rows = max(16, 8192 // block_dim)
-    # Plain arithmetic: Triton's own helpers cost microseconds a call on the host.
-    splits = min(LARGEST_SPLIT, 1 << ((kv_len - 1) // (4 * block_rows)).bit_length())
-    rows_per_program = -(-kv_len // (splits * block_rows)) * block_rows
-    sums = torch.empty(
-        (batch * kv_heads, splits, block_dim), dtype=torch.float32, device=key.device
-    )
-    _sum_keys[(splits, batch * kv_heads)](
-        key,
-        *key.stride(),
-        sums,
-        kv_heads,
-        kv_len,
-        rows_per_program,
-        HEAD_DIM=head_dim,
-        BLOCK_D=block_dim,
-        BLOCK_S=block_rows,
-        num_warps=4,
-    )
-    return sums
-
-
 def quantise_key_value(
     key: Tensor,
     value: Tensor,
@@ -306,13 +244,12 @@ def quantise_key_value(
     """Key in `key_dtype` (int8 or float8_e4m3fn) and, if wanted, value in float8_e4m3fn.
 
     `key` (B, Hkv, Sk, D) and `value` (B, Hkv, Sk, Dv) of any strides, float16 or bfloat16, Sk at
-    least 1; neither is changed. `smooth_k` subtracts the mean over the sequence from the key.
+    least 1; neither is changed. `smooth_k` subtracts a mean over the sequence from the key.
     """
     batch, kv_heads, kv_len, head_dim = key.shape
     v_head_dim = value.shape[3]
     groups = -(-kv_len // GROUP)
     block_dim, block_v_dim = padded_dim(head_dim), padded_dim(v_head_dim)
-    sums = key_sums(key) if smooth_k else None
 
     def empty(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty((batch, kv_heads, *shape), dtype=dtype, device=key.device)
@@ -328,20 +265,18 @@ def quantise_key_value(
         *key.stride(),
         value,
         *value.stride(),
-        sums,
         key_out,
         key_scale,
         value_out,
         value_scale,
         kv_heads,
         kv_len,
-        0 if sums is None else sums.shape[1],
         HEAD_DIM=head_dim,
         BLOCK_D=block_dim,
         V_HEAD_DIM=v_head_dim,
         BLOCK_DV=block_v_dim,
         GROUP=GROUP,
-        LARGEST_SPLIT=LARGEST_SPLIT,
-        num_warps=8,
+        SMOOTH=smooth_k,
+        num_warps=4,
     )
     return QuantisedKeyValue(key_out, key_scale, value_out, value_scale, kv_len, v_head_dim)

@@ -13,6 +13,7 @@ Letters: M = 64 queries of a consumer, N keys of a block, D and Dv padded head d
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -561,17 +562,19 @@ class Tile(NamedTuple):
     """Whether consumers give the tensor cores to each other in a fixed order."""
 
 
-def tile_for(head_dim: int, kv_len: int, group: int, fp8_value: bool, is_causal: bool) -> Tile:
-    """The tile for a padded head dimension and a group of query heads, as measured on an H200.
+SHORT = 2048
+"""Keys up to which beginning and ending a tile takes a large part of its time, so that many small
+consumers, of which some go on meanwhile, are better than few large ones."""
 
-    Three consumers hide more, but their larger tile takes longer to begin and end, which 1024 keys
-    do not make up for.
-    """
+
+def tile_for(head_dim: int, group: int, kv_len: int) -> Tile:
+    """The tile for a padded head dimension and `group` query heads a key head, as measured on an
+    H200 (benchmarks/NOTES.md)."""
     if head_dim > 64:
         return Tile(2, 1, 128, 2, 240, True)
-    if kv_len > 2048:
-        return Tile(3, 1, 128, 3, 160, not fp8_value)
-    return Tile(2, 1, 128, 3, 240, False)
+    if kv_len <= SHORT:
+        return Tile(4, math.gcd(group, 4), 64, 4, 112, False)
+    return Tile(3, 1, 128, 3, 160, False)
 
 
 @functools.cache
@@ -606,9 +609,7 @@ def attend(
     fp8_value = quantised.value_scale is not None
     block_v_dim = padded_dim(quantised.v_head_dim)
     group = q_heads // kv_heads
-    tile = tile or tile_for(
-        max(block_dim, block_v_dim), quantised.kv_len, group, fp8_value, is_causal
-    )
+    tile = tile or tile_for(max(block_dim, block_v_dim), group, quantised.kv_len)
     key = quantised.key.view(-1, block_dim)
     key_desc = _descriptor(key, [block_dim, 1], tile.keys, block_dim)
     if fp8_value:

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from capture.call import AttentionCall
 from replay.registry import catalogue
-from replay.triton_kernels import split_kv
+from replay.triton_kernels import descriptors, split_kv
 from replay.triton_kernels.decode import decode
 from replay.triton_kernels.split_kv import Access, Cache, Tiling, plan
 from tests.replay.triton_kernels.eager import attend
@@ -62,7 +62,8 @@ def test_head_dims(head_dim: int, v_head_dim: int) -> None:
     assert_near(decode(*tensors), attend(*tensors).output)
 
 
-def test_which_loads_a_call_gets() -> None:
+def test_which_loads_a_call_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(descriptors, "_has_tma", lambda device: True)
     _, key, value = inputs()
     assert Cache(key, value).access(is_causal=False) == "described"
     assert Cache(key, value).access(is_causal=True) == "direct", "reads past the last query's key"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -52,12 +53,18 @@ def by_position(groups: Tensor, length: int) -> Tensor:
     return groups.repeat_interleave(GROUP, dim=2)[:, :, :length, None]
 
 
+def sampled(length: int) -> list[int]:
+    """Whose mean is subtracted: one key of each 64th of the sequence, 39/64 further in each."""
+    return [(part * 64 + part * 39 % 64) * length // 4096 for part in range(64)]
+
+
 def check(key: Tensor, value: Tensor, key_dtype: torch.dtype, smooth_k: bool) -> QuantisedKeyValue:
     before = key.clone(), value.clone()
     quantised = quantise_key_value(key, value, key_dtype, True, smooth_k)
     torch.testing.assert_close((key, value), before, rtol=0, atol=0)
     length, head_dim = key.shape[2:]
-    wanted = key.float() - key.float().mean(dim=2, keepdim=True) if smooth_k else key.float()
+    mean = key.float()[:, :, sampled(length)].mean(dim=2, keepdim=True)
+    wanted = key.float() - mean if smooth_k else key.float()
     allowed = by_position(largest_by_group(wanted), length) * ROUNDING[key_dtype] * 1.01 + 1e-5
     assert bool(((dequantised_key(quantised, head_dim) - wanted).abs() <= allowed).all())
     allowed = by_position(largest_by_group(value), length) * ROUNDING[FP8] * 1.01
@@ -115,6 +122,22 @@ def test_a_mean_leaves_int8_its_range(device: torch.device) -> None:
     assert smooth.max() < 5 / 127
 
 
+def test_the_sample_is_spread_over_the_sequence() -> None:
+    rows = sampled(17776)
+    assert [row * 64 // 17776 for row in rows] == list(range(64))
+    places = sorted(row % 278 for row in rows)  # within a part of 277.75 keys
+    assert max(b - a for a, b in itertools.pairwise(places)) < 278 / 16
+
+
+def test_a_pattern_that_recurs_does_not_mislead_the_sample(device: torch.device) -> None:
+    """A key in 32 is far off, as a column of an image may be: it must not be taken for the mean."""
+    key = random(1, 1, 4096, 64, device=device)
+    key[:, :, ::32] += 100
+    quantised = quantise_key_value(key, key)
+    subtracted = key.float() - dequantised_key(quantised, 64)
+    assert float(subtracted.mean(dim=2).abs().max()) < 10, "the mean of all is 100 / 32"
+
+
 def test_zeros(device: torch.device) -> None:
     zeros = torch.zeros(1, 1, 40, 64, dtype=torch.float16, device=device)
     quantised = check(zeros, zeros, torch.int8, True)
@@ -123,12 +146,17 @@ def test_zeros(device: torch.device) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_makes_its_int8_group_nan(device: torch.device, bad: float) -> None:
+    inside = next(row for row in sampled(300) if 128 <= row < 256)
+    outside = next(row for row in range(128, 256) if row not in sampled(300))
+    for row, smooth_k in ((inside, False), (outside, False), (outside, True)):
+        key = random(1, 2, 300, 64, device=device)
+        key[0, 1, row, 5] = bad
+        scale = quantise_key_value(key, key, smooth_k=smooth_k).key_scale
+        assert scale.isnan().tolist() == [[[False] * 3, [False, True, False]]]
     key = random(1, 2, 300, 64, device=device)
-    key[0, 1, 200, 5] = bad
-    scale = quantise_key_value(key, key, smooth_k=False).key_scale
-    assert scale.isnan().tolist() == [[[False] * 3, [False, True, False]]]
-    smoothed = quantise_key_value(key, key, smooth_k=True).key_scale
-    assert smoothed.isnan().tolist() == [[[False] * 3, [True] * 3]]
+    key[0, 1, inside, 5] = bad
+    scale = quantise_key_value(key, key, smooth_k=True).key_scale
+    assert scale.isnan().tolist() == [[[False] * 3, [True] * 3]]
 
 
 def test_key_order_is_a_permutation_of_sixteen() -> None:

@@ -1,0 +1,45 @@
+"""Tensors as the tensor memory accelerator (TMA) of Hopper and newer GPUs takes them.
+
+Loads through a descriptor take no registers and hardly any instructions, and what lies outside the
+tensor is read as zeros.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+@functools.cache
+def _has_tma(device: torch.device) -> bool:
+    """The interpreter takes descriptors too."""
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def can_be_described(tensor: Tensor) -> bool:
+    """Whether a descriptor can have it, (B, H, S, D): D adjacent, other strides of 16 bytes."""
+    itemsize = tensor.element_size()
+    return (
+        _has_tma(tensor.device)
+        and tensor.numel() > 0
+        and tensor.dtype != torch.float32
+        and tensor.stride(-1) == 1
+        and tensor.data_ptr() % 16 == 0
+        and all(
+            size == 1 or (stride > 0 and stride * itemsize % 16 == 0)
+            for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
+        )
+    )
+
+
+def described(tensor: Tensor, rows: int, columns: int) -> Any:
+    """A descriptor of blocks of `rows` × `columns`; the stride of a dimension of 1 is free."""
+    strides = [
+        columns if size == 1 else stride
+        for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
+    ]
+    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, rows, columns])
