@@ -31,7 +31,7 @@ LENGTHS = ((1, 1), (1, 127), (7, 127), (127, 7), (127, 127))
 
 
 def calls(device: torch.device) -> Iterator[AttentionCall]:
-    """Every head_dim at every length: plain, causal, and with a padding mask."""
+    """Every head_dim at every length, plain, causal, and with a padding mask; and a long one."""
     generator = torch.Generator(device).manual_seed(0)
     for head_dim in HEAD_DIMS:
         for q_len, kv_len in LENGTHS:
@@ -42,6 +42,8 @@ def calls(device: torch.device) -> Iterator[AttentionCall]:
             lengths = torch.tensor([kv_len, (kv_len + 1) // 2], device=device)
             keys = torch.arange(kv_len, device=device) < lengths[:, None]
             yield plain.with_tensors({"attn_mask": keys[:, None, None]})
+    # So much that decode reads it through descriptors.
+    yield Spec(1, 8, 8, 1, 4099, 128, 128).call(device, generator)
 
 
 def run(kernel: Kernel, device: torch.device) -> tuple[int, int]:

@@ -48,8 +48,8 @@ def load(
             ``path/file.py:function``.
         size: ``"tiny"`` (built offline in a second; the default without CUDA) or ``"full"``
             (official sequence lengths; the default on CUDA and with ``checkpoint``).
-        weights: ``"random"`` (the default for tiny) or ``"pretrained"`` (the default for full;
-            for tiny the built-in trained weights, of the names that have some).
+        weights: ``"pretrained"`` (the default; for tiny the trained weights that come with this
+            package, of the names that have some) or ``"random"``.
         checkpoint: Hub id or directory to load instead of the official one; with
             ``weights="random"`` only its configuration is used.
         prompt: Text to run on; the default is the model's own.

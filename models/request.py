@@ -84,7 +84,8 @@ def from_user(
         if size is None:
             size = "full" if checkpoint or where.type == "cuda" else "tiny"
         if weights is None:
-            weights = "pretrained" if checkpoint or size == "full" else "random"
+            exist = checkpoint or size == "full" or built_in.trained(name)
+            weights = "pretrained" if exist else "random"
         bare = size == "tiny" and checkpoint is None
         if bare and weights == "pretrained" and built_in.trained(name) is None:
             raise ModelError(

@@ -15,8 +15,9 @@ from models.diffusion import tiny_t5
 from models.offline_tokenizers import t5_tokenizer
 from training import card, figures, judge, options, shapes
 from training.autoencoder import Canvas, encode_scenes, reconstruct, train_autoencoder
-from training.conditioning import evenly, start_as_identity, token_ids
+from training.conditioning import draw_times, start_as_identity, token_ids
 from training.loop import History, Stage, train
+from training.muon import hidden_matrices
 from training.shapes import Scene
 
 VARIANT = VARIANTS["cogvideo"]
@@ -62,7 +63,9 @@ FULL = Scale(
     judged=100,
     runs=((10, 1.0), (10, 6.0), (20, 3.0), (10, 3.0)),
     autoencoder=Stage("cogvideo autoencoder", steps=4000, seconds=125, learning_rate=2e-3),
-    transformer=Stage("cogvideo transformer", steps=20_000, seconds=265, learning_rate=1e-3),
+    transformer=Stage(
+        "cogvideo transformer", 20_000, 265, learning_rate=1e-3, muon_learning_rate=0.02
+    ),
 )
 SMOKE = Scale(
     canvas=Canvas(32, 32, frames=9),
@@ -75,13 +78,16 @@ SMOKE = Scale(
     judged=2,
     runs=((2, 3.0),),
     autoencoder=Stage("cogvideo autoencoder", 6, 10, learning_rate=2e-3, average=0.5),
-    transformer=Stage("cogvideo transformer", 8, 10, learning_rate=1e-3, average=0.5),
+    transformer=Stage(
+        "cogvideo transformer", 8, 10, learning_rate=1e-3, average=0.5, muon_learning_rate=0.02
+    ),
 )
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Train, save, load, judge, and write the card."""
     given = options.parse("cogvideo", __doc__, arguments)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # training.flux says why
     scale = SMOKE if given.smoke else FULL
     stages = given.limited([scale.autoencoder, scale.transformer])
     canvas, device, seed = scale.canvas, given.device, given.seed
@@ -112,7 +118,8 @@ def main(arguments: list[str] | None = None) -> None:
     pipeline.vae.register_to_config(scaling_factor=1 / float(latents.float().std()))
     start_as_identity(pipeline.transformer)
     if given.compile:
-        pipeline.transformer.compile()
+        for block in pipeline.transformer.transformer_blocks:  # one compilation serves all
+            block.compile()
     second = train_transformer(stages[1], pipeline, latents, scenes, scale, given)
     pipeline.to(torch.bfloat16).save_pretrained(given.out)
 
@@ -155,8 +162,9 @@ def main(arguments: list[str] | None = None) -> None:
                 "A `CogVideoXPipeline` trained by `python -m training.cogvideo` to move a "
                 "captioned shape in the captioned direction: transformer of 4 layers of 3 heads "
                 f"of 64, over {TEXT_TOKENS} text and {tokens:,} video tokens; an autoencoder that "
-                f"compresses {FRAMES_PER_LATENT}×4×4 pixels into {LATENT_CHANNELS} channels; a T5 encoder (2 layers, "
-                f"64 wide), trained with the transformer. All captions look like “{wanted[0]}”."
+                f"compresses {FRAMES_PER_LATENT}×4×4 pixels into {LATENT_CHANNELS} channels; a T5 "
+                "encoder (2 layers, 64 wide), trained with the transformer. All captions look "
+                f"like “{wanted[0]}”."
             ),
             "Data and licence": (
                 f"Procedural videos of {canvas.frames} frames of {canvas.width}×{canvas.height} "
@@ -169,8 +177,8 @@ def main(arguments: list[str] | None = None) -> None:
                 f"{card.machine(device)}, seed {seed}. {first.describe(stages[0])}; batches of "
                 f"{scale.autoencoder_crops} quarters of videos, then of "
                 f"{scale.autoencoder_batch} whole ones. {second.describe(stages[1])}; v-prediction "
-                f"on the published noise schedule with its signal-to-noise ratio divided by "
-                f"{SNR_SHIFT:g} (published: {VARIANT.snr_shift_scale:g}), batches of {scale.batch} videos, "
+                f"on the published noise schedule, but with snr_shift_scale {SNR_SHIFT:g} in place "
+                f"of {VARIANT.snr_shift_scale:g}; batches of {scale.batch} videos, "
                 f"{WITHOUT_CAPTION:.0%} without caption.\n\n![loss](loss.png)"
             ),
             "Measured": (
@@ -209,6 +217,9 @@ def make_pipeline(scale: Scale) -> CogVideoXPipeline:
             sample_height=canvas.height // 4,
             sample_frames=canvas.frames,
             temporal_compression_ratio=FRAMES_PER_LATENT,
+            # Finer than published, whose positions hardly differ over so few patches and frames.
+            spatial_interpolation_scale=0.25,
+            temporal_interpolation_scale=0.0625,
         ),
         vae=AutoencoderKLCogVideoX(
             down_block_types=("CogVideoXDownBlock3D",) * 3,
@@ -241,12 +252,13 @@ def train_transformer(
     signal = pipeline.scheduler.alphas_cumprod.to(device, torch.float32)
     scaling = pipeline.vae.config.scaling_factor
 
-    def loss(generator: torch.Generator, _: float) -> Tensor:
+    def loss(generator: torch.Generator, progress: float) -> Tensor:
         def uniform(end: int) -> Tensor:
             return torch.randint(end, (scale.batch,), generator=generator, device=device)
 
         batch = uniform(len(latents))
-        time = (evenly(scale.batch, generator, device) * len(signal)).long()
+        time = draw_times(scale.batch, progress, generator, device)
+        time = (time * len(signal)).long().clamp(max=len(signal) - 1)
         clean = latents[batch].float().transpose(1, 2) * scaling  # (B, T, C, H, W)
         noise = torch.randn(clean.shape, generator=generator, device=device)
         kept = signal[time].sqrt()[:, None, None, None, None]
@@ -261,7 +273,15 @@ def train_transformer(
         return (predicted.float() - (kept * noise - lost * clean)).square().mean()
 
     trained = nn.ModuleList([pipeline.transformer, pipeline.text_encoder])
-    return train(stage, trained, loss, work=given.work, seed=given.seed, device=device)
+    return train(
+        stage,
+        trained,
+        loss,
+        work=given.work,
+        seed=given.seed,
+        device=device,
+        matrices=hidden_matrices(pipeline.transformer),
+    )
 
 
 @torch.no_grad()

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+NOISIER = (5.0, 1.5)  # exponents at the start and at the end of the training; 1 is uniform
+
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, captions: Sequence[str], length: int) -> Tensor:
     """(B, length), padded as the pipelines pad."""
@@ -21,10 +23,18 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, captions: Sequence[str], lengt
     return ids
 
 
-def evenly(count: int, generator: torch.Generator, device: torch.device) -> Tensor:
-    """(count,), one number in each of as many equal parts of 0…1: every batch sees every noise."""
+def draw_times(
+    count: int, progress: float, generator: torch.Generator, device: torch.device
+) -> Tensor:
+    """(count,) times of the noise schedule, 0 data, 1 noise: most noise first, later all kinds.
+
+    A thing that can be seen need not be read about, so captions are learned from those times alone
+    that hide it; as a rare few among the others they teach nothing. Each batch has one time from
+    each of ``count`` parts that are equally likely.
+    """
     within = torch.rand(count, generator=generator, device=device)
-    return (torch.arange(count, device=device) + within) / count
+    even = (torch.arange(count, device=device) + within) / count
+    return 1 - even ** (NOISIER[0] + progress * (NOISIER[1] - NOISIER[0]))
 
 
 @torch.no_grad()

@@ -21,14 +21,15 @@ from models.flux import VARIANTS
 from models.offline_tokenizers import clip_tokenizer, t5_tokenizer
 from training import card, figures, judge, options, shapes
 from training.autoencoder import Canvas, encode_scenes, reconstruct, train_autoencoder
-from training.conditioning import evenly, start_as_identity, token_ids
+from training.conditioning import draw_times, start_as_identity, token_ids
 from training.loop import History, Stage, train
+from training.muon import hidden_matrices
 from training.shapes import Scene
 
 VARIANT = VARIANTS["flux"]
 TEXT_TOKENS = 64
 SHOWN = 24  # pictures on the contact sheet
-SHIFT = 2.5
+SHIFT = 2.0
 """Logarithm by which the schedule's odds of noise to signal are raised; published: 0.5 to 1.15.
 
 Where things are shows in a thousand latent values at once, so it is settled while the noise is
@@ -65,7 +66,7 @@ FULL = Scale(
     judged=100,
     steps=(12, 28),
     autoencoder=Stage("flux autoencoder", steps=4000, seconds=70, learning_rate=2e-3),
-    transformer=Stage("flux transformer", steps=12_000, seconds=320, learning_rate=1e-3),
+    transformer=Stage("flux transformer", 12_000, 320, learning_rate=1e-3, muon_learning_rate=0.02),
 )
 SMOKE = Scale(
     side=32,
@@ -78,7 +79,9 @@ SMOKE = Scale(
     judged=4,
     steps=(2,),
     autoencoder=Stage("flux autoencoder", 8, 10, learning_rate=2e-3, average=0.5),
-    transformer=Stage("flux transformer", 6, 10, learning_rate=1e-3, average=0.5),
+    transformer=Stage(
+        "flux transformer", 6, 10, learning_rate=1e-3, average=0.5, muon_learning_rate=0.02
+    ),
 )
 
 
@@ -178,7 +181,8 @@ def main(arguments: list[str] | None = None) -> None:
                 f"{card.machine(device)}, seed {seed}. {first.describe(stages[0])}; batches of "
                 f"{scale.autoencoder_crops} parts of pictures, then of "
                 f"{scale.autoencoder_batch} pictures. {second.describe(stages[1])}; flow "
-                f"matching with the time shift exp({SHIFT:g}), batches of {scale.batch} pictures.\n\n![loss](loss.png)"
+                f"matching, the odds of noise to signal shifted by exp({SHIFT:g}), batches of "
+                f"{scale.batch} pictures.\n\n![loss](loss.png)"
             ),
             "Measured": (
                 f"{len(wanted)} held-out captions, bfloat16, guidance "
@@ -263,13 +267,14 @@ def train_transformer(
     text_ids = torch.zeros(TEXT_TOKENS, 3, device=device)
     config = pipeline.vae.config
 
-    def loss(generator: torch.Generator, _: float) -> Tensor:
+    def loss(generator: torch.Generator, progress: float) -> Tensor:
         batch = torch.randint(len(latents), (scale.batch,), generator=generator, device=device)
         clean = (latents[batch].float() - config.shift_factor) * config.scaling_factor
         clean = pipeline._pack_latents(clean, *clean.shape)
         noise = torch.randn(clean.shape, generator=generator, device=device)
-        # As the pipeline's own schedule spreads its steps.
-        sigma = torch.sigmoid(evenly(scale.batch, generator, device).logit(1e-4) + SHIFT)
+        # Through the shift, as the pipeline does it.
+        time = draw_times(scale.batch, progress, generator, device)
+        sigma = torch.sigmoid(time.logit(1e-4) + SHIFT)
         mixed = torch.lerp(clean, noise, sigma[:, None, None])
         predicted = pipeline.transformer(
             hidden_states=mixed,
@@ -283,7 +288,15 @@ def train_transformer(
         return (predicted.float() - (noise - clean)).square().mean()
 
     trained = nn.ModuleList([pipeline.transformer, pipeline.text_encoder, pipeline.text_encoder_2])
-    return train(stage, trained, loss, work=given.work, seed=given.seed, device=device)
+    return train(
+        stage,
+        trained,
+        loss,
+        work=given.work,
+        seed=given.seed,
+        device=device,
+        matrices=hidden_matrices(pipeline.transformer),
+    )
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from training.muon import Muon
 
 SAVE_SECONDS = 60.0
 REPORT_SECONDS = 5.0
@@ -43,6 +45,7 @@ class Stage:
     learning_rate: float
     weight_decay: float = 0.01
     average: float = 0.999
+    muon_learning_rate: float = 0.0
 
 
 @dataclass
@@ -63,11 +66,13 @@ class History:
         return self.losses[-1][1]
 
     def describe(self, stage: Stage) -> str:
+        rate = stage.muon_learning_rate
+        muon = f"; for the matrices inside of blocks Muon, learning rate {rate:g}" if rate else ""
         ended = "all its steps" if self.steps >= stage.steps else "its time limit"
         return (
             f"{stage.name}: {self.steps} steps in {self.seconds:.0f} s (ended by {ended}), "
             f"loss {self.first:.4f} → {self.last:.4f}, AdamW, learning rate "
-            f"{stage.learning_rate:g}, weight decay {stage.weight_decay:g}"
+            f"{stage.learning_rate:g}, weight decay {stage.weight_decay:g}{muon}"
         )
 
 
@@ -80,13 +85,15 @@ def train(
     seed: int,
     device: torch.device,
     validate: Callable[[], float] | None = None,
+    matrices: Sequence[Tensor] = (),
 ) -> History:
     """Train ``module`` and leave the averaged weights in it, in eval mode.
 
+    Muon updates ``matrices``, which are some of the module's parameters, and AdamW the others.
     With ``validate`` (lower is better) the averaged weights that scored best are kept instead.
     The state in ``work`` is continued where there is one; a finished stage only gives its weights.
     """
-    run = _Run(stage, module, device)
+    run = _Run(stage, module, matrices, device)
     state = work / f"{stage.name.replace(' ', '-')}.pt"
     if state.is_file():
         run.restore(torch.load(state, map_location=device, weights_only=True))
@@ -130,14 +137,18 @@ def train(
 class _Run:
     """Weights, their average, and the optimiser: what a checkpoint holds."""
 
-    def __init__(self, stage: Stage, module: nn.Module, device: torch.device) -> None:
+    def __init__(
+        self, stage: Stage, module: nn.Module, matrices: Sequence[Tensor], device: torch.device
+    ) -> None:
         self.stage = stage
         self.module = module
         self.history = History()
-        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        self.parameters: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
         self.average = [parameter.detach().clone() for parameter in self.parameters]
         self.best: list[Tensor] | None = None
-        decayed = [p for p in self.parameters if p.ndim >= 2]
+        self.muon = Muon(matrices, stage.weight_decay)
+        elsewhere = {id(matrix) for matrix in matrices}
+        decayed = [p for p in self.parameters if p.ndim >= 2 and id(p) not in elsewhere]
         other = [p for p in self.parameters if p.ndim < 2]
         self.optimiser = torch.optim.AdamW(
             [
@@ -160,10 +171,11 @@ class _Run:
         rate *= min(1.0, (self.history.steps + 1) / warm_up)
         for group in self.optimiser.param_groups:
             group["lr"] = rate * self.stage.learning_rate
-        self.optimiser.zero_grad(set_to_none=True)
-        value.backward()  # type: ignore[no-untyped-call]
+        self.module.zero_grad(set_to_none=True)
+        value.backward()
         nn.utils.clip_grad_norm_(self.parameters, 1.0)
         self.optimiser.step()
+        self.muon.step(rate * self.stage.muon_learning_rate)
         self.history.steps += 1
         decay = min(self.stage.average, (1 + self.history.steps) / (10 + self.history.steps))
         with torch.no_grad():
@@ -199,6 +211,7 @@ class _Run:
             "average": self.average,
             "best": self.best,
             "optimiser": self.optimiser.state_dict(),
+            "momenta": self.muon.momenta,
             "losses": history.losses,
             "validations": history.validations,
             "steps": history.steps,
@@ -212,6 +225,7 @@ class _Run:
         self.average = state["average"]
         self.best = state["best"]
         self.optimiser.load_state_dict(state["optimiser"])
+        self.muon.momenta = state["momenta"]
         self.history.losses = state["losses"]
         self.history.validations = state["validations"]
         self.history.steps = state["steps"]

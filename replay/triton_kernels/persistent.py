@@ -69,6 +69,10 @@ def key_blocks(
     return blocks, gl.minimum(whole, blocks - 1)
 
 
+SHORT = 2048
+"""Keys up to which beginning and ending a tile takes a large part of its time, so that many small
+consumers, of which some go on meanwhile, are better than few large ones."""
+
 SECTION_BYTES = {False: 24 * 2**20, True: 64 * 2**20}
 """Bytes of the keys and values that are worked on at a time, plain and causal: they should stay in
 the L2, but a causal call also needs many heads at a time to balance long blocks with short ones."""

@@ -37,6 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from replay.triton_kernels.persistent import (
+    SHORT,
     key_blocks,
     multiprocessors,
     place_of,
@@ -404,11 +405,6 @@ class Schedule(NamedTuple):
     """Blocks of keys, and of values, that fit in shared memory."""
     registers: int
     """Registers per thread of a consumer."""
-
-
-SHORT = 2048
-"""Keys up to which beginning and ending a tile takes a large part of its time, so that many small
-consumers, of which some go on meanwhile, are better than few large ones."""
 
 
 def schedule(head_dim: int, group: int, kv_len: int) -> Schedule:

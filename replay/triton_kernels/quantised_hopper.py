@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from replay.triton_kernels.persistent import (
+    SHORT,
     key_blocks,
     multiprocessors,
     place_of,
@@ -560,11 +561,6 @@ class Tile(NamedTuple):
     """Registers of a consumer's thread; with 24 of a producer's they must fill 65536."""
     in_turn: bool
     """Whether consumers give the tensor cores to each other in a fixed order."""
-
-
-SHORT = 2048
-"""Keys up to which beginning and ending a tile takes a large part of its time, so that many small
-consumers, of which some go on meanwhile, are better than few large ones."""
 
 
 def tile_for(head_dim: int, group: int, kv_len: int) -> Tile:

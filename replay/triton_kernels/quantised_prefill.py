@@ -365,8 +365,8 @@ def quantised_prefill(
     `query` (B, Hq, Sq, D), `key` (B, Hkv, Sk, D) and `value` (B, Hkv, Sk, Dv) of any strides,
     float16 or bfloat16, Hq a multiple of Hkv, D and Dv at most 256. Returns (B, Hq, Sq, Dv) in
     their dtype. `score_dtype` (int8 or float8_e4m3fn) is what QKᵀ is computed in, `fp8_value`
-    whether PV is in FP8 or in the call's dtype. `smooth_k` subtracts the key's mean over the
-    sequence; the key itself is not changed. FP8 needs compute capability 8.9.
+    whether PV is in FP8 or in the call's dtype. `smooth_k` subtracts a mean of the keys from
+    all; the key itself is not changed. FP8 needs compute capability 8.9.
     """
     if key.shape[2] == 0 or query.numel() == 0:
         return query.new_zeros((*query.shape[:3], value.shape[3]))

@@ -33,6 +33,9 @@ SHORTEST = 128
 """Keys for which a program of its own is worth its start."""
 LONG = 4096
 """Keys a program from which on two programs on a processor look up tokens faster than one."""
+WORTH_DESCRIBING = 2**23
+"""Numbers in keys and values from which on descriptors save the GPU more than they cost the host,
+which is some microseconds each."""
 MERGED_ELEMENTS = 4096
 """Numbers that a program reads at once when it merges parts: 32 registers of each thread."""
 RESERVED_ARRIVALS = 2**18
@@ -391,8 +394,10 @@ class Cache(NamedTuple):
         """
         if self.block_table is not None or self.indices is not None:
             return "indirect"
-        is_whole = self.lengths is None and not is_causal
-        fits = is_whole and all(
+        numbers = self.key.numel() + self.value.numel()
+        if is_causal or self.lengths is not None or numbers < WORTH_DESCRIBING:
+            return "direct"
+        fits = all(
             tensor.shape[3] in (16, 32, 64, 128, 256) and can_be_described(tensor)
             for tensor in (self.key, self.value)
         )

@@ -88,7 +88,7 @@ def test_decode_in_float16(sizes: Sizes) -> None:
     assert_kernel_right("triton-decode", call_of(sizes, torch.float16))
 
 
-@pytest.mark.parametrize("sizes", [(2, 8, 2, 1, 500, 64, 64), (2, 8, 2, 9, 500, 128, 128)])
+@pytest.mark.parametrize("sizes", [(2, 8, 8, 1, 4096, 64, 64), (2, 8, 2, 9, 500, 128, 128)])
 def test_decode_with_masks(sizes: Sizes) -> None:
     call = call_of(sizes)
     full = (sizes[0], sizes[1], sizes[3], sizes[4])

@@ -40,8 +40,8 @@ def test_a_pipeline_directory_runs(cogvideo_directory: Path) -> None:
 
 
 def test_a_checkpoint_gives_the_weights_it_holds(tiny: Tiny, llama_directory: Path) -> None:
-    built_in = tiny("llama")
-    loaded = models.load("llama", size="tiny", checkpoint=str(llama_directory), device="cpu")
+    built_in = tiny("llama-3.1-8b")
+    loaded = models.load("llama-3.1-8b", size="tiny", checkpoint=str(llama_directory), device="cpu")
     assert loaded.weights == f"pretrained: {llama_directory}"
     assert torch.equal(torch.stack(loaded.run().logits), torch.stack(built_in.run().logits))
 

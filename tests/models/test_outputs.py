@@ -37,7 +37,7 @@ def test_a_video_and_the_latents_it_was_decoded_from(cogvideo_directory: Path) -
 
 
 def test_an_image_and_its_latents() -> None:
-    runnable = models.load("flux", size="tiny", steps=1, device="cpu")
+    runnable = models.load("flux-schnell", size="tiny", steps=1, device="cpu")
     outputs = runnable.outputs(runnable.run())
     assert outputs.kind == "diffusion"
     assert {name: tuple(each.shape) for name, each in outputs.tensors.items()} == {
@@ -64,7 +64,7 @@ def test_a_run_that_ends_at_latents(cogvideo_directory: Path) -> None:
 
 
 def test_a_generation(tiny: Tiny) -> None:
-    runnable = tiny("llama")
+    runnable = tiny("llama-3.1-8b")
     result = runnable.run()
     outputs = runnable.outputs(result)
     assert outputs.kind == "language"
@@ -75,7 +75,7 @@ def test_a_generation(tiny: Tiny) -> None:
 
 
 def test_a_text_is_scored_as_generation_reads_it(tiny: Tiny) -> None:
-    runnable = tiny("llama")
+    runnable = tiny("llama-3.1-8b")
     language = runnable.language
     assert language is not None
     assert language.score is not None
@@ -88,7 +88,7 @@ def test_a_text_is_scored_as_generation_reads_it(tiny: Tiny) -> None:
 
 
 def test_a_text_there_and_back(tiny: Tiny, llama_directory: Path) -> None:
-    for runnable in (tiny("llama"), models.load(str(llama_directory), device="cpu")):
+    for runnable in (tiny("llama-3.1-8b"), models.load(str(llama_directory), device="cpu")):
         language = runnable.language
         assert language is not None
         ids = language.encode("ten o'clock")

@@ -26,7 +26,11 @@ import models
         ("llama", {"device": "cuda:99"}, "torch sees"),
         ("llama", {"device": "abacus"}, "--device is 'abacus'"),
         ("llama", {"size": "tiny", "prompt": ""}, "--prompt has no tokens"),
-        ("llama", {"size": "tiny", "weights": "pretrained"}, "no pretrained weights for the tiny"),
+        (
+            "llama-3.1-8b",
+            {"size": "tiny", "weights": "pretrained"},
+            "no pretrained weights for the tiny",
+        ),
     ],
 )
 def test_refusals(model: str, wishes: dict[str, Any], message: str) -> None:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import HfApi
 
 import models
+from models import built_in
 
 Tiny = Callable[[str], models.Runnable]
 Calls = list[tuple[torch.Tensor, torch.Tensor]]
+
+TRAINED = [name for name in models.NAMES if built_in.trained(name)]
+UNTRAINED = [name for name in models.NAMES if name not in TRAINED]
 
 
 def output(result: Any) -> torch.Tensor:
@@ -22,6 +28,10 @@ def output(result: Any) -> torch.Tensor:
         if name in result:
             return torch.as_tensor(result[name])
     raise AssertionError(f"no output in {type(result).__name__}")
+
+
+def parameters(runnable: models.Runnable) -> torch.Tensor:
+    return torch.cat([p.flatten() for root in runnable.roots.values() for p in root.parameters()])
 
 
 @pytest.mark.parametrize("name", models.NAMES)
@@ -37,9 +47,14 @@ def test_two_runs_are_equal_and_finite(tiny: Tiny, name: str) -> None:
 def test_runnable_describes_itself(tiny: Tiny, name: str) -> None:
     runnable = tiny(name)
     assert runnable.name == name
-    assert runnable.weights == "random, seed 0 (built-in tiny configuration)"
+    assert runnable.weights == (
+        f"built-in, trained; model card models/pretrained/{name}/README.md"
+        if name in TRAINED
+        else "random, seed 0 (built-in tiny configuration)"
+    )
     settings = json.loads(json.dumps(runnable.settings))
     assert settings["size"] == "tiny"
+    assert settings["weights"] == ("pretrained" if name in TRAINED else "random")
     assert settings["dtype"] == "float32"
     assert settings["device"] == "cpu"
     assert settings["prompt"]
@@ -48,78 +63,156 @@ def test_runnable_describes_itself(tiny: Tiny, name: str) -> None:
 
 # (batch, heads, queries, head dim), (batch, key/value heads, keys, head dim) → calls.
 T5 = ((1, 2, 64, 64), (1, 2, 64, 64))
-COGVIDEO = {
-    T5: 2 * 2,  # layers × (prompt, empty prompt)
-    ((2, 4, 64 + 3 * 12 * 16, 64),) * 2: 4 * 4,  # layers × steps
+CLIP = ((1, 2, 77, 32), (1, 2, 77, 32))
+UNTRAINED_CALLS = {
+    "cogvideo": {
+        T5: 2 * 2,  # layers × (prompt, empty prompt)
+        ((2, 4, 64 + 3 * 12 * 16, 64),) * 2: 4 * 4,  # layers × steps
+    },
+    "flux": {
+        T5: 2,
+        CLIP: 2,
+        ((1, 2, 64 + 20 * 20, 128),) * 2: (2 + 4) * 4,  # (double + single blocks) × steps
+        ((1, 1, 40 * 40, 32),) * 2: 1,  # the middle of the VAE's decoder
+    },
+    "llama": {
+        ((1, 4, 384, 128), (1, 2, 384, 128)): 4,
+        # The prefill gives the first of eight new tokens.
+        **{((1, 4, 1, 128), (1, 2, 384 + token, 128)): 4 for token in range(1, 8)},
+    },
 }
-FLUX = {
-    T5: 2,
-    ((1, 2, 77, 32),) * 2: 2,  # CLIP
-    ((1, 2, 64 + 20 * 20, 128),) * 2: (2 + 4) * 4,  # (double + single blocks) × steps
-    ((1, 1, 40 * 40, 32),) * 2: 1,  # the middle of the VAE's decoder
-}
-LLAMA = {
-    ((1, 4, 384, 128), (1, 2, 384, 128)): 4,
-    # The prefill gives the first of eight new tokens.
-    **{((1, 4, 1, 128), (1, 2, 384 + token, 128)): 4 for token in range(1, 8)},
+TRAINED_CALLS = {
+    "cogvideo": {
+        T5: 2 * 2,
+        ((2, 3, 64 + 5 * 20 * 24, 64),) * 2: 4 * 2,
+    },
+    "flux": {
+        T5: 2,
+        CLIP: 2,
+        ((1, 2, 64 + 32 * 32, 128),) * 2: (1 + 2) * 2,
+        ((1, 1, 64 * 64, 32),) * 2: 1,
+    },
+    "llama": {
+        ((1, 4, 1024, 128), (1, 2, 1024, 128)): 4,
+        **{((1, 4, 1, 128), (1, 2, 1024 + token, 128)): 4 for token in range(1, 8)},
+    },
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("cogvideo", COGVIDEO),
-        ("cogvideo-5b", COGVIDEO),
-        ("flux", FLUX),
-        ("flux-schnell", FLUX),
-        ("llama", LLAMA),
-        ("llama-3.1-8b", LLAMA),
-    ],
-)
-def test_every_attention_call_of_the_pipeline(
-    tiny: Tiny, attention_calls: Calls, name: str, expected: dict[Any, int]
+def sizes(calls: Calls) -> dict[Any, int]:
+    return dict(Counter((tuple(query.shape), tuple(key.shape)) for query, key in calls))
+
+
+@pytest.mark.parametrize("name", UNTRAINED)
+def test_every_attention_call_of_an_untrained_model(attention_calls: Calls, name: str) -> None:
+    models.load(name, size="tiny", device="cpu").run()
+    assert sizes(attention_calls) == UNTRAINED_CALLS[name.partition("-")[0]]
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_every_attention_call_is_of_the_same_size_with_random_weights(
+    tiny: Tiny, attention_calls: Calls, name: str
 ) -> None:
     tiny(name).run()
-    seen = Counter((tuple(query.shape), tuple(key.shape)) for query, key in attention_calls)
-    assert dict(seen) == expected
+    assert sizes(attention_calls) == TRAINED_CALLS[name]
+    attention_calls.clear()
+    steps = tiny(name).settings["steps"]
+    drawn = models.load(name, size="tiny", weights="random", device="cpu", steps=steps)
+    assert drawn.weights == f"random, seed 0 (built-in configuration of the trained {name})"
+    drawn.run()
+    assert sizes(attention_calls) == TRAINED_CALLS[name]
 
 
-@pytest.mark.parametrize(("name", "head_dim"), [("cogvideo", 64), ("flux", 128), ("llama", 128)])
-def test_attention_is_neither_uniform_nor_one_hot(
-    tiny: Tiny, attention_calls: Calls, name: str, head_dim: int
-) -> None:
-    tiny(name).run()
-    most_queries = max(query.shape[2] for query, _ in attention_calls if query.shape[3] == head_dim)
-    for query, key in attention_calls:
-        if query.shape[2:] != (most_queries, head_dim):
+def mean_entropy(calls: Calls, *, causal: bool) -> float:
+    """Of the largest calls' attention weights, in shares of that of uniform ones."""
+    most = max(query.shape[2] * query.shape[3] for query, _ in calls)
+    found = []
+    for query, key in calls:
+        if query.shape[2] * query.shape[3] != most:
             continue
+        rows = torch.arange(query.shape[2] // 4, query.shape[2], 37)
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-        weights = (query @ key.mT / math.sqrt(head_dim)).softmax(-1)
-        entropy = torch.special.entr(weights).sum(-1).mean() / math.log(key.shape[2])
-        assert 0.3 < entropy < 0.99
+        scores = query[:, :, rows] @ key.mT / math.sqrt(query.shape[3])
+        valid = torch.full((len(rows),), key.shape[2])
+        if causal:
+            scores = scores.masked_fill(torch.arange(key.shape[2]) > rows[:, None], -math.inf)
+            valid = rows + 1
+        entropy = torch.special.entr(scores.softmax(-1)).sum(-1) / valid.log()
+        found.append(float(entropy.mean()))
+    return sum(found) / len(found)
 
 
-def test_the_seed_decides_the_weights(tiny: Tiny) -> None:
-    again = models.load("llama", size="tiny", device="cpu")
-    other = models.load("llama", size="tiny", device="cpu", seed=1)
+@pytest.mark.parametrize("name", ["cogvideo-5b", "flux-schnell", "llama-3.1-8b"])
+def test_random_attention_is_neither_uniform_nor_one_hot(
+    tiny: Tiny, attention_calls: Calls, name: str
+) -> None:
+    tiny(name).run()
+    assert 0.3 < mean_entropy(attention_calls, causal=name.startswith("llama")) < 0.99
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_trained_attention_is_more_structured_than_random(
+    tiny: Tiny, attention_calls: Calls, name: str
+) -> None:
+    entropy = {}
+    for weights in ("pretrained", "random"):
+        attention_calls.clear()
+        models.load(name, size="tiny", weights=weights, device="cpu", steps=2).run()
+        entropy[weights] = mean_entropy(attention_calls, causal=name == "llama")
+    assert entropy["pretrained"] < entropy["random"] - 0.05
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_trained_weights_load_without_a_network(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("the network was asked for")
+
+    monkeypatch.setattr(HfApi, "model_info", refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    runnable = models.load(name, size="tiny", device="cpu", steps=1)
+    assert runnable.settings["weights"] == "pretrained"
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_model_card_says_what_the_weights_are(name: str) -> None:
+    directory = built_in.trained(name)
+    assert directory is not None
+    card = (directory / "README.md").read_text(encoding="utf-8")
+    for heading in ("Data and licence", "Size", "Training", "Measured", "Limits"):
+        assert f"\n## {heading}\n" in card
+
+
+def test_all_trained_weights_are_small() -> None:
+    files = [path for path in built_in.ROOT.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= 24e6
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-3.1-8b"])
+def test_the_seed_decides_random_weights(name: str) -> None:
     first, same, different = (
-        torch.cat([parameter.flatten() for parameter in runnable.roots[""].parameters()])
-        for runnable in (tiny("llama"), again, other)
+        parameters(models.load(name, size="tiny", weights="random", device="cpu", seed=seed))
+        for seed in (0, 0, 1)
     )
     assert torch.equal(first, same)
     assert not torch.equal(first, different)
+
+
+def test_the_seed_leaves_trained_weights_alone(tiny: Tiny) -> None:
+    other = models.load("llama", size="tiny", device="cpu", seed=1)
+    assert torch.equal(parameters(tiny("llama")), parameters(other))
 
 
 def test_building_and_running_leave_the_global_generator_alone() -> None:
     torch.manual_seed(7)
     state = torch.get_rng_state()
     models.load("flux", size="tiny", device="cpu", steps=1).run()
+    models.load("flux", size="tiny", weights="random", device="cpu", steps=1).run()
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_steps_prompt_and_dtype_are_heeded() -> None:
     runnable = models.load(
-        "llama", size="tiny", device="cpu", steps=3, prompt="twelve bytes", dtype="bfloat16"
+        "llama-3.1-8b", size="tiny", device="cpu", steps=3, prompt="twelve bytes", dtype="bfloat16"
     )
     assert output(runnable.run()).shape == (1, 12 + 3)
     assert runnable.settings["prompt"] == "twelve bytes"
@@ -129,6 +222,7 @@ def test_steps_prompt_and_dtype_are_heeded() -> None:
     assert buffers["model.rotary_emb.inv_freq"].dtype == torch.float32
 
 
-def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
-    models.load("cogvideo", size="tiny", device="cpu", steps=1).run()
+@pytest.mark.parametrize("name", ["cogvideo", "flux", "llama"])
+def test_nothing_is_printed(capfd: pytest.CaptureFixture[str], name: str) -> None:
+    models.load(name, size="tiny", device="cpu", steps=1).run()
     assert capfd.readouterr() == ("", "")

@@ -48,9 +48,17 @@ def assert_near(output: Tensor, expected: Tensor, dtype: torch.dtype = torch.flo
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=atol, equal_nan=True)
 
 
+@pytest.mark.parametrize("worth_describing", [0, 2**60])
 @pytest.mark.parametrize("kv_len", [1, 7, 127, 4250])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_lengths(kv_len: int, dtype: torch.dtype, assert_right: Callable[..., None]) -> None:
+def test_lengths(
+    kv_len: int,
+    dtype: torch.dtype,
+    worth_describing: int,
+    monkeypatch: pytest.MonkeyPatch,
+    assert_right: Callable[..., None],
+) -> None:
+    monkeypatch.setattr(split_kv, "WORTH_DESCRIBING", worth_describing)
     query, key, value = inputs(2, kv_len=kv_len, dtype=dtype)
     call = AttentionCall(query, key, value, enable_gqa=True)
     assert_right(decode(query, key, value), attend(query, key, value).output, call)
@@ -65,6 +73,8 @@ def test_head_dims(head_dim: int, v_head_dim: int) -> None:
 def test_which_loads_a_call_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(descriptors, "_has_tma", lambda device: True)
     _, key, value = inputs()
+    assert Cache(key, value).access(is_causal=False) == "direct", "too small"
+    monkeypatch.setattr(split_kv, "WORTH_DESCRIBING", 0)
     assert Cache(key, value).access(is_causal=False) == "described"
     assert Cache(key, value).access(is_causal=True) == "direct", "reads past the last query's key"
     assert Cache(key[..., :40], value).access(False) == "direct", "no whole block"
