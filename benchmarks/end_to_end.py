@@ -28,7 +28,7 @@ MODELS = {  # what a run consists of, and how many of its calls are replayed
     "llama": "--steps 64 --max 8",
 }
 KERNELS = (
-    "torch-default,torch-cudnn,torch-flash,sage[1],flashinfer-fa[3],fa[4],"
+    "torch-default,torch-flash,?age1,flashinfer-?a3,?a4,"
     "triton-fa2,triton-fa3,triton-sage,triton-fp8,triton-decode"
 )
 SPAN = ("ms.p10", "ms.p50", "ms.p90", "tokens_per_second", "speedup.ratio", "speedup.low")

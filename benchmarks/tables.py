@@ -89,28 +89,42 @@ def full_size() -> str:
     )
 
 
-def by_shape(file: str) -> str:
-    """TFLOPS by shape; decode shapes, which move bytes, in ms.
+def by_shape(file: str, *, decode: bool | None = None) -> str:
+    """TFLOPS by shape; decode shapes, which move bytes, in ms, the core's after the drop-in's.
 
     PyTorch's kernels, which every environment times anew, are those of the one that replays.
+
+    Args:
+        decode: whether to show decode shapes alone, or the others alone.
     """
     rows = [
         row
         for row in results.read(results.DIRECTORY / file)
         if row["environment"] == "this" or not row["kernel"].startswith("torch-")
+        if decode is None or decode == _is_decode(row)
     ]
     kernels = list(dict.fromkeys(row["kernel"] for row in rows))
     shapes: dict[str, dict[str, str]] = {}
     for row in rows:
-        is_decode = row["call.shape.q_len"] == "1"
-        column = "time_ms.p50" if is_decode else "tflops"
-        warm = " warm" if "warm" in row["call.name"] else ""
-        cells = shapes.setdefault(_shape(row) + warm + (" (ms)" if is_decode else ""), {})
-        cells[row["kernel"]] = _scene_cell([row], column)
+        cells = shapes.setdefault(_shape(row) + (" (ms)" if _is_decode(row) else ""), {})
+        cells[row["kernel"]] = _decode_cell(row) if decode else _shape_cell(row)
     lines = {
         shape: [cells.get(kernel, "") for kernel in kernels] for shape, cells in shapes.items()
     }
     return _table(["B×H×S×D", *kernels], lines) + _machine(rows)
+
+
+def _is_decode(row: dict[str, str]) -> bool:
+    return row["call.shape.q_len"] == "1"
+
+
+def _shape_cell(row: dict[str, str]) -> str:
+    return _scene_cell([row], "time_ms.p50" if _is_decode(row) else "tflops")
+
+
+def _decode_cell(row: dict[str, str]) -> str:
+    core = row["core_time_ms.p50"]
+    return _shape_cell(row) + (f" ({float(core):.3f})" if core else "")
 
 
 SCENES = {
@@ -249,7 +263,8 @@ def _shape(row: dict[str, str]) -> str:
     if size["kv_len"] != lengths:
         lengths += f"/{size['kv_len']}"
     causal = " causal" if row["call.is_causal"] == "True" else ""
-    return f"{size['batch']}×{heads}×{lengths}×{size['head_dim']}{causal}"
+    warm = " warm" if "warm" in row["call.name"] else ""
+    return f"{size['batch']}×{heads}×{lengths}×{size['head_dim']}{causal}{warm}"
 
 
 def _table(headings: list[str], lines: dict[str, list[str]]) -> str:
@@ -279,7 +294,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "fields": fields,
     "full_size": full_size,
     "published_shapes": partial(by_shape, "published_shapes.csv"),
-    "triton_kernels": partial(by_shape, "triton_kernels.csv"),
+    "triton_prefill": partial(by_shape, "triton_kernels.csv", decode=False),
+    "triton_decode": partial(by_shape, "triton_kernels.csv", decode=True),
     "end_to_end": end_to_end,
     "end_to_end_printed": end_to_end_printed,
     "trained_weights": trained_weights,

@@ -25,7 +25,7 @@ from replay.synthetic import NO_WEIGHTS
 
 MODELS = ("cogvideo", "flux", "llama")
 KERNELS = (
-    "torch-default,sage[1],triton-sage,triton-sage[smooth_k=off],triton-fp8,triton-fp8[smooth_k=off],"
+    "torch-default,?age1,triton-sage,triton-sage[smooth_k=off],triton-fp8,triton-fp8[smooth_k=off],"
     "triton-sage-fp8,triton-sage-fp8[smooth_k=off],triton-sparse-decode"
 )
 VALUES = {"pretrained": "trained weights", "random": "random weights"}

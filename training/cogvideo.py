@@ -64,7 +64,7 @@ FULL = Scale(
     runs=((10, 1.0), (10, 6.0), (20, 3.0), (10, 3.0)),
     autoencoder=Stage("cogvideo autoencoder", steps=4000, seconds=125, learning_rate=2e-3),
     transformer=Stage(
-        "cogvideo transformer", 20_000, 265, learning_rate=1e-3, muon_learning_rate=0.02
+        "cogvideo transformer", 20_000, 265, learning_rate=2e-3, muon_learning_rate=0.02
     ),
 )
 SMOKE = Scale(
@@ -79,7 +79,7 @@ SMOKE = Scale(
     runs=((2, 3.0),),
     autoencoder=Stage("cogvideo autoencoder", 6, 10, learning_rate=2e-3, average=0.5),
     transformer=Stage(
-        "cogvideo transformer", 8, 10, learning_rate=1e-3, average=0.5, muon_learning_rate=0.02
+        "cogvideo transformer", 8, 10, learning_rate=2e-3, average=0.5, muon_learning_rate=0.02
     ),
 )
 
@@ -280,7 +280,7 @@ def train_transformer(
         work=given.work,
         seed=given.seed,
         device=device,
-        matrices=hidden_matrices(pipeline.transformer),
+        matrices=hidden_matrices(*trained),
     )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-NOISIER = (5.0, 1.5)  # exponents at the start and at the end of the training; 1 is uniform
+NOISIER = (4.0, 1.2)  # exponents at the start and at the end of the training; 1 is uniform
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, captions: Sequence[str], length: int) -> Tensor:

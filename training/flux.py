@@ -66,7 +66,7 @@ FULL = Scale(
     judged=100,
     steps=(12, 28),
     autoencoder=Stage("flux autoencoder", steps=4000, seconds=70, learning_rate=2e-3),
-    transformer=Stage("flux transformer", 12_000, 320, learning_rate=1e-3, muon_learning_rate=0.02),
+    transformer=Stage("flux transformer", 12_000, 320, learning_rate=2e-3, muon_learning_rate=0.02),
 )
 SMOKE = Scale(
     side=32,
@@ -80,7 +80,7 @@ SMOKE = Scale(
     steps=(2,),
     autoencoder=Stage("flux autoencoder", 8, 10, learning_rate=2e-3, average=0.5),
     transformer=Stage(
-        "flux transformer", 6, 10, learning_rate=1e-3, average=0.5, muon_learning_rate=0.02
+        "flux transformer", 6, 10, learning_rate=2e-3, average=0.5, muon_learning_rate=0.02
     ),
 )
 
@@ -295,7 +295,7 @@ def train_transformer(
         work=given.work,
         seed=given.seed,
         device=device,
-        matrices=hidden_matrices(pipeline.transformer),
+        matrices=hidden_matrices(*trained),
     )
 
 

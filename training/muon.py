@@ -9,6 +9,7 @@ Source: Jordan, Muon: An optimizer for hidden layers in neural networks, 2024.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 
 MOMENTUM = 0.95
 ITERATIONS = 5
+_BLOCK = re.compile(r"(^|\.)(\w*blocks?|layers)\.\d+\.")
+_NOT_HIDDEN = re.compile(r"norm|bias|embed")
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # the source's: quick rather than exact
 
 
@@ -55,10 +58,11 @@ def orthogonal(matrices: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
-def hidden_matrices(transformer: torch.nn.Module) -> list[Tensor]:
-    """The matrices of the attention and feed-forward layers, without those that modulate norms."""
+def hidden_matrices(*transformers: torch.nn.Module) -> list[Tensor]:
+    """The matrices of attention and feed-forward layers: none that embeds or modulates."""
     return [
         parameter
+        for transformer in transformers
         for name, parameter in transformer.named_parameters()
-        if parameter.ndim == 2 and "transformer_blocks." in name and ".norm" not in name
+        if parameter.ndim == 2 and _BLOCK.search(name) and not _NOT_HIDDEN.search(name)
     ]

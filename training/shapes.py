@@ -18,7 +18,7 @@ from torch import Tensor
 
 SHAPES = ("circle", "square", "triangle", "cross")
 TEXTURES = ("plain", "striped", "checkered")
-GROUNDS = {"dark": 0.2, "light": 0.8}
+GROUNDS = {"dark": 0.35, "light": 0.65}  # no further apart, or their difference drowns things
 COLOURS = {
     "red": (0.90, 0.10, 0.10),
     "green": (0.10, 0.75, 0.15),

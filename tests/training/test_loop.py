@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,11 +42,13 @@ def loss_of(module: nn.Module, *, stops_at: int | None = None) -> loop.Loss:
     return loss
 
 
-def run(work: Path, *, seed: int = 0, stops_at: int | None = None) -> tuple[Tensor, History]:
+def run(
+    work: Path, *, seed: int = 0, stops_at: int | None = None, stage: Stage = STAGE
+) -> tuple[Tensor, History]:
     module = model()
-    history = train(
-        STAGE, module, loss_of(module, stops_at=stops_at), work=work, seed=seed, device=CPU
-    )
+    loss = loss_of(module, stops_at=stops_at)
+    matrices = [module.weight] if stage.muon_learning_rate else []
+    history = train(stage, module, loss, work=work, seed=seed, device=CPU, matrices=matrices)
     return torch.cat([parameter.detach().flatten() for parameter in module.parameters()]), history
 
 
@@ -55,15 +58,16 @@ def saves_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("saves_every_step")
+@pytest.mark.parametrize("stage", [STAGE, replace(STAGE, muon_learning_rate=0.01)])
 @pytest.mark.parametrize("stops_at", [1, 13, 23])
 def test_a_stopped_run_ends_with_the_weights_of_an_unbroken_one(
-    tmp_path: Path, stops_at: int
+    tmp_path: Path, stops_at: int, stage: Stage
 ) -> None:
-    unbroken, _ = run(tmp_path / "unbroken")
+    unbroken, _ = run(tmp_path / "unbroken", stage=stage)
     with pytest.raises(Stopped):
-        run(tmp_path / "stopped", stops_at=stops_at)
+        run(tmp_path / "stopped", stops_at=stops_at, stage=stage)
     # Were the beginning run again, it would stop once more.
-    resumed, history = run(tmp_path / "stopped", stops_at=STAGE.steps - stops_at)
+    resumed, history = run(tmp_path / "stopped", stops_at=STAGE.steps - stops_at, stage=stage)
     assert torch.equal(resumed, unbroken)
     assert history.steps == STAGE.steps
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from training import judge, shapes
 from training.shapes import Scene, Thing
 
 ALL = {"pictures": shapes.pictures(), "videos": shapes.videos()}
-CANVAS = {
+CANVAS: dict[str, dict[str, Any]] = {
     "pictures": {"height": 128, "width": 128, "frames": 1},
     "videos": {"height": 80, "width": 96, "frames": 3},
 }
