@@ -153,13 +153,11 @@ def end_to_end() -> str:
 
 
 def end_to_end_printed() -> str:
-    """A step of Flux, and what became of its output, as `replay --e2e` printed them."""
+    """What `replay --e2e` printed of the first model, up to its legend."""
     printed = (results.DIRECTORY / "end_to_end.txt").read_text().splitlines()
-    start = next(number for number, line in enumerate(printed) if line.startswith("flux end to"))
-    step = printed[start : printed.index("", start)]
-    begin = next(n for n, line in enumerate(printed) if n > start and "answered" in line)
-    outcome = [line.rstrip() for line in printed[begin : begin + len(step) - 4]]
-    return "\n".join(("```", *(line.rstrip() for line in step), "", *outcome, "```", ""))
+    start = next(n for n, line in enumerate(printed) if " end to end · " in line)
+    end = next(n for n, line in enumerate(printed) if line.startswith("predicted: speed-up"))
+    return "\n".join(("```", *(line.rstrip() for line in printed[start:end]), "```", ""))
 
 
 def _own_cell(rows: list[dict[str, str]], model: str, span: str) -> str:
