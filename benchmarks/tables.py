@@ -153,10 +153,10 @@ def end_to_end() -> str:
 
 
 def end_to_end_printed() -> str:
-    """What `replay --e2e` printed of the first model, up to its legend."""
+    """What `replay --e2e` printed of Llama, up to its legend."""
     printed = (results.DIRECTORY / "end_to_end.txt").read_text().splitlines()
-    start = next(n for n, line in enumerate(printed) if " end to end · " in line)
-    end = next(n for n, line in enumerate(printed) if line.startswith("predicted: speed-up"))
+    start = next(n for n, line in enumerate(printed) if line.startswith("llama end to end"))
+    end = next(n for n in range(start, len(printed)) if printed[n].startswith("predicted: "))
     return "\n".join(("```", *(line.rstrip() for line in printed[start:end]), "```", ""))
 
 
