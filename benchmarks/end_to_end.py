@@ -56,6 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--kernels", default=KERNELS)
     parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--size", default="full", help="tiny: to try it out")
     parser.add_argument("--rounds", type=int, default=5, help="timed runs of a model by kernel")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "end_to_end.csv")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=PYTHON")
@@ -68,7 +69,7 @@ def main() -> None:
             recorded = Path(scratch) / "captured"
             rows, checks = Path(scratch) / "rows.jsonl", Path(scratch) / "checks.jsonl"
             run(
-                f"capture --model {model} --size full --weights random {MODELS[model]} "
+                f"capture --model {model} --size {arguments.size} --weights random {MODELS[model]} "
                 f"--out {recorded}"
             )
             printed += run(
