@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model-rounds",
         type=positive,
         metavar="N",
-        help="timed runs of the model with each kernel (default: 3 to 10, as many as fit into 6 s)",
+        help="timed runs of the model with each kernel (default: 5 to 10, as many as fit into 6 s)",
     )
     model.add_argument("--text", metavar="FILE", help="a language model's perplexity on a text")
     model.add_argument("--e2e-json", metavar="FILE", help="a JSON object per kernel and model")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from replay.speedcheck.check import Checked
-from replay.speedcheck.span import NOTABLE, RUN, Span
+from replay.speedcheck.span import LAUNCH_BOUND, NOTABLE, RUN, Span
 
 SCATTERED = 2.0
 """p90 / p10 of a replayed call beyond what a machine to oneself shows."""
@@ -31,7 +31,7 @@ def reasons(checked: Checked, own: Checked, span: str = RUN) -> list[str]:
         *_fallbacks(checked, predicted, span),
         *_not_recorded(predicted),
         *_scatter(predicted),
-        *_waits(predicted),
+        *_waits(checked, predicted, span),
         *_attention(checked, own, predicted, span),
         *_copies(checked, span),
         *_clocks(checked, predicted),
@@ -71,10 +71,17 @@ def _scatter(predicted: Span) -> list[str]:
     ]
 
 
-def _waits(predicted: Span) -> list[str]:
+def _waits(checked: Checked, predicted: Span, span: str) -> list[str]:
     """Of a GPU that waits for the host."""
     if not predicted.waiting_share:
-        return []
+        busy, seconds = checked.busy_seconds.get(span), checked.measured[span].ms.p50 / 1000
+        if busy is None or seconds - busy < LAUNCH_BOUND * seconds:
+            return []
+        share = 100 * (1 - busy / seconds)
+        return [
+            f"with this kernel the GPU waits for the host {share:.0f} % of the time, and without it "
+            "hardly: its launches are not in the prediction"
+        ]
     more = predicted.clues.more_launch_seconds
     costs = "" if more is None else f", and the kernel takes {_ms(more, '+')} more to launch"
     return [

@@ -96,7 +96,7 @@ def _run(served: Served, request: dict[str, Any], say: Say) -> None:
             stack.enter_context(use_kernel(OWN))
         with clock.running(request["waits"]) as times:
             result = runnable.run()
-            state = read_gpu_state(device)
+        state = read_gpu_state(device)
         peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
         if request["keep"] is not None:
             _keep(runnable, result, request)

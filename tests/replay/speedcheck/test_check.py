@@ -189,7 +189,7 @@ def test_a_variant_that_is_refused_is_not_tried() -> None:
     assert "a" not in process.log
 
 
-@pytest.mark.parametrize(("seconds", "rounds"), [(0.01, MOST_ROUNDS), (1.5, 5), (60.0, 3)])
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.01, MOST_ROUNDS), (1.0, 8), (60.0, 5)])
 def test_as_many_rounds_as_there_is_time_for(seconds: float, rounds: int) -> None:
     # A run with the kernel takes half as long.
     own, a = checked(Pretended(seconds=seconds), "a", rounds=None)

@@ -160,3 +160,13 @@ def test_sentences_of_one_phase_do_not_speak_of_the_whole_run() -> None:
     assert reasons(checked, before, "denoise") == [
         "nothing that was recorded explains the difference"
     ]
+
+
+def test_a_gpu_that_waits_with_the_kernel_alone() -> None:
+    checked, before = made()
+    seconds = checked.measured[RUN].ms.p50 / 1000
+    checked.busy_seconds = {RUN: 0.5 * seconds}
+    said = "with this kernel the GPU waits for the host 50 % of the time"
+    assert any(each.startswith(said) for each in reasons(checked, before))
+    checked.busy_seconds = {RUN: 0.95 * seconds}
+    assert not any("waits" in each for each in reasons(checked, before))
