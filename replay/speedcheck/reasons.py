@@ -79,8 +79,8 @@ def _waits(checked: Checked, predicted: Span, span: str) -> list[str]:
             return []
         share = 100 * (1 - busy / seconds)
         return [
-            f"with this kernel the GPU waits for the host {share:.0f} % of the time, and without it "
-            "hardly: its launches are not in the prediction"
+            f"with this kernel the GPU waits for the host {share:.0f} % of the time, and without "
+            "it hardly: its launches are not in the prediction"
         ]
     more = predicted.clues.more_launch_seconds
     costs = "" if more is None else f", and the kernel takes {_ms(more, '+')} more to launch"
