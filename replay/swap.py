@@ -264,9 +264,10 @@ class _AtWork:
         if reason:
             self._count_fallback(name, reason)
             return proceed(), False
+        output = self._attentions[name](**_given(arguments))
         with self._counting:
             self._swap.kernels[name].hits += 1
-        return self._attentions[name](**_given(arguments)), True
+        return output, True
 
     def _count_fallback(self, name: str, reason: str) -> None:
         with self._counting:

@@ -133,6 +133,10 @@ def _notes(checked: Checked, own: Checked) -> list[str]:
         f"{checked.kernel}: {count} calls fell back: {reason}"
         for reason, count in checked.fallbacks.items()
     ]
+    if checked.kept:
+        notes.append(f"{checked.kernel}: {checked.kept} calls left to the model's own attention")
+    if checked.missing:
+        notes.append(f"{checked.kernel}: not in the model: {', '.join(checked.missing)}")
     seen: set[str] = set()
     for span in checked.measured:
         fresh = [each for each in reasons(checked, own, span) if each not in seen]

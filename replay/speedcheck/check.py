@@ -66,8 +66,12 @@ class Checked:
     unpredicted: str = ""
     hits: int = 0
     """Calls of one run that the kernel answered."""
+    kept: int = 0
+    """Calls of one run that a plan leaves to `OWN`."""
     fallbacks: dict[str, int] = field(default_factory=dict)
     """Calls of one run that the model's own attention answered, by reason."""
+    missing: list[str] = field(default_factory=list)
+    """Modules that a plan names and the model does not have."""
     copies: int = 0
     """Outputs of one run that had to be copied into another layout."""
     peak_bytes: int | None = None
@@ -147,6 +151,7 @@ def check(
             _attempt(lane, process, partial(process.run, lane.variant, file, text, save))
             if lane.failure is None:
                 lane.outputs = load_file(file)
+        unlike = difference(capture.census, process.count())
         _run_rounds(lanes, process, rounds, seed)
         waits = {
             phase: statistics.median(seconds)
@@ -156,7 +161,8 @@ def check(
         for lane in lanes:
             look_inside = partial(process.look_inside, lane.variant, waits)
             lane.inside = _attempt(lane, process, look_inside)
-    return [_checked(capture, rows, lane, own, kernel_at or {}, seed) for lane in lanes]
+    at = kernel_at or {}
+    return [_checked(capture, rows, lane, own, at, seed, unlike) for lane in lanes]
 
 
 def _run_rounds(
@@ -219,7 +225,12 @@ def _checked(
     own: _Lane,
     kernel_at: Mapping[str, KernelAt],
     seed: int,
+    unlike: str,
 ) -> Checked:
+    """
+    Args:
+        unlike: why nothing recorded predicts this model; empty where it does.
+    """
     name = lane.variant.name
     checked = Checked(name, capture.model, capture.weights)
     if lane.failure is not None:
@@ -243,10 +254,8 @@ def _checked(
     except ValueError as error:
         checked.status, checked.reason = "error", str(error)
         return checked
-    assert own.inside is not None
-    if own.inside.census is not None:
-        checked.unpredicted = difference(capture.census, own.inside.census)
-    if checked.unpredicted:
+    checked.unpredicted = unlike
+    if unlike:
         return checked
     try:
         run, phases = _clocked(own)
@@ -268,6 +277,7 @@ def _checked(
 def _fill_in_runs(checked: Checked, lane: _Lane) -> None:
     last = lane.runs[-1]
     checked.hits, checked.fallbacks, checked.copies = last.hits, last.fallbacks, last.copies
+    checked.kept, checked.missing = last.kept, last.missing
     checked.peak_bytes = max((run.peak_bytes for run in lane.runs if run.peak_bytes), default=None)
     states = [run.gpu for run in lane.runs if run.gpu is not None]
     checked.sm_clock_mhz = _median([state.sm_clock_mhz for state in states])

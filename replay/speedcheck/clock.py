@@ -13,6 +13,7 @@ mask masks anything before its first layer, which would spend the wait before an
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -48,6 +49,15 @@ class RunTimes:
         return asdict(self)
 
 
+class _Inside(threading.local):
+    """What the calling thread is inside of."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[str, Any]] = []
+        self.wait: float | None = None
+        self.waited: list[tuple[Any, Any]] = []
+
+
 class Clock:
     """Times runs of a model, one after another.
 
@@ -66,10 +76,8 @@ class Clock:
         self._device = device
         self._on_gpu = device.type == "cuda"
         self._alive = alive
-        self._begun: list[tuple[str, Any]] = []
+        self._inside = _Inside()
         self._calls: list[tuple[str, Any, Any]] = []
-        self._wait: float | None = None
-        self._waited: list[tuple[Any, Any]] = []
 
     @contextlib.contextmanager
     def running(self, waits: Mapping[str, float] | None = None) -> Iterator[RunTimes]:
@@ -82,7 +90,7 @@ class Clock:
         times = RunTimes()
         marks: list[tuple[str, Any, Any, list[tuple[Any, Any]]]] = []
         counts = dict.fromkeys(self._roots, 0)
-        self._begun, self._calls = [], []
+        self._inside, self._calls = _Inside(), []
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._alive()
@@ -91,13 +99,14 @@ class Clock:
             tokens = kwargs.get("input_ids")
             if phase in ("prefill", "decode") and isinstance(tokens, Tensor):
                 times.tokens[phase] = tokens.numel()
-            self._wait = waits.get(phase) if self._on_gpu and waits else None
-            self._waited = []
-            self._begun.append((phase, self._now()))
+            inside = self._inside
+            inside.wait = waits.get(phase) if self._on_gpu and waits else None
+            inside.waited = []
+            inside.begun.append((phase, self._now()))
 
         def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            phase, start = self._begun.pop()
-            marks.append((phase, start, self._now(), self._waited))
+            phase, start = self._inside.begun.pop()
+            marks.append((phase, start, self._now(), self._inside.waited))
 
         with contextlib.ExitStack() as hooks:
             for root in self._roots:
@@ -117,16 +126,17 @@ class Clock:
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
         """Time an attention call."""
-        start = self._now()
-        if self._wait is not None:
+        start, inside = self._now(), self._inside
+        if inside.wait is not None:
             with torch.cuda.device(self._device):
                 # Twice, since the clock's own work makes the host slower.
-                seconds = min(2 * self._wait, LONGEST_WAIT)
+                seconds = min(2 * inside.wait, LONGEST_WAIT)
                 torch.cuda._sleep(int(1000 * seconds * CYCLES_PER_MS))
-            asleep, start, self._wait = start, self._now(), None
-            self._waited.append((asleep, start))
+            asleep, start, inside.wait = start, self._now(), None
+            inside.waited.append((asleep, start))
         yield
-        self._calls.append((self._begun[-1][0] if self._begun else OUTSIDE, start, self._now()))
+        phase = inside.begun[-1][0] if inside.begun else OUTSIDE
+        self._calls.append((phase, start, self._now()))
 
     def _now(self) -> Any:
         if not self._on_gpu:

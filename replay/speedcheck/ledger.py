@@ -133,14 +133,16 @@ class Ledger:
 
     def clues(self, swapped: Mapping[tuple[str, str], float], forwards: int) -> Clues:
         """Of the calls that kernels answer, in one of so many forwards."""
-        preparation, scatters = [], []
+        preparation: list[float] = []
+        costliest, scatter = 0.0, None
         states = []
         for (call, kernel), count in swapped.items():
             row = self.replayed.row(call, kernel)
             if row is None or row.time_ms is None:
                 continue
-            times = (row.time_ms, _time(self.replayed.row(call, self.baseline)))
-            scatters += [time.p90 / time.p10 for time in times if time is not None]
+            for time in (row.time_ms, _time(self.replayed.row(call, self.baseline))):
+                if time is not None and count * time.p50 > costliest:
+                    costliest, scatter = count * time.p50, time.p90 / time.p10
             if row.core_time_ms is not None:
                 preparation.append(count * (row.time_ms.p50 - row.core_time_ms.p50))
             if row.gpu_during is not None:
@@ -149,7 +151,7 @@ class Ledger:
         return Clues(
             None if more is None else more / forwards,
             sum(preparation) / 1000 / forwards if preparation else None,
-            max(scatters, default=None),
+            scatter,
             _median(state.sm_clock_mhz for state in states),
             _median(state.power_w for state in states),
         )

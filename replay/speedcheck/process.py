@@ -50,7 +50,8 @@ class Variant:
     """Why it cannot even be tried."""
 
 
-BASELINE = Variant("the model's own")
+BASELINE = Variant("the model's own", OWN)
+"""Behind the same hook as the kernels, whose cost then is on both sides."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,14 @@ class Run:
 
     times: RunTimes
     hits: int
+    kept: int
+    """Calls that `OWN` answered: all of the model's own, those that a plan leaves to it."""
     fallbacks: dict[str, int]
     """Calls by the reason why the model's own attention answered them."""
     copies: int
     """Outputs that had to be copied into another layout."""
-    census: dict[str, Any] | None
-    """Of the model's own attention, where the run was looked into."""
+    missing: list[str]
+    """Modules that a plan names and the model does not have."""
     peak_bytes: int | None
     """Most memory allocated, the model included; None on a CPU."""
     gpu: GpuState | None
@@ -145,6 +148,19 @@ class ModelProcess:
             save=None if save is None else [str(save[0].resolve()), save[1]],
         )
 
+    def count(self) -> dict[str, Any]:
+        """Run the model once, untimed, and count its attention calls as `capture` does.
+
+        Returns:
+            The census, as `capture.census.Census.to_json` writes it.
+
+        Raises:
+            ModelRefused: the model cannot be built.
+            RunFailed: the model, or its process, ended early.
+        """
+        census: dict[str, Any] = self._step({"do": "model", "step": "count"})["counted"]
+        return census
+
     def look_inside(self, variant: Variant, waits: Mapping[str, float]) -> Run:
         """Run the model once more and time every attention call; `replay.speedcheck.clock` says how
         the times differ from those of `run`.
@@ -167,7 +183,6 @@ class ModelProcess:
         save: list[str] | None = None,
         waits: dict[str, float] | None = None,
     ) -> Run:
-        self.build()
         request = {
             "do": "model",
             "step": "run",
@@ -180,22 +195,23 @@ class ModelProcess:
             "save": save,
             "waits": waits,
         }
-        try:
-            ran = self._answer(request)["ran"]
-        except Died as death:
-            self.is_built = False
-            raise RunFailed(death.status, str(death), death.log) from death
-        swap = ran["swap"] or {"hits": 0, "fallbacks": {}, "copies": 0}
+        ran = self._step(request)["ran"]
         gpu = ran["gpu"]
         return Run(
             times=RunTimes(**ran["times"]),
-            hits=swap["hits"],
-            fallbacks=swap["fallbacks"],
-            copies=swap["copies"],
-            census=ran["census"],
+            **ran["swap"],
             peak_bytes=ran["peak_bytes"],
             gpu=None if gpu is None else rebuilt(GpuState, gpu),
         )
+
+    def _step(self, request: dict[str, Any]) -> dict[str, Any]:
+        """What the child answers, the model built before."""
+        self.build()
+        try:
+            return self._answer(request)
+        except Died as death:
+            self.is_built = False
+            raise RunFailed(death.status, str(death), death.log) from death
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = {}

@@ -66,7 +66,7 @@ def _scatter(predicted: Span) -> list[str]:
     if scatter is None or scatter < SCATTERED:
         return []
     return [
-        f"rounds of one replayed call differ up to {scatter:.0f}-fold (p90 / p10): something else "
+        f"rounds of the costliest call differ up to {scatter:.0f}-fold (p90 / p10): something else "
         "was using the machine, so replay and measure again when it is quiet"
     ]
 

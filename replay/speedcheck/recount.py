@@ -19,18 +19,15 @@ from capture.modules import ModuleTracker
 
 
 @contextlib.contextmanager
-def counting(
-    roots: Mapping[str, nn.Module], around: Callable[[], contextlib.AbstractContextManager[object]]
-) -> Iterator[Census]:
-    """Count the model's attention calls as `capture` does, with `around` entered for each."""
+def counting(roots: Mapping[str, nn.Module]) -> Iterator[Census]:
+    """Count the model's attention calls as `capture` does."""
     tracker, census = ModuleTracker(roots), Census()
 
     def handle(
         arguments: Arguments, proceed: Callable[[], Tensor], sdpa: Callable[..., Tensor]
     ) -> Tensor:
         census.add(tracker.site, Signature.of(arguments))
-        with around():
-            return proceed()
+        return proceed()
 
     with tracker.watch(), intercept(handle):
         yield census

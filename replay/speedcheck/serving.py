@@ -42,8 +42,8 @@ _served: Served | None = None
 def serve(request: dict[str, Any], say: Say) -> None:
     """Answer one request; every failure of a kernel or the model is an answer too.
 
-    Requests are `{"step": "build", …}` and `{"step": "run", …}`, as `replay.speedcheck.process`
-    makes them.
+    Requests are `{"step": "build", …}`, `{"step": "count"}` and `{"step": "run", …}`, as
+    `replay.speedcheck.process` makes them.
     """
     global _served
     if request["step"] == "build":
@@ -58,11 +58,11 @@ def serve(request: dict[str, Any], say: Say) -> None:
         say(built={"name": runnable.name, "weights": runnable.weights})
         return
     assert _served is not None, "build comes first"
-    # Behind everything else, and after the model's own libraries were imported: a kernel's library
-    # from another environment must not bring its neighbours along.
-    sys.path += [entry for entry in request["path"] if entry not in sys.path]
     try:
-        _run(_served, request, say)
+        if request["step"] == "count":
+            _count(_served, say)
+        else:
+            _run(_served, request, say)
     except import_models().ModelError as error:
         say(refused=str(error))
     except Exception as error:
@@ -73,7 +73,18 @@ def serve(request: dict[str, Any], say: Say) -> None:
         say(failed_run={"status": status, "reason": reason})
 
 
+def _count(served: Served, say: Say) -> None:
+    """Its own run: to count, compiled models run eagerly."""
+    say(at="counting attention calls")
+    with counting(served.runnable.roots) as census:
+        served.runnable.run()
+    say(counted=census.to_json())
+
+
 def _run(served: Served, request: dict[str, Any], say: Say) -> None:
+    # Behind everything else, and after the model's own libraries were imported: a kernel's library
+    # from another environment must not bring its neighbours along.
+    sys.path += [entry for entry in request["path"] if entry not in sys.path]
     runnable, device = served.runnable, served.device
     name = request["name"]
     say(at=name)
@@ -83,17 +94,7 @@ def _run(served: Served, request: dict[str, Any], say: Say) -> None:
     clock = Clock(_main_roots(runnable), device, lambda: say(at=name))
     looks_inside = request["waits"] is not None
     around: Around = clock.call if looks_inside else contextlib.nullcontext
-    is_own = request["plan"] is None and request["kernel"] is None
-    census = None
-    with contextlib.ExitStack() as stack:
-        swap = None
-        if not is_own:
-            swap = stack.enter_context(_swapped(request, runnable, around))
-        elif looks_inside:
-            census = stack.enter_context(counting(runnable.roots, around))
-        else:
-            # Through the same hook as the kernels, whose cost then is on both sides.
-            stack.enter_context(use_kernel(OWN))
+    with _swapped(request, runnable, around) as swap:
         with clock.running(request["waits"]) as times:
             result = runnable.run()
         state = read_gpu_state(device)
@@ -103,8 +104,7 @@ def _run(served: Served, request: dict[str, Any], say: Say) -> None:
     say(
         ran={
             "times": times.to_json(),
-            "swap": None if swap is None else _told(swap),
-            "census": None if census is None else census.to_json(),
+            "swap": _told(swap),
             "peak_bytes": peak,
             "gpu": None if state is None else asdict(state),
         }
@@ -134,7 +134,16 @@ def _swapped(
 
 
 def _told(swap: Swap) -> dict[str, Any]:
-    return {"hits": swap.hits, "fallbacks": dict(swap.fallbacks), "copies": swap.layout_copies}
+    """As `replay.speedcheck.process.Run` names them."""
+    own = swap.kernels.get(OWN)
+    kept = 0 if own is None else own.hits
+    return {
+        "hits": swap.hits - kept,
+        "kept": kept,
+        "fallbacks": dict(swap.fallbacks),
+        "copies": swap.layout_copies,
+        "missing": swap.missing,
+    }
 
 
 def _device(runnable: Any) -> torch.device:

@@ -82,7 +82,7 @@ class Clues:
     """What layout changes and quantisation before the kernel's core take; part of the prediction.
     """
     scatter: float | None = None
-    """p90 / p10 of the rounds of a replayed call, of either kernel, where it is greatest."""
+    """p90 / p10 of the rounds of the replayed call that costs the model most, of either kernel."""
     sm_clock_mhz: float | None = None
     """Median over the replayed calls, while the kernel's rounds ran."""
     power_w: float | None = None

@@ -133,3 +133,14 @@ def test_a_variants_brackets_are_printed() -> None:
     lines = printed(100, checked("the model's own", 1), checked(name, 1.25))
     rows = [line for line in lines if re.match(rf"{re.escape(name)} +[0-9]", line)]
     assert len(rows) == 4  # three spans and the outcome
+
+
+def test_what_a_plan_leaves_or_misnames_is_told() -> None:
+    planned = checked("plan.json", 1.25)
+    planned.kept, planned.missing = 31, ["layers.7"]
+    text = "\n".join(printed(100, checked("the model's own", 1), planned))
+    assert "plan.json: 31 calls left to the model's own attention" in text
+    assert "plan.json: not in the model: layers.7" in text
+    assert "left to the model's own attention" not in "\n".join(
+        printed(100, checked("the model's own", 1), checked("fast", 1.25))
+    )

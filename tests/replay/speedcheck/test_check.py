@@ -20,6 +20,11 @@ from replay.speedcheck.process import BASELINE, ModelProcess, Run, RunFailed, Va
 from replay.speedcheck.span import RUN
 from replay.statistics import summarize
 
+SIZE = [1, 2, 64, 32]
+SIGNATURE = {"query": SIZE, "key": SIZE, "value": SIZE, "dtype": "", "mask": None}
+SIGNATURE |= {"mask_dtype": None, "is_causal": False, "scale": None, "enable_gqa": False}
+COUNTED = {"module": "layers.0", "phase": "denoise", "signature": 0, "calls": 12}
+CENSUS: dict[str, Any] = {"signatures": [SIGNATURE], "rows": [COUNTED]}
 FACTS = CallFacts("a", "model", "none", "layers.0", "denoise", shape=Shape(1, 2, 2, 64, 64, 32, 32))
 
 
@@ -27,7 +32,7 @@ class Pretended:
     """Runs of a second each, four forwards in it; what a kernel does is scripted.
 
     Attributes:
-        log: the variants in the order of their runs, `(name)` where it looked inside.
+        log: the variants in the order of their runs, `(name)` where it looked inside; and "count".
         deaths: by variant, after how many of its runs it takes the process along.
     """
 
@@ -47,7 +52,7 @@ class Pretended:
         self.deaths, self.errors = dict(deaths or {}), dict(errors or {})
         self.seconds, self.busy = seconds, busy
         self.waits: Mapping[str, float] = {}
-        self.census = census
+        self.census = census or CENSUS
 
     def build(self) -> None:
         if not self.is_built:
@@ -74,6 +79,11 @@ class Pretended:
             save_file({"output": torch.ones(2, 8) + drifted}, keep)
         return self._ran(self.seconds if variant is BASELINE else self.seconds / 2)
 
+    def count(self) -> dict[str, Any]:
+        self.build()
+        self.log.append("count")
+        return self.census
+
     def look_inside(self, variant: Variant, waits: Mapping[str, float]) -> Run:
         self.build()
         self.log.append(f"({variant.name})")
@@ -88,7 +98,7 @@ class Pretended:
         times = RunTimes(seconds, {"denoise": [forward] * 4}, {}, {"denoise": attention})
         peak = None if self.busy is None else 5
         state = None if self.busy is None else GpuState(1500, 300.0, None, None)
-        return Run(times, 8, {"takes no mask": 4}, 0, self.census, peak, state)
+        return Run(times, 8, 3, {"takes no mask": 4}, 0, ["layers.9"], peak, state)
 
 
 def row(kernel: str, ms: float) -> Row:
@@ -96,12 +106,7 @@ def row(kernel: str, ms: float) -> Row:
 
 
 def checked(process: Pretended, *names: str, rounds: int | None = 3) -> list[Checked]:
-    size = [1, 2, 64, 32]
-    signature = {"query": size, "key": size, "value": size, "dtype": "", "mask": None}
-    signature |= {"mask_dtype": None, "is_causal": False, "scale": None, "enable_gqa": False}
-    counted = {"module": "layers.0", "phase": "denoise", "signature": 0, "calls": 12}
-    census = {"signatures": [signature], "rows": [counted]}
-    record = CaptureRecord("model", "none", census=census)
+    record = CaptureRecord("model", "none", census=CENSUS)
     rows = [row("torch-default", 50.0), *(row(name, 10.0) for name in names)]
     variants = [Variant(name, name) for name in names]
     return check(record, rows, variants, cast("ModelProcess", process), rounds=rounds)
@@ -111,11 +116,11 @@ def test_runs_are_warm_interleaved_and_looked_into_last() -> None:
     process = Pretended()
     own, a, b = checked(process, "a", "b", rounds=6)
     names = [BASELINE.name, "a", "b"]
-    assert process.log[:4] == ["build", *names]
-    rounds = [process.log[at : at + 3] for at in range(4, 22, 3)]
+    assert process.log[:5] == ["build", *names, "count"]
+    rounds = [process.log[at : at + 3] for at in range(5, 23, 3)]
     assert [sorted(each) for each in rounds] == [sorted(names)] * 6
     assert len(set(map(tuple, rounds))) > 1
-    assert process.log[22:] == [f"({name})" for name in names]
+    assert process.log[23:] == [f"({name})" for name in names]
     assert process.closed
     assert own.measured[RUN].speedup is None
     for each in (a, b):
@@ -126,6 +131,7 @@ def test_runs_are_warm_interleaved_and_looked_into_last() -> None:
         assert speedup is not None
         assert (speedup.ratio, speedup.verdict) == (2, "faster")
         assert (each.hits, each.fallbacks) == (8, {"takes no mask": 4})
+        assert (each.kept, each.missing) == (3, ["layers.9"])
         assert each.drift["relative_l1"] == pytest.approx(0.5)
         # 1 s − 12 · 40 ms
         predicted = each.predicted(RUN)
@@ -179,7 +185,7 @@ def test_the_models_own_attention_is_tried_again_where_a_kernel_may_have_broken_
 
 def test_a_variant_that_is_refused_is_not_tried() -> None:
     process = Pretended()
-    record = CaptureRecord("model", "none")
+    record = CaptureRecord("model", "none", census=CENSUS)
     refused = Variant("a", "a", refused="another Python")
     found = check(record, [], [refused], cast("ModelProcess", process), rounds=3)
     assert [(each.status, each.reason) for each in found] == [
@@ -221,7 +227,7 @@ def test_another_model_than_the_recorded_is_told_and_not_predicted() -> None:
 
 def test_no_prediction_without_the_baseline() -> None:
     process = Pretended()
-    record = CaptureRecord("model", "none", census={"rows": [1]})
+    record = CaptureRecord("model", "none", census=CENSUS)
     found = check(record, [], [Variant("a", "a")], cast("ModelProcess", process), rounds=3)
     assert found[1].prediction is None
     assert "torch-default was timed on none" in found[1].unpredicted

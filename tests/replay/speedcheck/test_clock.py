@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -96,3 +97,23 @@ def test_a_forward_that_raises_leaves_no_hook() -> None:
         model(torch.zeros(1))
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
+
+
+def test_forwards_of_two_threads_keep_their_own_times() -> None:
+    class Waiting(nn.Module):
+        def forward(self, x: Tensor, timestep: int) -> Tensor:
+            time.sleep(0.3 if timestep else 0.1)
+            return x
+
+    model = Waiting()
+    with Clock({"": model}, CPU).running() as times:
+        # The one that begins first ends first, while the other runs.
+        threads = [threading.Thread(target=model, args=(torch.zeros(1), step)) for step in (0, 1)]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.05)
+        for thread in threads:
+            thread.join()
+    first, second = times.forwards["denoise"]
+    assert first >= 0.1  # 0.05 by the other's beginning
+    assert second >= 0.3

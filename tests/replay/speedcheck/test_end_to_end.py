@@ -21,7 +21,8 @@ def test_a_known_delay_is_predicted_and_measured(checks: Checks) -> None:
     found = checks("slow", "--rounds", "5", "--model-rounds", "7")
     own, slow = found["the model's own"], found["slow"]
     assert own["status"] == slow["status"] == "ok"
-    assert (slow["hits"], slow["fallbacks"]) == (CALLS, {})
+    assert (slow["hits"], slow["kept"], slow["fallbacks"]) == (CALLS, 0, {})
+    assert (own["hits"], own["kept"]) == (0, CALLS)  # behind the same hook
     for span, calls in (("run", CALLS), ("denoise", CALLS // 4)):
         predicted = slow["prediction"]["run" if span == "run" else "phases"]
         predicted = predicted if span == "run" else predicted[span]
