@@ -9,9 +9,9 @@ READY := $(VENV)/.ready
 
 .PHONY: demo test clean
 demo: $(READY)
-	$(BIN)/capture --model cogvideo --size tiny --max 10 --overwrite
-	$(BIN)/capture --model flux --size tiny --max 10 --overwrite
-	$(BIN)/capture --model llama --size tiny --max 10 --overwrite
+	$(BIN)/capture --model cogvideo --size tiny --max 5 --overwrite
+	$(BIN)/capture --model flux --size tiny --max 5 --overwrite
+	$(BIN)/capture --model llama --size tiny --max 5 --overwrite
 	$(BIN)/replay --dir captured_inputs --metric all
 
 test: $(READY)

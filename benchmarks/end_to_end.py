@@ -23,7 +23,7 @@ from benchmarks.full_size import run
 from replay.results import leaf
 
 MODELS = {  # what a run consists of, and how many of its calls are replayed
-    "cogvideo": "--steps 4 --max 4",
+    "cogvideo": "--steps 2 --max 2",
     "flux": "--steps 4 --max 4",
     "llama": "--steps 64 --max 8",
 }

@@ -127,6 +127,8 @@ def _decode_cell(row: dict[str, str]) -> str:
     return _shape_cell(row) + (f" ({float(core):.3f})" if core else "")
 
 
+UNSMOOTHED = "[smooth_k=off]"
+
 SCENES = {
     ("cogvideo", "denoise"): "CogVideoX-2b, a denoising step",
     ("flux", "denoise"): "FLUX.1-dev, a denoising step",
@@ -153,9 +155,9 @@ def end_to_end() -> str:
 
 
 def end_to_end_printed() -> str:
-    """What `replay --e2e` printed of Llama, up to its legend."""
-    printed = (results.DIRECTORY / "end_to_end.txt").read_text().splitlines()
-    start = next(n for n, line in enumerate(printed) if line.startswith("llama end to end"))
+    """What `replay --e2e` printed of the built-in CogVideoX, up to its legend."""
+    printed = (results.DIRECTORY / "end_to_end_demo.txt").read_text().splitlines()
+    start = next(n for n, line in enumerate(printed) if line.startswith("cogvideo end to end"))
     end = next(n for n in range(start, len(printed)) if printed[n].startswith("predicted: "))
     return "\n".join(("```", *(line.rstrip() for line in printed[start:end]), "```", ""))
 
@@ -188,21 +190,29 @@ def _speedup_cell(
     return f"{float(row['predicted.speedup.value']):.2f}× / {measured} ({error:+.1f} %)"
 
 
+def attention_structure() -> str:
+    """Of each built-in model the mean over its layers, which have a line each in the file."""
+    text = (results.DIRECTORY / "attention_structure.md").read_text()
+    heading, rule, *lines = [line.split("|") for line in text.splitlines()]
+    of_models = [line for line in lines if line[2].strip() == "all layers"]
+    return "".join("|".join(line[:2] + line[3:]) + "\n" for line in (heading, rule, *of_models))
+
+
 def trained_weights() -> str:
     """Errors by kind of values, and what became of the trained model's output."""
     rows = results.read(results.DIRECTORY / "trained_weights.csv")
     kinds = ("trained weights", "random weights", "random values")
     found = {(row["model"], row["phase"], row["kernel"], row["values"]): row for row in rows}
-    headings = ["model", "kernel", *kinds, "trained model's output"]
-    text = [f"| {' | '.join(headings)} |", "|---|---|---:|---:|---:|---|"]
+    headings = ["kernel", kinds[0], "K not smoothed", *kinds[1:], "trained model's output"]
+    lines: dict[str, list[str]] = {}
     for model, phase, kernel in dict.fromkeys(key[:3] for key in found):
-        if kernel == "torch-default":
+        if kernel.startswith("torch-") or kernel.endswith(UNSMOOTHED):
             continue
-        of = [found.get((model, phase, kernel, kind)) for kind in kinds]
-        drift = _drift_cell(of[0]) if of[0] and phase != "decode" else ""
-        cells = [f"{model} {phase}", kernel, *map(_error_cell, of), drift]
-        text.append(f"| {' | '.join(cells)} |")
-    return "\n".join(text) + "\n" + _machine(rows)
+        trained, *others = [found.get((model, phase, kernel, kind)) for kind in kinds]
+        plain = found.get((model, phase, kernel + UNSMOOTHED, kinds[0]))
+        drift = _drift_cell(trained) if trained and phase != "decode" else ""
+        lines[f"{kernel}, {model} {phase}"] = [*map(_error_cell, (trained, plain, *others)), drift]
+    return _table(headings, lines) + _machine(rows)
 
 
 def _error_cell(row: dict[str, str] | None) -> str:
@@ -296,6 +306,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "triton_decode": partial(by_shape, "triton_kernels.csv", decode=True),
     "end_to_end": end_to_end,
     "end_to_end_printed": end_to_end_printed,
+    "attention_structure": attention_structure,
     "trained_weights": trained_weights,
     "peers_from_source": partial(by_shape, "peers_from_source.csv"),
 }

@@ -63,7 +63,7 @@ def main() -> None:
                 recorded, file = f"{scratch}/{weights}", Path(scratch) / f"{weights}.jsonl"
                 run(
                     f"capture --model {model} --size tiny --weights {weights} --dtype bfloat16 "
-                    f"--max 16 --out {recorded}"
+                    f"--max 10 --out {recorded}"
                 )
                 run(
                     f"replay --dir {recorded} --kernels {arguments.kernels} --also-random "

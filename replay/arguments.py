@@ -82,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
         "--max-seconds",
         type=float,
         metavar="S",
-        help="per kernel and call; then fewer rounds (default 20; for whole models on CPUs 0.5)",
+        help="per kernel and call; then fewer rounds (default 20, on CPUs 1)",
     )
     how.add_argument(
         "--baseline-kernel", metavar="K", help="speed-ups are against it (default: the model's own)"

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from replay.workloads import Workload
 
 SECONDS = 20.0
-MODEL_SECONDS = 0.5
-"""Per kernel and call. Where the model is run as well, its own runs take the time that there is."""
+CPU_SECONDS = 1.0
+"""Per kernel and call. On a CPU calls take long, and people wait."""
 
 
 class UsageError(Exception):
@@ -349,7 +349,6 @@ def _settings(arguments: argparse.Namespace, device: torch.device) -> Settings:
     from replay.speedcheck.process import OWN
 
     of_models = bool(arguments.e2e or arguments.plan)
-    seconds = MODEL_SECONDS if of_models and device.type == "cpu" else SECONDS
     cache: Cache = arguments.cache or ("cold" if device.type == "cuda" else "warm")
     if cache == "cold" and device.type == "cpu":
         raise UsageError("--cache cold is for GPUs; CPU times are always with a warm cache")
@@ -357,7 +356,7 @@ def _settings(arguments: argparse.Namespace, device: torch.device) -> Settings:
         device=device,
         cache=cache,
         rounds=arguments.rounds,
-        max_seconds=arguments.max_seconds or seconds,
+        max_seconds=arguments.max_seconds or (CPU_SECONDS if device.type == "cpu" else SECONDS),
         seed=arguments.seed,
         baseline=arguments.baseline_kernel or (OWN if of_models else None),
         reference=arguments.reference,

@@ -6,8 +6,8 @@ What a sample is:
   so launch cost is not in it unless the host needs longer than that; `host_ms` reports that cost on
   its own. `cold` overwrites a buffer of at least twice the L2 cache before each sample, so neither
   the kernel's inputs nor its output are cached; `warm` runs the kernel once, untimed, right before.
-- On CPU: `torch.utils.benchmark.Timer`, the mean of enough calls to last a millisecond. The cache
-  is always warm.
+- On CPU: the standard library's `timeit`, the mean of enough calls to last a millisecond. The
+  cache is always warm.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
 
 import torch
-from torch.utils.benchmark import Timer
 
 from replay.gpu_state import GpuState, gpu_is_lost, read_gpu_state
 
@@ -322,10 +321,10 @@ class CudaStopwatch:
 
 
 class CpuStopwatch:
-    """`torch.utils.benchmark`, with all of torch's threads."""
+    """`timeit`, with all of torch's threads."""
 
     def __init__(self) -> None:
-        self.timers: dict[Contestant, tuple[Timer, int]] = {}
+        self.timers: dict[Contestant, tuple[timeit.Timer, int]] = {}
 
     def warm_up_ms(self, function: Function) -> float:
         return first_call(function, "cpu")[1]
@@ -333,19 +332,13 @@ class CpuStopwatch:
     def calibrate(self, contestant: Contestant) -> float:
         call_ms = min(contestant.warm_up_ms)
         number = min(int(MINIMUM_CPU_SAMPLE_MS / call_ms) + 1, MAXIMUM_CPU_CALLS)
-        timer = Timer(
-            "function()",
-            timer=timeit.default_timer,
-            globals={"function": contestant.function},
-            num_threads=torch.get_num_threads(),
-        )
+        timer = timeit.Timer("function()", globals={"function": contestant.function})
         self.timers[contestant] = (timer, number)
-        # `timeit` warms up with a hundredth of the calls, at least two.
-        return call_ms * (number + max(number // 100, 2))
+        return call_ms * number
 
     def sample(self, contestant: Contestant) -> None:
         timer, number = self.timers[contestant]
-        contestant.ms.append(timer.timeit(number).mean * 1000)
+        contestant.ms.append(timer.timeit(number) / number * 1000)
 
     def collect(self) -> None:
         """Nothing is left under way on the CPU."""

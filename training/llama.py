@@ -143,8 +143,10 @@ def main(arguments: list[str] | None = None) -> None:
                 f"trained on windows of {scale.context:,} tokens."
             ),
             "Data and licence": (
-                f"{texts.describe()}. The text ships with Python under the PSF licence; "
-                "`held_out.txt` quotes documents that were held out. Nothing was downloaded. "
+                f"{texts.describe()}. The text ships with Python: copyright © 2001 "
+                "Python Software Foundation, all rights reserved, under the PSF licence "
+                "(https://docs.python.org/3/license.html). `held_out.txt` quotes documents that "
+                "were held out. Nothing was downloaded. "
                 "The weights are under this package's licence."
             ),
             "Size": card.sizes(given.out),

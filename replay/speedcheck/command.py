@@ -77,9 +77,18 @@ def understand(arguments: argparse.Namespace, device: str) -> Wanted:
 def _text(path: str | None, captures: Sequence[CaptureRecord]) -> str | None:
     if path is None:
         return None
-    phases = {row["phase"] for capture in captures for row in capture.census["rows"]}
-    if "prefill" not in phases:
+    language = [
+        capture
+        for capture in captures
+        if any(row["phase"] == "prefill" for row in capture.census["rows"])
+    ]
+    if not language:
         raise CheckError("--text is for language models, and none is recorded here: leave it out")
+    if all(".py:" in capture.settings["model"] for capture in language):
+        raise CheckError(
+            "--text needs a model whose tokenizer is known, and a function does not say which it "
+            "has: leave it out, or capture the model's directory or name"
+        )
     try:
         text = Path(path).read_text("utf-8")
     except OSError as error:

@@ -100,7 +100,7 @@ def _run(served: Served, request: dict[str, Any], say: Say) -> None:
         state = read_gpu_state(device)
         peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
         if request["keep"] is not None:
-            _keep(runnable, result, request)
+            _keep(runnable, result, request, swap)
     say(
         ran={
             "times": times.to_json(),
@@ -111,13 +111,19 @@ def _run(served: Served, request: dict[str, Any], say: Say) -> None:
     )
 
 
-def _keep(runnable: Any, result: Any, request: dict[str, Any]) -> None:
-    """Leave the outputs in files; a language model also reads the text, while a kernel is in it."""
+def _keep(runnable: Any, result: Any, request: dict[str, Any], swap: Swap) -> None:
+    """Leave the outputs in files; a language model also reads the text, while a kernel is in it.
+
+    A kernel that answers no call of that reading, since it is for decoding, has nothing to show.
+    """
     language = runnable.language
     tensors = dict(runnable.outputs(result).tensors)
     if request["text"] is not None and language is not None and language.score is not None:
         ids = language.encode(request["text"])
-        tensors |= {"text_ids": ids, "text_logits": language.score(ids)}
+        before = swap.hits
+        logits = language.score(ids)
+        if swap.hits > before:
+            tensors |= {"text_ids": ids, "text_logits": logits}
     save_file(tensors, Path(request["keep"]))
     if request["save"] is not None:
         directory, model = request["save"]

@@ -111,6 +111,8 @@ def test_texts(refused: Refused) -> None:
             row["phase"] = "prefill"
 
     edit(prefills)
+    assert "a function does not say which" in refused(*E2E, "--text", "none.txt")
+    edit(lambda data: data["captures"][0]["settings"].update(model="."))
     Path("empty.txt").write_text(" \n")
     Path("binary.txt").write_bytes(b"\xff\xfe\x00")
     assert "cannot read --text none.txt: No such file" in refused(*E2E, "--text", "none.txt")
