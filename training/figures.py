@@ -70,26 +70,32 @@ def contact_sheet(
         columns: How many rows stand side by side.
     """
     _, height, width = rows[0][0].shape
-    row_width, row_height = width * len(rows[0]) + 6, height + 22
+    row_width = width * len(rows[0]) + 6
     font = ImageFont.load_default(11)
+    below = [_wrapped(caption, row_width - 4, font) for caption in captions]
+    row_height = height + 8 + 14 * max(caption.count("\n") + 1 for caption in below)
     lines = math.ceil(len(rows) / columns)
     sheet = Image.new("RGB", (columns * row_width, lines * row_height), "white")
     draw = ImageDraw.Draw(sheet)
-    for index, (row, caption) in enumerate(zip(rows, captions, strict=True)):
+    for index, (row, caption) in enumerate(zip(rows, below, strict=True)):
         left, top = index % columns * row_width, index // columns * row_height
         for place, picture in enumerate(row):
             sheet.paste(_image(picture), (left + place * width, top))
-        draw.text((left + 2, top + height + 3), _fit(caption, row_width, font), INK, font)
+        draw.multiline_text((left + 2, top + height + 3), caption, INK, font, spacing=1)
     # A palette is a third of the size, and enough to look at.
     sheet.quantize(128).save(path, optimize=True)
 
 
-def _fit(text: str, width: int, font: ImageFont.ImageFont | ImageFont.FreeTypeFont) -> str:
-    if font.getlength(text) <= width:
-        return text
-    while text and font.getlength(text + "…") > width:
-        text = text[:-1]
-    return text + "…"
+def _wrapped(text: str, width: int, font: ImageFont.ImageFont | ImageFont.FreeTypeFont) -> str:
+    """Broken into lines of at most so many pixels; a longer word has a line of its own."""
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".strip()
+        if font.getlength(longer) <= width or not lines[-1]:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    return "\n".join(lines)
 
 
 def _image(picture: Tensor) -> Image.Image:
