@@ -193,9 +193,11 @@ def _speedup_cell(
 def attention_structure() -> str:
     """Of each built-in model the mean over its layers, which have a line each in the file."""
     text = (results.DIRECTORY / "attention_structure.md").read_text()
-    heading, rule, *lines = [line.split("|") for line in text.splitlines()]
+    printed, _, where = text.strip().rpartition("\n\n")
+    heading, rule, *lines = [line.split("|") for line in printed.splitlines()]
     of_models = [line for line in lines if line[2].strip() == "all layers"]
-    return "".join("|".join(line[:2] + line[3:]) + "\n" for line in (heading, rule, *of_models))
+    rows = ["|".join(line[:2] + line[3:]) for line in (heading, rule, *of_models)]
+    return "\n".join((*rows, "", where, ""))
 
 
 def trained_weights() -> str:

@@ -30,7 +30,7 @@ from .runnable import Runnable
 
 PROMPT = "A red panda reads a newspaper by the sea."
 BUILT_IN_PROMPT = "a striped red circle moving right on a dark background"
-BUILT_IN_STEPS = 6  # fewer than in the model card: a video takes seconds on a CPU, and looks alike
+BUILT_IN_STEPS = 6  # a video takes seconds on a CPU; the model card says what becomes of it
 GUIDANCE_SCALE = 6.0  # above 1: every step runs the prompt and the empty prompt, a batch of 2
 
 

@@ -123,6 +123,12 @@ def build(request: Request) -> Runnable:
         vocabulary=config.vocab_size,
         passage=passage,
     )
+    if trained and input_ids.shape[1] + steps > config.max_position_embeddings:
+        raise ModelError(
+            f"the built-in {request.name} was trained on {config.max_position_embeddings:,} "
+            f"positions: {input_ids.shape[1]:,} tokens of prompt and {steps:,} new ones are more. "
+            "Use a shorter --prompt or fewer --steps"
+        )
     return generation_runnable(
         model,
         request,

@@ -21,7 +21,7 @@ import torch
 
 import models
 from capture import AttentionCall, load, record
-from training.card import table
+from training.card import machine, table
 
 QUERIES = 256  # of each call and head, evenly spread
 FEWEST_KEYS = 16  # of a causal query: entropy over fewer says little
@@ -146,6 +146,8 @@ def main(arguments: list[str] | None = None) -> None:
         rows += compare(name, given.steps)
     headings = [f"{HEADINGS[item.name]}, trained / random" for item in fields(Structure)]
     print(table(["model", "layer", *headings], rows))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    print(f"\n{machine(device)}.")
 
 
 if __name__ == "__main__":

@@ -36,9 +36,11 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents by part, in the order of their names; ``source`` says which Python's."""
+    """Documents by part, in the order of their names; ``source`` says which Python's, ``licence``
+    is the text that goes with quotes of them, empty where the library has none."""
 
     source: str
+    licence: str
     train: tuple[Document, ...]
     validation: tuple[Document, ...]
     test: tuple[Document, ...]
@@ -79,7 +81,9 @@ def read(library: Path | None = None) -> Corpus:
         part: tuple(document for document in documents if document.part == part)
         for part in ("train", "validation", "test")
     }
-    return Corpus(source, **parts)
+    file = library / "LICENSE.txt"
+    licence = file.read_text(encoding="utf-8") if file.is_file() else ""
+    return Corpus(source, licence, **parts)
 
 
 def _sources(library: Path) -> list[Document]:

@@ -29,14 +29,13 @@ _SINKS = {"circle": 0.0, "square": 0.0, "triangle": 1 / 3, "cross": 0.0}
 
 @dataclass(frozen=True)
 class Seen:
-    """A thing in a picture; ``centre`` (x, y) and ``overlap`` (0…1, of its best outline)."""
+    """A thing in a picture; ``centre`` is (x, y)."""
 
     colour: str
     shape: str
     texture: str
     centre: tuple[float, float]
     area: float
-    overlap: float
 
 
 def see(picture: Tensor) -> list[Seen]:
@@ -100,7 +99,6 @@ def _describe(colour: str, region: Tensor, brightness: Tensor) -> Seen:
         texture=_texture(region, brightness),
         centre=centre,
         area=area,
-        overlap=overlaps[shape],
     )
 
 

@@ -116,6 +116,8 @@ def main(arguments: list[str] | None = None) -> None:
     tokenizer.save_pretrained(given.out)
     prompts = held_out_text(texts.test)
     (given.out / "held_out.txt").write_text(prompts, encoding="utf-8")
+    if texts.licence:
+        (given.out / "PYTHON-LICENSE.txt").write_text(texts.licence, encoding="utf-8")
 
     # From here on what was saved, loaded as anybody would.
     saved = LlamaForCausalLM.from_pretrained(given.out, dtype=torch.bfloat16).to(given.device)
@@ -143,10 +145,9 @@ def main(arguments: list[str] | None = None) -> None:
                 f"trained on windows of {scale.context:,} tokens."
             ),
             "Data and licence": (
-                f"{texts.describe()}. The text ships with Python: copyright © 2001 "
-                "Python Software Foundation, all rights reserved, under the PSF licence "
-                "(https://docs.python.org/3/license.html). `held_out.txt` quotes documents that "
-                "were held out. Nothing was downloaded. "
+                f"{texts.describe()}. The text ships with Python, under the PSF licence "
+                "(`PYTHON-LICENSE.txt`, https://docs.python.org/3/license.html); `held_out.txt` "
+                "quotes documents that were held out. Nothing was downloaded. "
                 "The weights are under this package's licence."
             ),
             "Size": card.sizes(given.out),
@@ -157,8 +158,8 @@ def main(arguments: list[str] | None = None) -> None:
                 "text.\n\n![loss](loss.png)"
             ),
             "Measured": (
-                f"On {len(tokens['test']):,} tokens of held-out documents, with at least "
-                f"{scale.context // 2} tokens of context:\n\n"
+                f"On {len(tokens['test']):,} tokens of held-out documents, of which the model is "
+                f"asked for those with at least {scale.context // 2} tokens before them:\n\n"
                 + card.table(
                     ["", "perplexity per token", "bits per byte"],
                     [
@@ -259,8 +260,15 @@ def log_loss(
 
 
 def held_out_text(documents: tuple[Document, ...]) -> str:
-    """The beginnings of the longest held-out documents that are not tests."""
-    chosen = [document for document in documents if "test" not in document.name]
+    """The beginnings of the longest held-out documents that are not tests.
+
+    Not of asyncio, parts of which came from elsewhere under a licence of their own.
+    """
+    chosen = [
+        document
+        for document in documents
+        if "test" not in document.name and not document.name.startswith("asyncio/")
+    ]
     chosen.sort(key=lambda document: len(document.text), reverse=True)
     return "\n\n".join(
         document.text[:HELD_OUT_CHARACTERS] for document in chosen[:HELD_OUT_DOCUMENTS]

@@ -1,7 +1,8 @@
 """One training loop for every stage: seeded, within a time limit, resumable, with a progress line.
 
-A step draws all its randomness from the seed and its own number, so that a resumed run sees the
-data that an uninterrupted one would. What is kept at the end is the running average of the
+A step draws all its randomness from the seed and its own number, so that a resumed run goes on as
+an uninterrupted one would, on the same data. A stage that ends by the clock, as most do, still ends
+elsewhere each time. What is kept at the end is the running average of the
 weights, which samples and predicts better than the last ones.
 """
 
@@ -13,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +93,20 @@ def train(
     Muon updates ``matrices``, which are some of the module's parameters, and AdamW the others.
     With ``validate`` (lower is better) the averaged weights that scored best are kept instead.
     The state in ``work`` is continued where there is one; a finished stage only gives its weights.
+
+    Raises:
+        ValueError: That state is of another seed or of other settings.
     """
-    run = _Run(stage, module, matrices, device)
+    run = _Run(stage, module, matrices, device, seed)
     state = work / f"{stage.name.replace(' ', '-')}.pt"
     if state.is_file():
-        run.restore(torch.load(state, map_location=device, weights_only=True))
+        saved_state = torch.load(state, map_location=device, weights_only=True)
+        if saved_state["of"] != run.of:
+            raise ValueError(
+                f"{state} is of a run with other settings ({saved_state['of']}, not {run.of}): "
+                "use --restart, or another --work"
+            )
+        run.restore(saved_state)
     history = run.history
     progress = run.progress()
     generator = torch.Generator(device)
@@ -138,9 +148,17 @@ class _Run:
     """Weights, their average, and the optimiser: what a checkpoint holds."""
 
     def __init__(
-        self, stage: Stage, module: nn.Module, matrices: Sequence[Tensor], device: torch.device
+        self,
+        stage: Stage,
+        module: nn.Module,
+        matrices: Sequence[Tensor],
+        device: torch.device,
+        seed: int,
     ) -> None:
         self.stage = stage
+        # More time or steps may be given to a run that goes on.
+        settings = {**asdict(stage), "seed": seed}
+        self.of = {name: settings[name] for name in settings if name not in ("steps", "seconds")}
         self.module = module
         self.history = History()
         self.parameters: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
@@ -207,6 +225,7 @@ class _Run:
         temporary = path.with_suffix(".tmp")
         history = self.history
         state: dict[str, Any] = {
+            "of": self.of,
             "weights": [parameter.detach() for parameter in self.parameters],
             "average": self.average,
             "best": self.best,

@@ -89,9 +89,9 @@ def videos() -> list[Scene]:
     ]
 
 
-def words() -> list[str]:
-    """Every word a caption can have."""
-    return sorted({word for scene in pictures() + videos() for word in str(scene).split()})
+def words(scenes: Sequence[Scene]) -> list[str]:
+    """Every word of their captions."""
+    return sorted({word for scene in scenes for word in str(scene).split()})
 
 
 def split(scenes: Sequence[Scene]) -> tuple[list[Scene], list[Scene]]:

@@ -45,7 +45,7 @@ def print_checks(checks: Sequence[Checked], console: Console) -> None:
         console.print(_outcome(others))
     else:
         console.print(Text("no kernel to put into it: choose some with --kernels", "yellow"))
-    for note in (*_unpredicted(others), *(note for each in others for note in _notes(each, own))):
+    for note in (*_unpredicted(others), *(note for each in others for note in _notes(each))):
         console.print(Text(note, style="yellow"))
     console.print(Text(LEGEND, style="dim"))
     console.print()
@@ -126,7 +126,7 @@ def _unpredicted(others: Sequence[Checked]) -> list[str]:
     return [f"not predicted: {', '.join(each)}: {reason}" for reason, each in by_reason.items()]
 
 
-def _notes(checked: Checked, own: Checked) -> list[str]:
+def _notes(checked: Checked) -> list[str]:
     if checked.status != "ok":
         return [f"{checked.kernel}: {checked.reason}"]
     notes = [
@@ -139,7 +139,7 @@ def _notes(checked: Checked, own: Checked) -> list[str]:
         notes.append(f"{checked.kernel}: not in the model: {', '.join(checked.missing)}")
     seen: set[str] = set()
     for span in checked.measured:
-        fresh = [each for each in reasons(checked, own, span) if each not in seen]
+        fresh = [each for each in reasons(checked, span) if each not in seen]
         seen.update(fresh)
         where = "whole run" if span == RUN else span
         notes += [f"{checked.kernel}, {where}: {each}" for each in fresh]

@@ -79,6 +79,8 @@ class Checked:
     attention_seconds: dict[str, float] = field(default_factory=dict)
     """Of all attention calls together as the model makes them: in one forward of a phase, and in
     the whole `run`."""
+    own_attention_seconds: dict[str, float] = field(default_factory=dict)
+    """The same with the model's own attention, in the same process."""
     busy_seconds: dict[str, float] = field(default_factory=dict)
     """How long a GPU works in one forward of a phase; the rest of it waits for the host."""
     sm_clock_mhz: float | None = None
@@ -238,6 +240,7 @@ def _checked(
         checked.log = lane.failure.log
         return checked
     _fill_in_runs(checked, lane)
+    checked.own_attention_seconds = _attention_seconds(own.inside)
     own_spans = spans(own.runs)
     for span, seconds in spans(lane.runs).items():
         before = own_spans.get(span, [])
@@ -282,13 +285,18 @@ def _fill_in_runs(checked: Checked, lane: _Lane) -> None:
     states = [run.gpu for run in lane.runs if run.gpu is not None]
     checked.sm_clock_mhz = _median([state.sm_clock_mhz for state in states])
     checked.power_w = _median([state.power_w for state in states])
-    if lane.inside is None:
-        return
-    times = lane.inside.times
-    checked.attention_seconds = {RUN: sum(times.attention.values())}
-    for phase, forwards in times.forwards.items():
-        checked.attention_seconds[phase] = times.attention.get(phase, 0.0) / len(forwards)
+    checked.attention_seconds = _attention_seconds(lane.inside)
     checked.busy_seconds = _busy_seconds(lane.inside)
+
+
+def _attention_seconds(inside: Run | None) -> dict[str, float]:
+    if inside is None:
+        return {}
+    attention = inside.times.attention
+    found = {RUN: sum(attention.values())}
+    for phase, forwards in inside.times.forwards.items():
+        found[phase] = attention.get(phase, 0.0) / len(forwards)
+    return found
 
 
 def _busy_seconds(inside: Run | None) -> dict[str, float]:

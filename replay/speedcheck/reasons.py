@@ -9,14 +9,11 @@ SCATTERED = 2.0
 """p90 / p10 of a replayed call beyond what a machine to oneself shows."""
 
 
-def reasons(checked: Checked, own: Checked, span: str = RUN) -> list[str]:
+def reasons(checked: Checked, span: str = RUN) -> list[str]:
     """What is known that could explain the difference, a sentence each.
 
     Empty where the prediction lies inside the measured interval, or so near that nobody minds; a
     single sentence where it does not and nothing is known that would explain it.
-
-    Args:
-        own: the same model with its own attention.
     """
     predicted, measured = checked.predicted(span), checked.measured.get(span)
     if predicted is None or predicted.speedup is None or predicted.new_seconds is None:
@@ -32,7 +29,7 @@ def reasons(checked: Checked, own: Checked, span: str = RUN) -> list[str]:
         *_not_recorded(predicted),
         *_scatter(predicted),
         *_waits(checked, predicted, span),
-        *_attention(checked, own, predicted, span),
+        *_attention(checked, predicted, span),
         *_copies(checked, span),
         *_clocks(checked, predicted),
     ]
@@ -90,20 +87,21 @@ def _waits(checked: Checked, predicted: Span, span: str) -> list[str]:
     ]
 
 
-def _attention(checked: Checked, own: Checked, predicted: Span, span: str) -> list[str]:
+def _attention(checked: Checked, predicted: Span, span: str) -> list[str]:
     """What the calls cost in the model against what the replay says, with both kernels."""
-    before, after = own.attention_seconds.get(span), checked.attention_seconds.get(span)
+    before = checked.own_attention_seconds.get(span)
+    after = checked.attention_seconds.get(span)
     if before is None or after is None or predicted.saved_seconds is None:
         return []
     assert predicted.new_seconds is not None
     unlike = (before - after) - predicted.saved_seconds
     if abs(unlike) < NOTABLE * predicted.new_seconds.value:
-        measured = checked.measured[span].ms.p50 / 1000
+        rest = checked.measured[span].ms.p50 / 1000 - after
         return [
-            f"attention changed by {_ms(after - before, '+')} as the replay says "
-            f"({_ms(-predicted.saved_seconds, '+')}), so the rest of the model ran at another "
-            f"speed: {_ms(own.measured[span].ms.p50 / 1000 - before)} with its own attention, "
-            f"{_ms(measured - after)} with the kernel"
+            f"attention changed by {_ms(after - before, '+')} in the model and by "
+            f"{_ms(-predicted.saved_seconds, '+')} in the replay, which is not the difference: the "
+            f"rest of the model took {_ms(predicted.old_seconds.value - before)} with its own "
+            f"attention and {_ms(rest)} with the kernel"
         ]
     return [
         f"attention went from {_ms(before)} to {_ms(after)} in the model, from "

@@ -15,6 +15,7 @@ from huggingface_hub import HfApi
 
 import models
 from models import built_in
+from training import judge, shapes
 
 Tiny = Callable[[str], models.Runnable]
 Calls = list[tuple[torch.Tensor, torch.Tensor]]
@@ -164,13 +165,45 @@ def test_trained_attention_is_more_structured_than_random(
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_trained_weights_load_without_a_network(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
     def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("the network was asked for")
+        asked.append("for the network")
+        raise OSError("there is no network")
 
     monkeypatch.setattr(HfApi, "model_info", refuse)
     monkeypatch.setattr(socket.socket, "connect", refuse)
     runnable = models.load(name, size="tiny", device="cpu", steps=1)
     assert runnable.settings["weights"] == "pretrained"
+    assert asked == []
+
+
+def test_the_trained_language_model_knows_python() -> None:
+    runnable = models.load("llama", size="tiny", device="cpu", steps=1)
+    language, directory = runnable.language, built_in.trained("llama")
+    assert directory is not None
+    assert language is not None
+    assert language.score is not None
+    ids = language.encode((directory / "held_out.txt").read_text(encoding="utf-8"))
+    logits = language.score(ids)[:-1].float()
+    perplexity = torch.nn.functional.cross_entropy(logits, ids[0, 1 : len(logits) + 1]).exp()
+    assert 2 < perplexity < 10  # a guess would have 2,048
+
+
+def test_more_positions_than_the_trained_language_model_knows() -> None:
+    with pytest.raises(models.ModelError, match="was trained on 1,152 positions: 1 tokens of"):
+        models.load("llama", size="tiny", device="cpu", steps=2000)
+
+
+@pytest.mark.parametrize(("name", "whole"), [("flux", "images"), ("cogvideo", "frames")])
+def test_the_trained_pictures_are_what_the_caption_says(name: str, whole: str) -> None:
+    runnable = models.load(name, size="tiny", device="cpu")
+    frames = runnable.outputs(runnable.run()).tensors[whole]
+    caption = str(runnable.settings["prompt"])
+    (scene,) = [each for each in (*shapes.pictures(), *shapes.videos()) if str(each) == caption]
+    rates = judge.rates([scene], [judge.watch(frames)])
+    told = "layout" if name == "flux" else "motion"
+    assert rates["colours"] == rates[told] == 1
 
 
 @pytest.mark.parametrize("name", TRAINED)

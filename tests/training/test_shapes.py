@@ -97,7 +97,7 @@ def test_an_empty_picture_has_nothing_and_fails_every_caption() -> None:
 
 
 def test_each_word_of_a_caption_is_one_token_and_other_text_is_spelt() -> None:
-    words = shapes.words()
+    words = shapes.words(shapes.pictures() + shapes.videos())
     t5, clip = t5_tokenizer(words), clip_tokenizer(77, words)
     assert all(len(t5.tokenize(word)) == 1 for word in words)
     assert sum(len(clip.tokenize(word)) == 1 for word in words) >= len(words) - 2
