@@ -208,11 +208,11 @@ def trained_weights() -> str:
     headings = ["kernel", kinds[0], "K not smoothed", *kinds[1:], "trained model's output"]
     lines: dict[str, list[str]] = {}
     for model, phase, kernel in dict.fromkeys(key[:3] for key in found):
-        if kernel.startswith("torch-") or kernel.endswith(UNSMOOTHED):
-            continue
+        if kernel in ("torch-default", "torch-cudnn") or kernel.endswith(UNSMOOTHED):
+            continue  # the model's own; and what has a column beside its sibling
         trained, *others = [found.get((model, phase, kernel, kind)) for kind in kinds]
         plain = found.get((model, phase, kernel + UNSMOOTHED, kinds[0]))
-        drift = _drift_cell(trained) if trained and phase != "decode" else ""
+        drift = _drift_cell(trained, phase) if trained else ""
         lines[f"{kernel}, {model} {phase}"] = [*map(_error_cell, (trained, plain, *others)), drift]
     return _table(headings, lines) + _machine(rows)
 
@@ -224,7 +224,10 @@ def _error_cell(row: dict[str, str] | None) -> str:
     return f"{median:.2g} ({worst:.2g})"
 
 
-def _drift_cell(row: dict[str, str]) -> str:
+def _drift_cell(row: dict[str, str], phase: str) -> str:
+    if phase == "decode":
+        kl, tokens = row["drift.generated_kl"], row["drift.generated_compared"]
+        return f"KL {float(kl):.2g} over {tokens} tokens" if kl else ""
     if row["drift.perplexity"]:
         before, after = (float(row[f"drift.{name}perplexity"]) for name in ("baseline_", ""))
         return f"perplexity {before:.3f} → {after:.3f}"

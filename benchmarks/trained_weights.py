@@ -25,11 +25,15 @@ from replay.synthetic import NO_WEIGHTS
 
 MODELS = ("cogvideo", "flux", "llama")
 KERNELS = (
-    "torch-default,?age1,triton-sage,triton-sage[smooth_k=off],triton-fp8,triton-fp8[smooth_k=off],"
-    "triton-sage-fp8,triton-sage-fp8[smooth_k=off],triton-sparse-decode"
+    "torch-default,torch-flash,?age1,triton-sage,triton-sage[smooth_k=off],"
+    "triton-fp8,triton-fp8[smooth_k=off],triton-sage-fp8,triton-sage-fp8[smooth_k=off],"
+    "triton-sparse-decode"
 )
 VALUES = {"pretrained": "trained weights", "random": "random weights"}
-DRIFT = ("relative_l1", "psnr", "ssim", "kl", "top1_agreement", "baseline_perplexity", "perplexity")
+DRIFT = (
+    *("relative_l1", "psnr", "ssim", "kl", "top1_agreement", "baseline_perplexity", "perplexity"),
+    *("generated_kl", "generated_compared"),
+)
 MACHINE = ("device", "torch", "cuda", "triton")
 COLUMNS = (
     "model",
@@ -41,6 +45,7 @@ COLUMNS = (
     "relative_l1.median",
     "relative_l1.worst",
     "cosine.worst",
+    "drift.status",
     *(f"drift.{name}" for name in DRIFT),
     *(f"machine.{name}" for name in MACHINE),
 )
@@ -76,15 +81,18 @@ def main() -> None:
                 f"replay --dir {scratch}/pretrained --kernels {arguments.kernels} {text} --e2e "
                 f"--max-seconds 0.1 --model-rounds 3 --e2e-json {checks}"
             )
-            drift = {checked["kernel"]: checked["drift"] for checked in results.read_jsonl(checks)}
-            lines += summary(rows, drift)
+            lines += summary(rows, {each["kernel"]: each for each in results.read_jsonl(checks)})
             write(lines, arguments.out)  # each time: a run cut short keeps the rest
 
 
 def summary(
-    rows: list[dict[str, Any]], drift: dict[str, dict[str, float | None]]
+    rows: list[dict[str, Any]], checks: dict[str, dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """Errors over the calls of each kind; what became of the trained model's output beside them."""
+    """Errors over the calls of each kind; what became of the trained model's output beside them.
+
+    Args:
+        checks: by kernel, what `--e2e-json` tells of the trained model.
+    """
     groups: dict[Key, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         if row["status"] not in ("unavailable", "unsupported"):
@@ -96,7 +104,8 @@ def summary(
         if not errors:
             continue
         machine = group[0]["machine"]
-        became = drift.get(kernel, {}) if values == VALUES["pretrained"] else {}
+        became = checks.get(kernel) if values == VALUES["pretrained"] else None
+        drift = {} if became is None else became["drift"]
         yield {
             "model": model,
             "phase": phase,
@@ -107,7 +116,8 @@ def summary(
             "relative_l1.median": statistics.median(each["relative_l1"] for each in errors),
             "relative_l1.worst": max(each["relative_l1"] for each in errors),
             "cosine.worst": min(each["cosine"] for each in errors),
-            **{f"drift.{name}": became.get(name) for name in DRIFT},
+            "drift.status": None if became is None else became["status"],
+            **{f"drift.{name}": drift.get(name) for name in DRIFT},
             **{f"machine.{name}": machine.get(name) for name in MACHINE},
         }
 
