@@ -126,8 +126,8 @@ def build(request: Request) -> Runnable:
     if trained and input_ids.shape[1] + steps > config.max_position_embeddings:
         raise ModelError(
             f"the built-in {request.name} was trained on {config.max_position_embeddings:,} "
-            f"positions: {input_ids.shape[1]:,} tokens of prompt and {steps:,} new ones are more. "
-            "Use a shorter --prompt or fewer --steps"
+            f"positions, fewer than {input_ids.shape[1] + steps:,} tokens of prompt and output: "
+            "use fewer --steps or a shorter --prompt"
         )
     return generation_runnable(
         model,

@@ -191,8 +191,10 @@ def test_the_trained_language_model_knows_python() -> None:
 
 
 def test_more_positions_than_the_trained_language_model_knows() -> None:
-    with pytest.raises(models.ModelError, match="was trained on 1,152 positions: 1 tokens of"):
+    with pytest.raises(models.ModelError, match="1,152 positions, fewer than 2,001 tokens"):
         models.load("llama", size="tiny", device="cpu", steps=2000)
+    with pytest.raises(models.ModelError, match="use fewer --steps or a shorter --prompt"):
+        models.load("llama", size="tiny", device="cpu", prompt="return " * 2000)
 
 
 @pytest.mark.parametrize(("name", "whole"), [("flux", "images"), ("cogvideo", "frames")])

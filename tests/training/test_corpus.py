@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from training import corpus
+from training import corpus, llama
 from training.ngram import KneserNey
 
 
@@ -49,6 +49,15 @@ def test_it_says_whose_library_it_is(text: corpus.Corpus, tmp_path: Path) -> Non
     (other / "one.py").write_text("print(1)\n" * 100, encoding="utf-8")
     assert f"Python {platform.python_version()}: " in text.describe()
     assert "python2.7.18: " in corpus.read(other).describe()
+    assert corpus.read(other).licence == ""
+    (other / "LICENSE.txt").write_text("terms", encoding="utf-8")
+    assert corpus.read(other).licence == "terms"
+
+
+def test_what_is_quoted_is_neither_a_test_nor_partly_of_another_licence() -> None:
+    names = ("one.py", "test/two.py", "asyncio/three.py", "four.py")
+    quoted = llama.held_out_text(tuple(corpus.Document(name, f"[{name}]") for name in names))
+    assert sorted(quoted.split("\n\n")) == ["[four.py]", "[one.py]"]
 
 
 def test_probabilities_sum_to_one_after_known_and_unknown_contexts() -> None:

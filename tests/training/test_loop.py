@@ -161,3 +161,13 @@ def test_progress_rises_to_one_and_the_learning_rate_falls(
     assert rates[12] == pytest.approx(0.01 + 0.99 * 0.5)
     assert rates[2:] == sorted(rates[2:], reverse=True)
     assert 0.01 < rates[-1] < 0.02
+
+
+@pytest.mark.usefixtures("saves_every_step")
+def test_a_checkpoint_of_other_settings_is_not_continued(tmp_path: Path) -> None:
+    run(tmp_path)
+    for other in ({"seed": 1}, {"stage": replace(STAGE, learning_rate=STAGE.learning_rate / 2)}):
+        with pytest.raises(ValueError, match=r"other settings .* use --restart"):
+            run(tmp_path, **other)  # type: ignore[arg-type]
+    longer = replace(STAGE, steps=STAGE.steps + 5)
+    assert run(tmp_path, stage=longer)[1].steps == longer.steps

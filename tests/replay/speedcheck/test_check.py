@@ -88,7 +88,8 @@ class Pretended:
         self.build()
         self.log.append(f"({variant.name})")
         self.waits = waits
-        return self._ran(self.seconds, self.busy, attention=2.0)
+        attention = 3.0 if variant is BASELINE else 2.0
+        return self._ran(self.seconds, self.busy, attention)
 
     def close(self) -> None:
         self.closed = True
@@ -140,6 +141,7 @@ def test_runs_are_warm_interleaved_and_looked_into_last() -> None:
         assert predicted.new_seconds.value == pytest.approx(0.52)
         assert each.prediction_error(RUN) == pytest.approx(1 / 0.52 / 2 - 1)
         assert each.attention_seconds == {RUN: 2.0, "denoise": 0.5}
+        assert each.own_attention_seconds == {RUN: 3.0, "denoise": 0.75}
         assert each.busy_seconds == {}
     assert process.waits == {"denoise": 0.25}
 
