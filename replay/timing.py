@@ -4,8 +4,9 @@ What a sample is:
 - On CUDA: GPU time between two events on the stream, from the moment it reaches the kernel until
   the kernel ends. The GPU is kept busy (by a wait, and by the cache flush) while the host enqueues,
   so launch cost is not in it unless the host needs longer than that; `host_ms` reports that cost on
-  its own. `cold` overwrites a buffer of at least twice the L2 cache before each sample, so neither
-  the kernel's inputs nor its output are cached; `warm` runs the kernel once, untimed, right before.
+  its own, after other work as a model has it (`replay.host_work`). `cold` overwrites a buffer of at
+  least twice the L2 cache before each sample, so neither the kernel's inputs nor its output are
+  cached; `warm` runs the kernel once, untimed, right before.
 - On CPU: the standard library's `timeit`, the mean of enough calls to last a millisecond. The
   cache is always warm.
 """
@@ -24,6 +25,7 @@ from typing import Literal, Protocol, TypeVar
 import torch
 
 from replay.gpu_state import GpuState, gpu_is_lost, read_gpu_state
+from replay.host_work import RestOfLayer
 
 Function = Callable[[], object]
 Cache = Literal["cold", "warm"]
@@ -269,6 +271,8 @@ class CudaStopwatch:
     def __init__(self, device: torch.device, cache: Cache) -> None:
         self.device = device
         self.cache = cache
+        self.rest_of_layer = RestOfLayer(device)
+        self.rest_of_layer()  # what libraries set up at their first call is not a kernel's doing
         self.wait_cycles: dict[Contestant, int] = {}
         self.pending: list[tuple[Contestant, float, torch.cuda.Event, torch.cuda.Event]] = []
         if cache == "cold":
@@ -280,6 +284,7 @@ class CudaStopwatch:
         return first_call(function, self.device)[1]
 
     def calibrate(self, contestant: Contestant) -> float:
+        self.rest_of_layer()
         start = time.perf_counter()
         contestant.function()
         host_ms = (time.perf_counter() - start) * 1000
@@ -296,6 +301,7 @@ class CudaStopwatch:
             end = torch.cuda.Event(enable_timing=True)
             if self.cache == "warm":
                 contestant.function()
+            self.rest_of_layer()
             torch.cuda._sleep(self.wait_cycles[contestant])
             if self.cache == "cold":
                 self.flush.zero_()
