@@ -81,6 +81,8 @@ class Checked:
     the whole `run`."""
     own_attention_seconds: dict[str, float] = field(default_factory=dict)
     """The same with the model's own attention, in the same process."""
+    more_launch_seconds: dict[str, float] = field(default_factory=dict)
+    """What the host needs more for them than with the model's own attention, on a GPU."""
     busy_seconds: dict[str, float] = field(default_factory=dict)
     """How long a GPU works in one forward of a phase; the rest of it waits for the host."""
     sm_clock_mhz: float | None = None
@@ -240,7 +242,11 @@ def _checked(
         checked.log = lane.failure.log
         return checked
     _fill_in_runs(checked, lane)
-    checked.own_attention_seconds = _attention_seconds(own.inside)
+    checked.own_attention_seconds = _of_calls(own.inside, "attention")
+    launch, own_launch = _of_calls(lane.inside, "launch"), _of_calls(own.inside, "launch")
+    checked.more_launch_seconds = {
+        span: launch[span] - own_launch[span] for span in launch if span in own_launch
+    }
     own_spans = spans(own.runs)
     for span, seconds in spans(lane.runs).items():
         before = own_spans.get(span, [])
@@ -285,18 +291,20 @@ def _fill_in_runs(checked: Checked, lane: _Lane) -> None:
     states = [run.gpu for run in lane.runs if run.gpu is not None]
     checked.sm_clock_mhz = _median([state.sm_clock_mhz for state in states])
     checked.power_w = _median([state.power_w for state in states])
-    checked.attention_seconds = _attention_seconds(lane.inside)
+    checked.attention_seconds = _of_calls(lane.inside, "attention")
     checked.busy_seconds = _busy_seconds(lane.inside)
 
 
-def _attention_seconds(inside: Run | None) -> dict[str, float]:
-    if inside is None:
+def _of_calls(inside: Run | None, what: str) -> dict[str, float]:
+    """Seconds of all attention calls (`attention`, `launch`) in one forward of each phase, and in
+    the whole `RUN`; empty where they were not measured."""
+    seconds = {} if inside is None else getattr(inside.times, what)
+    if not seconds or inside is None:
         return {}
-    attention = inside.times.attention
-    found = {RUN: sum(attention.values())}
-    for phase, forwards in inside.times.forwards.items():
-        found[phase] = attention.get(phase, 0.0) / len(forwards)
-    return found
+    forwards = inside.times.forwards.items()
+    return {RUN: sum(seconds.values())} | {
+        phase: seconds.get(phase, 0.0) / len(each) for phase, each in forwards
+    }
 
 
 def _busy_seconds(inside: Run | None) -> dict[str, float]:

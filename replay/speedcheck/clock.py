@@ -44,6 +44,8 @@ class RunTimes:
     """Tokens that a forward reads (prefill) or makes (decode), over the batch."""
     attention: dict[str, float] = field(default_factory=dict)
     """Of all attention calls together, by phase and `OUTSIDE`, where they were timed."""
+    launch: dict[str, float] = field(default_factory=dict)
+    """What the host needs for these calls, on CUDA only: elsewhere it is the call."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -77,7 +79,7 @@ class Clock:
         self._on_gpu = device.type == "cuda"
         self._alive = alive
         self._inside = _Inside()
-        self._calls: list[tuple[str, Any, Any]] = []
+        self._calls: list[tuple[str, Any, Any, float]] = []
 
     @contextlib.contextmanager
     def running(self, waits: Mapping[str, float] | None = None) -> Iterator[RunTimes]:
@@ -120,8 +122,10 @@ class Clock:
         for phase, begin, end, waited in marks:
             seconds = self._between(begin, end) - sum(self._between(*each) for each in waited)
             times.forwards.setdefault(phase, []).append(seconds)
-        for phase, begin, end in self._calls:
+        for phase, begin, end, host in self._calls:
             times.attention[phase] = times.attention.get(phase, 0.0) + self._between(begin, end)
+            if self._on_gpu:
+                times.launch[phase] = times.launch.get(phase, 0.0) + host
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
@@ -134,9 +138,11 @@ class Clock:
                 torch.cuda._sleep(int(1000 * seconds * CYCLES_PER_MS))
             asleep, start, inside.wait = start, self._now(), None
             inside.waited.append((asleep, start))
+        host_start = time.perf_counter()
         yield
+        host = time.perf_counter() - host_start
         phase = inside.begun[-1][0] if inside.begun else OUTSIDE
-        self._calls.append((phase, start, self._now()))
+        self._calls.append((phase, start, self._now(), host))
 
     def _now(self) -> Any:
         if not self._on_gpu:

@@ -81,6 +81,8 @@ def _waits(checked: Checked, predicted: Span, span: str) -> list[str]:
         ]
     more = predicted.clues.more_launch_seconds
     costs = "" if more is None else f", and the kernel takes {_ms(more, '+')} more to launch"
+    if more is not None and (in_model := checked.more_launch_seconds.get(span)) is not None:
+        costs += f" by the replay and {_ms(in_model, '+')} in the model"
     return [
         f"the GPU waits for the host {100 * predicted.waiting_share:.0f} % of the time{costs}: "
         "what attention saves there is not gained"

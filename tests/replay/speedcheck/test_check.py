@@ -88,8 +88,10 @@ class Pretended:
         self.build()
         self.log.append(f"({variant.name})")
         self.waits = waits
-        attention = 3.0 if variant is BASELINE else 2.0
-        return self._ran(self.seconds, self.busy, attention)
+        run = self._ran(self.seconds, self.busy, attention=3.0 if variant is BASELINE else 2.0)
+        if self.busy is not None:  # on a GPU
+            run.times.launch["denoise"] = 0.4 if variant is BASELINE else 0.6
+        return run
 
     def close(self) -> None:
         self.closed = True
@@ -208,6 +210,7 @@ def test_a_gpu_that_waits_for_its_host() -> None:
     process = Pretended(busy=0.1)
     own, a = checked(process, "a")
     assert own.busy_seconds == {"denoise": 0.1}
+    assert a.more_launch_seconds == pytest.approx({RUN: 0.2, "denoise": 0.05})
     predicted = a.predicted("denoise")
     assert predicted is not None
     assert predicted.waiting_share == pytest.approx(0.6)

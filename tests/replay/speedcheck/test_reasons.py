@@ -97,6 +97,9 @@ def test_a_gpu_that_waits_for_the_host() -> None:
         "what attention saves there is not gained" in found
     )
     assert not any("waits" in each for each in reasons(made(clues=clues)))
+    checked = made(waiting_share=0.6, clues=clues)
+    checked.more_launch_seconds = {RUN: 0.005}
+    assert any("+3 ms more to launch by the replay and +5 ms in" in e for e in reasons(checked))
 
 
 def test_attention_costs_something_else_in_the_model() -> None:
