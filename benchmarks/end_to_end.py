@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--kernels", default=KERNELS)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--size", default="full", help="tiny: to try it out")
-    parser.add_argument("--rounds", type=int, default=5, help="timed runs of a model by kernel")
+    parser.add_argument("--rounds", type=int, default=8, help="timed runs of a model by kernel")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "end_to_end.csv")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=PYTHON")
     arguments = parser.parse_args()

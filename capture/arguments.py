@@ -18,3 +18,10 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number, at least 1, not {text}")
     return int(text)
+
+
+def natural(text: str) -> int:
+    """A whole number, 0 included, for `add_argument(type=…)`."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number, 0 or more, not {text}")
+    return int(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from capture.arguments import OneSentenceParser, positive
+from capture.arguments import OneSentenceParser, natural, positive
 from replay.report import METRICS
 from replay.speedcheck.arguments import add_arguments
 
@@ -78,6 +78,13 @@ def parser() -> argparse.ArgumentParser:
     how = made.add_argument_group("how to measure")
     how.add_argument("--cache", choices=["cold", "warm"], help="L2 cache (default: cold on a GPU)")
     how.add_argument("--rounds", type=positive, default=30, help="samples a kernel (default 30)")
+    how.add_argument(
+        "--calls-before",
+        type=natural,
+        metavar="N",
+        help="untimed calls of the same kernel before each sample, as in a model (default 0; on a "
+        "GPU with --e2e or --plan 4)",
+    )
     how.add_argument(
         "--max-seconds",
         type=float,

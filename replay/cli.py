@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 SECONDS = 20.0
 CPU_SECONDS = 1.0
+CALLS_BEFORE = 4
+"""Untimed calls before each sample where a GPU's times are to predict a model's."""
 """Per kernel and call. On a CPU calls take long, and people wait."""
 
 
@@ -180,7 +182,9 @@ def _print_tables(
     versions = ", ".join(
         f"{name} {machine[name]}" for name in ("torch", "cuda", "triton") if name in machine
     )
-    console.print(f"{machine['device']} · {versions} · {settings.cache} cache")
+    before = settings.calls_before
+    lead = f" · {before} calls before each sample" if before else ""
+    console.print(f"{machine['device']} · {versions} · {settings.cache} cache{lead}")
     console.print()
     print_report(
         rows,
@@ -352,10 +356,14 @@ def _settings(arguments: argparse.Namespace, device: torch.device) -> Settings:
     cache: Cache = arguments.cache or ("cold" if device.type == "cuda" else "warm")
     if cache == "cold" and device.type == "cpu":
         raise UsageError("--cache cold is for GPUs; CPU times are always with a warm cache")
+    calls_before = arguments.calls_before
+    if calls_before is None:
+        calls_before = CALLS_BEFORE if of_models and device.type == "cuda" else 0
     return Settings(
         device=device,
         cache=cache,
         rounds=arguments.rounds,
+        calls_before=calls_before,
         max_seconds=arguments.max_seconds or (CPU_SECONDS if device.type == "cpu" else SECONDS),
         seed=arguments.seed,
         baseline=arguments.baseline_kernel or (OWN if of_models else None),

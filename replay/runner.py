@@ -69,7 +69,7 @@ def replay(
             call = workload.load(settings.device)
             if on_loaded is not None:
                 on_loaded(_facts(workload, call))
-            with torch.inference_mode():
+            with torch.no_grad():  # as models run: inference mode would make launches cheaper
                 rows = _replay_call(workload, call, kernels, settings, report)
         except DatasetError as error:
             rows = [Row("", CallFacts(workload.name), "error", str(error))]
@@ -164,6 +164,7 @@ def _time(
             settings.device,
             cache=settings.cache,
             rounds=settings.rounds,
+            calls_before=settings.calls_before,
             seed=settings.seed,
             max_seconds=settings.max_seconds,
             on_sample=lambda name: on_sample(name.removesuffix(" core")),

@@ -20,6 +20,8 @@ class Settings:
     rounds: int = 30
     max_seconds: float = 20.0
     """Time for the samples of one kernel on one call; a slow kernel gets fewer rounds."""
+    calls_before: int = 0
+    """Untimed calls of the same kernel before each sample, as a model's other layers make them."""
     seed: int = 0
     baseline: str | None = None
     """Kernel the speed-ups are against; None is the backend the model used."""

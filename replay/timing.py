@@ -9,10 +9,15 @@ What a sample is:
   cached; `warm` runs the kernel once, untimed, right before.
 - On CPU: the standard library's `timeit`, the mean of enough calls to last a millisecond. The
   cache is always warm.
+
+In a model the layer before ran the same kernel; here another kernel did. `calls_before` puts calls
+of the same one before each sample. That matters for launches, and on a GPU at its power limit: its
+clock needs some 40 ms to settle at what a kernel draws (`benchmarks/NOTES.md`).
 """
 
 from __future__ import annotations
 
+import gc
 import random
 import statistics
 import time
@@ -116,6 +121,7 @@ def measure(
     *,
     cache: Cache = "cold",
     rounds: int = 30,
+    calls_before: int = 0,
     seed: int = 0,
     max_seconds: float = 20.0,
     on_progress: Progress | None = None,
@@ -129,7 +135,8 @@ def measure(
     `MINIMUM_ROUNDS`. One that raises is dropped with its exception, and the others go on. A CUDA
     error that makes the whole process unusable is raised; `on_sample` is told who is next before
     every warm-up and sample, and with `careful` each sample ends before the next begins, so that
-    the last one named is the one that did it.
+    the last one named is the one that did it. So many untimed `calls_before` each sample are of the
+    same contestant.
 
     Raises:
         ValueError: `cache="cold"` on the CPU, a device that is neither CPU nor CUDA, no rounds.
@@ -137,7 +144,7 @@ def measure(
     device = torch.device(device)
     if rounds < 1:
         raise ValueError(f"{rounds} rounds measure nothing: ask for at least one")
-    stopwatch = _stopwatch(device, cache)
+    stopwatch = _stopwatch(device, cache, calls_before)
     entered = {name: Contestant(function, name) for name, function in contestants.items()}
     report = on_progress or (lambda stage, done, total: None)
     announce = on_sample or (lambda name: None)
@@ -234,6 +241,7 @@ def peak_bytes(function: Function, device: torch.device | str) -> int | None:
         return None
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
+    gc.collect()  # what is collected during the call would hide what the call needs
     before = torch.cuda.memory_allocated(device)
     result = function()
     torch.cuda.synchronize(device)
@@ -250,14 +258,14 @@ def _is_warm(times: list[float]) -> bool:
     return min(times[-STEADY_CALLS:]) >= min(times[:-STEADY_CALLS]) * (1 - STEADY_GAIN)
 
 
-def _stopwatch(device: torch.device, cache: Cache) -> Stopwatch:
+def _stopwatch(device: torch.device, cache: Cache, calls_before: int) -> Stopwatch:
     if device.type == "cuda":
-        return CudaStopwatch(device, cache)
+        return CudaStopwatch(device, cache, calls_before)
     if device.type != "cpu":
         raise ValueError(f"cannot time on {device}: only CPU and CUDA devices have a stopwatch")
     if cache == "cold":
         raise ValueError('on the CPU the cache is always warm: ask for cache="warm"')
-    return CpuStopwatch()
+    return CpuStopwatch(calls_before)
 
 
 def _synchronize(device: torch.device | str) -> None:
@@ -268,9 +276,10 @@ def _synchronize(device: torch.device | str) -> None:
 class CudaStopwatch:
     """CUDA events around each call, on the device's current stream."""
 
-    def __init__(self, device: torch.device, cache: Cache) -> None:
+    def __init__(self, device: torch.device, cache: Cache, calls_before: int) -> None:
         self.device = device
         self.cache = cache
+        self.calls_before = max(calls_before, 1) if cache == "warm" else calls_before
         self.rest_of_layer = RestOfLayer(device)
         self.rest_of_layer()  # what libraries set up at their first call is not a kernel's doing
         self.wait_cycles: dict[Contestant, int] = {}
@@ -292,15 +301,16 @@ class CudaStopwatch:
         # Twice, since the host is slower when it enqueues on a busy GPU from cold caches.
         wait_ms = min(2 * host_ms, MAXIMUM_WAIT_MS)
         self.wait_cycles[contestant] = int(wait_ms * CYCLES_PER_MS)
-        calls = 1 if self.cache == "cold" else 2
-        return calls * min(contestant.warm_up_ms) + wait_ms
+        return (self.calls_before + 1) * min(contestant.warm_up_ms) + wait_ms
 
     def sample(self, contestant: Contestant) -> None:
         with torch.cuda.device(self.device):
             start = torch.cuda.Event(enable_timing=True)
             end = torch.cuda.Event(enable_timing=True)
-            if self.cache == "warm":
+            for _ in range(self.calls_before):
                 contestant.function()
+            if self.calls_before:  # else the host would run ahead as far as the queue is long
+                torch.cuda.synchronize(self.device)
             self.rest_of_layer()
             torch.cuda._sleep(self.wait_cycles[contestant])
             if self.cache == "cold":
@@ -329,7 +339,8 @@ class CudaStopwatch:
 class CpuStopwatch:
     """`timeit`, with all of torch's threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, calls_before: int) -> None:
+        self.calls_before = calls_before
         self.timers: dict[Contestant, tuple[timeit.Timer, int]] = {}
 
     def warm_up_ms(self, function: Function) -> float:
@@ -340,10 +351,12 @@ class CpuStopwatch:
         number = min(int(MINIMUM_CPU_SAMPLE_MS / call_ms) + 1, MAXIMUM_CPU_CALLS)
         timer = timeit.Timer("function()", globals={"function": contestant.function})
         self.timers[contestant] = (timer, number)
-        return call_ms * number
+        return call_ms * (self.calls_before + number)
 
     def sample(self, contestant: Contestant) -> None:
         timer, number = self.timers[contestant]
+        for _ in range(self.calls_before):
+            contestant.function()
         contestant.ms.append(timer.timeit(number) / number * 1000)
 
     def collect(self) -> None:

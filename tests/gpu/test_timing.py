@@ -68,6 +68,21 @@ def test_one_that_raises_is_dropped() -> None:
     assert len(samples["plain"].ms) == 5
 
 
+def test_calls_before_a_sample_are_over_when_it_begins() -> None:
+    calls = 0
+
+    def function() -> None:
+        nonlocal calls
+        calls += 1
+        torch.cuda.synchronize()  # as kernels that plan on the host do
+        spin(20)()
+
+    samples = measure({"one": function}, "cuda", rounds=5, calls_before=3)["one"]
+    assert calls == samples.warm_up_calls + 1 + 5 * 4
+    assert samples.host_ms is not None
+    assert samples.host_ms < statistics.median(samples.ms) / 2
+
+
 def test_first_call_waits_for_the_result() -> None:
     data = torch.zeros(1, device="cuda")
 

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 
 import replay as replay_package
+from replay.arguments import parser
+from replay.cli import _settings
 from replay.registry import Kernel
 from replay.results import FIELDS
 
@@ -101,6 +103,7 @@ def test_wrong_usage_is_one_sentence_with_the_remedy(
     [
         ("--suite", "nope"),
         ("--rounds", "0"),
+        ("--calls-before", "-1"),
         ("--random", "--suite", "llama"),
         (*SHAPE, "--keep", "0"),
         (*SHAPE, "--page-size", "0"),
@@ -108,6 +111,22 @@ def test_wrong_usage_is_one_sentence_with_the_remedy(
 )
 def test_what_argparse_refuses(run_cli: RunCli, arguments: tuple[str, ...]) -> None:
     assert run_cli(*arguments)[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "device", "calls"),
+    [
+        ((), "cuda", 0),
+        (("--e2e",), "cuda", 4),
+        (("--plan", "plan.json", "--budget", "rmse=0.1"), "cuda", 4),
+        (("--e2e",), "cpu", 0),
+        (("--e2e", "--calls-before", "0"), "cuda", 0),
+        (("--calls-before", "2"), "cpu", 2),
+    ],
+)
+def test_calls_before_each_sample(arguments: tuple[str, ...], device: str, calls: int) -> None:
+    given = parser().parse_args(["--dir", "captured_inputs", *arguments])
+    assert _settings(given, torch.device(device)).calls_before == calls
 
 
 def test_an_empty_directory(run_cli: RunCli, tmp_path: Path) -> None:

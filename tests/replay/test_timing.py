@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -200,12 +203,36 @@ def test_a_cpu_sample_lasts_long_enough_to_be_timed() -> None:
         calls += 1
 
     contestant = Contestant(function, warm_up_ms=[0.05])
-    stopwatch = timing.CpuStopwatch()
+    stopwatch = timing.CpuStopwatch(calls_before=0)
     cost_ms = stopwatch.calibrate(contestant)
     assert calls == 0
     stopwatch.sample(contestant)
     assert calls == 21  # a millisecond of 0.05 ms calls
     assert cost_ms == pytest.approx(21 * 0.05)
+
+
+def test_calls_before_a_sample_are_not_timed_but_cost() -> None:
+    calls: list[str] = []
+    contestant = Contestant(lambda: calls.append("call"), warm_up_ms=[2.0])
+    stopwatch = timing.CpuStopwatch(calls_before=3)
+    assert stopwatch.calibrate(contestant) == pytest.approx(4 * 2.0)
+    stopwatch.sample(contestant)
+    assert len(calls) == 4
+
+
+def test_each_sample_follows_calls_of_the_same_function() -> None:
+    calls: list[str] = []
+
+    def slow(name: str) -> None:
+        time.sleep(0.002)
+        calls.append(name)
+
+    functions = {name: partial(slow, name) for name in ("a", "b")}
+    measured = measure(functions, "cpu", cache="warm", rounds=5, calls_before=2)
+    in_rounds = calls[sum(each.warm_up_calls for each in measured.values()) :]
+    runs = [(name, len(list(run))) for name, run in itertools.groupby(in_rounds)]
+    assert all(count % 3 == 0 for _, count in runs)
+    assert Counter(in_rounds) == {"a": 15, "b": 15}
 
 
 def test_what_cannot_be_measured_is_refused() -> None:
