@@ -90,6 +90,7 @@ class Row:
     core_time_ms: TimeSummary | None = None
     first_call_ms: float | None = None
     host_ms: float | None = None
+    layer_host_ms: float | None = None
     tflops: float | None = None
     gb_per_s: float | None = None
     flop_per_byte: float | None = None
@@ -203,6 +204,7 @@ FIELDS: list[Field] = [
     ),
     Field("first_call_ms", "ms", "the first call, compilation included"),
     Field("host_ms", "ms", "median time the host needs to launch one call (GPU only)"),
+    Field("layer_host_ms", "ms", "the same with the rest of a layer launched after it (GPU only)"),
     Field(
         "tflops",
         "TFLOPS",

@@ -3,10 +3,11 @@
 What a sample is:
 - On CUDA: GPU time between two events on the stream, from the moment it reaches the kernel until
   the kernel ends. The GPU is kept busy (by a wait, and by the cache flush) while the host enqueues,
-  so launch cost is not in it unless the host needs longer than that; `host_ms` reports that cost on
-  its own, after other work as a model has it (`replay.host_work`). `cold` overwrites a buffer of at
-  least twice the L2 cache before each sample, so neither the kernel's inputs nor its output are
-  cached; `warm` runs the kernel once, untimed, right before.
+  so launch cost is not in it unless the host needs longer than that. `host_ms` reports that cost on
+  its own, amid other work as a model has it (`replay.host_work`), and `layer_host_ms` together with
+  that of the work after it: a launcher written in Python leaves it cold processor caches.
+  `cold` overwrites a buffer of at least twice the L2 cache before each sample, so neither the
+  kernel's inputs nor its output are cached; `warm` runs the kernel once, untimed, right before.
 - On CPU: the standard library's `timeit`, the mean of enough calls to last a millisecond. The
   cache is always warm.
 
@@ -25,7 +26,7 @@ import timeit
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -66,6 +67,8 @@ class Samples:
     """Milliseconds of rounds 0…n-1: sample i of every contestant is from the same round."""
     host_ms: float | None
     """Median wall time the host needs to enqueue one call; None on CPU, where it is the call."""
+    layer_host_ms: float | None
+    """The same of one call and what comes after it in a model's layer (`replay.host_work`)."""
     warm_up_calls: int
     error: Exception | None
     """What dropped the contestant, if anything did; `ms` then holds the rounds before it."""
@@ -107,6 +110,7 @@ class Contestant:
     warm_up_ms: list[float] = field(default_factory=list)
     ms: list[float] = field(default_factory=list)
     host_ms: list[float] = field(default_factory=list)
+    layer_host_ms: list[float] = field(default_factory=list)
     error: Exception | None = None
 
     def drop(self, error: Exception) -> None:
@@ -159,7 +163,8 @@ def measure(
     return {
         name: Samples(
             ms=tuple(contestant.ms),
-            host_ms=statistics.median(contestant.host_ms) if contestant.host_ms else None,
+            host_ms=_median(contestant.host_ms),
+            layer_host_ms=_median(contestant.layer_host_ms),
             warm_up_calls=len(contestant.warm_up_ms),
             error=contestant.error,
             gpu_before=gpu_before,
@@ -249,6 +254,10 @@ def peak_bytes(function: Function, device: torch.device | str) -> int | None:
     return torch.cuda.max_memory_allocated(device) - before
 
 
+def _median(figures: list[float]) -> float | None:
+    return statistics.median(figures) if figures else None
+
+
 def _is_warm(times: list[float]) -> bool:
     """Whether the last calls brought nothing faster than those before, or warm-up took enough."""
     if len(times) >= MAXIMUM_WARM_UP_CALLS or sum(times[1:]) >= MAXIMUM_WARM_UP_MS:
@@ -273,6 +282,22 @@ def _synchronize(device: torch.device | str) -> None:
         torch.cuda.synchronize(device)
 
 
+def _wall_ms(function: Function) -> float:
+    start = time.perf_counter()
+    function()
+    return (time.perf_counter() - start) * 1000
+
+
+class _Enqueued(NamedTuple):
+    """A sample under way."""
+
+    contestant: Contestant
+    host_ms: float
+    layer_host_ms: float
+    start: torch.cuda.Event
+    end: torch.cuda.Event
+
+
 class CudaStopwatch:
     """CUDA events around each call, on the device's current stream."""
 
@@ -283,7 +308,7 @@ class CudaStopwatch:
         self.rest_of_layer = RestOfLayer(device)
         self.rest_of_layer()  # what libraries set up at their first call is not a kernel's doing
         self.wait_cycles: dict[Contestant, int] = {}
-        self.pending: list[tuple[Contestant, float, torch.cuda.Event, torch.cuda.Event]] = []
+        self.pending: list[_Enqueued] = []
         if cache == "cold":
             l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
             flush_bytes = max(2 * l2_bytes, MINIMUM_FLUSH_BYTES)
@@ -294,9 +319,7 @@ class CudaStopwatch:
 
     def calibrate(self, contestant: Contestant) -> float:
         self.rest_of_layer()
-        start = time.perf_counter()
-        contestant.function()
-        host_ms = (time.perf_counter() - start) * 1000
+        host_ms = _wall_ms(contestant.function)
         torch.cuda.synchronize(self.device)
         # Twice, since the host is slower when it enqueues on a busy GPU from cold caches.
         wait_ms = min(2 * host_ms, MAXIMUM_WAIT_MS)
@@ -316,17 +339,17 @@ class CudaStopwatch:
             if self.cache == "cold":
                 self.flush.zero_()
             start.record()
-            enqueue_start = time.perf_counter()
-            contestant.function()
-            host_ms = (time.perf_counter() - enqueue_start) * 1000
+            host_ms = _wall_ms(contestant.function)
             end.record()
-        self.pending.append((contestant, host_ms, start, end))
+            layer_host_ms = host_ms + _wall_ms(self.rest_of_layer)
+        self.pending.append(_Enqueued(contestant, host_ms, layer_host_ms, start, end))
 
     def collect(self) -> None:
         torch.cuda.synchronize(self.device)
-        for contestant, host_ms, start, end in self.pending:
-            contestant.ms.append(start.elapsed_time(end))
-            contestant.host_ms.append(host_ms)
+        for each in self.pending:
+            each.contestant.ms.append(each.start.elapsed_time(each.end))
+            each.contestant.host_ms.append(each.host_ms)
+            each.contestant.layer_host_ms.append(each.layer_host_ms)
         self.pending.clear()
 
     def state(self) -> GpuState | None:

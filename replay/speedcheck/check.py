@@ -1,7 +1,8 @@
 """The end-to-end check: every kernel put back into the model, predicted and measured.
 
-The model runs with its own attention and with each kernel in turn, in shuffled rounds, so that a
-clock that drifts moves all of them and each round gives a ratio. Before that every one runs once:
+The model runs with its own attention and with each kernel in turn, in shuffled rounds. Its own runs
+beside every two kernels, so that what a kernel is compared with ran within seconds of it: clocks
+drift, and so does a host that others use. Before that every one runs once:
 that run compiles, is not timed, and its outputs are what drift is computed from. After it every one
 runs once more with a clock on each attention call, to say where a difference comes from.
 """
@@ -35,6 +36,8 @@ FEWEST_ROUNDS = 5
 ROUNDS_SECONDS = 6.0
 """Where nobody says how many rounds: as many as a kernel has in this time, but `FEWEST_ROUNDS` at
 least. The bootstrap of three covers 75 %, of five 95 % (simulated)."""
+NEIGHBOURS = 2
+"""Kernels that share a run of the model's own attention in a round."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,8 @@ class Measured:
     ms: TimeSummary
     """Over the rounds; of a phase, each round's mean forward."""
     speedup: Speedup | None
-    """Against the model's own attention, paired by round; None for that itself."""
+    """Against the model's own attention, each run paired with one beside it; None for that itself.
+    """
     tokens_per_second: float | None
 
 
@@ -109,6 +113,8 @@ class _Lane:
 
     variant: Variant
     runs: list[Run] = field(default_factory=list)
+    beside: list[Run] = field(default_factory=list)
+    """For each of them, the model's own attention next to it."""
     inside: Run | None = None
     failure: RunFailed | None = None
     outputs: dict[str, Tensor] = field(default_factory=dict)
@@ -172,13 +178,21 @@ def check(
 def _run_rounds(
     lanes: Sequence[_Lane], process: ModelProcess, wanted: int | None, seed: int
 ) -> None:
-    shuffled = random.Random(seed)
+    own, *kernels = lanes
+    shuffle = random.Random(seed).shuffle
     done, total = 0, wanted or MOST_ROUNDS
     while done < total:
-        for lane in shuffled.sample(lanes, len(lanes)):
-            run = _attempt(lane, process, partial(process.run, lane.variant))
-            if run is not None:
-                lane.runs.append(run)
+        shuffle(kernels)
+        for first in range(0, max(len(kernels), 1), NEIGHBOURS):
+            together = [own, *kernels[first : first + NEIGHBOURS]]
+            shuffle(together)
+            for lane in together:
+                run = _attempt(lane, process, partial(process.run, lane.variant))
+                if run is not None:
+                    lane.runs.append(run)
+            for lane in together:
+                if lane.failure is None:
+                    lane.beside.append(own.runs[-1])
         done += 1
         if wanted is None:
             taken = [run.times.run for lane in lanes for run in lane.runs]
@@ -247,9 +261,9 @@ def _checked(
     checked.more_launch_seconds = {
         span: launch[span] - own_launch[span] for span in launch if span in own_launch
     }
-    own_spans = spans(own.runs)
+    beside = spans(lane.beside)
     for span, seconds in spans(lane.runs).items():
-        before = own_spans.get(span, [])
+        before = beside.get(span, [])
         compares = lane is not own and len(before) == len(seconds) >= MINIMUM_PAIRS
         checked.measured[span] = Measured(
             summarize([1000 * each for each in seconds]),

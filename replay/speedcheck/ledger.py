@@ -6,6 +6,7 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -114,7 +115,7 @@ class Ledger:
         for phase, counts in by_phase.items():
             saved, saved_resampled = self.saved_seconds(counts)
             waiting = self.waiting_seconds(phase) if phase in self.phases else 0.0
-            launch = self._more_launch_seconds(counts) if waiting else None
+            launch = self._more_host_seconds(counts, "layer_host_ms") if waiting else None
             if launch is not None:
                 saved = min(waiting + saved, -launch)
                 saved_resampled = (waiting + saved_resampled).clamp(max=-launch)
@@ -122,13 +123,16 @@ class Ledger:
             resampled += saved_resampled
         return gained, resampled
 
-    def _more_launch_seconds(self, swapped: Mapping[tuple[str, str], float]) -> float | None:
+    def _more_host_seconds(
+        self, swapped: Mapping[tuple[str, str], float], figure: Literal["host_ms", "layer_host_ms"]
+    ) -> float | None:
         """What the host needs more for these calls with the kernels; None on a CPU."""
         total, known = 0.0, False
         for (call, kernel), count in swapped.items():
-            old, new = self.replayed.row(call, self.baseline), self.replayed.row(call, kernel)
-            if old and new and old.host_ms is not None and new.host_ms is not None:
-                total, known = total + count * (new.host_ms - old.host_ms) / 1000, True
+            rows = (self._alongside(call, kernel), self.replayed.row(call, kernel))
+            old, new = (None if row is None else getattr(row, figure) for row in rows)
+            if old is not None and new is not None:
+                total, known = total + count * (new - old) / 1000, True
         return total if known else None
 
     def clues(self, swapped: Mapping[tuple[str, str], float], forwards: int) -> Clues:
@@ -147,7 +151,7 @@ class Ledger:
                 preparation.append(count * (row.time_ms.p50 - row.core_time_ms.p50))
             if row.gpu_during is not None:
                 states.append(row.gpu_during)
-        more = self._more_launch_seconds(swapped)
+        more = self._more_host_seconds(swapped, "host_ms")
         return Clues(
             None if more is None else more / forwards,
             sum(preparation) / 1000 / forwards if preparation else None,
@@ -158,21 +162,22 @@ class Ledger:
 
     def _samples(self, call: str, kernel: str) -> tuple[Sequence[float], Sequence[float], bool]:
         """Milliseconds of baseline and kernel by round, and whether the rounds are the same."""
-        _, at, environment = kernel.partition("@")
-        new = self.replayed.row(call, kernel)
-        old = self.replayed.row(call, f"{self.baseline.partition('@')[0]}{at}{environment}")
-        alongside = _time(old) is not None
-        if not alongside:
-            old = self.replayed.row(call, self.baseline)
+        old, new = self._alongside(call, kernel), self.replayed.row(call, kernel)
         assert old is not None
         assert new is not None
         assert old.time_ms is not None
         assert new.time_ms is not None
         before, after = old.time_ms.samples, new.time_ms.samples
-        if not (alongside and self.replayed.share_rounds(old, new)):
+        if old.environment != new.environment or not self.replayed.share_rounds(old, new):
             return before, after, False
         rounds = min(len(before), len(after))
         return before[:rounds], after[:rounds], True
+
+    def _alongside(self, call: str, kernel: str) -> Row | None:
+        """The baseline in the kernel's environment, or where it was not timed there, in this."""
+        _, at, environment = kernel.partition("@")
+        row = self.replayed.row(call, f"{self.baseline.partition('@')[0]}{at}{environment}")
+        return row if _time(row) is not None else self.replayed.row(call, self.baseline)
 
 
 def _time(row: Row | None) -> TimeSummary | None:

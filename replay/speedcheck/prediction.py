@@ -9,7 +9,7 @@ attention and costs t_old; so does one that no replayed call stands for, which i
 
 On a GPU these are times of the GPU's own work. Where a forward is launch-bound, which its busy time
 tells, what the GPU saves is time that it waits for the host instead, and what counts is how long
-the host needs to launch (`host_ms` of the rows):
+the host needs to launch the call and what follows it in a layer (`layer_host_ms` of the rows):
 
     T_new = max(T_old + Σ count · (host_new − host_old), busy_old − Σ count · (t_old − t_new))
 

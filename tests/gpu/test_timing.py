@@ -57,6 +57,10 @@ def test_launch_cost_is_hidden_and_reported_apart(cache: str) -> None:
     assert host_ms is not None
     assert host_ms >= 2
     assert (samples["plain"].host_ms or 1) < 1
+    for each in samples.values():
+        assert each.host_ms is not None
+        assert each.layer_host_ms is not None
+        assert each.layer_host_ms > each.host_ms
 
 
 def test_one_that_raises_is_dropped() -> None:

@@ -57,6 +57,7 @@ def row() -> Row:
         core_time_ms=times,
         first_call_ms=100.0,
         host_ms=0.02,
+        layer_host_ms=0.6,
         tflops=500.0,
         gb_per_s=1000.0,
         flop_per_byte=70.0,

@@ -92,7 +92,9 @@ def rows(figures: st.SearchStrategy[float]) -> st.SearchStrategy[Row]:
         log=words,
         time_ms=st.none() | times,
         core_time_ms=st.none() | times,
-        **dict.fromkeys(("first_call_ms", "host_ms", "tflops", "gb_per_s"), optional),
+        **dict.fromkeys(
+            ("first_call_ms", "host_ms", "layer_host_ms", "tflops", "gb_per_s"), optional
+        ),
         flop_per_byte=optional,
         comparison=st.none() | st.builds(Comparison, words, speedup),
         kept=optional,

@@ -104,6 +104,14 @@ class Pretended:
         return Run(times, 8, 3, {"takes no mask": 4}, 0, ["layers.9"], peak, state)
 
 
+class Drifting(Pretended):
+    """On a machine that grows slower by a tenth with every run."""
+
+    def run(self, variant: Variant, *arguments: Any) -> Run:
+        self.seconds *= 1.1
+        return super().run(variant, *arguments)
+
+
 def row(kernel: str, ms: float) -> Row:
     return Row(kernel, FACTS, "ok", time_ms=summarize([ms] * 5))
 
@@ -146,6 +154,25 @@ def test_runs_are_warm_interleaved_and_looked_into_last() -> None:
         assert each.own_attention_seconds == {RUN: 3.0, "denoise": 0.75}
         assert each.busy_seconds == {}
     assert process.waits == {"denoise": 0.25}
+
+
+def test_every_two_kernels_have_the_models_own_attention_beside_them() -> None:
+    names = ["a", "b", "c", "d", "e"]
+    process = Drifting()
+    own, *kernels = checked(process, *names, rounds=4)
+    rounds = process.log[8:-6]
+    assert len(rounds) == 4 * 8
+    for at in range(0, 32, 8):
+        groups = [rounds[at : at + 3], rounds[at + 3 : at + 6], rounds[at + 6 : at + 8]]
+        assert all(group.count(BASELINE.name) == 1 for group in groups)
+        assert sorted(rounds[at : at + 8]) == sorted([*names, *[BASELINE.name] * 3])
+    assert own.measured[RUN].ms.n == 12
+    for each in kernels:
+        speedup = each.measured[RUN].speedup
+        assert speedup is not None
+        assert each.measured[RUN].ms.n == 4
+        # The machine grows slower by a tenth every run; a kernel halves its time.
+        assert 2 / 1.1**2.5 < speedup.low <= speedup.high < 2 * 1.1**2.5  # two runs apart
 
 
 def test_after_a_death_the_others_are_warmed_again_before_they_are_timed() -> None:

@@ -299,6 +299,20 @@ def test_clues_are_of_one_forward() -> None:
     assert (clues.sm_clock_mhz, clues.power_w) == (1500, None)
 
 
+def test_launches_of_another_environment_are_held_against_the_baseline_there() -> None:
+    call = facts("a", "layers.0", "decode")
+    rows = [launched("old", call, 1.0, 0.5), launched("old", call, 1.0, 0.7)]
+    rows.append(launched("new", call, 1.0, 0.8))
+    for each in rows[1:]:
+        each.environment = "other"
+    counted = census(("layers.0", "decode", 64, 30))
+    decode = Clocked((0.1,) * 5, busy_seconds=0.04)
+    prediction = predict(counted, rows, "new@other", "old", Clocked((0.2,) * 5), {"decode": decode})
+    new = prediction.phases["decode"].new_seconds
+    assert new is not None
+    assert new.value == pytest.approx(0.1 + 30 * 0.0001)
+
+
 def test_what_cannot_be_predicted_is_said() -> None:
     call = facts("a", "layers.0")
     rows = [row("old", call, 10.0), row("new", call, 5.0)]
@@ -312,14 +326,14 @@ def test_what_cannot_be_predicted_is_said() -> None:
     assert run.attention_share == pytest.approx(5.0)
 
 
-def launched(kernel: str, call: CallFacts, ms: float, host_ms: float) -> Row:
+def launched(kernel: str, call: CallFacts, ms: float, layer_host_ms: float) -> Row:
     made = row(kernel, call, ms)
-    made.host_ms = host_ms
+    made.layer_host_ms = layer_host_ms
     return made
 
 
 @pytest.mark.parametrize(
-    ("busy", "new_ms", "host_ms", "predicted_ms"),
+    ("busy", "new_ms", "layer_host_ms", "predicted_ms"),
     [
         (None, 0.5, 0.05, 85.0),  # a CPU: 100 − 30 · 0.5
         (99.0, 0.5, 0.05, 85.0),  # the GPU is the bottleneck
@@ -330,10 +344,10 @@ def launched(kernel: str, call: CallFacts, ms: float, host_ms: float) -> Row:
     ],
 )
 def test_a_model_that_waits_for_the_host_gains_what_the_host_gains(
-    busy: float | None, new_ms: float, host_ms: float, predicted_ms: float
+    busy: float | None, new_ms: float, layer_host_ms: float, predicted_ms: float
 ) -> None:
     call = facts("a", "layers.0", "decode")
-    rows = [launched("old", call, 1.0, 0.05), launched("new", call, new_ms, host_ms)]
+    rows = [launched("old", call, 1.0, 0.05), launched("new", call, new_ms, layer_host_ms)]
     counted = census(("layers.0", "decode", 64, 300))
     decode = Clocked((0.1,) * 5, 10, busy_seconds=None if busy is None else busy / 1000)
     prediction = predicted(counted, rows, (1.5,) * 5, phases={"decode": decode})
