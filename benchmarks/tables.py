@@ -129,6 +129,9 @@ def _decode_cell(row: dict[str, str]) -> str:
 
 UNSMOOTHED = "[smooth_k=off]"
 
+WIDE = 0.05
+"""An interval of a measured speed-up is shown where it is wider than this part of it."""
+
 SCENES = {
     ("cogvideo", "denoise"): "CogVideoX-2b, a denoising step",
     ("flux", "denoise"): "FLUX.1-dev, a denoising step",
@@ -183,7 +186,10 @@ def _speedup_cell(
         return row["status"]
     if not row["measured.speedup.ratio"]:
         return ""
-    measured = f"{float(row['measured.speedup.ratio']):.2f}×"
+    ratio, low, high = (float(row[f"measured.speedup.{name}"]) for name in ("ratio", "low", "high"))
+    measured = f"{ratio:.2f}×"
+    if high - low > WIDE * ratio:
+        measured += f" [{low:.2f}-{high:.2f}]"
     if not row["prediction_error"]:
         return f"- / {measured}"
     error = 100 * float(row["prediction_error"])

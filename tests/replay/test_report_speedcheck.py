@@ -104,6 +104,15 @@ def test_rows_and_titles() -> None:
     ]
 
 
+def test_rounds_are_those_of_the_kernels() -> None:
+    own, fast = checked("the model's own", 1), checked("fast", 1.25)
+    for name, each in own.measured.items():  # beside every two kernels
+        own.measured[name] = replace(each, ms=summarize([1.0] * 15))
+    crashed = replace(Checked("bad", "llama", "trained"), status="crash", reason="x")
+    assert "llama end to end · 5 rounds" in printed(80, own, crashed, fast)
+    assert "llama end to end · 15 rounds" in printed(80, own, crashed)
+
+
 def test_every_row_that_lacks_something_says_why() -> None:
     own = checked("the model's own", 1)
     crashed = replace(Checked("bad", "llama", "trained"), status="crash", reason="ended by SIGSEGV")
