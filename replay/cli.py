@@ -120,13 +120,15 @@ def _run(
     where: Execution,
     arguments: argparse.Namespace,
 ) -> list[Row]:
+    from replay.machine import describe
     from replay.results import write_csv, write_jsonl
     from replay.resume import begin_again, finished_rows
 
     rows: list[Row] = []
     if arguments.resume:
         try:
-            rows, workloads = finished_rows(Path(arguments.json), workloads, allotted)
+            machine = describe(settings.device)
+            rows, workloads = finished_rows(Path(arguments.json), workloads, allotted, machine)
             begin_again(Path(arguments.json), rows)
         except ValueError as error:
             raise UsageError(str(error)) from error

@@ -10,6 +10,7 @@ from pathlib import Path
 from capture.call import Shape
 from capture.dataset import FileEntry
 from capture.errors import DatasetError
+from replay.environments import THIS
 from replay.registry import Kernel
 from replay.results import CallFacts, Row, row_from_json, write_jsonl
 from replay.workloads import Workload
@@ -19,7 +20,10 @@ BEGINNING = '{"kernel": '
 
 
 def finished_rows(
-    path: Path, workloads: Sequence[Workload], allotted: Mapping[str, Sequence[Kernel]]
+    path: Path,
+    workloads: Sequence[Workload],
+    allotted: Mapping[str, Sequence[Kernel]],
+    machine: Mapping[str, str],
 ) -> tuple[list[Row], list[Workload]]:
     """The rows of the calls that are complete in a file, and the calls that are not.
 
@@ -28,10 +32,11 @@ def finished_rows(
 
     Args:
         allotted: the kernels to run, by environment.
+        machine: where they will run (`replay.machine.describe`).
 
     Raises:
         ValueError: the file cannot be read, holds something other than rows, or rows of other
-            calls than these.
+            calls than these or of another machine.
     """
     rows: dict[str, list[Row]] = {}
     known = {workload.name: workload for workload in workloads}
@@ -41,6 +46,10 @@ def finished_rows(
             raise ValueError(
                 f"{path} has rows of another {row.call.name}: resume what it was written for, "
                 "or name another file"
+            )
+        if elsewhere := _elsewhere(row, machine):
+            raise ValueError(
+                f"{path} was measured with {elsewhere}: resume it there, or name another file"
             )
         rows.setdefault(row.call.name, []).append(row)
     wanted = {(name, kernel.name) for name, kernels in allotted.items() for kernel in kernels}
@@ -92,6 +101,17 @@ def _read(path: Path) -> list[Row]:
         raise ValueError(f"{path}, line {len(lines) + 1}: not a row of `replay --json`")
     cut = {row.call.name for row in rows[-1:] if last}
     return [row for row in rows if row.call.name not in cut]
+
+
+def _elsewhere(row: Row, machine: Mapping[str, str]) -> str:
+    """What was different where a row was measured; empty for nothing. Versions in environments
+    other than this one are their own."""
+    names = machine if row.environment == THIS else ["device"]
+    for name in names:
+        there, here = row.machine.get(name), machine[name]
+        if row.machine and there != here:
+            return f"{name} {there} (here {here})"
+    return ""
 
 
 def _is_about(facts: CallFacts, workload: Workload) -> bool:

@@ -146,6 +146,7 @@ def kernel(name: str) -> Kernel:
 
 CALLS = workloads("random", [Spec(1, 2, 2, length, length, 8, 8) for length in (4, 5, 6)], 0)
 ALLOTTED = {"this": [kernel("a"), kernel("b")]}
+HERE = {"device": "H200", "torch": "2.11.0"}
 
 
 def row(call: int, name: str, environment: str = "this", **fields: Any) -> Row:
@@ -179,7 +180,7 @@ def names(left: list[Workload]) -> list[str]:
 
 def test_a_call_is_finished_when_every_kernel_has_a_row(written: Callable[..., Path]) -> None:
     rows = [row(0, "a"), row(0, "b"), row(0, "baseline"), row(1, "a")]
-    kept, left = finished_rows(written(rows), CALLS, ALLOTTED)
+    kept, left = finished_rows(written(rows), CALLS, ALLOTTED, HERE)
     assert kept == rows[:3]
     assert names(left) == ["random-01", "random-02"]
 
@@ -188,14 +189,16 @@ def test_and_in_every_environment(written: Callable[..., Path]) -> None:
     """A kernel that two of them have is not done when one of them was."""
     allotted = {**ALLOTTED, "fa4": [kernel("b")]}
     rows = [row(0, "a"), row(0, "b"), row(0, "b", "fa4"), row(1, "a"), row(1, "b")]
-    kept, left = finished_rows(written(rows), CALLS, allotted)
+    kept, left = finished_rows(written(rows), CALLS, allotted, HERE)
     assert kept == rows[:3]
     assert names(left) == ["random-01", "random-02"]
 
 
 def test_a_call_that_could_not_be_read_is_tried_again(written: Callable[..., Path]) -> None:
     unreadable = Row("", CallFacts("random-00"), "error", "no such file")
-    kept, left = finished_rows(written([unreadable, row(1, "a"), row(1, "b")]), CALLS, ALLOTTED)
+    kept, left = finished_rows(
+        written([unreadable, row(1, "a"), row(1, "b")]), CALLS, ALLOTTED, HERE
+    )
     assert [each.call.name for each in kept] == ["random-01", "random-01"]
     assert names(left) == ["random-00", "random-02"]
 
@@ -204,25 +207,25 @@ def test_a_call_that_could_not_be_read_is_tried_again(written: Callable[..., Pat
 def test_a_line_that_was_cut_off(written: Callable[..., Path], end: str) -> None:
     """It may be of the call before it, so that one is replayed too."""
     rows = [row(0, "a"), row(0, "b"), row(1, "a"), row(1, "b")]
-    kept, left = finished_rows(written(rows, end), CALLS, ALLOTTED)
+    kept, left = finished_rows(written(rows, end), CALLS, ALLOTTED, HERE)
     assert kept == rows[:2]
     assert names(left) == ["random-01", "random-02"]
-    assert finished_rows(written([], end), CALLS, ALLOTTED) == ([], list(CALLS))
+    assert finished_rows(written([], end), CALLS, ALLOTTED, HERE) == ([], list(CALLS))
 
 
 def test_a_call_whose_baseline_is_missing(written: Callable[..., Path]) -> None:
     rows = [row(0, "a"), row(0, "b"), row(1, "a"), row(1, "b"), row(1, "baseline")]
     for each in rows:
         each.comparison = Comparison("baseline", Speedup(1.0, 1.0, 1.0, "tie"))
-    kept, left = finished_rows(written(rows), CALLS, ALLOTTED)
+    kept, left = finished_rows(written(rows), CALLS, ALLOTTED, HERE)
     assert kept == rows[2:]
     assert names(left) == ["random-00", "random-02"]
 
 
 def test_no_file_yet(tmp_path: Path) -> None:
-    assert finished_rows(tmp_path / "rows.jsonl", CALLS, ALLOTTED) == ([], list(CALLS))
+    assert finished_rows(tmp_path / "rows.jsonl", CALLS, ALLOTTED, HERE) == ([], list(CALLS))
     (tmp_path / "rows.jsonl").touch()
-    assert finished_rows(tmp_path / "rows.jsonl", CALLS, ALLOTTED) == ([], list(CALLS))
+    assert finished_rows(tmp_path / "rows.jsonl", CALLS, ALLOTTED, HERE) == ([], list(CALLS))
 
 
 @pytest.mark.parametrize(
@@ -242,16 +245,38 @@ def test_another_file(
     written: Callable[..., Path], rows: list[Row], end: str, sentence: str
 ) -> None:
     with pytest.raises(ValueError, match=sentence):
-        finished_rows(written(rows, end), CALLS, ALLOTTED)
+        finished_rows(written(rows, end), CALLS, ALLOTTED, HERE)
+
+
+@pytest.mark.parametrize(
+    ("machine", "environment", "sentence"),
+    [
+        (HERE, "this", None),
+        ({}, "this", None),  # a worker that died before it said where it was
+        (HERE | {"torch": "2.13.0"}, "this", r"with torch 2.13.0 \(here 2.11.0\): resume it there"),
+        (HERE | {"torch": "2.13.0"}, "fa4", None),
+        (HERE | {"device": "H100"}, "fa4", r"with device H100 \(here H200\)"),
+    ],
+)
+def test_rows_of_another_machine(
+    written: Callable[..., Path], machine: dict[str, str], environment: str, sentence: str | None
+) -> None:
+    measured = row(0, "a", environment)
+    measured.machine = machine
+    if sentence is None:
+        finished_rows(written([measured]), CALLS, ALLOTTED, HERE)
+        return
+    with pytest.raises(ValueError, match=sentence):
+        finished_rows(written([measured]), CALLS, ALLOTTED, HERE)
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot read .*: Is a directory"):
-        finished_rows(tmp_path, CALLS, ALLOTTED)
+        finished_rows(tmp_path, CALLS, ALLOTTED, HERE)
     picture = tmp_path / "rows.jsonl"
     picture.write_bytes(b"\x89PNG\xff")
     with pytest.raises(ValueError, match="was not written by `replay --json`"):
-        finished_rows(picture, CALLS, ALLOTTED)
+        finished_rows(picture, CALLS, ALLOTTED, HERE)
     with pytest.raises(ValueError, match=r"cannot write .*: No such file"):
         begin_again(tmp_path / "nowhere" / "rows.jsonl", [])
 
