@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "power_limit.csv")
     out = parser.parse_args().out
     device = torch.device("cuda")
-    with out.open("w", newline="") as file, torch.inference_mode():
+    with out.open("w", newline="") as file, torch.no_grad():
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow([*COLUMNS, "machine"])
         for shape, spec in SPECS.items():

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 SECONDS = 20.0
 CPU_SECONDS = 1.0
+"""Per kernel and call. On a CPU calls take long, and people wait."""
 CALLS_BEFORE = 4
 """Untimed calls before each sample where a GPU's times are to predict a model's."""
-"""Per kernel and call. On a CPU calls take long, and people wait."""
 
 
 class UsageError(Exception):
@@ -128,7 +128,9 @@ def _run(
     if arguments.resume:
         try:
             machine = describe(settings.device)
-            rows, workloads = finished_rows(Path(arguments.json), workloads, allotted, machine)
+            rows, workloads = finished_rows(
+                Path(arguments.json), workloads, allotted, machine, settings
+            )
             begin_again(Path(arguments.json), rows)
         except ValueError as error:
             raise UsageError(str(error)) from error

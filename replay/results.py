@@ -90,7 +90,7 @@ class Row:
     core_time_ms: TimeSummary | None = None
     first_call_ms: float | None = None
     host_ms: float | None = None
-    layer_host_ms: float | None = None
+    layer_host_ms: TimeSummary | None = None
     tflops: float | None = None
     gb_per_s: float | None = None
     flop_per_byte: float | None = None
@@ -104,6 +104,10 @@ class Row:
     programs: list[Program] = field(default_factory=list)
     gpu_before: GpuState | None = None
     gpu_during: GpuState | None = None
+    cache: str = ""
+    """`cold` or `warm`, as the samples were taken."""
+    calls_before: int | None = None
+    """Untimed calls of the kernel before each sample."""
     machine: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -204,7 +208,14 @@ FIELDS: list[Field] = [
     ),
     Field("first_call_ms", "ms", "the first call, compilation included"),
     Field("host_ms", "ms", "median time the host needs to launch one call (GPU only)"),
-    Field("layer_host_ms", "ms", "the same with the rest of a layer launched after it (GPU only)"),
+    *(
+        Field(
+            f"layer_host_ms.{name}",
+            "" if name == "n" else "ms",
+            f"{words} what the host needs to launch one call and the rest of a layer (GPU only)",
+        )
+        for name, words in _TIMES.items()
+    ),
     Field(
         "tflops",
         "TFLOPS",
@@ -257,6 +268,8 @@ FIELDS: list[Field] = [
         for when in ("before", "during")
         for name, (unit, words) in _GPU.items()
     ),
+    Field("cache", "", "cold or warm L2, as the samples were taken"),
+    Field("calls_before", "", "untimed calls of the kernel before each sample"),
     *(
         Field(f"machine.{name}", "", words)
         for name, words in {
@@ -270,8 +283,8 @@ FIELDS: list[Field] = [
         }.items()
     ),
 ]
-"""Every field of a row, in the order of CSV columns. JSON also has `time_ms.samples` and
-`core_time_ms.samples`, the raw times of every round."""
+"""Every field of a row, in the order of CSV columns. JSON also has `time_ms.samples`,
+`core_time_ms.samples` and `layer_host_ms.samples`, the raw times of every round."""
 
 
 def row_to_json(row: Row) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from capture.errors import DatasetError
 from replay.environments import THIS
 from replay.registry import Kernel
 from replay.results import CallFacts, Row, row_from_json, write_jsonl
+from replay.settings import Settings
 from replay.workloads import Workload
 
 BEGINNING = '{"kernel": '
@@ -24,6 +25,7 @@ def finished_rows(
     workloads: Sequence[Workload],
     allotted: Mapping[str, Sequence[Kernel]],
     machine: Mapping[str, str],
+    settings: Settings,
 ) -> tuple[list[Row], list[Workload]]:
     """The rows of the calls that are complete in a file, and the calls that are not.
 
@@ -33,10 +35,11 @@ def finished_rows(
     Args:
         allotted: the kernels to run, by environment.
         machine: where they will run (`replay.machine.describe`).
+        settings: how they will be timed.
 
     Raises:
         ValueError: the file cannot be read, holds something other than rows, or rows of other
-            calls than these or of another machine.
+            calls than these, of another machine, or timed in another way.
     """
     rows: dict[str, list[Row]] = {}
     known = {workload.name: workload for workload in workloads}
@@ -47,9 +50,10 @@ def finished_rows(
                 f"{path} has rows of another {row.call.name}: resume what it was written for, "
                 "or name another file"
             )
-        if elsewhere := _elsewhere(row, machine):
+        if unlike := _unlike(row, machine, settings):
             raise ValueError(
-                f"{path} was measured with {elsewhere}: resume it there, or name another file"
+                f"{path} was measured with {unlike}: resume it as it was begun, or name another "
+                "file"
             )
         rows.setdefault(row.call.name, []).append(row)
     wanted = {(name, kernel.name) for name, kernels in allotted.items() for kernel in kernels}
@@ -103,14 +107,20 @@ def _read(path: Path) -> list[Row]:
     return [row for row in rows if row.call.name not in cut]
 
 
-def _elsewhere(row: Row, machine: Mapping[str, str]) -> str:
-    """What was different where a row was measured; empty for nothing. Versions in environments
-    other than this one are their own."""
+def _unlike(row: Row, machine: Mapping[str, str], settings: Settings) -> str:
+    """What was different when a row was measured; empty for nothing.
+
+    Versions in another environment than this are its own.
+    """
     names = machine if row.environment == THIS else ["device"]
-    for name in names:
-        there, here = row.machine.get(name), machine[name]
-        if row.machine and there != here:
-            return f"{name} {there} (here {here})"
+    there = {name: row.machine.get(name) for name in names if row.machine}
+    here: dict[str, object] = {name: machine[name] for name in there}
+    if row.time_ms is not None:
+        there |= {"--cache": row.cache, "--calls-before": str(row.calls_before)}
+        here |= {"--cache": settings.cache, "--calls-before": str(settings.calls_before)}
+    for name, value in there.items():
+        if value != here[name]:
+            return f"{name} {value} (now {here[name]})"
     return ""
 
 

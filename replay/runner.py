@@ -185,7 +185,10 @@ def _time(
         if each.row.status not in ("ok", "inaccurate"):
             continue
         row.time_ms = summarize(samples.ms)
-        row.host_ms, row.layer_host_ms = samples.host_ms, samples.layer_host_ms
+        row.cache, row.calls_before = settings.cache, settings.calls_before
+        row.host_ms = samples.host_ms
+        if samples.layer_host_ms:
+            row.layer_host_ms = summarize(samples.layer_host_ms)
         row.tflops = cost.tflops(call, row.time_ms.p50)
         row.gb_per_s = cost.gb_per_s(call, row.time_ms.p50)
         core = measured.get(f"{name} core")

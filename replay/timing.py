@@ -7,7 +7,7 @@ What a sample is:
   its own, amid other work as a model has it (`replay.host_work`), and `layer_host_ms` together with
   that of the work after it: a launcher written in Python leaves it cold processor caches.
   `cold` overwrites a buffer of at least twice the L2 cache before each sample, so neither the
-  kernel's inputs nor its output are cached; `warm` runs the kernel once, untimed, right before.
+  kernel's inputs nor its output are cached; `warm` runs the kernel once, untimed, before.
 - On CPU: the standard library's `timeit`, the mean of enough calls to last a millisecond. The
   cache is always warm.
 
@@ -67,8 +67,9 @@ class Samples:
     """Milliseconds of rounds 0…n-1: sample i of every contestant is from the same round."""
     host_ms: float | None
     """Median wall time the host needs to enqueue one call; None on CPU, where it is the call."""
-    layer_host_ms: float | None
-    """The same of one call and what comes after it in a model's layer (`replay.host_work`)."""
+    layer_host_ms: tuple[float, ...]
+    """By round, the same of one call and what comes after it in a model's layer
+    (`replay.host_work`); empty on CPU."""
     warm_up_calls: int
     error: Exception | None
     """What dropped the contestant, if anything did; `ms` then holds the rounds before it."""
@@ -163,8 +164,8 @@ def measure(
     return {
         name: Samples(
             ms=tuple(contestant.ms),
-            host_ms=_median(contestant.host_ms),
-            layer_host_ms=_median(contestant.layer_host_ms),
+            host_ms=statistics.median(contestant.host_ms) if contestant.host_ms else None,
+            layer_host_ms=tuple(contestant.layer_host_ms),
             warm_up_calls=len(contestant.warm_up_ms),
             error=contestant.error,
             gpu_before=gpu_before,
@@ -245,17 +246,13 @@ def peak_bytes(function: Function, device: torch.device | str) -> int | None:
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
     gc.collect()  # what is collected during the call would hide what the call needs
+    torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     result = function()
     torch.cuda.synchronize(device)
     del result
     return torch.cuda.max_memory_allocated(device) - before
-
-
-def _median(figures: list[float]) -> float | None:
-    return statistics.median(figures) if figures else None
 
 
 def _is_warm(times: list[float]) -> bool:
@@ -332,8 +329,8 @@ class CudaStopwatch:
             end = torch.cuda.Event(enable_timing=True)
             for _ in range(self.calls_before):
                 contestant.function()
-            if self.calls_before:  # else the host would run ahead as far as the queue is long
-                torch.cuda.synchronize(self.device)
+            # Else the host would wait for room in a queue of earlier samples' launches.
+            torch.cuda.synchronize(self.device)
             self.rest_of_layer()
             torch.cuda._sleep(self.wait_cycles[contestant])
             if self.cache == "cold":

@@ -82,7 +82,7 @@ def _attention(implementation: str) -> Attention:
 def _trial(attention: Attention, device: torch.device) -> str | None:
     """What a small call says, once: an adapter fails on a version it was not written for."""
     try:
-        with torch.inference_mode():
+        with torch.no_grad():
             query = torch.zeros(1, 1, 128, 64, dtype=torch.bfloat16, device=device)
             attention(query, query, query)
     except Exception as error:  # it is the library's adapter that fails, in its own ways

@@ -17,7 +17,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from safetensors.torch import load_file
 from torch import Tensor
@@ -178,10 +178,11 @@ def check(
 def _run_rounds(
     lanes: Sequence[_Lane], process: ModelProcess, wanted: int | None, seed: int
 ) -> None:
-    own, *kernels = lanes
+    own, *others = lanes
     shuffle = random.Random(seed).shuffle
     done, total = 0, wanted or MOST_ROUNDS
     while done < total:
+        kernels = [lane for lane in others if lane.failure is None]
         shuffle(kernels)
         for first in range(0, max(len(kernels), 1), NEIGHBOURS):
             together = [own, *kernels[first : first + NEIGHBOURS]]
@@ -309,11 +310,13 @@ def _fill_in_runs(checked: Checked, lane: _Lane) -> None:
     checked.busy_seconds = _busy_seconds(lane.inside)
 
 
-def _of_calls(inside: Run | None, what: str) -> dict[str, float]:
-    """Seconds of all attention calls (`attention`, `launch`) in one forward of each phase, and in
-    the whole `RUN`; empty where they were not measured."""
-    seconds = {} if inside is None else getattr(inside.times, what)
-    if not seconds or inside is None:
+def _of_calls(inside: Run | None, what: Literal["attention", "launch"]) -> dict[str, float]:
+    """What all attention calls take in one forward of each phase, and in the whole `RUN`; empty
+    where it was not measured."""
+    if inside is None:
+        return {}
+    seconds = inside.times.attention if what == "attention" else inside.times.launch
+    if not seconds:
         return {}
     forwards = inside.times.forwards.items()
     return {RUN: sum(seconds.values())} | {

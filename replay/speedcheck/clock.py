@@ -13,6 +13,7 @@ mask masks anything before its first layer, which would spend the wait before an
 from __future__ import annotations
 
 import contextlib
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -122,10 +123,14 @@ class Clock:
         for phase, begin, end, waited in marks:
             seconds = self._between(begin, end) - sum(self._between(*each) for each in waited)
             times.forwards.setdefault(phase, []).append(seconds)
+        launches: dict[str, list[float]] = {}
         for phase, begin, end, host in self._calls:
             times.attention[phase] = times.attention.get(phase, 0.0) + self._between(begin, end)
-            if self._on_gpu:
-                times.launch[phase] = times.launch.get(phase, 0.0) + host
+            launches.setdefault(phase, []).append(host)
+        if self._on_gpu:  # the median: a kernel that waits for the GPU waits for `waits` too
+            times.launch = {
+                phase: statistics.median(each) * len(each) for phase, each in launches.items()
+            }
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:

@@ -20,6 +20,9 @@ RESAMPLES = 1000
 """Bootstrap resamples; sums over many calls need fewer than a single call's median."""
 
 
+Figure = Literal["time_ms", "layer_host_ms"]
+
+
 class Tally:
     """What becomes of counted calls, and how many of them each replayed call stands for."""
 
@@ -92,11 +95,17 @@ class Ledger:
             if (time := _time(self.replayed.row(call, self.baseline))) is not None
         )
 
-    def saved_seconds(self, swapped: Mapping[tuple[str, str], float]) -> tuple[float, Tensor]:
-        """Σ count · (t_old − t_new): the figure, and as each resample of the rounds has it."""
+    def saved_seconds(
+        self, swapped: Mapping[tuple[str, str], float], figure: Figure = "time_ms"
+    ) -> tuple[float, Tensor]:
+        """Σ count · (t_old − t_new): the figure, and as each resample of the rounds has it.
+
+        Raises:
+            ValueError: one of these calls has no such figure.
+        """
         saved, resampled = 0.0, torch.zeros(RESAMPLES, dtype=torch.float64)
         for (call, kernel), count in swapped.items():
-            before, after, paired = self._samples(call, kernel)
+            before, after, paired = self._samples(call, kernel, figure)
             saved += count * (percentile(before, 50) - percentile(after, 50)) / 1000
             old = resampled_medians(before, f"{self.seed} {call}")
             # The same name draws the same rounds.
@@ -106,7 +115,11 @@ class Ledger:
 
     def gained_seconds(self, swapped: Mapping[tuple[str, str], float]) -> tuple[float, Tensor]:
         """What the model gains, phase by phase: what attention saves, or where the model waits for
-        the host, no more than the host does."""
+        the host, no more than the host does.
+
+        Raises:
+            ValueError: the model waits for the host, and what launches cost was not measured.
+        """
         by_phase: dict[str, dict[tuple[str, str], float]] = defaultdict(dict)
         for (call, kernel), count in swapped.items():
             row = self.replayed.row(call, kernel)
@@ -115,25 +128,13 @@ class Ledger:
         for phase, counts in by_phase.items():
             saved, saved_resampled = self.saved_seconds(counts)
             waiting = self.waiting_seconds(phase) if phase in self.phases else 0.0
-            launch = self._more_host_seconds(counts, "layer_host_ms") if waiting else None
-            if launch is not None:
-                saved = min(waiting + saved, -launch)
-                saved_resampled = (waiting + saved_resampled).clamp(max=-launch)
+            if waiting:
+                launches, launches_resampled = self.saved_seconds(counts, "layer_host_ms")
+                saved = min(waiting + saved, launches)
+                saved_resampled = torch.minimum(waiting + saved_resampled, launches_resampled)
             gained += saved
             resampled += saved_resampled
         return gained, resampled
-
-    def _more_host_seconds(
-        self, swapped: Mapping[tuple[str, str], float], figure: Literal["host_ms", "layer_host_ms"]
-    ) -> float | None:
-        """What the host needs more for these calls with the kernels; None on a CPU."""
-        total, known = 0.0, False
-        for (call, kernel), count in swapped.items():
-            rows = (self._alongside(call, kernel), self.replayed.row(call, kernel))
-            old, new = (None if row is None else getattr(row, figure) for row in rows)
-            if old is not None and new is not None:
-                total, known = total + count * (new - old) / 1000, True
-        return total if known else None
 
     def clues(self, swapped: Mapping[tuple[str, str], float], forwards: int) -> Clues:
         """Of the calls that kernels answer, in one of so many forwards."""
@@ -151,27 +152,35 @@ class Ledger:
                 preparation.append(count * (row.time_ms.p50 - row.core_time_ms.p50))
             if row.gpu_during is not None:
                 states.append(row.gpu_during)
-        more = self._more_host_seconds(swapped, "host_ms")
+        launches = None
+        if swapped and all(self._has_launches(*each) for each in swapped):
+            launches, _ = self.saved_seconds(swapped, "layer_host_ms")
         return Clues(
-            None if more is None else more / forwards,
+            None if launches is None else -launches / forwards,
             sum(preparation) / 1000 / forwards if preparation else None,
             scatter,
             _median(state.sm_clock_mhz for state in states),
             _median(state.power_w for state in states),
         )
 
-    def _samples(self, call: str, kernel: str) -> tuple[Sequence[float], Sequence[float], bool]:
+    def _samples(
+        self, call: str, kernel: str, figure: Figure
+    ) -> tuple[Sequence[float], Sequence[float], bool]:
         """Milliseconds of baseline and kernel by round, and whether the rounds are the same."""
         old, new = self._alongside(call, kernel), self.replayed.row(call, kernel)
         assert old is not None
         assert new is not None
-        assert old.time_ms is not None
-        assert new.time_ms is not None
-        before, after = old.time_ms.samples, new.time_ms.samples
+        before, after = getattr(old, figure), getattr(new, figure)
+        if before is None or after is None:
+            raise ValueError(f"{call} was replayed without {figure}: replay it anew")
         if old.environment != new.environment or not self.replayed.share_rounds(old, new):
-            return before, after, False
-        rounds = min(len(before), len(after))
-        return before[:rounds], after[:rounds], True
+            return before.samples, after.samples, False
+        rounds = min(len(before.samples), len(after.samples))
+        return before.samples[:rounds], after.samples[:rounds], True
+
+    def _has_launches(self, call: str, kernel: str) -> bool:
+        rows = self._alongside(call, kernel), self.replayed.row(call, kernel)
+        return all(row is not None and row.layer_host_ms is not None for row in rows)
 
     def _alongside(self, call: str, kernel: str) -> Row | None:
         """The baseline in the kernel's environment, or where it was not timed there, in this."""

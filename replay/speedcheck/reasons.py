@@ -80,9 +80,11 @@ def _waits(checked: Checked, predicted: Span, span: str) -> list[str]:
             "it hardly: its launches are not in the prediction"
         ]
     more = predicted.clues.more_launch_seconds
-    costs = "" if more is None else f", and the kernel takes {_ms(more, '+')} more to launch"
+    costs = (
+        "" if more is None else f", and layers take {_ms(more, '+')} more to launch by the replay"
+    )
     if more is not None and (in_model := checked.more_launch_seconds.get(span)) is not None:
-        costs += f" by the replay and {_ms(in_model, '+')} in the model"
+        costs += f" (attention calls alone {_ms(in_model, '+')} in the model)"
     return [
         f"the GPU waits for the host {100 * predicted.waiting_share:.0f} % of the time{costs}: "
         "what attention saves there is not gained"

@@ -77,7 +77,8 @@ class Clues:
     """What may explain a prediction that fails; None where the replay did not measure it."""
 
     more_launch_seconds: float | None = None
-    """What the host needs more to launch the kernel's calls than the baseline's (GPU only)."""
+    """What the host needs more to launch layers with the kernel than with the baseline (GPU only).
+    """
     preparation_seconds: float | None = None
     """What layout changes and quantisation before the kernel's core take; part of the prediction.
     """

@@ -59,8 +59,8 @@ def test_launch_cost_is_hidden_and_reported_apart(cache: str) -> None:
     assert (samples["plain"].host_ms or 1) < 1
     for each in samples.values():
         assert each.host_ms is not None
-        assert each.layer_host_ms is not None
-        assert each.layer_host_ms > each.host_ms
+        assert len(each.layer_host_ms) == len(each.ms)
+        assert statistics.median(each.layer_host_ms) > each.host_ms
 
 
 def test_one_that_raises_is_dropped() -> None:

@@ -50,6 +50,12 @@ def test_help_does_not_import_torch() -> None:
     assert "--list-kernels" in done.stdout
 
 
+def test_the_heading_says_how_samples_were_taken(run_cli: RunCli) -> None:
+    for given, heading in (((), "warm cache\n"), (("--calls-before", "1"), "1 calls before each")):
+        _, out, _ = run_cli(*SHAPE, *QUICK, "--kernels", "torch-default", *given)
+        assert heading in " ".join(out.split(" ")), out
+
+
 def test_random_shape(run_cli: RunCli) -> None:
     code, out, err = run_cli(*SHAPE, "--causal", *QUICK, "--metric", "all")
     assert (code, err.strip()) == (0, "")
@@ -103,7 +109,7 @@ def test_wrong_usage_is_one_sentence_with_the_remedy(
     [
         ("--suite", "nope"),
         ("--rounds", "0"),
-        ("--calls-before", "-1"),
+        (*SHAPE, "--calls-before", "-1"),
         ("--random", "--suite", "llama"),
         (*SHAPE, "--keep", "0"),
         (*SHAPE, "--page-size", "0"),

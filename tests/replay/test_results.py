@@ -35,7 +35,7 @@ from replay.settings import Settings
 from replay.statistics import Speedup, summarize
 from replay.workloads import Workload
 
-SAMPLES = {"time_ms.samples", "core_time_ms.samples"}
+SAMPLES = {"time_ms.samples", "core_time_ms.samples", "layer_host_ms.samples"}
 
 
 @pytest.fixture
@@ -57,7 +57,9 @@ def row() -> Row:
         core_time_ms=times,
         first_call_ms=100.0,
         host_ms=0.02,
-        layer_host_ms=0.6,
+        layer_host_ms=summarize([0.6, 0.7, 0.8]),
+        cache="cold",
+        calls_before=4,
         tflops=500.0,
         gb_per_s=1000.0,
         flop_per_byte=70.0,
@@ -103,7 +105,7 @@ def test_a_replays_rows_have_no_other_leaves(
     settings = replace(quick, compare_stats=True, reference="broken")
     call = make_call(with_output=True)
     known = {item.path for item in FIELDS} | SAMPLES
-    empty = {"comparison", "speedup", "core_time_ms", "gpu_before", "gpu_during"}
+    empty = {"comparison", "speedup", "core_time_ms", "layer_host_ms", "gpu_before", "gpu_during"}
     empty.add("accuracy.chosen")
     for produced in replay([workload(call)], [broken], settings):
         assert set(leaves(row_to_json(produced))) <= known | empty

@@ -31,7 +31,8 @@ from replay.results import (
     write_jsonl,
 )
 from replay.resume import begin_again, finished_rows
-from replay.statistics import Speedup, TimeSummary
+from replay.settings import Settings
+from replay.statistics import Speedup, TimeSummary, summarize
 from replay.synthetic import Spec, workloads
 from replay.workloads import Workload
 
@@ -92,9 +93,8 @@ def rows(figures: st.SearchStrategy[float]) -> st.SearchStrategy[Row]:
         log=words,
         time_ms=st.none() | times,
         core_time_ms=st.none() | times,
-        **dict.fromkeys(
-            ("first_call_ms", "host_ms", "layer_host_ms", "tflops", "gb_per_s"), optional
-        ),
+        layer_host_ms=st.none() | times,
+        **dict.fromkeys(("first_call_ms", "host_ms", "tflops", "gb_per_s"), optional),
         flop_per_byte=optional,
         comparison=st.none() | st.builds(Comparison, words, speedup),
         kept=optional,
@@ -105,6 +105,8 @@ def rows(figures: st.SearchStrategy[float]) -> st.SearchStrategy[Row]:
         programs=st.lists(st.builds(Program, words, counts, counts, counts, counts)),
         gpu_before=st.none() | state,
         gpu_during=st.none() | state,
+        cache=words,
+        calls_before=st.none() | counts,
         machine=st.dictionaries(words, words),
     )
 
@@ -146,6 +148,7 @@ def kernel(name: str) -> Kernel:
 
 CALLS = workloads("random", [Spec(1, 2, 2, length, length, 8, 8) for length in (4, 5, 6)], 0)
 ALLOTTED = {"this": [kernel("a"), kernel("b")]}
+SETTINGS = Settings(torch.device("cpu"), "warm")
 HERE = {"device": "H200", "torch": "2.11.0"}
 
 
@@ -180,7 +183,7 @@ def names(left: list[Workload]) -> list[str]:
 
 def test_a_call_is_finished_when_every_kernel_has_a_row(written: Callable[..., Path]) -> None:
     rows = [row(0, "a"), row(0, "b"), row(0, "baseline"), row(1, "a")]
-    kept, left = finished_rows(written(rows), CALLS, ALLOTTED, HERE)
+    kept, left = finished_rows(written(rows), CALLS, ALLOTTED, HERE, SETTINGS)
     assert kept == rows[:3]
     assert names(left) == ["random-01", "random-02"]
 
@@ -189,7 +192,7 @@ def test_and_in_every_environment(written: Callable[..., Path]) -> None:
     """A kernel that two of them have is not done when one of them was."""
     allotted = {**ALLOTTED, "fa4": [kernel("b")]}
     rows = [row(0, "a"), row(0, "b"), row(0, "b", "fa4"), row(1, "a"), row(1, "b")]
-    kept, left = finished_rows(written(rows), CALLS, allotted, HERE)
+    kept, left = finished_rows(written(rows), CALLS, allotted, HERE, SETTINGS)
     assert kept == rows[:3]
     assert names(left) == ["random-01", "random-02"]
 
@@ -197,7 +200,7 @@ def test_and_in_every_environment(written: Callable[..., Path]) -> None:
 def test_a_call_that_could_not_be_read_is_tried_again(written: Callable[..., Path]) -> None:
     unreadable = Row("", CallFacts("random-00"), "error", "no such file")
     kept, left = finished_rows(
-        written([unreadable, row(1, "a"), row(1, "b")]), CALLS, ALLOTTED, HERE
+        written([unreadable, row(1, "a"), row(1, "b")]), CALLS, ALLOTTED, HERE, SETTINGS
     )
     assert [each.call.name for each in kept] == ["random-01", "random-01"]
     assert names(left) == ["random-00", "random-02"]
@@ -207,25 +210,31 @@ def test_a_call_that_could_not_be_read_is_tried_again(written: Callable[..., Pat
 def test_a_line_that_was_cut_off(written: Callable[..., Path], end: str) -> None:
     """It may be of the call before it, so that one is replayed too."""
     rows = [row(0, "a"), row(0, "b"), row(1, "a"), row(1, "b")]
-    kept, left = finished_rows(written(rows, end), CALLS, ALLOTTED, HERE)
+    kept, left = finished_rows(written(rows, end), CALLS, ALLOTTED, HERE, SETTINGS)
     assert kept == rows[:2]
     assert names(left) == ["random-01", "random-02"]
-    assert finished_rows(written([], end), CALLS, ALLOTTED, HERE) == ([], list(CALLS))
+    assert finished_rows(written([], end), CALLS, ALLOTTED, HERE, SETTINGS) == ([], list(CALLS))
 
 
 def test_a_call_whose_baseline_is_missing(written: Callable[..., Path]) -> None:
     rows = [row(0, "a"), row(0, "b"), row(1, "a"), row(1, "b"), row(1, "baseline")]
     for each in rows:
         each.comparison = Comparison("baseline", Speedup(1.0, 1.0, 1.0, "tie"))
-    kept, left = finished_rows(written(rows), CALLS, ALLOTTED, HERE)
+    kept, left = finished_rows(written(rows), CALLS, ALLOTTED, HERE, SETTINGS)
     assert kept == rows[2:]
     assert names(left) == ["random-00", "random-02"]
 
 
 def test_no_file_yet(tmp_path: Path) -> None:
-    assert finished_rows(tmp_path / "rows.jsonl", CALLS, ALLOTTED, HERE) == ([], list(CALLS))
+    assert finished_rows(tmp_path / "rows.jsonl", CALLS, ALLOTTED, HERE, SETTINGS) == (
+        [],
+        list(CALLS),
+    )
     (tmp_path / "rows.jsonl").touch()
-    assert finished_rows(tmp_path / "rows.jsonl", CALLS, ALLOTTED, HERE) == ([], list(CALLS))
+    assert finished_rows(tmp_path / "rows.jsonl", CALLS, ALLOTTED, HERE, SETTINGS) == (
+        [],
+        list(CALLS),
+    )
 
 
 @pytest.mark.parametrize(
@@ -245,7 +254,7 @@ def test_another_file(
     written: Callable[..., Path], rows: list[Row], end: str, sentence: str
 ) -> None:
     with pytest.raises(ValueError, match=sentence):
-        finished_rows(written(rows, end), CALLS, ALLOTTED, HERE)
+        finished_rows(written(rows, end), CALLS, ALLOTTED, HERE, SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -253,9 +262,13 @@ def test_another_file(
     [
         (HERE, "this", None),
         ({}, "this", None),  # a worker that died before it said where it was
-        (HERE | {"torch": "2.13.0"}, "this", r"with torch 2.13.0 \(here 2.11.0\): resume it there"),
+        (
+            HERE | {"torch": "2.13.0"},
+            "this",
+            r"torch 2.13.0 \(now 2.11.0\): resume it as it was begun",
+        ),
         (HERE | {"torch": "2.13.0"}, "fa4", None),
-        (HERE | {"device": "H100"}, "fa4", r"with device H100 \(here H200\)"),
+        (HERE | {"device": "H100"}, "fa4", r"with device H100 \(now H200\)"),
     ],
 )
 def test_rows_of_another_machine(
@@ -264,19 +277,40 @@ def test_rows_of_another_machine(
     measured = row(0, "a", environment)
     measured.machine = machine
     if sentence is None:
-        finished_rows(written([measured]), CALLS, ALLOTTED, HERE)
+        finished_rows(written([measured]), CALLS, ALLOTTED, HERE, SETTINGS)
         return
     with pytest.raises(ValueError, match=sentence):
-        finished_rows(written([measured]), CALLS, ALLOTTED, HERE)
+        finished_rows(written([measured]), CALLS, ALLOTTED, HERE, SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({}, None),
+        ({"cache": "cold"}, r"with --cache cold \(now warm\)"),
+        ({"calls_before": 4}, r"with --calls-before 4 \(now 0\)"),
+        ({"time_ms": None, "cache": ""}, None),  # it has no time
+    ],
+)
+def test_rows_that_were_timed_in_another_way(
+    written: Callable[..., Path], changed: dict[str, Any], sentence: str | None
+) -> None:
+    timed = replace(row(0, "a"), time_ms=summarize([1.0]), cache="warm", calls_before=0)
+    path = written([replace(timed, **changed)])
+    if sentence is None:
+        finished_rows(path, CALLS, ALLOTTED, HERE, SETTINGS)
+        return
+    with pytest.raises(ValueError, match=sentence):
+        finished_rows(path, CALLS, ALLOTTED, HERE, SETTINGS)
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot read .*: Is a directory"):
-        finished_rows(tmp_path, CALLS, ALLOTTED, HERE)
+        finished_rows(tmp_path, CALLS, ALLOTTED, HERE, SETTINGS)
     picture = tmp_path / "rows.jsonl"
     picture.write_bytes(b"\x89PNG\xff")
     with pytest.raises(ValueError, match="was not written by `replay --json`"):
-        finished_rows(picture, CALLS, ALLOTTED, HERE)
+        finished_rows(picture, CALLS, ALLOTTED, HERE, SETTINGS)
     with pytest.raises(ValueError, match=r"cannot write .*: No such file"):
         begin_again(tmp_path / "nowhere" / "rows.jsonl", [])
 

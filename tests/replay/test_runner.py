@@ -23,6 +23,7 @@ from replay.registry import Kernel, catalogue
 from replay.results import Row, row_to_json
 from replay.runner import replay
 from replay.settings import Settings
+from replay.timing import Samples, measure
 from replay.workloads import Workload
 
 MakeCall = Callable[..., AttentionCall]
@@ -138,6 +139,44 @@ def test_unavailable_and_unsupported_kernels_are_not_called(
     for name in ("absent", "picky", "bad-check"):
         assert rows[name].flop_per_byte is not None
         assert (rows[name].time_ms, rows[name].accuracy) == (None, None)
+
+
+def test_kernels_run_without_gradients_and_not_in_inference_mode(
+    make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
+) -> None:
+    """As in models: in inference mode launches are cheaper."""
+    modes: set[tuple[bool, bool]] = set()
+
+    def watching(**arguments: Any) -> Tensor:
+        modes.add((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+        return sdpa(**arguments)
+
+    rows_of(make_call(), workload, quick, kernels("watching", watching))
+    assert modes == {(False, False)}
+
+
+def test_how_samples_were_taken_is_in_the_row(
+    make_call: MakeCall,
+    workload: MakeWorkload,
+    kernels: Register,
+    quick: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+
+    def on_a_gpu(*arguments: Any, calls_before: int, **options: Any) -> dict[str, Samples]:
+        asked.append(calls_before)
+        found = measure(*arguments, calls_before=calls_before, **options)
+        return {name: replace(each, layer_host_ms=(0.5, 0.7, 0.9)) for name, each in found.items()}
+
+    monkeypatch.setattr("replay.runner.measure", on_a_gpu)
+    row = rows_of(make_call(), workload, replace(quick, calls_before=2), kernels("right", sdpa))[
+        "right"
+    ]
+    assert asked == [2]
+    assert (row.cache, row.calls_before) == ("warm", 2)
+    assert row.layer_host_ms is not None
+    assert row.layer_host_ms.p50 == 0.7
 
 
 @pytest.mark.parametrize("changed", ["query", "key", "value", "attn_mask"])

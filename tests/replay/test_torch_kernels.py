@@ -35,7 +35,7 @@ CALLS: dict[str, dict[str, Any]] = {
 
 
 def check(name: str, call: AttentionCall) -> None:
-    with torch.inference_mode():
+    with torch.no_grad():
         output = catalogue()[name].attention(**call.arguments())
     gold = attention(call)
     verdict = judge(
@@ -109,7 +109,7 @@ def test_a_compiled_kernel_runs_its_own_backend(make_call: MakeCall) -> None:
     """
     call = make_call(q_len=150, kv_len=150, dtype=torch.bfloat16)
     kernels = catalogue()
-    with torch.inference_mode():
+    with torch.no_grad():
         outputs = {
             name: kernels[name].attention(**call.arguments())
             for name in ("torch-flash", "torch-math", "torch-flash-compiled", "torch-math-compiled")

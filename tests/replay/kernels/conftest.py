@@ -217,7 +217,7 @@ def verify(make_call: Callable[..., AttentionCall]) -> Callable[..., str | None]
             if kernel.unsupported(arranged):
                 assert arranged.key.stride(-1) != 1
                 continue
-            with torch.inference_mode():
+            with torch.no_grad():
                 # Its own tensors: some kernels change them.
                 own = arranged.to("cpu")
                 outputs = {"drop-in": kernel.attention(**own.arguments())}

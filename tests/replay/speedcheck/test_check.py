@@ -113,7 +113,8 @@ class Drifting(Pretended):
 
 
 def row(kernel: str, ms: float) -> Row:
-    return Row(kernel, FACTS, "ok", time_ms=summarize([ms] * 5))
+    times, launches = summarize([ms] * 5), summarize([0.05] * 5)
+    return Row(kernel, FACTS, "ok", time_ms=times, layer_host_ms=launches)
 
 
 def checked(process: Pretended, *names: str, rounds: int | None = 3) -> list[Checked]:
@@ -166,6 +167,9 @@ def test_every_two_kernels_have_the_models_own_attention_beside_them() -> None:
         groups = [rounds[at : at + 3], rounds[at + 3 : at + 6], rounds[at + 6 : at + 8]]
         assert all(group.count(BASELINE.name) == 1 for group in groups)
         assert sorted(rounds[at : at + 8]) == sorted([*names, *[BASELINE.name] * 3])
+    groups = [rounds[at : at + 3] for at in (0, 3, 8, 11, 16, 19, 24, 27)]
+    assert len({group.index(BASELINE.name) for group in groups}) > 1
+    assert len({frozenset(group) for group in groups}) > 2
     assert own.measured[RUN].ms.n == 12
     for each in kernels:
         speedup = each.measured[RUN].speedup
@@ -173,6 +177,15 @@ def test_every_two_kernels_have_the_models_own_attention_beside_them() -> None:
         assert each.measured[RUN].ms.n == 4
         # The machine grows slower by a tenth every run; a kernel halves its time.
         assert 2 / 1.1**2.5 < speedup.low <= speedup.high < 2 * 1.1**2.5  # two runs apart
+
+
+def test_kernels_that_failed_take_no_place_beside_the_models_own_attention() -> None:
+    names = ["a", "b", "c", "d", "e"]
+    own, *_, e = checked(Pretended(errors=dict.fromkeys(names[:4], 0)), *names, rounds=4)
+    assert own.measured[RUN].ms.n == e.measured[RUN].ms.n == 4
+    own, *failed = checked(Pretended(errors=dict.fromkeys(names, 1)), *names, rounds=4)
+    assert own.measured[RUN].ms.n == 3 + 3  # the round in which they fail, and those after it
+    assert all(each.status == "error" for each in failed)
 
 
 def test_after_a_death_the_others_are_warmed_again_before_they_are_timed() -> None:

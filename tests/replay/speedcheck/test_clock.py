@@ -89,6 +89,21 @@ def test_attention_calls_belong_to_the_phase_they_are_made_in() -> None:
     assert times.attention.keys() == {OUTSIDE, "denoise"}
     assert times.attention[OUTSIDE] >= 0.02
     assert 0.03 <= times.attention["denoise"] <= sum(times.forwards["denoise"])
+    assert times.launch == {}  # on a CPU the call itself
+
+
+def test_what_calls_cost_the_host_is_told_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock({}, CPU)
+    monkeypatch.setattr(clock, "_on_gpu", True)
+    monkeypatch.setattr(clock, "_now", time.perf_counter)
+    monkeypatch.setattr(clock, "_between", lambda begin, end: end - begin)
+    monkeypatch.setattr(clock, "_synchronize", lambda: None)
+    with clock.running() as times:
+        for seconds in (0.5, 0.01, 0.01):  # the first had to wait for the GPU
+            with clock.call():
+                time.sleep(seconds)
+    assert times.attention[OUTSIDE] >= 0.52
+    assert 0.03 <= times.launch[OUTSIDE] < 0.5
 
 
 def test_a_forward_that_raises_leaves_no_hook() -> None:

@@ -286,17 +286,66 @@ def test_a_kernel_of_another_environment_is_held_against_the_baseline_there() ->
 def test_clues_are_of_one_forward() -> None:
     call = facts("a", "layers.0", "prefill")
     new = row("new", call, 5.0)
-    new.host_ms, new.core_time_ms = 0.5, summarize([3.0])
+    new.layer_host_ms, new.core_time_ms = summarize([0.5]), summarize([3.0])
     new.gpu_during = GpuState(1500, None, 50, ())
     counted = census(("layers.0", "prefill", 64, 20))
     phases = {"prefill": Clocked((0.5,), 2)}
     old = row("old", call, 10.0)
-    old.host_ms = 0.2
+    assert predicted(counted, [old, new]).run.clues.more_launch_seconds is None
+    old.layer_host_ms = summarize([0.2])
     clues = predicted(counted, [old, new], phases=phases).phases["prefill"].clues
     assert clues.more_launch_seconds == pytest.approx(10 * 0.0003)
     assert clues.preparation_seconds == pytest.approx(10 * 0.002)
     assert clues.scatter == pytest.approx(1)
     assert (clues.sm_clock_mhz, clues.power_w) == (1500, None)
+
+
+def test_a_baseline_that_was_not_timed_in_the_environment_is_taken_from_here() -> None:
+    call = facts("a", "layers.0")
+    rows = [row("old", call, 10.0), row("old", call, None, "error"), row("new", call, 5.0)]
+    for each in rows[1:]:
+        each.environment = "other"
+    counted = census(("layers.0", "denoise", 64, 10))
+    run = predict(counted, rows, "new@other", "old", Clocked(STEADY), {}).run
+    assert run.new_seconds is not None
+    assert run.new_seconds.value == pytest.approx(1 - 10 * 0.005)
+
+
+def test_samples_of_two_environments_are_not_paired() -> None:
+    call = facts("a", "layers.0")
+    counted = census(("layers.0", "denoise", 64, 50))
+    scatter = noisy(10.0, [random.Random(each).uniform(0.9, 1.1) for each in range(30)], 1)
+    rows = [row("old", call, scatter), row("new", call, [each / 2 for each in scatter])]
+    paired = predicted(counted, rows).run.new_seconds
+    rows[1].environment = "other"
+    apart = predict(counted, rows, "new@other", "old", Clocked(STEADY), {}).run.new_seconds
+    assert paired is not None
+    assert apart is not None
+    assert (apart.high - apart.low) > 1.2 * (paired.high - paired.low)
+
+
+def test_the_interval_covers_the_scatter_of_launches() -> None:
+    call = facts("a", "layers.0", "decode")
+    rows = [launched("old", call, 1.0, 0.5), launched("new", call, 1.0, 0.6)]
+    counted = census(("layers.0", "decode", 64, 30))
+    phases = {"decode": Clocked((0.1,) * 5, busy_seconds=0.04)}
+    steady = predicted(counted, rows, phases=phases).phases["decode"].new_seconds
+    scatter = [random.Random(each).uniform(0.5, 0.7) for each in range(30)]
+    rows[1].layer_host_ms = summarize(scatter)
+    uneven = predicted(counted, rows, phases=phases).phases["decode"].new_seconds
+    assert steady is not None
+    assert uneven is not None
+    assert steady.low == steady.high
+    assert uneven.low < 0.103 < uneven.high
+
+
+def test_a_model_that_waits_for_the_host_is_not_predicted_without_launches() -> None:
+    call = facts("a", "layers.0", "decode")
+    rows = [launched("old", call, 1.0, 0.5), row("new", call, 1.0)]
+    counted = census(("layers.0", "decode", 64, 30))
+    decode = Clocked((0.1,) * 5, busy_seconds=0.04)
+    with pytest.raises(ValueError, match="a was replayed without layer_host_ms: replay it anew"):
+        predicted(counted, rows, phases={"decode": decode})
 
 
 def test_launches_of_another_environment_are_held_against_the_baseline_there() -> None:
@@ -327,8 +376,9 @@ def test_what_cannot_be_predicted_is_said() -> None:
 
 
 def launched(kernel: str, call: CallFacts, ms: float, layer_host_ms: float) -> Row:
+    """A row of a GPU."""
     made = row(kernel, call, ms)
-    made.layer_host_ms = layer_host_ms
+    made.layer_host_ms = summarize([layer_host_ms] * 5)
     return made
 
 
