@@ -16,7 +16,7 @@ from replay.execution import execution
 from replay.registry import select
 from replay.results import row_to_json
 from replay.settings import Settings
-from replay.timing import Cache
+from replay.stopwatch import Cache
 from replay.workloads import Workload
 
 

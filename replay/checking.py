@@ -27,11 +27,11 @@ from replay import cost, reference
 from replay.accuracy import Errors, compare, summary
 from replay.gpu_state import gpu_is_lost
 from replay.registry import Kernel
-from replay.resources import launched_programs
+from replay.resources import launched_programs, peak_bytes
 from replay.results import Accuracy, CallFacts, Row, Status
 from replay.settings import Settings
 from replay.sparsity import kept_share, restricted
-from replay.timing import first_call, peak_bytes
+from replay.stopwatch import first_call
 from replay.verdict import Tolerance, Verdict, judge, tolerance
 
 REFERENCE = "computing the reference"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from replay.settings import Settings
     from replay.speedcheck.check import Checked
     from replay.speedcheck.command import Wanted
-    from replay.timing import Cache
+    from replay.stopwatch import Cache
     from replay.workloads import Workload
 
 SECONDS = 20.0

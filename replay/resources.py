@@ -1,4 +1,4 @@
-"""What a kernel's Triton programs take of the GPU: registers, spills, shared memory, warps."""
+"""What a kernel takes of the GPU: memory; and its Triton programs, registers and warps."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -62,3 +64,22 @@ def _program(kernel: Any) -> Program:
         shared_bytes=kernel.metadata.shared,
         warps=kernel.metadata.num_warps,
     )
+
+
+def peak_bytes(function: Callable[[], object], device: torch.device | str) -> int | None:
+    """Most bytes that `function` needs on a CUDA device beyond what is there, output included.
+
+    Counts what torch's allocator handed out; memory that a kernel takes from the driver itself is
+    not seen. None on the CPU, where it is not measured.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    gc.collect()  # what is collected during the call would hide what the call needs
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    result = function()
+    torch.cuda.synchronize(device)
+    del result
+    return torch.cuda.max_memory_allocated(device) - before

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from replay.timing import Cache
+from replay.stopwatch import Cache
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from capture.modules import phase_of
-from replay.timing import CYCLES_PER_MS
+from replay.stopwatch import CYCLES_PER_MS
 
 OUTSIDE = ""
 """In place of a phase: attention calls that no watched forward makes."""

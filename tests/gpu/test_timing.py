@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from replay.gpu_state import read_gpu_state
-from replay.timing import Function, first_call, measure, peak_bytes
+from replay.resources import peak_bytes
+from replay.stopwatch import Function, first_call
+from replay.timing import measure
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

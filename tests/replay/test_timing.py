@@ -15,7 +15,9 @@ import torch
 
 from replay import timing
 from replay.gpu_state import read_gpu_state, throttle_reasons
-from replay.timing import Contestant, first_call, measure, peak_bytes, run_rounds, warm_up
+from replay.resources import peak_bytes
+from replay.stopwatch import Contestant, first_call
+from replay.timing import measure, run_rounds, warm_up
 
 
 class FakeStopwatch:
@@ -193,31 +195,6 @@ def test_measure_on_the_cpu() -> None:
     assert progress == [("warm-up", n, 3) for n in (1, 2, 3)] + [
         ("round", n, 4) for n in range(1, 5)
     ]
-
-
-def test_a_cpu_sample_lasts_long_enough_to_be_timed() -> None:
-    calls = 0
-
-    def function() -> None:
-        nonlocal calls
-        calls += 1
-
-    contestant = Contestant(function, warm_up_ms=[0.05])
-    stopwatch = timing.CpuStopwatch(calls_before=0)
-    cost_ms = stopwatch.calibrate(contestant)
-    assert calls == 0
-    stopwatch.sample(contestant)
-    assert calls == 21  # a millisecond of 0.05 ms calls
-    assert cost_ms == pytest.approx(21 * 0.05)
-
-
-def test_calls_before_a_sample_are_not_timed_but_cost() -> None:
-    calls: list[str] = []
-    contestant = Contestant(lambda: calls.append("call"), warm_up_ms=[2.0])
-    stopwatch = timing.CpuStopwatch(calls_before=3)
-    assert stopwatch.calibrate(contestant) == pytest.approx(4 * 2.0)
-    stopwatch.sample(contestant)
-    assert len(calls) == 4
 
 
 def test_each_sample_follows_calls_of_the_same_function() -> None:
