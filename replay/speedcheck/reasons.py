@@ -7,6 +7,8 @@ from replay.speedcheck.span import LAUNCH_BOUND, NOTABLE, RUN, Span
 
 SCATTERED = 2.0
 """p90 / p10 of a replayed call beyond what a machine to oneself shows."""
+UNSTEADY = 1.2
+"""The same of runs of the model, which are longer."""
 
 
 def reasons(checked: Checked, span: str = RUN) -> list[str]:
@@ -28,6 +30,7 @@ def reasons(checked: Checked, span: str = RUN) -> list[str]:
         *_fallbacks(checked, predicted, span),
         *_not_recorded(predicted),
         *_scatter(predicted),
+        *_unsteady(checked, span),
         *_waits(checked, predicted, span),
         *_attention(checked, predicted, span),
         *_copies(checked, span),
@@ -65,6 +68,17 @@ def _scatter(predicted: Span) -> list[str]:
     return [
         f"rounds of the costliest call differ up to {scatter:.0f}-fold (p90 / p10): something else "
         "was using the machine, so replay and measure again when it is quiet"
+    ]
+
+
+def _unsteady(checked: Checked, span: str) -> list[str]:
+    ms = checked.measured[span].ms
+    if ms.p90 < UNSTEADY * ms.p10:
+        return []
+    return [
+        f"the model took {_ms(ms.p10 / 1000)} to {_ms(ms.p90 / 1000)} (10th to 90th percentile) "
+        "with the kernel: something else was using the machine, so measure again when it is quiet, "
+        "or with more --model-rounds"
     ]
 
 

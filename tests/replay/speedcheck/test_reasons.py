@@ -125,6 +125,18 @@ def test_a_busy_machine(scatter: float | None, is_told: bool) -> None:
     assert any("something else was using" in each for each in found) == is_told
 
 
+@pytest.mark.parametrize(("slowest", "is_told"), [(1.3, True), (1.1, False)])
+def test_runs_that_differ(slowest: float, is_told: bool) -> None:
+    checked = made()
+    times = summarize([900.0, 900.0, 900.0 * slowest])
+    checked.measured[RUN] = replace(checked.measured[RUN], ms=times)
+    found = [
+        each for each in reasons(checked) if each.startswith("the model took 900 ms to 1.12 s")
+    ]
+    assert bool(found) == is_told
+    assert any("--model-rounds" in each for each in reasons(checked)) == is_told
+
+
 def test_layout_copies() -> None:
     checked = made()
     checked.copies, checked.hits = 7, 20
