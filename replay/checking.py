@@ -104,7 +104,7 @@ def check(
         finally:
             changed = _restore_inputs(call, judged.pristine)
             attempt.row.flags += [f"changes its {name}" for name in changed]
-        wrong = _wrong_output(output, judged.gold, call)
+        wrong = _wrong_output(output, judged.gold) or _wrong_dtype(output, call)
         if wrong:
             return settle(attempt, "error", wrong)
         if changed:  # its later calls must not reach the other kernels' inputs
@@ -232,6 +232,23 @@ def check_again(attempt: Attempt, judged: Judge) -> None:
         attempt.row.accuracy = replace(attempt.row.accuracy, **{which: errors})
         reason = f"right on its first call, wrong when called again: {verdict.sentence}"
         settle(attempt, "inaccurate", reason)
+
+
+def core_fault(attempt: Attempt, core: Callable[[], Tensor], judged: Judge) -> str:
+    """Why the time of a kernel's core means nothing; empty where it returns what the kernel must.
+
+    Its dtype may be another: converting the output can be the drop-in's part.
+    """
+    try:
+        _poison(judged.gold, attempt.call.dtype)
+        output = core()
+        wrong = _wrong_output(output, judged.gold)
+        if wrong:
+            return wrong
+        _, verdict = _hold_against(attempt, output, judged)
+    except Exception as error:
+        return classify(error)[1]
+    return "" if verdict.passed else f"it is wrong: {verdict.sentence}"
 
 
 @dataclass(frozen=True)
@@ -369,13 +386,17 @@ def _restore_inputs(call: AttentionCall, pristine: dict[str, Tensor]) -> list[st
     return changed
 
 
-def _wrong_output(output: object, gold: Tensor, call: AttentionCall) -> str:
+def _wrong_output(output: object, gold: Tensor) -> str:
     if not isinstance(output, Tensor):
         return f"returned {type(output).__name__}, not a tensor"
     if output.shape != gold.shape:
         return f"returned shape {tuple(output.shape)} where {tuple(gold.shape)} is right"
     if output.device != gold.device:
         return f"returned a tensor on {output.device} where {gold.device} is right"
+    return ""
+
+
+def _wrong_dtype(output: Tensor, call: AttentionCall) -> str:
     if output.dtype != call.dtype:
         return f"returned {dtype_name(output.dtype)} where {dtype_name(call.dtype)} is right"
     return ""

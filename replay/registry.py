@@ -67,7 +67,8 @@ class Kernel:
     unsupported: Callable[[AttentionCall], str | None] = _always
     """Why it cannot run one call (mask, head_dim, dtype …)."""
     prepare: Callable[[AttentionCall], Callable[[], Tensor]] | None = None
-    """The core alone: everything before the kernel done once, the returned callable the rest."""
+    """The core alone: everything before the kernel done once, the returned callable the rest. Its
+    output is laid out and judged as the kernel's own; the dtype may be another."""
     default: bool = True
     """Whether it runs when no kernel is named."""
     about: str = ""

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from capture.call import AttentionCall
 from capture.dataset import dtype_name
@@ -19,6 +20,7 @@ from replay.checking import (
     check,
     check_again,
     classify,
+    core_fault,
     refusal,
     settle,
     stderr_apart,
@@ -148,7 +150,7 @@ def _time(
     running = {
         each.kernel.name: each for each in attempts if each.row.status in ("ok", "inaccurate")
     }
-    contestants: dict[str, Callable[[], object]] = {
+    contestants: dict[str, Callable[[], Tensor]] = {
         name: each.run for name, each in running.items()
     }
     for name, each in running.items():
@@ -191,11 +193,15 @@ def _time(
             row.layer_host_ms = summarize(samples.layer_host_ms)
         row.tflops = cost.tflops(call, row.time_ms.p50)
         row.gb_per_s = cost.gb_per_s(call, row.time_ms.p50)
-        core = measured.get(f"{name} core")
-        if core is not None and core.error is not None:
-            row.flags.append(f"no core time: {classify(core.error)[1]}")
-        elif core is not None:
-            row.core_time_ms = summarize(core.ms)
+        if (core := measured.get(f"{name} core")) is not None:
+            on_sample(name)
+            fault = classify(core.error)[1] if core.error is not None else ""
+            if not fault and row.is_correct:
+                fault = core_fault(each, contestants[f"{name} core"], judged)
+            if fault:
+                row.flags.append(f"no core time: {fault}")
+            else:
+                row.core_time_ms = summarize(core.ms)
         pairs = min(len(baseline_ms), len(samples.ms))
         if row.is_correct and name != baseline and pairs >= MINIMUM_PAIRS:
             ratio = paired_speedup(baseline_ms, samples.ms, settings.seed)

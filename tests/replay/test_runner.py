@@ -365,6 +365,36 @@ def test_core_time(
 
 
 @pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (lambda output: output.double(), None),
+        (lambda output: output * 1.01, "it is wrong: max abs error .* exceeds"),
+        (torch.empty_like, "it is wrong: "),
+        (lambda output: output.transpose(1, 2), r"returned shape \(1, 9, 2, 32\) where"),
+        (lambda output: (output, None), "returned tuple, not a tensor"),
+    ],
+)
+def test_a_core_that_returns_something_else_has_no_time(
+    make_call: MakeCall,
+    workload: MakeWorkload,
+    kernels: Register,
+    quick: Settings,
+    change: Callable[[Tensor], Tensor],
+    fault: str | None,
+) -> None:
+    def prepare(call: AttentionCall) -> Callable[[], Tensor]:
+        arguments = call.arguments()
+        return lambda: change(sdpa(**arguments))
+
+    rows = rows_of(make_call(), workload, quick, kernels("cored", sdpa, prepare=prepare))
+    row = rows["cored"]
+    assert row.status == "ok"
+    assert (row.core_time_ms is None) == bool(row.flags) == (fault is not None)
+    if fault is not None:
+        assert re.match(f"no core time: {fault}", row.flags[0]), row.flags
+
+
+@pytest.mark.parametrize(
     ("backend", "chosen", "expected"),
     [
         ("torch-math", None, "torch-math"),
