@@ -135,6 +135,8 @@ def _capture(arguments: argparse.Namespace) -> int:
             device=arguments.device,
         )
     progress.print(Text(f"{name}: weights {runnable.weights}"))
+    if runnable.note:
+        progress.print(Text(f"{name}: {runnable.note}"))
     options = {each: getattr(arguments, each) for each in ("prompt", "steps", "dtype")}
     given = {each: value for each, value in options.items() if value is not None}
     with record(

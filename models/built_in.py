@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # which asks here what there is
+    from transformers import PreTrainedTokenizerBase
+
     from .request import Request
 
 ROOT = Path(__file__).parent / "pretrained"
@@ -26,3 +28,21 @@ def describe(request: Request) -> str:
     if request.weights == "pretrained":
         return f"built-in, trained; model card models/pretrained/{request.name}/README.md"
     return f"random, seed {request.seed} (built-in configuration of the trained {request.name})"
+
+
+def unknown_words(request: Request, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Which words of the prompt a trained picture model never saw, in a sentence; empty for none.
+
+    ``tokenizer`` is of the words that it was trained on (``offline_tokenizers.t5_tokenizer``).
+    """
+    if request.weights != "pretrained" or request.prompt is None:
+        return ""
+    words = request.prompt.split()
+    spelt = [word for word in words if tokenizer.tokenize(word)[:1] == ["▁"]]
+    if not spelt:
+        return ""
+    unknown = ", ".join(dict.fromkeys(spelt))
+    return (
+        f"the built-in {request.name} knows a few words, and none of these: {unknown}; for "
+        f"captions that it knows see models/pretrained/{request.name}/README.md"
+    )

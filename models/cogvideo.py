@@ -70,9 +70,11 @@ def build(request: Request) -> Runnable:
     if prompt is None:
         prompt = BUILT_IN_PROMPT if trained else PROMPT
     texts: dict[str, Any] = {"prompt": prompt}
+    note = ""
     if trained:
         pipeline = read_built_in(CogVideoXPipeline, trained, request)
         weights = built_in.describe(request)
+        note = built_in.unknown_words(request, pipeline.tokenizer)
     elif request.is_built_in:
         pipeline = tiny_pipeline(variant, request)
         weights = f"random, seed {request.seed} (built-in tiny configuration)"
@@ -116,7 +118,12 @@ def build(request: Request) -> Runnable:
         output="video" if decodes else "latents: the VAE is left out",
     )
     return pipeline_runnable(
-        pipeline, request, arguments={**texts, **run}, weights=weights, settings=settings
+        pipeline,
+        request,
+        arguments={**texts, **run},
+        weights=weights,
+        settings=settings,
+        note=note,
     )
 
 

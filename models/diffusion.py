@@ -61,6 +61,7 @@ def pipeline_runnable(
     arguments: dict[str, Any],
     weights: str,
     settings: dict[str, Any],
+    note: str = "",
 ) -> Runnable:
     """Make ``pipeline(**arguments)``, with noise drawn from the seed, a runnable.
 
@@ -103,6 +104,7 @@ def pipeline_runnable(
         outputs=partial(of_pipeline, decoded=arguments.get("output_type") != "latent"),
         weights=weights,
         settings=settings,
+        note=note,
     )
 
 

@@ -83,9 +83,11 @@ def build(request: Request) -> Runnable:
         prompt = BUILT_IN_PROMPT if trained else PROMPT
     text_tokens = TINY_TEXT_TOKENS if request.is_tiny else variant.text_tokens
     texts: dict[str, Any] = {"prompt": prompt}
+    note = ""
     if trained:
         pipeline = read_built_in(FluxPipeline, trained, request)
         weights = built_in.describe(request)
+        note = built_in.unknown_words(request, pipeline.tokenizer_2)
     elif request.is_built_in:
         pipeline = tiny_pipeline(variant, request)
         weights = f"random, seed {request.seed} (built-in tiny configuration)"
@@ -131,7 +133,12 @@ def build(request: Request) -> Runnable:
         output="image" if decodes else "latents: the VAE is left out",
     )
     return pipeline_runnable(
-        pipeline, request, arguments={**texts, **run}, weights=weights, settings=settings
+        pipeline,
+        request,
+        arguments={**texts, **run},
+        weights=weights,
+        settings=settings,
+        note=note,
     )
 
 

@@ -34,6 +34,7 @@ class Runnable:
         outputs: Turns what ``run`` returned into named tensors on the CPU.
         weights: Where the weights are from, for people and manifests.
         settings: What was run, as plain JSON.
+        note: What to know before believing its outputs, a sentence; empty where there is nothing.
         language: Scores and decodes text, if this is a language model of which we know how.
     """
 
@@ -44,4 +45,5 @@ class Runnable:
     outputs: Callable[[Any], Outputs]
     weights: str
     settings: dict[str, Any]
+    note: str = ""
     language: Language | None = None

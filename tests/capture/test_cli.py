@@ -132,6 +132,15 @@ def test_an_unknown_model(run_cli: Run, tmp_path: Path) -> None:
     assert "llama" in sentence
 
 
+def test_a_prompt_of_words_that_the_built_in_model_never_saw(run_cli: Run, tmp_path: Path) -> None:
+    small = ("--size", "tiny", "--device", "cpu", "--steps", "1", "--max", "1")
+    result = run_cli(
+        "--model", "flux", "--prompt", "a red panda", *small, "--out", str(tmp_path / "out")
+    )
+    assert result[0] == 0
+    assert "none of these: panda;" in " ".join(result[2].split())
+
+
 @pytest.mark.parametrize("below", ["file", "file/x"])
 def test_a_directory_that_cannot_be_written(run_cli: Run, tmp_path: Path, below: str) -> None:
     (tmp_path / "file").write_text("")

@@ -208,6 +208,24 @@ def test_the_trained_pictures_are_what_the_caption_says(name: str, whole: str) -
     assert rates["colours"] == rates[told] == 1
 
 
+@pytest.mark.parametrize("name", ["cogvideo", "flux"])
+@pytest.mark.parametrize(
+    ("prompt", "weights", "unknown"),
+    [
+        ("a striped red circle on a dark background.", "pretrained", ""),
+        ("A red panda, a red panda, a blue cross", "pretrained", "A, panda,"),
+        ("A red panda", "random", ""),
+        (None, "pretrained", ""),
+    ],
+)
+def test_words_that_a_trained_model_never_saw_are_told(
+    name: str, prompt: str | None, weights: str, unknown: str
+) -> None:
+    runnable = models.load(name, size="tiny", weights=weights, device="cpu", steps=1, prompt=prompt)
+    assert (f"knows a few words, and none of these: {unknown};" in runnable.note) == bool(unknown)
+    assert bool(runnable.note) == bool(unknown)
+
+
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_model_card_says_what_the_weights_are(name: str) -> None:
     directory = built_in.trained(name)
