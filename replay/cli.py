@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import difflib
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -18,9 +17,7 @@ from replay.speedcheck.arguments import misuse
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
-    from rich.text import Text
 
-    from replay.environments import Found
     from replay.execution import Allotted, Execution
     from replay.registry import Kernel
     from replay.results import Row
@@ -81,7 +78,8 @@ def _dispatch(arguments: argparse.Namespace) -> int:
             in_process=arguments.in_process, interpreters=pythons, timeout=arguments.timeout
         ) as where:
             if arguments.list_kernels:
-                return _list_kernels(where, device)
+                _list_kernels(where, device)
+                return 0
             kernels = _kernels(arguments, wanted, where, device)
             settings = _settings(arguments, device)
             workloads, note = _workloads(arguments, device, kernels)
@@ -271,39 +269,15 @@ def _exit_code(rows: list[Row], checks: list[Checked], arguments: argparse.Names
     return 1 if unreadable or (arguments.check and failed) else 0
 
 
-def _list_kernels(where: Execution, device: torch.device) -> int:
-    """What there is, and per environment whether it can run."""
+def _list_kernels(where: Execution, device: torch.device) -> None:
     from rich.console import Console
-    from rich.padding import Padding
-    from rich.text import Text
 
     from replay.registry import catalogue
+    from replay.report.kernels import print_kernels
 
-    console = Console(highlight=False)
-    kernels = [kernel for kernel in catalogue().values() if not kernel.variant_of]
-    variants = Counter(kernel.variant_of for kernel in catalogue().values())
-    found = where.probe(kernels, device)
-    for kernel in kernels:
-        notes = [] if kernel.default else ["not by default"]
-        if variants[kernel.name]:
-            notes.append(f"{variants[kernel.name]} variants")
-        line = Text(kernel.name, "bold").append(f"  {kernel.about}", "not bold")
-        console.print(line.append(f" ({', '.join(notes)})" if notes else "", "not bold"))
-        for environment, findings in found.items():
-            label = f"{environment}: " if len(found) > 1 else ""
-            state = _state(findings[kernel.name])
-            console.print(Padding(Text(label).append_text(state), (0, 0, 0, 4)))
-    return 0
-
-
-def _state(found: Found) -> Text:
-    from rich.text import Text
-
-    if found.reason is None:
-        return Text(f"available {found.version}".strip(), "green")
-    # A reason that already names the command needs it no second time.
-    missing = found.reason.startswith("not installed") and found.install not in found.reason
-    return Text(f"{found.reason}: {found.install}" if missing else found.reason, "yellow")
+    kernels = list(catalogue().values())
+    found = where.probe([kernel for kernel in kernels if not kernel.variant_of], device)
+    print_kernels(kernels, found, Console(highlight=False))
 
 
 def _kernels(

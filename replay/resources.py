@@ -76,10 +76,15 @@ def peak_bytes(function: Callable[[], object], device: torch.device | str) -> in
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)
-    gc.collect()  # what is collected during the call would hide what the call needs
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    result = function()
-    torch.cuda.synchronize(device)
-    del result
-    return torch.cuda.max_memory_allocated(device) - before
+    collecting = gc.isenabled()
+    gc.disable()  # garbage collected during the call would hide what the call needs
+    try:
+        result = function()
+        torch.cuda.synchronize(device)
+        del result
+        return torch.cuda.max_memory_allocated(device) - before
+    finally:
+        if collecting:
+            gc.enable()
