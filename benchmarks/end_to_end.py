@@ -25,7 +25,7 @@ from replay.results import leaf
 MODELS = {  # what a run consists of, and how many of its calls are replayed
     "cogvideo": "--steps 2 --max 2",
     "flux": "--steps 4 --max 4",
-    "llama": "--steps 64 --max 4",
+    "llama": "--steps 64 --max 8",
 }
 KERNELS = (
     "torch-default,torch-flash,?age1,flashinfer-?a3,?a4,"
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--kernels", default=KERNELS)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--size", default="full", help="tiny: to try it out")
-    parser.add_argument("--rounds", type=int, default=6, help="timed runs of a model by kernel")
+    parser.add_argument("--rounds", type=int, default=8, help="timed runs of a model by kernel")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "end_to_end.csv")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=PYTHON")
     arguments = parser.parse_args()

@@ -248,6 +248,8 @@ def core_fault(attempt: Attempt, core: Callable[[], Tensor], judged: Judge) -> s
         _, verdict = _hold_against(attempt, output, judged)
     except Exception as error:
         return classify(error)[1]
+    finally:
+        _restore_inputs(attempt.call, judged.pristine)
     return "" if verdict.passed else f"it is wrong: {verdict.sentence}"
 
 

@@ -185,7 +185,7 @@ def _print_tables(
         f"{name} {machine[name]}" for name in ("torch", "cuda", "triton") if name in machine
     )
     before = settings.calls_before
-    lead = f" · {before} calls before each sample" if before else ""
+    lead = f" · {before} call{'s' * (before != 1)} before each sample" if before else ""
     console.print(f"{machine['device']} · {versions} · {settings.cache} cache{lead}")
     console.print()
     print_report(

@@ -93,7 +93,7 @@ def _waits(checked: Checked, predicted: Span, span: str) -> list[str]:
             f"with this kernel the GPU waits for the host {share:.0f} % of the time, and without "
             "it hardly: its launches are not in the prediction"
         ]
-    more = predicted.clues.more_launch_seconds
+    more = predicted.clues.more_layer_launch_seconds
     costs = (
         "" if more is None else f", and layers take {_ms(more, '+')} more to launch by the replay"
     )

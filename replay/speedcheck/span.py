@@ -76,7 +76,7 @@ class Calls:
 class Clues:
     """What may explain a prediction that fails; None where the replay did not measure it."""
 
-    more_launch_seconds: float | None = None
+    more_layer_launch_seconds: float | None = None
     """What the host needs more to launch layers with the kernel than with the baseline (GPU only).
     """
     preparation_seconds: float | None = None

@@ -51,7 +51,7 @@ def test_help_does_not_import_torch() -> None:
 
 
 def test_the_heading_says_how_samples_were_taken(run_cli: RunCli) -> None:
-    for given, heading in (((), "warm cache\n"), (("--calls-before", "1"), "1 calls before each")):
+    for given, heading in (((), "warm cache\n"), (("--calls-before", "1"), "1 call before each")):
         _, out, _ = run_cli(*SHAPE, *QUICK, "--kernels", "torch-default", *given)
         assert heading in " ".join(out.split(" ")), out
 

@@ -364,6 +364,30 @@ def test_core_time(
         assert rows[name].flags == [f"no core time: RuntimeError: {reason}"]
 
 
+def test_a_core_that_changes_the_inputs_spoils_nobody_elses(
+    make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
+) -> None:
+    def prepare(call: AttentionCall, changes: bool) -> Callable[[], Tensor]:
+        def core() -> Tensor:
+            output = sdpa(**call.arguments())
+            if changes:
+                call.value.add_(1.0)
+            return output
+
+        return core
+
+    rows = rows_of(
+        make_call(),
+        workload,
+        quick,
+        kernels("changing", sdpa, prepare=partial(prepare, changes=True)),
+        kernels("clean", sdpa, prepare=partial(prepare, changes=False)),
+    )
+    for name in ("changing", "clean"):
+        assert rows[name].flags == []
+        assert rows[name].core_time_ms is not None
+
+
 @pytest.mark.parametrize(
     ("change", "fault"),
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -272,15 +272,24 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
     assert hits >= 33
 
 
-def test_a_kernel_of_another_environment_is_held_against_the_baseline_there() -> None:
+@pytest.mark.parametrize(
+    ("there", "saved"),
+    [
+        (lambda call: row("old", call, 8.0), 0.003),
+        (lambda call: row("old", call, None, "error"), 0.005),  # not timed there: taken from here
+    ],
+)
+def test_a_kernel_of_another_environment_is_held_against_the_baseline_there(
+    there: Callable[[CallFacts], Row], saved: float
+) -> None:
     call = facts("a", "layers.0")
-    rows = [row("old", call, 10.0), row("old", call, 8.0), row("new", call, 5.0)]
+    rows = [row("old", call, 10.0), there(call), row("new", call, 5.0)]
     for each in rows[1:]:
         each.environment = "other"
     counted = census(("layers.0", "denoise", 64, 10))
     run = predict(counted, rows, "new@other", "old", Clocked(STEADY), {}).run
     assert run.new_seconds is not None
-    assert run.new_seconds.value == pytest.approx(1 - 10 * 0.003)
+    assert run.new_seconds.value == pytest.approx(1 - 10 * saved)
 
 
 def test_clues_are_of_one_forward() -> None:
@@ -291,24 +300,13 @@ def test_clues_are_of_one_forward() -> None:
     counted = census(("layers.0", "prefill", 64, 20))
     phases = {"prefill": Clocked((0.5,), 2)}
     old = row("old", call, 10.0)
-    assert predicted(counted, [old, new]).run.clues.more_launch_seconds is None
+    assert predicted(counted, [old, new]).run.clues.more_layer_launch_seconds is None
     old.layer_host_ms = summarize([0.2])
     clues = predicted(counted, [old, new], phases=phases).phases["prefill"].clues
-    assert clues.more_launch_seconds == pytest.approx(10 * 0.0003)
+    assert clues.more_layer_launch_seconds == pytest.approx(10 * 0.0003)
     assert clues.preparation_seconds == pytest.approx(10 * 0.002)
     assert clues.scatter == pytest.approx(1)
     assert (clues.sm_clock_mhz, clues.power_w) == (1500, None)
-
-
-def test_a_baseline_that_was_not_timed_in_the_environment_is_taken_from_here() -> None:
-    call = facts("a", "layers.0")
-    rows = [row("old", call, 10.0), row("old", call, None, "error"), row("new", call, 5.0)]
-    for each in rows[1:]:
-        each.environment = "other"
-    counted = census(("layers.0", "denoise", 64, 10))
-    run = predict(counted, rows, "new@other", "old", Clocked(STEADY), {}).run
-    assert run.new_seconds is not None
-    assert run.new_seconds.value == pytest.approx(1 - 10 * 0.005)
 
 
 def test_samples_of_two_environments_are_not_paired() -> None:

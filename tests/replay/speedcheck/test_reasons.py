@@ -90,7 +90,7 @@ def test_calls_that_were_not_recorded() -> None:
 
 
 def test_a_gpu_that_waits_for_the_host() -> None:
-    clues = Clues(more_launch_seconds=0.003)
+    clues = Clues(more_layer_launch_seconds=0.003)
     found = reasons(made(waiting_share=0.6, clues=clues))
     assert (
         "the GPU waits for the host 60 % of the time, and layers take +3 ms more to launch by the "
