@@ -29,6 +29,7 @@ from replay.speedcheck.prediction import KernelAt, Prediction, predict
 from replay.speedcheck.process import BASELINE, OWN, ModelProcess, Run, RunFailed, Variant
 from replay.speedcheck.recount import difference
 from replay.speedcheck.span import RUN, Clocked, Span
+from replay.speedcheck.typical import by_round
 from replay.statistics import MINIMUM_PAIRS, Speedup, TimeSummary, paired_speedup, summarize
 
 MOST_ROUNDS = 10
@@ -45,7 +46,7 @@ class Measured:
     """A span's time in the model: one forward of a phase, or one whole run."""
 
     ms: TimeSummary
-    """Over the rounds; of a phase, each round's mean forward."""
+    """Over the rounds; of a phase, each round's forward (`replay.speedcheck.typical`)."""
     speedup: Speedup | None
     """Against the model's own attention, each run paired with one beside it; None for that itself.
     """
@@ -113,13 +114,17 @@ class _Lane:
 
     variant: Variant
     runs: list[Run] = field(default_factory=list)
-    beside: list[Run] = field(default_factory=list)
-    """For each of them, the model's own attention next to it."""
+    beside: list[int] = field(default_factory=list)
+    """For each of them, which run of the model's own attention stood next to it."""
     inside: Run | None = None
     failure: RunFailed | None = None
     outputs: dict[str, Tensor] = field(default_factory=dict)
     warm_in: int = 0
     """The build of the model in which it ran last."""
+
+    def seconds(self) -> dict[str, list[float]]:
+        """Of one forward of each phase and of the whole `RUN`, by round."""
+        return by_round([run.times for run in self.runs])
 
     @classmethod
     def of(cls, variant: Variant) -> _Lane:
@@ -165,7 +170,7 @@ def check(
         _run_rounds(lanes, process, rounds, seed)
         waits = {
             phase: statistics.median(seconds)
-            for phase, seconds in spans(own.runs).items()
+            for phase, seconds in own.seconds().items()
             if phase != RUN
         }
         for lane in lanes:
@@ -193,7 +198,7 @@ def _run_rounds(
                     lane.runs.append(run)
             for lane in together:
                 if lane.failure is None:
-                    lane.beside.append(own.runs[-1])
+                    lane.beside.append(len(own.runs) - 1)
         done += 1
         if wanted is None:
             taken = [run.times.run for lane in lanes for run in lane.runs]
@@ -262,10 +267,10 @@ def _checked(
     checked.more_launch_seconds = {
         span: launch[span] - own_launch[span] for span in launch if span in own_launch
     }
-    beside = spans(lane.beside)
-    for span, seconds in spans(lane.runs).items():
-        before = beside.get(span, [])
-        compares = lane is not own and len(before) == len(seconds) >= MINIMUM_PAIRS
+    own_seconds = own.seconds()
+    for span, seconds in lane.seconds().items():
+        before = [own_seconds[span][each] for each in lane.beside] if span in own_seconds else []
+        compares = lane is not own and len(before) >= MINIMUM_PAIRS
         checked.measured[span] = Measured(
             summarize([1000 * each for each in seconds]),
             paired_speedup(before, seconds, seed) if compares else None,
@@ -333,28 +338,14 @@ def _busy_seconds(inside: Run | None) -> dict[str, float]:
 
 def _clocked(own: _Lane) -> tuple[Clocked, dict[str, Clocked]]:
     """What a prediction needs of the model with its own attention: the run, and every phase."""
-    by_round, busy = spans(own.runs), _busy_seconds(own.inside)
-    run, times = Clocked(tuple(by_round.pop(RUN))), own.runs[0].times
+    own_seconds, busy = own.seconds(), _busy_seconds(own.inside)
+    run, times = Clocked(tuple(own_seconds.pop(RUN))), own.runs[0].times
     return run, {
         phase: Clocked(
             tuple(seconds), len(times.forwards[phase]), times.tokens.get(phase), busy.get(phase)
         )
-        for phase, seconds in by_round.items()
+        for phase, seconds in own_seconds.items()
     }
-
-
-def spans(runs: Sequence[Run]) -> dict[str, list[float]]:
-    """Seconds by round: of each phase the mean forward, of the run the whole.
-
-    The mean, because forwards of a phase may differ (prefills of two lengths), and what attention
-    takes of them is known for all of them together.
-    """
-    found: dict[str, list[float]] = {}
-    for run in runs:
-        for phase, forwards in run.times.forwards.items():
-            found.setdefault(phase, []).append(statistics.fmean(forwards))
-    found[RUN] = [run.times.run for run in runs]
-    return found
 
 
 def _rate(tokens: int | None, seconds: Sequence[float]) -> float | None:
