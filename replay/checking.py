@@ -103,7 +103,7 @@ def check(
             output = output.clone() if isinstance(output, Tensor) else output
         finally:
             changed = _restore_inputs(call, judged.pristine)
-            attempt.row.flags += [f"changes its {name}" for name in changed]
+            attempt.row.changed_inputs = changed
         wrong = _wrong_output(output, judged.gold) or _wrong_dtype(output, call)
         if wrong:
             return settle(attempt, "error", wrong)

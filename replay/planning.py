@@ -8,6 +8,9 @@ chose. Record at least one call of every layer to cover them all.
 Times depend on sizes, so they are taken over all layers whose calls are alike: many rounds decide,
 and equal layers do not choose unequally by chance.
 
+A language model's key and value are those that it keeps for later tokens. A kernel that changes
+them in place is not chosen there, however right the calls were, one at a time.
+
 A plan runs in one process. So kernels that were replayed in other environments are not chosen, and
 of those that must not share a process with one another only one.
 """
@@ -23,6 +26,9 @@ from replay.plan import METRICS, Budget, Choice, Plan, PlanError, Worst
 from replay.results import Row, Status
 from replay.statistics import MINIMUM_PAIRS, paired_speedup
 
+KEEPING = ("prefill", "decode")
+"""Phases whose key and value lie in a cache."""
+
 
 @dataclass(frozen=True)
 class LayerCost:
@@ -34,7 +40,7 @@ class LayerCost:
     status: Status | None
     """`ok` when every recorded call of the layer is; else one that is not. None without any."""
     reason: str
-    """Why it is not ok, or has no time."""
+    """Why it is not ok, has no time, or must not be used although it is."""
     captured: int
     """Recorded calls of the layer."""
     calls: int
@@ -42,7 +48,9 @@ class LayerCost:
     worst: Worst | None
     """None where no output was compared."""
     inside: bool
-    """Whether every recorded call is ok and inside the budget."""
+    """Whether every recorded call is ok and inside the budget, and the kernel spoils nothing."""
+    spoils: bool
+    """Whether it is ok and changes a key or value that a language model keeps."""
     time_ms: float | None
     """Of one call, the mean over the run's calls that are known; the baseline's where the kernel
     does not support one of the layer's. None where it failed or is wrong, or no call is known."""
@@ -72,7 +80,11 @@ def choose(
         census: of that model, as `capture.census.Census.to_json` writes it.
         baseline: the kernel that the model itself uses.
         exclusive: kernels of which a process can hold one (`Kernel.own_process`): the plan uses
-            the one that saves most, and says in `left_out` which others it would have used.
+            the one that saves most.
+
+    Returns:
+        The plan; its `left_out` has kernels that spoil a cache, and those that would have been
+        chosen if a process could hold them all.
 
     Raises:
         PlanError: rows of several models, or none of the baseline.
@@ -80,6 +92,7 @@ def choose(
     """
     layers = _layers(rows, census, baseline)
     costs = [[_layer_cost(layer, kernel, budget) for kernel in layer.kernels] for layer in layers]
+    spoiling = {cost.kernel: cost.reason for each in costs for cost in each if cost.spoils}
 
     def plan(barred: Collection[str]) -> Plan:
         best = [
@@ -87,7 +100,7 @@ def choose(
             for layer, each in zip(layers, costs, strict=True)
         ]
         choices = [_choice(cost) for cost in best]
-        return Plan(layers[0].model, layers[0].weights, budget, baseline, choices)
+        return Plan(layers[0].model, layers[0].weights, budget, baseline, choices, spoiling)
 
     free = plan(())
     rivals = [kernel for kernel in free.kernels if kernel in exclusive]
@@ -96,7 +109,8 @@ def choose(
     plans = {kernel: plan(set(exclusive) - {kernel, baseline}) for kernel in rivals}
     kept = max(rivals, key=lambda kernel: plans[kernel].saved_ms)
     reason = f"{kept} saves more, and a process holds only one of them"
-    return replace(plans[kept], left_out={each: reason for each in rivals if each != kept})
+    others = {each: reason for each in rivals if each != kept}
+    return replace(plans[kept], left_out=spoiling | others)
 
 
 def layer_costs(
@@ -127,7 +141,7 @@ class Uniform:
     """In one run, predicted; None where the kernel failed, or is wrong, on a call."""
     inside: int
     outside: int
-    """Wrong, or right and outside the budget."""
+    """Wrong, or right and outside the budget, or spoiling the key/value cache."""
     falls_back: int
     """Not supported there: the model's own attention answers."""
     failed: int
@@ -223,6 +237,9 @@ def _layers(rows: Iterable[Row], census: Mapping[str, Any], baseline: str) -> li
 
 def _layer_cost(layer: _Layer, kernel: str, budget: Budget) -> LayerCost:
     status, reason = _status(layer, kernel)
+    spoilt = _spoilt(layer, kernel) if status == "ok" else []
+    if spoilt:
+        reason = f"changes the {' and the '.join(spoilt)} that later tokens read again"
     worst = _worst(layer, kernel)
     calls, before_ms = _known(layer)
     saved_ms = 0.0 if status == "unsupported" else _saved_ms(layer, kernel)
@@ -238,7 +255,11 @@ def _layer_cost(layer: _Layer, kernel: str, budget: Budget) -> LayerCost:
         captured=len(layer.captured),
         calls=sum(counted.calls for counted in layer.counted),
         worst=worst,
-        inside=status == "ok" and worst is not None and budget.holds(worst.of(budget.metric)),
+        spoils=bool(spoilt),
+        inside=status == "ok"
+        and not spoilt
+        and worst is not None
+        and budget.holds(worst.of(budget.metric)),
         time_ms=(before_ms - (saved_ms or 0.0)) / calls if is_timed else None,
         baseline_ms=before_ms / calls if calls else None,
         saved_ms=saved_ms,
@@ -300,6 +321,15 @@ def _status(layer: _Layer, kernel: str) -> tuple[Status | None, str]:
             found.append((row.status, row.reason))
     mildness = {"unsupported": 2, "inaccurate": 1}
     return min(found, key=lambda each: mildness.get(each[0], 0), default=("ok", ""))
+
+
+def _spoilt(layer: _Layer, kernel: str) -> list[str]:
+    """What the kernel changes of that which a language model keeps."""
+    if layer.phase not in KEEPING:
+        return []
+    rows = [layer.replayed.row(call, kernel) for call in layer.captured]
+    changed = {name for row in rows if row is not None for name in row.changed_inputs}
+    return sorted(changed & {"key", "value"})
 
 
 def _worst(layer: _Layer, kernel: str) -> Worst | None:

@@ -85,6 +85,8 @@ class Row:
     reason: str = ""
     environment: str = "this"
     flags: list[str] = field(default_factory=list)
+    changed_inputs: list[str] = field(default_factory=list)
+    """Of query, key, value and attn_mask, what the kernel changes in place."""
     log: str = ""
     time_ms: TimeSummary | None = None
     core_time_ms: TimeSummary | None = None
@@ -188,7 +190,8 @@ FIELDS: list[Field] = [
         "out-of-memory, or not-timed (correct, but a time would mean nothing)",
     ),
     Field("reason", "", "why the status is what it is"),
-    Field("flags", "", "what else was noticed, e.g. that the kernel changes its inputs"),
+    Field("flags", "", "what else was noticed, e.g. that the kernel is not deterministic"),
+    Field("changed_inputs", "", "which of its inputs the kernel changes in place"),
     Field("log", "", "the end of what a worker that died had printed"),
     *(
         Field(

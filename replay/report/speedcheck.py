@@ -134,6 +134,11 @@ def _notes(checked: Checked) -> list[str]:
         f"{checked.kernel}: {count} calls fell back: {reason}"
         for reason, count in checked.fallbacks.items()
     ]
+    notes += [
+        f"{checked.kernel}: changes its {each} in place: where the model reads that again, as from "
+        "a key/value cache, it reads something else"
+        for each in checked.changed_inputs
+    ]
     if checked.kept:
         notes.append(f"{checked.kernel}: {checked.kept} calls left to the model's own attention")
     if checked.missing:

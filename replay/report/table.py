@@ -280,7 +280,9 @@ def _notes(group: Group, ran: Sequence[str], reference: str) -> list[Text]:
             notes.append(
                 f"{name}: errors are against attention to all keys; its verdict is {kept[0].reason}"
             )
-        flags = sorted({flag for row in group.rows[name] for flag in row.flags})
+        changed = {each for row in group.rows[name] for each in row.changed_inputs}
+        flags = [f"changes its {each}" for each in sorted(changed)]
+        flags += sorted({flag for row in group.rows[name] for flag in row.flags})
         if flags:
             notes.append(f"{name}: {', '.join(flags)}")
     return [Text(note, style="dim") for note in notes]

@@ -77,6 +77,8 @@ class Checked:
     """Calls of one run that the model's own attention answered, by reason."""
     missing: list[str] = field(default_factory=list)
     """Modules that a plan names and the model does not have."""
+    changed_inputs: list[str] = field(default_factory=list)
+    """Of query, key, value and attn_mask, what changed in place in the replay."""
     copies: int = 0
     """Outputs of one run that had to be copied into another layout."""
     peak_bytes: int | None = None
@@ -262,6 +264,9 @@ def _checked(
         checked.log = lane.failure.log
         return checked
     _fill_in_runs(checked, lane)
+    choose = kernel_at.get(name) or (lambda module, phase: name)
+    mine = [row for row in rows if row.label == choose(row.call.module, row.call.phase)]
+    checked.changed_inputs = sorted({each for row in mine for each in row.changed_inputs})
     checked.own_attention_seconds = _of_calls(own.inside, "attention")
     launch, own_launch = _of_calls(lane.inside, "launch"), _of_calls(own.inside, "launch")
     checked.more_launch_seconds = {

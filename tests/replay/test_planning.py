@@ -276,3 +276,45 @@ def test_kernels_that_share_no_process_are_not_in_one_plan() -> None:
     assert plan.saved_ms == pytest.approx(50)
     assert plan.left_out == {"x": "y saves more, and a process holds only one of them"}
     assert not choose(rows, counted, COSINE, "old", ("x",)).left_out
+
+
+@pytest.mark.parametrize(
+    ("phase", "changed", "spoils"),
+    [
+        ("decode", ["key"], True),
+        ("prefill", ["value"], True),
+        ("decode", ["query"], False),
+        ("denoise", ["key"], False),
+    ],
+)
+def test_what_changes_a_cache_is_not_chosen(phase: str, changed: list[str], spoils: bool) -> None:
+    call = facts("a", "layers.0", phase)
+    rows = [row("old", call, 10.0), row("slow", call, 8.0), row("careless", call, 5.0)]
+    rows[2].changed_inputs = changed
+    plan = choose(rows, census(("layers.0", phase, 10)), COSINE, "old")
+    assert plan.kernels == ["slow" if spoils else "careless"]
+    reason = f"changes the {changed[0]} that later tokens read again"
+    assert plan.left_out == ({"careless": reason} if spoils else {})
+    *_, careless = uniform(rows, census(("layers.0", phase, 10)), COSINE, "old")
+    assert (careless.inside, careless.outside) == (not spoils, spoils)
+
+
+def test_both_reasons_for_being_left_out() -> None:
+    call = facts("a", "layers.0", "decode")
+    rows = [row("old", call, 10.0), row("careless", call, 5.0)]
+    rows += [row("x", call, 8.0), row("y", call, 7.0)]
+    rows[1].changed_inputs = ["key", "value"]
+    other = facts("b", "layers.1", "decode")
+    rows += [row("old", other, 10.0), row("careless", other, 12.0)]
+    rows += [row("x", other, 8.0), row("y", other, 9.0)]
+    counted = census(("layers.0", "decode", 10), ("layers.1", "decode", 10))
+    longer = {**counted["signatures"][0], "key": [1, 2, 128, 32], "value": [1, 2, 128, 32]}
+    counted["signatures"].append(longer)
+    counted["rows"][1]["signature"] = 1
+    for each in rows[4:]:
+        each.call = replace(each.call, shape=Shape(1, 2, 2, 64, 128, 32, 32))
+    plan = choose(rows, counted, COSINE, "old", ("x", "y"))
+    assert plan.left_out == {
+        "careless": "changes the key and the value that later tokens read again",
+        "x": "y saves more, and a process holds only one of them",
+    }

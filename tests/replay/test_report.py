@@ -49,9 +49,11 @@ def row(
     against: Sequence[float] | None = None,
     error: Errors | None = None,
     flags: Sequence[str] = (),
+    changed_inputs: Sequence[str] = (),
 ) -> Row:
     """A row with times `ms`; `against` are the times of the baseline `base` in the same rounds."""
     produced = Row(kernel, facts, status, reason, flags=list(flags))
+    produced.changed_inputs = list(changed_inputs)
     if status in ("ok", "inaccurate"):
         produced.time_ms = summarize(ms)
         produced.tflops = produced.gb_per_s = produced.flop_per_byte = 123.456
@@ -263,12 +265,12 @@ def test_what_did_not_run_says_why() -> None:
         row("base", call()),
         row("picky", call(), status="unsupported", reason="head_dim 72"),
         row("absent", call(), status="unavailable", reason="not installed: pip install absent"),
-        row("careless", call(), flags=["changes its key"]),
+        row("careless", call(), changed_inputs=["key"], flags=["no core time"]),
     ]
     text = report(rows)
     assert "picky: unsupported: head_dim 72" in text
     assert "not installed: pip install absent: absent" in text
-    assert "careless: changes its key" in text
+    assert "careless: changes its key, no core time" in text
     assert "noise floor: the recorded output itself has rel L1" in text
 
 

@@ -153,3 +153,10 @@ def test_what_a_plan_leaves_or_misnames_is_told() -> None:
     assert "left to the model's own attention" not in "\n".join(
         printed(100, checked("the model's own", 1), checked("fast", 1.25))
     )
+
+
+def test_a_kernel_that_changes_what_a_model_may_keep() -> None:
+    fast = checked("fast", 1.25)
+    fast.changed_inputs = ["key"]
+    text = " ".join(printed(80, checked("the model's own", 1), fast))
+    assert "fast: changes its key in place: where the model reads that again" in text

@@ -90,6 +90,7 @@ def rows(figures: st.SearchStrategy[float]) -> st.SearchStrategy[Row]:
         reason=words,
         environment=words,
         flags=st.lists(words),
+        changed_inputs=st.lists(words),
         log=words,
         time_ms=st.none() | times,
         core_time_ms=st.none() | times,

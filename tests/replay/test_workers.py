@@ -139,7 +139,6 @@ FAULTS: dict[str, tuple[str, str, str]] = {
 }
 FLAGS = {
     "unwritten": r"leaves \d+ output elements unwritten",
-    "change_key": "changes its key",
     "never_the_same": "not deterministic: calls differ by up to",
 }
 
@@ -181,6 +180,7 @@ def test_a_fault_is_classified(everything: Finished, name: str) -> None:
     assert [bool(re.match(FLAGS.get(name, "none"), flag)) for flag in row["flags"]] == [
         True for _ in range(name in FLAGS)
     ]
+    assert row["changed_inputs"] == (["key"] if name == "change_key" else [])
     assert (row["time_ms"] is not None) == (status in ("ok", "inaccurate"))
     assert (row["speedup"] is not None) == (status == "ok")
     assert row["machine"]["torch"]

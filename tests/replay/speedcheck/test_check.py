@@ -277,3 +277,14 @@ def test_no_prediction_without_the_baseline() -> None:
     assert found[1].prediction is None
     assert "torch-default was timed on none" in found[1].unpredicted
     assert found[1].measured[RUN].speedup is not None
+
+
+def test_a_kernel_that_changed_its_inputs_in_the_replay() -> None:
+    record = CaptureRecord("model", "none", census=CENSUS)
+    rows = [row("torch-default", 50.0), row("a", 10.0), row("b", 10.0)]
+    rows[1].changed_inputs = ["key"]
+    variants = [Variant("a", "a"), Variant("b", "b"), Variant("plan", "", plan=Path("plan.json"))]
+    process = cast("ModelProcess", Pretended())
+    plan = {"plan": lambda module, phase: "a" if module == "layers.0" else "b"}
+    found = check(record, rows, variants, process, rounds=3, kernel_at=plan)
+    assert [each.changed_inputs for each in found] == [[], ["key"], [], ["key"]]
