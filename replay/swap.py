@@ -89,7 +89,8 @@ def use_kernel(name: str, *, around: Around = contextlib.nullcontext) -> Iterato
     """Answer every SDPA call of this process with a kernel, as long as the `with` block lasts.
 
     A call that the kernel does not support goes to the model's own attention, and is counted with
-    the reason: read the result before believing a timing.
+    the reason: read the result before believing a timing. A kernel that changes key or value in
+    place (a replay tells) does so to the model's own tensors, a key/value cache say.
 
     Compiled models run compiled, with the kernel as the operator `attention_replay::attend` in
     their graphs. Each is compiled anew when it first runs with a kernel, so run it once before

@@ -23,7 +23,8 @@ TITLES = {
 
 LEGEND = (
     "predicted: speed-up from the replay's times and the recording's count of calls · measured: "
-    "in the model, against its own attention run beside it, behind the same hook · in "
+    "in the model, by each run's typical forwards (what delays single ones does not count), "
+    "against its own attention run beside it, behind the same hook · in "
     "brackets 95 % intervals · "
     "error: predicted / measured - 1 · answered, fell back: attention calls of one run that the "
     "kernel took, and left to the model's own"

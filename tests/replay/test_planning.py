@@ -318,3 +318,12 @@ def test_both_reasons_for_being_left_out() -> None:
         "careless": "changes the key and the value that later tokens read again",
         "x": "y saves more, and a process holds only one of them",
     }
+
+
+def test_a_wrong_kernel_is_told_as_wrong_whatever_it_changes() -> None:
+    call = facts("a", "layers.0", "decode")
+    rows = [row("old", call, 10.0), row("wrong", call, 5.0, "inaccurate", "far off")]
+    rows[1].changed_inputs = ["key"]
+    counted = census(("layers.0", "decode", 10))
+    assert not choose(rows, counted, COSINE, "old").left_out
+    assert layer_costs(rows, counted, COSINE, "old")[1].reason == "far off"
