@@ -16,26 +16,16 @@ import csv
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks import results
 from benchmarks.full_size import run
 from replay.results import leaf
 
-
-class Extent(NamedTuple):
-    """How much of a model is run."""
-
-    capture: str
-    """What a run consists of, and how many of its calls are replayed."""
-    rounds: int
-    """Timed runs with each kernel; more where a shared host sets the pace."""
-
-
-MODELS = {
-    "cogvideo": Extent("--steps 2 --max 2", 8),
-    "flux": Extent("--steps 4 --max 4", 8),
-    "llama": Extent("--steps 64 --max 8", 9),
+MODELS = {  # what a run consists of, and how many of its calls are replayed
+    "cogvideo": "--steps 2 --max 2",
+    "flux": "--steps 4 --max 4",
+    "llama": "--steps 64 --max 8",
 }
 KERNELS = (
     "torch-default,torch-flash,?age1,flashinfer-?a3,?a4,"
@@ -67,6 +57,7 @@ def main() -> None:
     parser.add_argument("--kernels", default=KERNELS)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--size", default="full", help="tiny: to try it out")
+    parser.add_argument("--rounds", type=int, default=9, help="timed runs of a model by kernel")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "end_to_end.csv")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=PYTHON")
     arguments = parser.parse_args()
@@ -74,16 +65,15 @@ def main() -> None:
     lines: list[dict[str, str]] = []
     printed = ""
     for model in arguments.models.split(","):
-        extent = MODELS[model]
         with tempfile.TemporaryDirectory() as scratch:
             recorded = Path(scratch) / "captured"
             rows, checks = Path(scratch) / "rows.jsonl", Path(scratch) / "checks.jsonl"
             run(
-                f"capture --model {model} --size {arguments.size} --weights random "
-                f"{extent.capture} --out {recorded}"
+                f"capture --model {model} --size {arguments.size} --weights random {MODELS[model]} "
+                f"--out {recorded}"
             )
             printed += run(
-                f"replay --dir {recorded} --e2e --model-rounds {extent.rounds} --max-seconds 2 "
+                f"replay --dir {recorded} --e2e --model-rounds {arguments.rounds} --max-seconds 2 "
                 f"--kernels {arguments.kernels} {environments} --json {rows} --e2e-json {checks}"
             )
             machine = next(results.read_jsonl(rows))["machine"]

@@ -120,7 +120,7 @@ class Plan:
     baseline: str
     choices: list[Choice] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
-    """Kernels that are right somewhere and still not to be chosen there, with the reason."""
+    """Kernels that would have been chosen somewhere, with the reason why they were not."""
 
     def kernel_at(self, module: str, phase: str) -> str:
         """The kernel of a layer: `replay.speedcheck.prediction.predict` takes this function."""

@@ -8,8 +8,8 @@ chose. Record at least one call of every layer to cover them all.
 Times depend on sizes, so they are taken over all layers whose calls are alike: many rounds decide,
 and equal layers do not choose unequally by chance.
 
-A language model's key and value are those that it keeps for later tokens. A kernel that changes
-them in place is not chosen there, however right the calls were, one at a time.
+A kernel that changes in place what later calls read again (`Row.spoils`), a language model's key
+say, is not chosen there, however right the calls were, one at a time.
 
 A plan runs in one process. So kernels that were replayed in other environments are not chosen, and
 of those that must not share a process with one another only one.
@@ -26,9 +26,6 @@ from replay.plan import METRICS, Budget, Choice, Plan, PlanError, Worst
 from replay.results import Row, Status
 from replay.statistics import MINIMUM_PAIRS, paired_speedup
 
-KEEPING = ("prefill", "decode")
-"""Phases whose key and value lie in a cache."""
-
 
 @dataclass(frozen=True)
 class LayerCost:
@@ -40,7 +37,7 @@ class LayerCost:
     status: Status | None
     """`ok` when every recorded call of the layer is; else one that is not. None without any."""
     reason: str
-    """Why it is not ok, has no time, or must not be used although it is."""
+    """Why it is not ok, or has no time."""
     captured: int
     """Recorded calls of the layer."""
     calls: int
@@ -48,9 +45,9 @@ class LayerCost:
     worst: Worst | None
     """None where no output was compared."""
     inside: bool
-    """Whether every recorded call is ok and inside the budget, and the kernel spoils nothing."""
-    spoils: bool
-    """Whether it is ok and changes a key or value that a language model keeps."""
+    """Whether every recorded call is ok and inside the budget."""
+    spoils: tuple[str, ...]
+    """Inputs that it changes and later calls read again, so that it is not chosen."""
     time_ms: float | None
     """Of one call, the mean over the run's calls that are known; the baseline's where the kernel
     does not support one of the layer's. None where it failed or is wrong, or no call is known."""
@@ -83,8 +80,8 @@ def choose(
             the one that saves most.
 
     Returns:
-        The plan; its `left_out` has kernels that spoil a cache, and those that would have been
-        chosen if a process could hold them all.
+        The plan; its `left_out` has the kernels that would have been chosen if they did not spoil
+        what later calls read, or if a process could hold them all.
 
     Raises:
         PlanError: rows of several models, or none of the baseline.
@@ -92,14 +89,13 @@ def choose(
     """
     layers = _layers(rows, census, baseline)
     costs = [[_layer_cost(layer, kernel, budget) for kernel in layer.kernels] for layer in layers]
-    spoiling = {cost.kernel: cost.reason for each in costs for cost in each if cost.spoils}
+    spoiling = _left_out([_best(*each) for each in zip(layers, costs, strict=True)])
 
     def plan(barred: Collection[str]) -> Plan:
-        best = [
-            _best(layer, [cost for cost in each if cost.kernel not in barred])
-            for layer, each in zip(layers, costs, strict=True)
+        choices = [
+            _choice(_best(layer, [own, *(cost for cost in others if _is_free(cost, barred))]))
+            for layer, (own, *others) in zip(layers, costs, strict=True)
         ]
-        choices = [_choice(cost) for cost in best]
         return Plan(layers[0].model, layers[0].weights, budget, baseline, choices, spoiling)
 
     free = plan(())
@@ -141,7 +137,7 @@ class Uniform:
     """In one run, predicted; None where the kernel failed, or is wrong, on a call."""
     inside: int
     outside: int
-    """Wrong, or right and outside the budget, or spoiling the key/value cache."""
+    """Wrong, or right and outside the budget."""
     falls_back: int
     """Not supported there: the model's own attention answers."""
     failed: int
@@ -154,6 +150,8 @@ class Uniform:
     worst_figure: float | None
     reason: str
     """Of the first layer where it failed, is wrong, or falls back."""
+    spoils: int = 0
+    """Inside, but not to be used, since later calls read again what it changes; not in `inside`."""
 
 
 def uniform(
@@ -176,14 +174,16 @@ def _uniform(kernel: str, costs: Sequence[LayerCost], budget: Budget) -> Uniform
     worst, figure = max(compared, key=lambda each: budget.badness(each[1]), default=(None, None))
     saved = [cost.saved_ms for cost in costs]
     statuses = [cost.status for cost in costs]
-    inside = sum(cost.inside for cost in costs)
+    inside = sum(cost.inside and not cost.spoils for cost in costs)
+    spoils = sum(cost.inside and bool(cost.spoils) for cost in costs)
     judged = statuses.count("ok") + statuses.count("inaccurate")
     falls_back, not_captured = statuses.count("unsupported"), statuses.count(None)
     return Uniform(
         kernel=kernel,
         saved_ms=None if None in saved else sum(each for each in saved if each is not None),
         inside=inside,
-        outside=judged - inside,
+        outside=judged - inside - spoils,
+        spoils=spoils,
         falls_back=falls_back,
         failed=len(costs) - judged - falls_back - not_captured,
         not_captured=not_captured,
@@ -237,9 +237,6 @@ def _layers(rows: Iterable[Row], census: Mapping[str, Any], baseline: str) -> li
 
 def _layer_cost(layer: _Layer, kernel: str, budget: Budget) -> LayerCost:
     status, reason = _status(layer, kernel)
-    spoilt = _spoilt(layer, kernel) if status == "ok" else []
-    if spoilt:
-        reason = f"changes the {' and the '.join(spoilt)} that later tokens read again"
     worst = _worst(layer, kernel)
     calls, before_ms = _known(layer)
     saved_ms = 0.0 if status == "unsupported" else _saved_ms(layer, kernel)
@@ -255,11 +252,8 @@ def _layer_cost(layer: _Layer, kernel: str, budget: Budget) -> LayerCost:
         captured=len(layer.captured),
         calls=sum(counted.calls for counted in layer.counted),
         worst=worst,
-        spoils=bool(spoilt),
-        inside=status == "ok"
-        and not spoilt
-        and worst is not None
-        and budget.holds(worst.of(budget.metric)),
+        inside=status == "ok" and worst is not None and budget.holds(worst.of(budget.metric)),
+        spoils=_spoils(layer, kernel),
         time_ms=(before_ms - (saved_ms or 0.0)) / calls if is_timed else None,
         baseline_ms=before_ms / calls if calls else None,
         saved_ms=saved_ms,
@@ -323,13 +317,9 @@ def _status(layer: _Layer, kernel: str) -> tuple[Status | None, str]:
     return min(found, key=lambda each: mildness.get(each[0], 0), default=("ok", ""))
 
 
-def _spoilt(layer: _Layer, kernel: str) -> list[str]:
-    """What the kernel changes of that which a language model keeps."""
-    if layer.phase not in KEEPING:
-        return []
+def _spoils(layer: _Layer, kernel: str) -> tuple[str, ...]:
     rows = [layer.replayed.row(call, kernel) for call in layer.captured]
-    changed = {name for row in rows if row is not None for name in row.changed_inputs}
-    return sorted(changed & {"key", "value"})
+    return tuple(sorted({name for row in rows if row is not None for name in row.spoils}))
 
 
 def _worst(layer: _Layer, kernel: str) -> Worst | None:
@@ -356,6 +346,23 @@ def _best(layer: _Layer, costs: Sequence[LayerCost]) -> LayerCost:
     return next(
         cost for cost in timed if cost is fastest or _is_tie(layer, fastest.kernel, cost.kernel)
     )
+
+
+def _is_free(cost: LayerCost, barred: Collection[str]) -> bool:
+    return cost.kernel not in barred and not cost.spoils
+
+
+def _left_out(costs: Iterable[LayerCost]) -> dict[str, str]:
+    """Why those of the fastest kernels that spoil something are not chosen."""
+    phases: dict[tuple[str, tuple[str, ...]], dict[str, None]] = {}
+    for cost in costs:
+        if cost.spoils:
+            phases.setdefault((cost.kernel, cost.spoils), {})[cost.phase] = None
+    reasons: dict[str, list[str]] = {}
+    for (kernel, names), where in phases.items():
+        changes = f"changes {' and '.join(names)} in place, which later calls read again"
+        reasons.setdefault(kernel, []).append(f"in {' and '.join(where)} it {changes}")
+    return {kernel: "; ".join(each) for kernel, each in reasons.items()}
 
 
 def _choice(cost: LayerCost) -> Choice:

@@ -10,7 +10,7 @@ import csv
 import json
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, NamedTuple, TextIO, TypeVar, get_args, get_origin, get_type_hints
 
 from capture.call import Shape
@@ -20,6 +20,9 @@ from replay.resources import Program
 from replay.statistics import Speedup, TimeSummary
 
 T = TypeVar("T")
+
+CACHING = ("prefill", "decode")
+"""Phases of a language model, whose key and value lie in a cache."""
 
 Status = Literal[
     "ok",
@@ -116,6 +119,16 @@ class Row:
     def label(self) -> str:
         """The kernel, and its environment where that is not the one that replays."""
         return self.kernel if self.environment == "this" else f"{self.kernel}@{self.environment}"
+
+    @property
+    def spoils(self) -> list[str]:
+        """Inputs that it changes and that later calls are taken to read again, so that it must not
+        stand in a model however right its outputs are.
+
+        A mask is mostly made once for all layers; a language model's key and value are its cache.
+        """
+        kept = {"attn_mask", "key", "value"} if self.call.phase in CACHING else {"attn_mask"}
+        return sorted(kept.intersection(self.changed_inputs))
 
     @property
     def is_correct(self) -> bool:
@@ -301,13 +314,19 @@ def row_to_json(row: Row) -> dict[str, Any]:
 
 
 def row_from_json(data: dict[str, Any]) -> Row:
-    """The row that `row_to_json` was given, with NaN where it had to write null."""
+    """The row that `row_to_json` was given, with NaN where it had to write null.
+
+    Raises:
+        KeyError: a field is missing, as in rows that an older version wrote.
+    """
     data = dict(data)
     speedup = data.pop("speedup")
     if speedup is not None:
         speedup = dict(speedup)
         data["comparison"] = {"vs": speedup.pop("vs"), "speedup": speedup}
-    return rebuilt(Row, data)
+    else:
+        data["comparison"] = None
+    return rebuilt(Row, {each.name: data.pop(each.name) for each in fields(Row)} | data)
 
 
 def rebuilt(kind: type[T], data: dict[str, Any]) -> T:

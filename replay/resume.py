@@ -100,7 +100,10 @@ def _read(path: Path) -> list[Row]:
         try:
             rows.append(row_from_json(json.loads(line)))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}, line {number}: not a row of `replay --json`") from error
+            raise ValueError(
+                f"{path}, line {number}: not a row of `replay --json`, or one of another version: "
+                "name another file"
+            ) from error
     if not last.startswith(BEGINNING[: len(last)]):
         raise ValueError(f"{path}, line {len(lines) + 1}: not a row of `replay --json`")
     cut = {row.call.name for row in rows[-1:] if last}

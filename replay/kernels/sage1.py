@@ -1,9 +1,10 @@
 """SageAttention 1 (`sageattention` 1.x, Triton): INT8 QKᵀ, float16 PV, one scale a block.
 
 `sageattention.sageattn` with `tensor_layout="HND"`, which is SDPA's BHSD. As a user gets it, it
-subtracts the mean over the sequence from the key **in place**: the row is flagged for that, here
-nothing hides it. It takes no mask, causal needs as many queries as keys, and head_dim is 64, 96 or
-128.
+subtracts the mean over the sequence from the key **in place**. Nothing hides it here, and the row
+tells (`changed_inputs`): in a language model the key is the cache, and generated text goes astray.
+`smooth_k=off` leaves the key alone. It takes no mask, causal needs as many queries as keys, and
+head_dim is 64, 96 or 128.
 
 Version 1.0.6 does not mask the end of the last block of keys in calls that are not causal: unless
 the keys are a multiple of 64, each of those missing weighs in the softmax as a key of score 0. At

@@ -155,7 +155,7 @@ def _total(plan: Plan) -> Text:
 
 
 def _notes(plan: Plan) -> list[str]:
-    notes = [f"{kernel} is left out: {reason}" for kernel, reason in plan.left_out.items()]
+    notes = [f"{kernel} left out: {reason}" for kernel, reason in plan.left_out.items()]
     missing = sum(not choice.covered for choice in plan.choices)
     if missing:
         notes.append(
@@ -172,8 +172,8 @@ def _notes(plan: Plan) -> list[str]:
 
 
 def _uniform_table(uniforms: Sequence[Uniform], budget: Budget) -> Table:
-    counts = ("inside", "outside", "falls back", "failed", "not captured")
-    names = ("inside", "outside", "falls_back", "failed", "not_captured")
+    counts = ("inside", "outside", "spoils inputs", "falls back", "failed", "not captured")
+    names = ("inside", "outside", "spoils", "falls_back", "failed", "not_captured")
     shown = [
         (heading, name)
         for heading, name in zip(counts, names, strict=True)
@@ -184,7 +184,10 @@ def _uniform_table(uniforms: Sequence[Uniform], budget: Budget) -> Table:
     table.add_column("at", overflow="fold")
     for each in uniforms:
         table.add_row(
-            Text(each.kernel, "" if each.saved_ms is not None and not each.outside else "yellow"),
+            Text(
+                each.kernel,
+                "" if each.saved_ms is not None and not each.outside + each.spoils else "yellow",
+            ),
             "-" if each.saved_ms is None else f"{each.saved_ms:.4g}",
             *(str(getattr(each, name)) for _, name in shown),
             "-" if each.worst_figure is None else _figure(each.worst_figure, budget),

@@ -21,10 +21,13 @@ TITLES = {
     RUN: "one whole run, from prompt to output",
 }
 
+DELAYED = 0.05
+"""Share of the runs' time left out beyond that of the model's own attention, worth telling."""
+
 LEGEND = (
     "predicted: speed-up from the replay's times and the recording's count of calls · measured: "
-    "in the model, by each run's typical forwards (what delays single ones does not count), "
-    "against its own attention run beside it, behind the same hook · in "
+    "in the model, by each run's typical forwards, against its own attention run beside it, behind "
+    "the same hook · in "
     "brackets 95 % intervals · "
     "error: predicted / measured - 1 · answered, fell back: attention calls of one run that the "
     "kernel took, and left to the model's own"
@@ -47,7 +50,10 @@ def print_checks(checks: Sequence[Checked], console: Console) -> None:
         console.print(_outcome(others))
     else:
         console.print(Text("no kernel to put into it: choose some with --kernels", "yellow"))
-    for note in (*_unpredicted(others), *(note for each in others for note in _notes(each))):
+    for note in (
+        *_unpredicted(others),
+        *(note for each in others for note in _notes(each, own)),
+    ):
         console.print(Text(note, style="yellow"))
     console.print(Text(LEGEND, style="dim"))
     console.print()
@@ -128,7 +134,7 @@ def _unpredicted(others: Sequence[Checked]) -> list[str]:
     return [f"not predicted: {', '.join(each)}: {reason}" for reason, each in by_reason.items()]
 
 
-def _notes(checked: Checked) -> list[str]:
+def _notes(checked: Checked, own: Checked) -> list[str]:
     if checked.status != "ok":
         return [f"{checked.kernel}: {checked.reason}"]
     notes = [
@@ -140,6 +146,12 @@ def _notes(checked: Checked) -> list[str]:
         "a key/value cache, it reads something else"
         for each in checked.changed_inputs
     ]
+    if checked.delayed - own.delayed > DELAYED:
+        notes.append(
+            f"{checked.kernel}: delays of single forwards took {100 * checked.delayed:.0f} % of "
+            f"the time ({100 * own.delayed:.0f} % without the kernel) and are left out: other "
+            "users of the machine, or what the kernel does now and then (compilation, allocation)"
+        )
     if checked.kept:
         notes.append(f"{checked.kernel}: {checked.kept} calls left to the model's own attention")
     if checked.missing:

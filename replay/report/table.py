@@ -281,7 +281,11 @@ def _notes(group: Group, ran: Sequence[str], reference: str) -> list[Text]:
                 f"{name}: errors are against attention to all keys; its verdict is {kept[0].reason}"
             )
         changed = {each for row in group.rows[name] for each in row.changed_inputs}
-        flags = [f"changes its {each}" for each in sorted(changed)]
+        spoilt = {each for row in group.rows[name] for each in row.spoils}
+        flags = [
+            f"changes its {each}" + (", which later calls read again" if each in spoilt else "")
+            for each in sorted(changed)
+        ]
         flags += sorted({flag for row in group.rows[name] for flag in row.flags})
         if flags:
             notes.append(f"{name}: {', '.join(flags)}")
@@ -332,6 +336,7 @@ def _print_fastest(groups: Sequence[Group], console: Console) -> None:
             for name in group.rows
             if _is_correct(group, name)
             and typical_time(group.rows[name])
+            and not any(row.spoils for row in group.rows[name])
             # A sparse kernel does less: whether that is enough is no matter of speed.
             and not _is_sparse(group, name)
         ]

@@ -25,11 +25,12 @@ from torch import Tensor
 from capture.dataset import CaptureRecord
 from replay.results import Row, Status
 from replay.speedcheck import drift
+from replay.speedcheck.clock import RunTimes
 from replay.speedcheck.prediction import KernelAt, Prediction, predict
 from replay.speedcheck.process import BASELINE, OWN, ModelProcess, Run, RunFailed, Variant
 from replay.speedcheck.recount import difference
 from replay.speedcheck.span import RUN, Clocked, Span
-from replay.speedcheck.typical import by_round
+from replay.speedcheck.typical import by_round, delayed
 from replay.statistics import MINIMUM_PAIRS, Speedup, TimeSummary, paired_speedup, summarize
 
 MOST_ROUNDS = 10
@@ -46,7 +47,7 @@ class Measured:
     """A span's time in the model: one forward of a phase, or one whole run."""
 
     ms: TimeSummary
-    """Over the rounds; of a phase, each round's forward (`replay.speedcheck.typical`)."""
+    """Over the rounds, by each one's typical forwards (`replay.speedcheck.typical`)."""
     speedup: Speedup | None
     """Against the model's own attention, each run paired with one beside it; None for that itself.
     """
@@ -66,6 +67,10 @@ class Checked:
     """The end of what the model's process had printed when it died."""
     measured: dict[str, Measured] = field(default_factory=dict)
     """By phase, and the whole `run`."""
+    delayed: float = 0.0
+    """The share of the runs' wall time that delays of single forwards took; not in `measured`."""
+    runs: list[RunTimes] = field(default_factory=list)
+    """As they were timed."""
     prediction: Prediction | None = None
     """None for the model's own attention, and where the replay allows none (`unpredicted`)."""
     unpredicted: str = ""
@@ -310,6 +315,8 @@ def _checked(
 
 def _fill_in_runs(checked: Checked, lane: _Lane) -> None:
     last = lane.runs[-1]
+    checked.runs = [run.times for run in lane.runs]
+    checked.delayed = delayed(checked.runs)
     checked.hits, checked.fallbacks, checked.copies = last.hits, last.fallbacks, last.copies
     checked.kept, checked.missing = last.kept, last.missing
     checked.peak_bytes = max((run.peak_bytes for run in lane.runs if run.peak_bytes), default=None)

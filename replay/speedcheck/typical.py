@@ -1,7 +1,8 @@
 """What a run takes by its forwards' typical times, so that an interruption is no kernel's fault.
 
 On a shared host something else delays a forward now and then, for a millisecond or for a second.
-The same forward of another round is rarely hit, and most forwards of a run are not.
+The same forward of another round is rarely hit, and most forwards of a run are not. What a kernel
+itself does now and then looks the same, so how much was left out is told (`delayed`).
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ def by_round(rounds: Sequence[RunTimes]) -> dict[str, list[float]]:
 
     where typical(i) is the median of t(r, i) over the rounds. So what one forward always takes
     longer than the others counts in full (a longer prompt, a kernel that compiles again at a
-    certain length), a machine that is slower for a whole run does as well, and what delays single
-    forwards does not. Where a phase has one forward, it is that one's time. The whole run is its
-    wall time, with that in place of each forward.
+    certain length), a machine that is slower for most of a run does as well, and what delays fewer
+    than half of a run's forwards does not. Where a phase has one forward, it is that one's time; of
+    two it is their mean. The whole run is its wall time, with that in place of each forward.
 
     Phases that not every round has are left out; of a phase whose number of forwards differs from
     round to round, or where one takes no measurable time, it is the mean forward.
@@ -42,6 +43,12 @@ def by_round(rounds: Sequence[RunTimes]) -> dict[str, list[float]]:
         for number, times in enumerate(rounds)
     ]
     return found
+
+
+def delayed(rounds: Sequence[RunTimes]) -> float:
+    """The share of the rounds' wall time that `by_round` leaves out."""
+    wall = sum(times.run for times in rounds)
+    return 1 - sum(by_round(rounds)[RUN]) / wall
 
 
 def _forward(rounds: Sequence[Sequence[float]]) -> list[float]:

@@ -284,38 +284,55 @@ def test_kernels_that_share_no_process_are_not_in_one_plan() -> None:
         ("decode", ["key"], True),
         ("prefill", ["value"], True),
         ("decode", ["query"], False),
-        ("denoise", ["key"], False),
+        ("denoise", ["key", "value"], False),
+        ("denoise", ["attn_mask"], True),
     ],
 )
-def test_what_changes_a_cache_is_not_chosen(phase: str, changed: list[str], spoils: bool) -> None:
+def test_what_spoils_later_calls_is_not_chosen(
+    phase: str, changed: list[str], spoils: bool
+) -> None:
     call = facts("a", "layers.0", phase)
     rows = [row("old", call, 10.0), row("slow", call, 8.0), row("careless", call, 5.0)]
     rows[2].changed_inputs = changed
-    plan = choose(rows, census(("layers.0", phase, 10)), COSINE, "old")
+    counted = census(("layers.0", phase, 10))
+    plan = choose(rows, counted, COSINE, "old")
     assert plan.kernels == ["slow" if spoils else "careless"]
-    reason = f"changes the {changed[0]} that later tokens read again"
+    reason = f"in {phase} it changes {changed[0]} in place, which later calls read again"
     assert plan.left_out == ({"careless": reason} if spoils else {})
-    *_, careless = uniform(rows, census(("layers.0", phase, 10)), COSINE, "old")
-    assert (careless.inside, careless.outside) == (not spoils, spoils)
+    *_, careless = uniform(rows, counted, COSINE, "old")
+    assert (careless.inside, careless.outside, careless.spoils) == (not spoils, 0, spoils)
+
+
+def test_a_kernel_that_spoils_is_told_only_where_it_would_have_been_chosen() -> None:
+    calls = [facts("a", "enc.0", "encode"), facts("b", "dec.0", "decode")]
+    calls.append(facts("c", "dec.1", "prefill"))
+    rows = [row(name, call, ms) for call in calls for name, ms in (("old", 10.0), ("fast", 5.0))]
+    rows += [row("slow", call, 20.0) for call in calls]
+    for each in rows:
+        each.changed_inputs = [] if each.kernel == "old" else ["key", "value"]
+    counted = census(*((call.module, call.phase, 10) for call in calls))
+    plan = choose(rows, counted, COSINE, "old")
+    assert [each.kernel for each in plan.choices] == ["fast", "old", "old"]
+    changes = "changes key and value in place, which later calls read again"
+    assert plan.left_out == {"fast": f"in decode and prefill it {changes}"}
 
 
 def test_both_reasons_for_being_left_out() -> None:
-    call = facts("a", "layers.0", "decode")
-    rows = [row("old", call, 10.0), row("careless", call, 5.0)]
-    rows += [row("x", call, 8.0), row("y", call, 7.0)]
-    rows[1].changed_inputs = ["key", "value"]
-    other = facts("b", "layers.1", "decode")
-    rows += [row("old", other, 10.0), row("careless", other, 12.0)]
-    rows += [row("x", other, 8.0), row("y", other, 9.0)]
+    calls = [facts("a", "layers.0", "decode"), facts("b", "layers.1", "decode")]
     counted = census(("layers.0", "decode", 10), ("layers.1", "decode", 10))
-    longer = {**counted["signatures"][0], "key": [1, 2, 128, 32], "value": [1, 2, 128, 32]}
-    counted["signatures"].append(longer)
+    # Of a second signature, whose counterpart is another call.
+    counted["signatures"].append({**counted["signatures"][0], "query": [1, 2, 128, 32]})
     counted["rows"][1]["signature"] = 1
-    for each in rows[4:]:
-        each.call = replace(each.call, shape=Shape(1, 2, 2, 64, 128, 32, 32))
-    plan = choose(rows, counted, COSINE, "old", ("x", "y"))
-    assert plan.left_out == {
-        "careless": "changes the key and the value that later tokens read again",
+    calls[1] = replace(calls[1], shape=Shape(1, 2, 2, 128, 64, 32, 32))
+    times = {"old": (10.0, 10.0), "careless": (5.0, 12.0), "x": (8.0, 8.0), "y": (7.0, 9.0)}
+    rows = [
+        row(name, call, ms)
+        for name, both in times.items()
+        for call, ms in zip(calls, both, strict=True)
+    ]
+    rows[2].changed_inputs = ["key"]
+    assert choose(rows, counted, COSINE, "old", ("x", "y")).left_out == {
+        "careless": "in decode it changes key in place, which later calls read again",
         "x": "y saves more, and a process holds only one of them",
     }
 
@@ -326,4 +343,5 @@ def test_a_wrong_kernel_is_told_as_wrong_whatever_it_changes() -> None:
     rows[1].changed_inputs = ["key"]
     counted = census(("layers.0", "decode", 10))
     assert not choose(rows, counted, COSINE, "old").left_out
-    assert layer_costs(rows, counted, COSINE, "old")[1].reason == "far off"
+    *_, wrong = uniform(rows, counted, COSINE, "old")
+    assert (wrong.outside, wrong.spoils, wrong.reason) == (1, 0, "far off")

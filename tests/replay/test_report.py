@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from rich.console import Console
@@ -276,3 +277,16 @@ def test_what_did_not_run_says_why() -> None:
 
 def test_a_call_that_could_not_be_read_is_no_group() -> None:
     assert group_rows([Row("", CallFacts("broken"), "error", "altered")]) == []
+
+
+def test_what_spoils_later_calls_is_not_called_the_fastest() -> None:
+    rows = []
+    for phase in ("decode", "denoise"):
+        facts = replace(call(), phase=phase)
+        rows += [row("base", facts), row("careless", facts, (0.5,) * 3, against=(1.0,) * 3)]
+        rows[-1].changed_inputs = ["key"]
+    text = report(rows)
+    decode, denoise = text.partition("fastest correct kernel")[2].strip().splitlines()
+    assert (": base" in decode, ": careless" in denoise) == (True, True)
+    assert text.count("careless: changes its key, which later calls read again") == 1
+    assert text.count("careless: changes its key") == 2

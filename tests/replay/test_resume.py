@@ -258,6 +258,15 @@ def test_another_file(
         finished_rows(written(rows, end), CALLS, ALLOTTED, HERE, SETTINGS)
 
 
+def test_rows_of_a_version_that_noticed_less(written: Callable[..., Path]) -> None:
+    path = written([row(0, "a")], "")
+    data = json.loads(path.read_text())
+    del data["changed_inputs"]
+    path.write_text(json.dumps(data) + "\n")
+    with pytest.raises(ValueError, match=r"or one of another version: name another file"):
+        finished_rows(path, CALLS, ALLOTTED, HERE, SETTINGS)
+
+
 @pytest.mark.parametrize(
     ("machine", "environment", "sentence"),
     [

@@ -57,3 +57,26 @@ def test_a_text_survives_a_slight_error(tmp_path: Path) -> None:
     assert drift["perplexity"] == pytest.approx(drift["baseline_perplexity"], rel=0.01)
     assert drift["perplexity"] != drift["baseline_perplexity"]
     assert drift["generated_tokens"] == 3
+
+
+def test_a_spoilt_cache_shows_in_the_text_alone(tmp_path: Path) -> None:
+    (tmp_path / "kernels.py").write_text(KERNELS)
+    told = tmp_path / "told.jsonl"
+    few = ["--size", "tiny", "--max", "4", "--device", "cpu", "--out", str(tmp_path / "recorded")]
+    with pytest.raises(SystemExit):
+        capture(["--model", "llama", *few])
+    names = ",".join(f"{tmp_path}/kernels.py:{name}" for name in ("spoils_cache", "spares_cache"))
+    quick = ["--device", "cpu", "--max-seconds", "0.01", "--rounds", "3", "--model-rounds", "3"]
+    rows = tmp_path / "rows.jsonl"
+    files = ["--json", str(rows), "--e2e-json", str(told)]
+    with pytest.raises(SystemExit) as stopped:
+        main(["--dir", str(tmp_path / "recorded"), "--e2e", "--kernels", names, *quick, *files])
+    assert stopped.value.code == 0
+    assert {json.loads(line)["status"] for line in rows.read_text().splitlines()} == {"ok"}
+    _, spoils, spares = (json.loads(line) for line in told.read_text().splitlines())
+    assert spoils["changed_inputs"] == ["key"]
+    assert spoils["drift"]["generated_kl"] > 0.1
+    assert spoils["drift"]["first_diverging_token"] is not None
+    assert spares["changed_inputs"] == []
+    assert spares["drift"]["generated_kl"] < 1e-6
+    assert spares["drift"]["first_diverging_token"] is None

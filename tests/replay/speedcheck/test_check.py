@@ -288,3 +288,18 @@ def test_a_kernel_that_changed_its_inputs_in_the_replay() -> None:
     plan = {"plan": lambda module, phase: "a" if module == "layers.0" else "b"}
     found = check(record, rows, variants, process, rounds=3, kernel_at=plan)
     assert [each.changed_inputs for each in found] == [[], ["key"], [], ["key"]]
+
+
+def test_runs_are_kept_as_they_were_timed() -> None:
+    class Interrupted(Pretended):
+        def _ran(self, seconds: float, busy: float | None = None, attention: float = 0.0) -> Run:
+            run = super()._ran(seconds, busy, attention)
+            run.times.forwards["denoise"][len(self.log) % 4] += 0.5
+            run.times.run += 0.5
+            return run
+
+    own, a = checked(Interrupted(), "a", rounds=5)
+    assert (own.measured[RUN].ms.p50, a.measured[RUN].ms.p50) == pytest.approx((1000, 500))
+    assert (own.delayed, a.delayed) == pytest.approx((0.5 / 1.5, 0.5))
+    assert [times.run for times in a.runs] == [1.0] * 5
+    assert all(sorted(times.forwards["denoise"])[-1] == 0.625 for times in a.runs)

@@ -6,7 +6,7 @@ import pytest
 
 from replay.speedcheck.clock import RunTimes
 from replay.speedcheck.span import RUN
-from replay.speedcheck.typical import by_round
+from replay.speedcheck.typical import by_round, delayed
 
 
 def test_what_delays_single_forwards_does_not_count() -> None:
@@ -54,3 +54,9 @@ def test_forwards_that_cannot_be_compared_are_averaged(other: list[float]) -> No
 def test_a_phase_that_not_every_round_has_is_left_out() -> None:
     rounds = [RunTimes(9.0, {"decode": [1.0], "encode": [1.0]}), RunTimes(7.0, {"decode": [1.0]})]
     assert by_round(rounds) == {"decode": [1, 1], RUN: [9, 7]}
+
+
+def test_how_much_was_left_out() -> None:
+    forwards = ([2.0, 2.0, 2.0, 2.0], [2.0, 2.0, 7.0, 2.0], [2.0, 2.0, 2.0, 2.0])
+    assert delayed([RunTimes(sum(each) + 1, {"decode": each}) for each in forwards]) == 5 / 32
+    assert delayed([RunTimes(9.0, {"decode": [1.0]})]) == 0
