@@ -233,7 +233,7 @@ def _error_cell(row: dict[str, str] | None) -> str:
 def _drift_cell(row: dict[str, str], phase: str) -> str:
     if phase == "decode":
         kl, tokens = row["drift.generated_kl"], row["drift.generated_compared"]
-        return f"KL {float(kl):.2g} over {tokens} tokens" if kl else ""
+        return f"KL {float(kl):.2g} over {tokens} token{'s' * (tokens != '1')}" if kl else ""
     if row["drift.perplexity"]:
         before, after = (float(row[f"drift.{name}perplexity"]) for name in ("baseline_", ""))
         return f"perplexity {before:.3f} → {after:.3f}"
