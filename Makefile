@@ -1,13 +1,16 @@
-# make demo   set up from nothing, capture the three built-in models, replay what was recorded
-# make test   set up, then lint, types and all tests
-# make clean  forget the environment and the recordings
+# make demo           set up from nothing, capture the three built-in models, replay what was recorded
+# make test           set up, then lint, types and all tests
+# make compatibility  try old, middle and new libraries, and write docs/compatibility.md
+# make dist           build a release in dist/, check it, and try the wheel in a clean environment
+# make clean          forget the environments, the recordings and the release
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test clean
+.PHONY: demo test compatibility dist clean
 demo: $(READY)
 	$(BIN)/capture --model cogvideo --size tiny --max 5 --overwrite
 	$(BIN)/capture --model flux --size tiny --max 5 --overwrite
@@ -18,14 +21,23 @@ test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto
+
+compatibility: $(READY)
+	$(BIN)/python -m compatibility
+
+dist: $(READY)
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python -m compatibility.wheel dist/*.whl
 
 # torch first and alone: its exact version is the only thing that picks its wheel.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(PIP) torch
+	$(PIP) --editable '.[all,dev]'
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) captured_inputs
+	rm -rf $(VENV) captured_inputs build dist

@@ -73,7 +73,7 @@ class AttentionCall:
     `query` is (B, Hq, Sq, D), `key` (B, Hkv, Sk, D), `value` (B, Hkv, Sk, Dv) and `output`
     (B, Hq, Sq, Dv). Tensors have the shape, dtype **and strides** the model's own had. `attn_mask`
     broadcasts to (B, Hq, Sq, Sk): bool (True = attend) or float (added to the scores). `scale=None`
-    means 1/sqrt(D). `output` is None for synthetic calls and captures made with `--no-output`.
+    means 1/sqrt(D). `output` is None for synthetic calls and captures made with `output=False`.
     """
 
     query: Tensor

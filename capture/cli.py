@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--prompt", help="text to run the model on")
     what.add_argument("--steps", type=positive, help="denoising steps, or tokens to decode")
     what.add_argument("--seed", type=int, default=0, help="of weights and noise (default 0)")
-    what.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
+    parser.add_dtype(what)
     what.add_argument("--device", help="cuda, cpu … (default: cuda where there is one)")
 
     keep = parser.add_argument_group("what to keep")
@@ -94,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     look.add_argument("--show", metavar="DIR", help="list what DIR holds")
     look.add_argument("--verify", metavar="DIR", help="check files and recompute outputs")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    parser.add_version()
     return parser
 
 
@@ -218,18 +220,30 @@ def _capture_name(model: str) -> str:
 
 def _explain(error: Exception) -> int:
     """One sentence for what the user can remedy; `--debug` hints for what nobody foresaw."""
-    from capture.errors import CaptureError, DatasetError
+    from capture.errors import CaptureError, DatasetError, MissingPackage
     from capture.models_package import import_models
 
-    known: tuple[type[Exception], ...] = (CaptureError, DatasetError, import_models().ModelError)
+    if isinstance(error, ModuleNotFoundError):
+        error = MissingPackage(error)
+    known: tuple[type[Exception], ...] = (
+        CaptureError,
+        DatasetError,
+        MissingPackage,
+        import_models().ModelError,
+    )
     if isinstance(error, known):
-        print(f"capture: {error}", file=sys.stderr)
+        print(f"capture: {_with_flags(str(error))}", file=sys.stderr)
         return 2
     print(
         f"capture: failed with {type(error).__name__}: {error} (traceback with --debug)",
         file=sys.stderr,
     )
     return 1
+
+
+def _with_flags(message: str) -> str:
+    """`record`'s keyword arguments as the flags of this command: `max_bytes=` is --max-bytes."""
+    return re.sub(r"`(\w+)=(?:True)?`", lambda found: "--" + found[1].replace("_", "-"), message)
 
 
 def _size(text: str) -> int:

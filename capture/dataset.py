@@ -22,12 +22,12 @@ from typing import Any, overload
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from capture.call import AttentionCall, Origin, Shape
 from capture.errors import DatasetError
 from capture.strides import Layout, pack, unpack
+from capture.tensor_file import write_safetensors
 
 FORMAT = "attention-replay/1"
 MANIFEST = "manifest.json"
@@ -111,8 +111,8 @@ class PackedCall:
         """Write the file in one step, as seen from outside; returns its manifest entry."""
         header = json.dumps(asdict(self.header))
         temporary = path.with_name(f".{path.name}.tmp")
-        save_file(self.values, temporary, {_HEADER_KEY: header, "format": FORMAT})
-        checksum = sha256(temporary)
+        metadata = {_HEADER_KEY: header, "format": FORMAT}
+        checksum = write_safetensors(temporary, self.values, metadata)
         nbytes = temporary.stat().st_size
         os.replace(temporary, path)
         return FileEntry(path, self.header, nbytes, checksum)

@@ -118,18 +118,18 @@ def prepare_directory(out: str | Path, model: str, *, overwrite: bool) -> Datase
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CaptureError(
-            f"cannot write to {directory} ({error.strerror}); name another with --out"
+            f"cannot write to {directory} ({error.strerror}); name another with `out=`"
         ) from error
     if not os.access(directory, os.W_OK | os.X_OK):
-        raise CaptureError(f"cannot write to {directory}; name another with --out")
+        raise CaptureError(f"cannot write to {directory}; name another with `out=`")
     dataset = Dataset.open_or_new(directory)
     # Two names with one slug would write the same files.
     earlier = [c.model for c in dataset.captures if slug(c.model) == slug(model)]
     if earlier and not (overwrite and earlier == [model]):
-        remedy = "name it differently" if earlier != [model] else "replace it with --overwrite"
+        remedy = "name it differently" if earlier != [model] else "replace it with `overwrite=True`"
         raise CaptureError(
             f"{directory} already holds a capture of {earlier[0]}: {remedy}, "
-            "or record into another directory with --out"
+            "or record into another directory with `out=`"
         )
     return dataset
 
@@ -403,12 +403,12 @@ def _matches(path: str, globs: str) -> bool:
 def _no_match(globs: str, paths: list[str]) -> str:
     likely = [path for path in paths if "att" in path.rpartition(".")[2].lower()] or paths
     shown = ", ".join(likely[:3])
-    return f"no module matches {globs!r}; there are {shown} … Choose with --modules GLOB"
+    return f"no module matches {globs!r}; there are {shown} … Choose with `modules=`"
 
 
 def _nothing_kept(recording: Recording, roots: dict[str, Any]) -> str:
     if recording.refused_for_bytes:
-        return "no call fits into --max-bytes; raise it"
+        return "no call fits into `max_bytes=`; raise it"
     if not recording.seen:
         return f"the model made no scaled_dot_product_attention call: {_other_attention(roots)}"
     if recording.without_values:
@@ -420,7 +420,7 @@ def _nothing_kept(recording: Recording, roots: dict[str, Any]) -> str:
     shown = ", ".join(callers[:3]) + (" …" if len(callers) > 3 else "")
     return (
         f"none of the {recording.seen} attention calls came from a module that matches "
-        f"{recording.capture.modules!r}; calls came from: {shown}. Choose with --modules GLOB"
+        f"{recording.capture.modules!r}; calls came from: {shown}. Choose with `modules=`"
     )
 
 

@@ -71,8 +71,14 @@ def load(
         raise ModelError(_unknown(model))
     # Late, so that --help needs no torch; and before the builders' own imports, which chatter.
     from .inference import quiet
+    from .libraries import check, not_importable
     from .request import from_user
 
+    if model in NAMES:
+        builder = model.partition("-")[0]
+        check(model, builder)
+    else:
+        builder = "userfunction" if _is_user_function(model) else "checkpoint"
     with quiet():
         request = from_user(
             model,
@@ -86,11 +92,11 @@ def load(
             dtype=dtype,
             device=device,
         )
-        if model in NAMES:
-            builder = model.partition("-")[0]
-        else:
-            builder = "userfunction" if _is_user_function(model) else "checkpoint"
-        runnable: Runnable = import_module(f".{builder}", __package__).build(request)
+        try:
+            module = import_module(f".{builder}", __package__)
+        except (ImportError, RuntimeError) as error:  # RuntimeError: transformers' lazy imports
+            raise not_importable(model, error) from error
+        runnable: Runnable = module.build(request)
     return runnable
 
 

@@ -15,6 +15,7 @@ from transformers import T5Config, T5EncoderModel
 
 from .hub import read_checkpoint, refuse_missing
 from .inference import repeatable
+from .libraries import dtype_keyword
 from .outputs import of_pipeline
 from .random_weights import redraw
 from .request import Request
@@ -29,7 +30,8 @@ def read_pipeline(
     Raises:
         ModelError: It cannot be read, or some of its weights are missing.
     """
-    pipeline = read_checkpoint(pipeline_class.from_pretrained, source, dtype=dtype)
+    options = {dtype_keyword("diffusers"): dtype}
+    pipeline = read_checkpoint(pipeline_class.from_pretrained, source, **options)
     for name, component in pipeline.components.items():
         if isinstance(component, nn.Module):
             # diffusers leaves what it did not find on the meta device.

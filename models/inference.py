@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -32,17 +33,19 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the logs and progress bars of diffusers and transformers, and restore them after."""
-    import diffusers.utils.logging as diffusers_logging
-    import transformers.utils.logging as transformers_logging
-    from huggingface_hub.utils import logging as hub_logging
+    """Silence the logs and progress bars of diffusers and transformers, and restore them after.
 
-    libraries = (diffusers_logging, transformers_logging, hub_logging)
+    A library that is not there, or cannot be imported, makes no noise.
+    """
+    libraries: list[Any] = []
+    for name in ("diffusers", "transformers", "huggingface_hub"):
+        with suppress(ImportError, RuntimeError):
+            libraries.append(import_module(f"{name}.utils.logging"))
     verbosities = [library.get_verbosity() for library in libraries]
     with_bars = [
         library
-        for library in (diffusers_logging, transformers_logging)
-        if library.is_progress_bar_enabled()
+        for library in libraries
+        if getattr(library, "is_progress_bar_enabled", lambda: False)()
     ]
     try:
         for library in libraries:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .hub import read_checkpoint, refuse_missing
 from .inference import quiet, repeatable
+from .libraries import dtype_keyword
 from .outputs import of_generation
 from .request import Request
 from .runnable import ModelError, Runnable
@@ -73,9 +74,8 @@ def read_language_model(
     Raises:
         ModelError: It cannot be read, or some of its weights are missing.
     """
-    model, report = read_checkpoint(
-        model_class.from_pretrained, source, dtype=dtype, output_loading_info=True
-    )
+    options: dict[str, Any] = {dtype_keyword("transformers"): dtype, "output_loading_info": True}
+    model, report = read_checkpoint(model_class.from_pretrained, source, **options)
     refuse_missing(source, sorted(report["missing_keys"]))
     return model
 

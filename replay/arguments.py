@@ -73,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
     shape.add_argument("-d", type=int, default=64, metavar="D", help="head dimension (default 64)")
     shape.add_argument("-dv", type=int, metavar="DV", help="value head dimension (default: D)")
     shape.add_argument("--causal", action="store_true", help="top-left causal mask")
-    shape.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    made.add_dtype(shape, default="bfloat16")
 
     how = made.add_argument_group("how to measure")
     how.add_argument("--cache", choices=["cold", "warm"], help="L2 cache (default: cold on a GPU)")
@@ -140,6 +140,7 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("--save-output", metavar="DIR", help="keep every kernel's outputs")
     report.add_argument("--check", action="store_true", help="exit 1 when a kernel fails accuracy")
     report.add_argument("--debug", action="store_true", help="show tracebacks")
+    made.add_version()
     add_arguments(made)
     return made
 

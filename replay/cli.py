@@ -432,7 +432,7 @@ def _opened(path: str | None, *, append: bool = False) -> Iterator[TextIO | None
 
 def _explain(error: Exception) -> int:
     """One sentence for what the user can remedy."""
-    from capture.errors import DatasetError
+    from capture.errors import DatasetError, MissingPackage
     from replay.counterparts import CensusError
     from replay.environments import WorkerError
     from replay.plan import PlanError
@@ -442,7 +442,9 @@ def _explain(error: Exception) -> int:
     from replay.speedcheck.rebuild import NotRebuildable
     from replay.synthetic import ShapeError
 
-    replaying = (UsageError, DatasetError, KernelNameError, ShapeError, WorkerError)
+    if isinstance(error, ModuleNotFoundError):
+        error = MissingPackage(error)
+    replaying = (UsageError, DatasetError, MissingPackage, KernelNameError, ShapeError, WorkerError)
     of_models = (CheckError, CensusError, PlanError, ModelRefused, RunFailed, NotRebuildable)
     known: tuple[type[Exception], ...] = replaying + of_models
     if isinstance(error, known):

@@ -153,7 +153,15 @@ def _softmax(scores: Tensor) -> Tensor:
 @contextmanager
 def _full_precision_float32() -> Iterator[None]:
     """Keep TF32 and bfloat16 out of float32 matrix products, whatever the caller allows."""
-    settings = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    if not hasattr(torch.backends.mkldnn, "matmul"):  # PyTorch before 2.9
+        legacy = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(legacy)
+        return
+    settings = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
     before = [setting.fp32_precision for setting in settings]
     try:
         for setting in settings:

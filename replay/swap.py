@@ -306,8 +306,10 @@ def _room_for_graphs(kernels: Iterable[str]) -> Iterator[None]:
     if dynamo is None:
         yield
         return
-    limit = dynamo.config.recompile_limit
-    with dynamo.config.patch(recompile_limit=limit * (1 + len(_compiled_with))):
+    # PyTorch 2.6 calls it by its older name.
+    name = "recompile_limit" if hasattr(dynamo.config, "recompile_limit") else "cache_size_limit"
+    limit = getattr(dynamo.config, name)
+    with dynamo.config.patch({name: limit * (1 + len(_compiled_with))}):
         yield
 
 

@@ -1,9 +1,12 @@
-"""How our Triton kernels run in the tests: compiled where there is a GPU, else interpreted.
+"""What every test may rely on, whatever machine it runs on.
 
-Triton decides that when a kernel is defined, and for its own library when that is imported, which
-much of what the tests import does (diffusers, torch.compile). So it happens here, before any other
-import, and the variable does not stay set: processes that tests start, and what they ask our code,
-see none unless a test sets it.
+How our Triton kernels run: compiled where there is a GPU, else interpreted. Triton decides that
+when a kernel is defined, and for its own library when that is imported, which much of what the
+tests import does (diffusers, torch.compile). So it happens here, before any other import, and the
+variable does not stay set: processes that tests start, and what they ask our code, see none unless
+a test sets it.
+
+And the terminal: 80 columns, whatever the one at hand has.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pkgutil
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,3 +25,13 @@ if importlib.util.find_spec("triton") is not None and not torch.cuda.is_availabl
         package = importlib.import_module("replay.triton_kernels")
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _terminal() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "80")
+        patch.setenv("TERM", "dumb")
+        for name in ("LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+            patch.delenv(name, raising=False)
+        yield

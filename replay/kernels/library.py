@@ -86,8 +86,9 @@ def version(package: str) -> str:
         return ""
 
 
-TRITON_INSTALL = "pip install 'triton>=3.4'"
-"""What our own kernels need; older ones have no tensor descriptors on the host."""
+TRITON_INSTALL = "pip install triton"
+"""For CPU builds of PyTorch. A CUDA build brings the Triton that it was built with, and no other
+fits it. Our kernels need 3.4, PyTorch 2.8's, where tensor descriptors can be made on the host."""
 
 
 def is_interpreted() -> bool:
@@ -110,7 +111,12 @@ def triton_unavailable(device: torch.device) -> str | None:
             return f"needs compute capability 8.0 or higher (this GPU has {here})"
     found = _import("triton.tools.tensor_descriptor")
     if isinstance(found, str):
-        return f"cannot be imported: {found}" if found else f"not installed: {TRITON_INSTALL}"
+        if found:
+            return f"cannot be imported: {found}"
+        installed = version("triton")
+        if not installed:
+            return f"not installed: {TRITON_INSTALL}"
+        return f"needs Triton 3.4, which PyTorch 2.8 brings, or newer ({installed} is installed)"
     return None
 
 

@@ -269,7 +269,7 @@ def test_max_bytes_counts_what_is_stored(layers: nn.Module, states: Tensor, tmp_
     assert recording.kept == len(load(tmp_path / "some")) == 3
     assert recording.refused_for_bytes
     with (
-        pytest.raises(CaptureError, match="no call fits into --max-bytes"),
+        pytest.raises(CaptureError, match="no call fits into `max_bytes=`"),
         record(layers, tmp_path / "none", max_bytes=one - 1),
     ):
         layers(states)
@@ -640,7 +640,7 @@ def test_the_same_model_is_refused(
 ) -> None:
     run(layers, states, tmp_path, "zebra")
     before = contents(tmp_path)
-    remedy = "--overwrite" if name == "zebra" else "name it differently"
+    remedy = "`overwrite=True`" if name == "zebra" else "name it differently"
     with pytest.raises(CaptureError, match=f"already holds a capture of zebra: .*{remedy}"):
         run(layers, states, tmp_path, name)
     assert contents(tmp_path) == before
@@ -708,7 +708,7 @@ def test_a_directory_that_cannot_be_made_is_named(
 ) -> None:
     (tmp_path / "file").write_text("")
     with (
-        pytest.raises(CaptureError, match=r"cannot write to .*; name another with --out"),
+        pytest.raises(CaptureError, match=r"cannot write to .*; name another with `out=`"),
         record(layers, tmp_path / "file" / below),
     ):
         pytest.fail("ran")
@@ -720,7 +720,7 @@ def test_a_full_disk_ends_the_recording_with_a_sentence(
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("capture.dataset.save_file", full)
+    monkeypatch.setattr("capture.dataset.write_safetensors", full)
     model = make_layers(8)
     with (
         pytest.raises(CaptureError, match=r"could not write to .*No space left on device"),

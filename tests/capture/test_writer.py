@@ -118,7 +118,7 @@ def test_a_full_disk_is_told_with_the_next_call(
     to.put(PackedCall.of(make_call(call_index=0)), (), CENSUS)
     while not to._queue.empty() or not load_if_any(tmp_path):
         time.sleep(0.001)
-    monkeypatch.setattr(capture.dataset, "save_file", failure)
+    monkeypatch.setattr(capture.dataset, "write_safetensors", failure)
 
     def go_on() -> None:
         for index in range(1, 10):

@@ -50,10 +50,19 @@ def test_help_does_not_import_torch() -> None:
     assert "--list-kernels" in done.stdout
 
 
-def test_the_heading_says_how_samples_were_taken(run_cli: RunCli) -> None:
-    for given, heading in (((), "warm cache\n"), (("--calls-before", "1"), "1 call before each")):
+@pytest.mark.parametrize("name", ["M1", "AMD EPYC", "Intel(R) Xeon(R) Processor" + " @ 3GHz" * 20])
+def test_the_heading_says_how_samples_were_taken(
+    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("replay.machine.device_name", lambda device: name)
+    for given, heading in (
+        ((), " · warm cache"),
+        (("--calls-before", "1"), " · warm cache · 1 call before each sample"),
+    ):
         _, out, _ = run_cli(*SHAPE, *QUICK, "--kernels", "torch-default", *given)
-        assert heading in " ".join(out.split(" ")), out
+        printed = " ".join(out.partition("\n\n")[0].split())
+        assert printed.startswith(f"{name} · torch ")
+        assert printed.endswith(heading)
 
 
 def test_random_shape(run_cli: RunCli) -> None:

@@ -1,0 +1,74 @@
+"""Writes tensors into a safetensors file, with torch alone.
+
+The format is public and small: the length of a JSON header in 8 bytes, the header, the tensors one
+after another (https://github.com/huggingface/safetensors, "Format"). The library's own function
+needs numpy, which a program that uses torch need not have.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> str:
+    """Write contiguous CPU tensors to `path`; returns the file's SHA-256.
+
+    Raises:
+        OSError: the file cannot be written.
+        ValueError: the format has no such dtype, or a tensor is not contiguous.
+    """
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for part in _parts(tensors, metadata):
+            file.write(part)
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def _parts(
+    tensors: Mapping[str, Tensor], metadata: dict[str, str]
+) -> Iterator[bytes | ctypes.Array[ctypes.c_char]]:
+    # Wide elements first: each tensor then lies where its elements are aligned.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    header: dict[str, object] = {"__metadata__": metadata}
+    end = 0
+    for name, tensor in ordered:
+        if tensor.dtype not in _DTYPES or not tensor.is_contiguous():
+            raise ValueError(f"{name}: {tensor.dtype}, strides {tensor.stride()}, cannot be stored")
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little")
+    yield text
+    for _, tensor in ordered:
+        if tensor.numel():  # a view of the tensor's own memory: nothing is copied
+            nbytes = tensor.numel() * tensor.element_size()
+            yield (ctypes.c_char * nbytes).from_address(tensor.data_ptr())

@@ -1,0 +1,159 @@
+"""What must work in an environment, a step a function; run by that environment's own interpreter.
+
+`python smoke.py STEP` in an empty directory that also holds `own_model.py`. Exits 0 where the step
+worked. A step that says in one sentence what the environment lacks exits 2.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def record_an_own_model() -> None:
+    import own_model  # type: ignore[import-not-found]
+
+    from capture import load, record
+
+    model, run = own_model.build(seed=0)
+    with record(model, out="own", max=3):
+        run()
+    assert len(load("own")) == 3
+
+
+def replay_it() -> None:
+    _command("replay", "--dir", "own", "--kernels", "torch-math,torch-flash", *_QUICK)
+    _all_ok({"torch-math", "torch-flash"})
+
+
+def use_kernel_and_use_plan() -> None:
+    import own_model
+
+    from replay import use_kernel, use_plan
+
+    _, run = own_model.build(seed=0)
+    before = run()
+    with use_kernel("torch-math") as swap:
+        after = run()
+    assert swap.hits == 3, swap
+    assert (before - after).abs().max() < 1e-4
+    _command(
+        *("replay", "--dir", "own", "--kernels", "torch-math,torch-flash", *_QUICK),
+        *("--plan", "plan.json", "--budget", "rmse=0.1"),
+    )
+    with use_plan("plan.json") as planned:
+        run()
+    assert planned.hits == 3, planned
+
+
+def a_function() -> None:
+    _command("capture", "--model", "own_model.py:build", "--max", "3", "--out", "function")
+
+
+def a_checkpoint_of_transformers() -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=128,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained("language")
+    _command("capture", "--model", "language", "--max", "4", "--steps", "2", "--out", "checkpoint")
+    _command("capture", "--verify", "checkpoint")
+
+
+def a_checkpoint_of_diffusers() -> None:
+    import torch
+    from diffusers import (
+        AutoencoderKL,
+        DDIMScheduler,
+        StableDiffusionPipeline,
+        UNet2DConditionModel,
+    )
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+    torch.manual_seed(0)
+    letters = [chr(code) + end for code in range(97, 123) for end in ("", "</w>")]
+    words = [*letters, "<|startoftext|>", "<|endoftext|>"]
+    Path("tokenizer").mkdir(exist_ok=True)
+    Path("tokenizer/vocab.json").write_text(json.dumps({w: i for i, w in enumerate(words)}))
+    Path("tokenizer/merges.txt").write_text("#version: 0.2\n")
+    text = CLIPTextConfig(
+        vocab_size=len(words), hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=16, bos_token_id=len(words) - 2,
+        eos_token_id=len(words) - 1,
+    )  # fmt: skip
+    StableDiffusionPipeline(
+        vae=AutoencoderKL(block_out_channels=(8,), norm_num_groups=2, latent_channels=4),
+        text_encoder=CLIPTextModel(text),
+        tokenizer=CLIPTokenizer.from_pretrained("tokenizer", model_max_length=16),
+        unet=UNet2DConditionModel(
+            sample_size=8, block_out_channels=(16, 16), norm_num_groups=2, layers_per_block=1,
+            cross_attention_dim=32, attention_head_dim=2,
+            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        ),
+        scheduler=DDIMScheduler(),
+        safety_checker=None, feature_extractor=None, requires_safety_checker=False,
+    ).save_pretrained("diffusion")  # fmt: skip
+    _command("capture", "--model", "diffusion", "--max", "4", "--steps", "2", "--out", "pictures")
+
+
+def built_in_models() -> None:
+    for name in ("llama", "flux", "cogvideo"):
+        _command("capture", "--model", name, "--size", "tiny", "--max", "2", "--steps", "1")
+
+
+def triton_kernels_interpreted() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    shape = ("--random", "-hq", "2", "-sq", "33", "-d", "32")
+    names = "triton-fa2,triton-sage,triton-fp8"
+    _command("replay", *shape, "--kernels", names, *_QUICK)
+    _all_ok(set(names.split(",")))
+
+
+_QUICK = ("--rounds", "2", "--max-seconds", "0.05", "--device", "cpu", "--json", "rows.jsonl")
+
+STEPS = {
+    function.__name__: function
+    for function in (
+        record_an_own_model,
+        replay_it,
+        use_kernel_and_use_plan,
+        a_function,
+        a_checkpoint_of_transformers,
+        a_checkpoint_of_diffusers,
+        built_in_models,
+        triton_kernels_interpreted,
+    )
+}
+
+
+def _command(*words: str) -> None:
+    """Run one of our two commands as installed; its failure is ours, its sentence too."""
+    program = Path(sys.executable).parent / words[0]
+    done = subprocess.run([program, *words[1:]], capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(done.stderr.strip() or done.stdout.strip())
+        sys.exit(done.returncode)
+
+
+def _all_ok(wanted: set[str]) -> None:
+    rows = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
+    good = ("ok", "not-timed")  # Triton's interpreter has results, and no times worth having
+    wrong = {row["kernel"]: row["reason"] for row in rows if row["status"] not in good}
+    assert not wrong, wrong
+    assert wanted <= {row["kernel"] for row in rows}
+
+
+if __name__ == "__main__":
+    try:
+        STEPS[sys.argv[1]]()
+    except ModuleNotFoundError as missing:
+        print(f"{missing.name} is not installed")
+        sys.exit(2)

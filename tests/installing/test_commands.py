@@ -1,0 +1,222 @@
+"""The commands as installed: their names, their versions, and what they say of missing packages."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import attention_replay
+import models
+from capture.cli import main as capture_main
+from models import libraries
+from replay.arguments import parser as replay_parser
+
+REPOSITORY = Path(attention_replay.__file__).resolve().parent
+
+LIBRARIES = ("diffusers", "transformers", "accelerate", "huggingface_hub", "rich", "PIL")
+
+WITHOUT = """
+import importlib.metadata, sys
+
+missing = set(sys.argv.pop(1).split(","))
+
+class Missing:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] in missing:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing)
+installed = importlib.metadata.version
+
+def version(package):
+    if package in missing:
+        raise importlib.metadata.PackageNotFoundError(package)
+    return installed(package)
+
+importlib.metadata.version = version
+"""
+"""The beginning of a program that runs in an environment without some packages."""
+
+
+def start(
+    code: str, *arguments: str, path: Path | None = None, cwd: str | Path = "/", bare: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Run a program that finds `path` and then us; `bare`, nothing that is installed."""
+    paths = [str(each) for each in (path, REPOSITORY) if each is not None]
+    return subprocess.run(
+        [sys.executable, *["-S"] * bare, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        cwd=cwd,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("command", ["capture", "replay"])
+def test_the_version_with_those_that_decide_figures(command: str) -> None:
+    done = start(
+        "import sys, attention_replay\n"
+        f"try:\n    attention_replay.{command}()\n"
+        "finally:\n    assert 'torch' not in sys.modules\n",
+        "--version",
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    torch = re.escape(importlib.metadata.version("torch"))
+    assert re.fullmatch(
+        rf"attention-replay {attention_replay.__version__} · torch {torch} · "
+        r"triton (not installed|[\d.]+) · Python [\d.]+\n",
+        done.stdout,
+    )
+
+
+@pytest.mark.parametrize(("made", "name"), [("replay.py", "replay"), ("capture", "capture")])
+def test_a_file_of_the_users_that_hides_a_package_is_named(
+    tmp_path: Path, made: str, name: str
+) -> None:
+    path = tmp_path / made
+    if path.suffix:
+        path.write_text("print('mine')\n")
+    else:
+        path.mkdir()
+        (path / "__init__.py").write_text("print('mine')\n")
+    done = start("import attention_replay; attention_replay.replay()", "--help", path=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert str(path) in done.stderr
+    assert f"hides the package '{name}' of attention-replay: rename it" in done.stderr
+
+
+def test_another_package_of_the_same_name_is_named(tmp_path: Path) -> None:
+    """Installed into the same directory, it overwrites our files."""
+    (tmp_path / "attention_replay.py").write_text(Path(attention_replay.__file__).read_text())
+    for package in ("capture", "replay"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("")
+    record = tmp_path / "rival-1.0.dist-info"
+    record.mkdir()
+    (record / "METADATA").write_text("Metadata-Version: 2.1\nName: rival\nVersion: 1.0\n")
+    (record / "top_level.txt").write_text("replay\n")
+    done = start("import attention_replay; attention_replay.replay()", path=tmp_path, bare=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert "rival, installed in the same environment, overwrote the package 'replay'" in done.stderr
+
+
+def test_recording_needs_torch_and_safetensors_alone(tmp_path: Path) -> None:
+    code = f"""{WITHOUT}
+import torch
+from capture import load, record
+from replay import use_kernel
+
+class Model(torch.nn.Module):
+    def forward(self, x):
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+model, x = Model(), torch.randn(1, 2, 8, 16)
+with record(model, out="out"):
+    model(x)
+print(len(load("out")))
+with use_kernel("torch-math") as swap, torch.no_grad():
+    model(x)
+print(swap.hits)
+"""
+    done = start(code, ",".join(LIBRARIES), cwd=tmp_path)
+    assert done.stdout.split() == ["1", "1"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("missing", "sentence"),
+    [
+        (
+            "transformers",
+            "capture: llama needs transformers, which is not installed: "
+            "pip install 'transformers>=5.0'",
+        ),
+        ("rich", "capture: rich is not installed, and this needs it: pip install rich"),
+    ],
+)
+def test_a_missing_library_is_one_sentence(tmp_path: Path, missing: str, sentence: str) -> None:
+    code = f"{WITHOUT}\nimport attention_replay\nattention_replay.capture()\n"
+    done = start(code, missing, "--model", "llama", "--size", "tiny", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.strip() == sentence
+
+
+def test_an_own_function_needs_neither_diffusers_nor_transformers(tmp_path: Path) -> None:
+    (tmp_path / "my.py").write_text(
+        "import torch\n"
+        "class Model(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return torch.nn.functional.scaled_dot_product_attention(x, x, x)\n"
+        "def build():\n"
+        "    model, x = Model(), torch.randn(1, 2, 8, 16)\n"
+        "    return model, lambda: model(x)\n"
+    )
+    code = f"{WITHOUT}\nimport attention_replay\nattention_replay.capture()\n"
+    done = start(code, "diffusers,transformers", "--model", "my.py:build", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("kept 1 of 1")
+
+
+@pytest.mark.parametrize(
+    ("model", "library", "installed", "wanted"),
+    [
+        ("llama", "transformers", "4.57.6", "5.0"),
+        ("flux", "transformers", "4.51.3", "5.0"),
+        ("cogvideo-5b", "diffusers", "0.35.2", "0.36"),
+    ],
+)
+def test_a_library_too_old_for_a_built_in_model(
+    monkeypatch: pytest.MonkeyPatch, model: str, library: str, installed: str, wanted: str
+) -> None:
+    real = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: installed if name == library else real(name)
+    )
+    with pytest.raises(models.ModelError) as refused:
+        models.load(model, size="tiny")
+    said = f"{model} needs {library} {wanted} or newer, and {installed} is installed: upgrade it"
+    assert str(refused.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("library", "version", "keyword"),
+    [
+        ("transformers", "4.51.3", "torch_dtype"),
+        ("transformers", "4.56.0", "dtype"),
+        ("transformers", "5.0.0rc1", "dtype"),
+        ("diffusers", "0.39.0", "torch_dtype"),
+        ("diffusers", "0.40.0.dev0", "dtype"),
+    ],
+)
+def test_what_from_pretrained_calls_the_dtype(
+    monkeypatch: pytest.MonkeyPatch, library: libraries.Library, version: str, keyword: str
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    assert libraries.dtype_keyword(library) == keyword
+
+
+@pytest.mark.parametrize(
+    ("short", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")]
+)
+def test_short_names_of_dtypes(
+    short: str, dtype: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert replay_parser().parse_args(["--random", "--dtype", short]).dtype == dtype
+    seen: list[str] = []
+    monkeypatch.setattr("capture.cli._capture", lambda arguments: seen.append(arguments.dtype) or 0)
+    with pytest.raises(SystemExit):
+        capture_main(["--model", "llama", "--dtype", short])
+    assert seen == [dtype]
+    with pytest.raises(SystemExit, match="2"):
+        capture_main(["--model", "llama", "--dtype", "int8"])
+    assert "choose from" in capsys.readouterr().err
