@@ -18,6 +18,9 @@ __version__ = "0.1.0"
 PACKAGES = ("capture", "replay")
 """What must be ours. `models` is loaded by its path, whatever else has that name."""
 
+MAINS = {"capture": "capture.cli", "replay": "replay.cli.main"}
+"""The module whose `main` each command is."""
+
 
 def capture() -> None:
     """Entry point of `capture`."""
@@ -38,7 +41,7 @@ def _start(command: str) -> None:
                 f"{hiding.parent} out of PYTHONPATH",
             )
     try:
-        cli = importlib.import_module(f"{command}.cli")
+        cli = importlib.import_module(MAINS[command])
     except ImportError as error:
         for package in PACKAGES:
             if others := _also_installed_as(package):

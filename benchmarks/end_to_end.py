@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks import results
 from benchmarks.full_size import run
-from replay.results import leaf
+from replay.rows.fields import leaf
 
 MODELS = {  # what a run consists of, and how many of its calls are replayed
     "cogvideo": "--steps 2 --max 2",

@@ -22,12 +22,12 @@ import torch
 from triton.testing import do_bench
 
 from benchmarks import results
-from replay.cost import tflops
-from replay.gpu_state import read_gpu_state
-from replay.machine import describe
-from replay.registry import find
-from replay.synthetic import Spec
-from replay.timing import measure
+from replay.kernels.registry import find
+from replay.timing.flops import tflops
+from replay.timing.gpu_state import read_gpu_state
+from replay.timing.machine import describe
+from replay.timing.rounds import measure
+from replay.workloads.random_calls import Spec
 
 SPECS = {
     "1×24×4608×128": Spec(1, 24, 24, 4608, 4608, 128, 128),

@@ -8,7 +8,7 @@ Writes `benchmarks/results/published_shapes.csv`.
 from __future__ import annotations
 
 from benchmarks.sweep import cold, parser, sweep
-from replay.synthetic import Spec, suite, workloads
+from replay.workloads.random_calls import Spec, suite, workloads
 
 LONGEST = 80_000
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from replay.results import leaf
+from replay.rows.fields import leaf
 
 DIRECTORY = Path(__file__).parent / "results"
 

@@ -22,8 +22,8 @@ os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 import torch
 
 from capture.call import AttentionCall
-from replay.registry import Kernel, catalogue
-from replay.synthetic import Spec
+from replay.kernels.registry import Kernel, catalogue
+from replay.workloads.random_calls import Spec
 
 HEAD_DIMS = (40, 72, 128)
 LENGTHS = ((1, 1), (1, 127), (7, 127), (127, 7), (127, 127))

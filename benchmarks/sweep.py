@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from benchmarks import results
-from replay.environments import interpreters
-from replay.execution import execution
-from replay.registry import select
-from replay.results import row_to_json
-from replay.settings import Settings
-from replay.stopwatch import Cache
-from replay.workloads import Workload
+from replay.bench.settings import Settings
+from replay.kernels.registry import select
+from replay.rows.files import row_to_json
+from replay.timing.timer import Cache
+from replay.workers.environments import interpreters
+from replay.workers.execution import execution
+from replay.workloads.recorded import Workload
 
 
 def parser(
@@ -48,11 +48,11 @@ def sweep(
     with execution(
         in_process=False, interpreters=interpreters(arguments.env, None), timeout=300.0
     ) as where:
-        allotted = where.allot(kernels, device)
+        assigned = where.assign(kernels, device)
         for call, cache in calls:
             settings = Settings(device, cache, max_seconds=arguments.max_seconds)
             began = time.monotonic()
-            new = list(where.replay([call], allotted, settings, lambda workload, stage: None))
+            new = list(where.replay([call], assigned, settings, lambda workload, stage: None))
             rows += [row_to_json(row) for row in new if row.status != "unavailable"]
             print(f"{call.name}: {time.monotonic() - began:.0f} s", flush=True)
             for row in new:

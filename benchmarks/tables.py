@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks import results
 from replay.report.table import columns
-from replay.results import FIELDS
+from replay.rows.fields import FIELDS
 
 README = Path(__file__).parent.parent / "README.md"
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

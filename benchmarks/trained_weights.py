@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks import results
 from benchmarks.full_size import run
 from models import built_in
-from replay.synthetic import NO_WEIGHTS
+from replay.workloads.random_calls import NO_WEIGHTS
 
 MODELS = ("cogvideo", "flux", "llama")
 KERNELS = (

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.sweep import cold, parser, sweep
-from replay.synthetic import Spec, workloads
+from replay.workloads.random_calls import Spec, workloads
 
 PREFILL = (
     Spec(1, 24, 24, 4608, 4608, 128, 128),

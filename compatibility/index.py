@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +83,7 @@ def ask(question: Question, project: Path = REPOSITORY) -> str:
         command,
         capture_output=True,
         text=True,
-        env={**os.environ, "UV_PYTHON_DOWNLOADS": "never"},
+        env=environment(),
         cwd=project,
         check=False,
     )
@@ -91,6 +92,12 @@ def ask(question: Question, project: Path = REPOSITORY) -> str:
     if any(sign in done.stderr for sign in NO_ANSWER):
         raise NoIndex(done.stderr.strip().splitlines()[-1].strip())
     return done.stderr.strip()
+
+
+def environment() -> dict[str, str]:
+    """Variables for uv: it fetches no interpreter, and needs no home that can be written."""
+    cache = str(Path(tempfile.gettempdir()) / f"uv-cache-{os.getuid()}")
+    return {"UV_CACHE_DIR": cache, **os.environ, "UV_PYTHON_DOWNLOADS": "never"}
 
 
 def main() -> None:

@@ -139,7 +139,7 @@ def _command(*words: str) -> None:
     program = Path(sys.executable).parent / words[0]
     done = subprocess.run([program, *words[1:]], capture_output=True, text=True, check=False)
     if done.returncode:
-        print(done.stderr.strip() or done.stdout.strip())
+        print((done.stderr.strip() or done.stdout.strip()).splitlines()[-1])
         sys.exit(done.returncode)
 
 

@@ -12,20 +12,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from replay.registry import register_kernel, select
-    from replay.runner import replay
-    from replay.settings import Settings
-    from replay.swap import use_kernel, use_plan
+    from replay.bench.runner import replay
+    from replay.bench.settings import Settings
+    from replay.kernels.registry import register_kernel, select
+    from replay.patch.use_kernel import use_kernel, use_plan
 
 __all__ = ["Settings", "register_kernel", "replay", "select", "use_kernel", "use_plan"]
 
 _HOMES = {
-    "Settings": "replay.settings",
-    "register_kernel": "replay.registry",
-    "replay": "replay.runner",
-    "select": "replay.registry",
-    "use_kernel": "replay.swap",
-    "use_plan": "replay.swap",
+    "Settings": "replay.bench.settings",
+    "register_kernel": "replay.kernels.registry",
+    "replay": "replay.bench.runner",
+    "select": "replay.kernels.registry",
+    "use_kernel": "replay.patch.use_kernel",
+    "use_plan": "replay.patch.use_kernel",
 }
 
 

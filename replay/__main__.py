@@ -1,5 +1,5 @@
 """`python -m replay`."""
 
-from replay.cli import main
+from replay.cli.main import main
 
 main()

@@ -6,7 +6,8 @@ tests import does (diffusers, torch.compile). So it happens here, before any oth
 variable does not stay set: processes that tests start, and what they ask our code, see none unless
 a test sets it.
 
-And the terminal: 80 columns, whatever the one at hand has.
+And their surroundings: 80 columns, whatever the terminal at hand has, and a directory for what
+Triton compiles, where the home may not be one to write to.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ import torch
 if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        package = importlib.import_module("replay.triton_kernels")
+        package = importlib.import_module("replay.kernels.triton")
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _terminal() -> Iterator[None]:
+def _surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
         patch.setenv("COLUMNS", "80")
         patch.setenv("TERM", "dumb")
         for name in ("LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):

@@ -1,1 +1,1 @@
-"""The kernels, a library a file; each file registers its own (see `replay.registry`)."""
+"""What a kernel is, what it can run, and every kernel there is."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
-from replay.registry import Attention
+from replay.kernels.registry import Attention
 
 
 class Run(Protocol):

@@ -8,15 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from replay.accuracy import Errors
-from replay.results import CallFacts, Row
-from replay.statistics import (
-    MINIMUM_PAIRS,
-    Speedup,
-    paired_speedup,
-    percentile,
-    speed_verdict,
-)
+from replay.rows.row import CallFacts, Errors, Row, Speedup
+from replay.timing.statistics import MINIMUM_PAIRS, paired_speedup, percentile, speed_verdict
 
 T = TypeVar("T")
 

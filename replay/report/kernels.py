@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from replay.environments import Found
-from replay.registry import Kernel
+from replay.kernels.registry import Kernel
+from replay.workers.environments import Found
 
 
 def print_kernels(

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from replay.plan import Budget, Choice, Plan
-from replay.planning import Uniform
-from replay.verdict import COSINE_NOISE
+from replay.accuracy.tolerance import COSINE_NOISE
+from replay.plan.choose import Uniform
+from replay.plan.plan import Budget, Choice, Plan
 
 NAME_WIDTH = 22
 PLACE_WIDTH = 16
@@ -172,8 +172,8 @@ def _notes(plan: Plan) -> list[str]:
 
 
 def _uniform_table(uniforms: Sequence[Uniform], budget: Budget) -> Table:
-    counts = ("inside", "outside", "spoils inputs", "falls back", "failed", "not captured")
-    names = ("inside", "outside", "spoils", "falls_back", "failed", "not_captured")
+    counts = ("inside", "outside", "overwrites", "falls back", "failed", "not captured")
+    names = ("inside", "outside", "overwrites", "falls_back", "failed", "not_captured")
     shown = [
         (heading, name)
         for heading, name in zip(counts, names, strict=True)
@@ -186,7 +186,9 @@ def _uniform_table(uniforms: Sequence[Uniform], budget: Budget) -> Table:
         table.add_row(
             Text(
                 each.kernel,
-                "" if each.saved_ms is not None and not each.outside + each.spoils else "yellow",
+                ""
+                if each.saved_ms is not None and not each.outside + each.overwrites
+                else "yellow",
             ),
             "-" if each.saved_ms is None else f"{each.saved_ms:.4g}",
             *(str(getattr(each, name)) for _, name in shown),

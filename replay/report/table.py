@@ -11,6 +11,7 @@ from rich.console import Group as Renderables
 from rich.table import Table
 from rich.text import Text
 
+from replay.accuracy.tolerance import COSINE_NOISE
 from replay.report import METRICS
 from replay.report.groups import (
     Group,
@@ -22,8 +23,7 @@ from replay.report.groups import (
     typical_time,
     worst,
 )
-from replay.results import Row
-from replay.verdict import COSINE_NOISE
+from replay.rows.row import Row
 
 Cell = Callable[[Group, str], str]
 
@@ -281,7 +281,7 @@ def _notes(group: Group, ran: Sequence[str], reference: str) -> list[Text]:
                 f"{name}: errors are against attention to all keys; its verdict is {kept[0].reason}"
             )
         changed = {each for row in group.rows[name] for each in row.changed_inputs}
-        spoilt = {each for row in group.rows[name] for each in row.spoils}
+        spoilt = {each for row in group.rows[name] for each in row.overwrites}
         flags = [
             f"changes its {each}" + (", which later calls read again" if each in spoilt else "")
             for each in sorted(changed)
@@ -336,7 +336,7 @@ def _print_fastest(groups: Sequence[Group], console: Console) -> None:
             for name in group.rows
             if _is_correct(group, name)
             and typical_time(group.rows[name])
-            and not any(row.spoils for row in group.rows[name])
+            and not any(row.overwrites for row in group.rows[name])
             # A sparse kernel does less: whether that is enough is no matter of speed.
             and not _is_sparse(group, name)
         ]

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from replay.gpu_state import read_gpu_state
-from replay.resources import peak_bytes
-from replay.stopwatch import Function, first_call
-from replay.timing import measure
+from replay.bench.resources import peak_bytes
+from replay.timing.gpu_state import read_gpu_state
+from replay.timing.rounds import measure
+from replay.timing.timer import Function, first_call
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -23,8 +23,8 @@ def spin(milliseconds: float) -> Callable[[], None]:
     return lambda: torch.cuda._sleep(cycles)
 
 
-def medians(contestants: dict[str, Function], cache: str) -> dict[str, float]:
-    found = measure(contestants, "cuda", cache=cache, rounds=15)  # type: ignore[arg-type]
+def medians(candidates: dict[str, Function], cache: str) -> dict[str, float]:
+    found = measure(candidates, "cuda", cache=cache, rounds=15)  # type: ignore[arg-type]
     return {name: statistics.median(samples.ms) for name, samples in found.items()}
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
-from replay.accuracy import compare
-from replay.reference import attention, gold_dtype, same_dtype
-from replay.registry import find
-from replay.sparsity import kept_share, restricted
-from replay.verdict import judge, tolerance
+from replay.accuracy.errors import compare
+from replay.accuracy.reference import attention, gold_dtype, same_dtype
+from replay.accuracy.sparse import kept_share, restricted
+from replay.accuracy.tolerance import judge, tolerance
+from replay.kernels.registry import find
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from capture.call import AttentionCall
-from replay.accuracy import compare
-from replay.reference import attention, gold_dtype, same_dtype
-from replay.registry import catalogue
-from replay.verdict import judge, tolerance
+from replay.accuracy.errors import compare
+from replay.accuracy.reference import attention, gold_dtype, same_dtype
+from replay.accuracy.tolerance import judge, tolerance
+from replay.kernels.registry import catalogue
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -146,7 +146,7 @@ def test_padded(head_dim: int, is_causal: bool, is_left: bool) -> None:
 
 @pytest.mark.parametrize(("head_dim", "is_causal"), [(64, False), (72, True), (128, True)])
 def test_packed(head_dim: int, is_causal: bool) -> None:
-    from replay.triton_kernels.varlen import packed
+    from replay.kernels.triton.varlen import packed
 
     tokens = sum(LENGTHS)
     call = call_of((1, 16, 4, tokens, tokens, head_dim, head_dim))

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
-from replay.accuracy import compare
-from replay.reference import attention, gold_dtype, same_dtype
-from replay.registry import find
-from replay.verdict import judge, tolerance
-from tests.replay.triton_kernels.eager import attend
+from replay.accuracy.errors import compare
+from replay.accuracy.reference import attention, gold_dtype, same_dtype
+from replay.accuracy.tolerance import judge, tolerance
+from replay.kernels.registry import find
+from tests.replay.kernels.triton.eager import attend
 
 DEVICE = torch.device("cuda")
 KERNEL = find("triton-fa3")
@@ -114,7 +114,7 @@ def test_views_of_one_projection(head_dim: int, is_causal: bool) -> None:
 @pytest.mark.parametrize("sizes", FEW, ids=str)
 @pytest.mark.parametrize(("head_dim", "is_causal"), [(128, False), (64, True)])
 def test_logarithms(head_dim: int, is_causal: bool, sizes: Sizes) -> None:
-    from replay.triton_kernels.prefill_hopper import prefill_hopper
+    from replay.kernels.triton.prefill_hopper import prefill_hopper
 
     call = call_of(sizes, head_dim, is_causal)
     poison(torch.Size(sizes[:2] + sizes[3:4]), torch.float32)

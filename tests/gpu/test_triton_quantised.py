@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from capture.call import AttentionCall
-from replay.accuracy import compare
-from replay.reference import attention, gold_dtype
-from replay.registry import find
-from replay.synthetic import Spec
-from replay.verdict import judge
+from replay.accuracy.errors import compare
+from replay.accuracy.reference import attention, gold_dtype
+from replay.accuracy.tolerance import judge
+from replay.kernels.registry import find
+from replay.workloads.random_calls import Spec
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -23,7 +23,7 @@ NAMES = ("triton-sage", "triton-fp8", "triton-sage-fp8")
 @pytest.fixture
 def portable(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel that other GPUs than Hopper's get, here too."""
-    from replay.triton_kernels import quantised_prefill
+    from replay.kernels.triton import quantised_prefill
 
     monkeypatch.setattr(quantised_prefill, "_is_hopper", lambda device: False)
 

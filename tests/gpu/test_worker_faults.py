@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import replay.cli
+import replay.cli.main as cli
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -76,9 +76,7 @@ def test_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kernels = ",".join([*(f"{file}:{name}" for name in EXPECTED), "torch-flash", "torch-math"])
     shape = ("--random", "-hq", "4", "-sq", "512", "-d", "64")
     with pytest.raises(SystemExit) as exit_:
-        replay.cli.main(
-            [*shape, "--rounds", "60", "--timeout", "20", "--kernels", kernels, "--json", "-"]
-        )
+        cli.main([*shape, "--rounds", "60", "--timeout", "20", "--kernels", kernels, "--json", "-"])
     assert exit_.value.code == 0
     rows = {
         row["kernel"].rpartition(":")[2]: row

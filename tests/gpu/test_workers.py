@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import replay.cli
+import replay.cli.main as cli
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -20,7 +20,7 @@ def test_an_illegal_memory_access_costs_one_row_a_call(tmp_path: Path) -> None:
     kernels = f"torch-flash,{OUT_OF_BOUNDS},torch-cudnn,torch-math"
     shape = ["--random", "-b", "1", "-hq", "8", "-sq", "512", "-d", "64", "--rounds", "5"]
     with pytest.raises(SystemExit) as exit_:
-        replay.cli.main([*shape, "--kernels", kernels, "--json", str(file)])
+        cli.main([*shape, "--kernels", kernels, "--json", str(file)])
     assert exit_.value.code == 0
     rows = {row["kernel"]: row for row in map(json.loads, file.read_text().splitlines())}
     assert rows[OUT_OF_BOUNDS]["status"] == "crash"
@@ -35,7 +35,7 @@ def test_resources_of_a_triton_kernel(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     shape = ["--random", "-b", "1", "-hq", "8", "-sq", "512", "-d", "64", "--rounds", "5"]
     with pytest.raises(SystemExit):
-        replay.cli.main([*shape, "--kernels", "sage1", "--resources", "--json", str(file)])
+        cli.main([*shape, "--kernels", "sage1", "--resources", "--json", str(file)])
     rows = {row["kernel"]: row for row in map(json.loads, file.read_text().splitlines())}
     assert rows["sage1"]["status"] == "ok"
     assert rows["sage1"]["changed_inputs"] == ["key"]

@@ -15,7 +15,7 @@ import attention_replay
 import models
 from capture.cli import main as capture_main
 from models import libraries
-from replay.arguments import parser as replay_parser
+from replay.cli.arguments import parser as replay_parser
 
 REPOSITORY = Path(attention_replay.__file__).resolve().parent
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 import uv
 
-from compatibility.index import PYTHONS, REPOSITORY, NoIndex, ask, questions
+from compatibility.index import PYTHONS, REPOSITORY, NoIndex, ask, environment, questions
 
 CUDA_BUILDS = {"2.9.1": "3.5.1", "2.11.0": "3.6.0", "2.13.0": "3.7.1"}
 """The Triton that the index's torch requires, by torch's version."""
@@ -49,10 +48,9 @@ def test_installing_beside_a_cuda_build_replaces_nothing(torch: str, tmp_path: P
     triton = CUDA_BUILDS[torch]
     there = {"torch": torch, "triton": triton, "transformers": "5.3.0", "diffusers": "0.37.0"}
     uv_program = uv.find_uv_bin()
-    environment = {**os.environ, "UV_PYTHON_DOWNLOADS": "never"}
     venv = tmp_path / "venv"
     made = [uv_program, "venv", "--quiet", "--python", sys.executable, str(venv)]
-    subprocess.run(made, check=True, env=environment)
+    subprocess.run(made, check=True, env=environment())
     site = next((venv / "lib").glob("python*/site-packages"))
     for name, version in there.items():
         record = site / f"{name}-{version}.dist-info"
@@ -67,7 +65,7 @@ def test_installing_beside_a_cuda_build_replaces_nothing(torch: str, tmp_path: P
         [uv_program, "pip", "install", "--dry-run", "--python", str(venv), str(REPOSITORY)],
         capture_output=True,
         text=True,
-        env=environment,
+        env=environment(),
         check=False,
     )
     if done.returncode:

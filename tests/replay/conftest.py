@@ -14,10 +14,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from capture.call import AttentionCall, Origin
 from capture.dataset import Dataset, PackedCall
-from replay import registry
-from replay.registry import Kernel
-from replay.settings import Settings
-from replay.workloads import Workload
+from replay.bench.settings import Settings
+from replay.kernels import registry
+from replay.kernels.registry import Kernel
+from replay.workloads.recorded import Workload
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def quick() -> Settings:
 @pytest.fixture
 def run_cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """`run_cli("--suite", "flux")`: exit code, stdout and stderr."""
-    from replay.cli import main
+    from replay.cli.main import main
 
     def run(*arguments: str) -> tuple[int, str, str]:
         capsys.readouterr()

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
-from replay.accuracy import compare
-from replay.kernels import hub, library, torch_activated, transformer_engine
-from replay.reference import attention, same_dtype
-from replay.registry import catalogue
-from replay.verdict import judge, tolerance
+from replay.accuracy.errors import compare
+from replay.accuracy.reference import attention, same_dtype
+from replay.accuracy.tolerance import judge, tolerance
+from replay.kernels import library
+from replay.kernels.adapters import hub, torch_activated, transformer_engine
+from replay.kernels.registry import catalogue
 
 
 def textbook(

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from replay.kernels import library
-from replay.registry import KernelNameError, catalogue, select
+from replay.kernels.registry import KernelNameError, catalogue, select
 
 THIRD_PARTY = {
     "fa2": "flash-attn",
@@ -95,14 +95,20 @@ def test_our_own_kernels(
         assert unavailable(torch.device("cpu")) is None
         library._import.cache_clear()
         monkeypatch.setitem(sys.modules, "triton.tools.tensor_descriptor", None)
-        assert unavailable(torch.device("cpu")) == f"not installed: {kernel.install}"
+        for installed, reason in (
+            ("", f"not installed: {kernel.install}"),
+            ("3.2.0", "needs Triton 3.4, which PyTorch 2.8 brings, or newer (3.2.0 is installed)"),
+        ):
+            with monkeypatch.context() as patch:
+                patch.setattr(library, "version", lambda package, installed=installed: installed)
+                assert unavailable(torch.device("cpu")) == reason
         monkeypatch.delenv("TRITON_INTERPRET")
 
 
 def test_no_library_is_imported_with_the_catalogue() -> None:
     program = (
         "import sys\n"
-        "from replay.registry import catalogue\n"
+        "from replay.kernels.registry import catalogue\n"
         "import torch\n"
         "for kernel in catalogue().values(): kernel.unavailable(torch.device('cpu'))\n"
         "print([name for name in ('flash_attn', 'flash_attn_interface', 'sageattention', 'triton',"

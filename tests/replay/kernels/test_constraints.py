@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
-from replay import constraints
-from replay.constraints import (
+from replay.kernels import constraints
+from replay.kernels.constraints import (
     Constraint,
     all_of,
     dtypes,

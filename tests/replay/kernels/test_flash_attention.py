@@ -16,9 +16,9 @@ import torch.nn.attention
 from torch import Tensor
 
 from capture.call import AttentionCall
-from replay.kernels import fa3, torch_activated
+from replay.kernels.adapters import fa3, torch_activated
 from replay.kernels.layout import Packed
-from replay.registry import catalogue
+from replay.kernels.registry import catalogue
 
 Verify = Callable[..., "str | None"]
 Formula = Callable[..., Tensor]

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
-from replay.kernels import flashinfer, hub, transformer_engine
-from replay.registry import catalogue
+from replay.kernels.adapters import flashinfer, hub, transformer_engine
+from replay.kernels.registry import catalogue
 
 Verify = Callable[..., "str | None"]
 Install = Callable[..., ModuleType]

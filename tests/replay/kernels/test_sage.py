@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
-from replay.kernels import sage2
-from replay.registry import Kernel, catalogue, select
+from replay.kernels.adapters import sage2
+from replay.kernels.registry import Kernel, catalogue, select
 
 Verify = Callable[..., "str | None"]
 Install = Callable[..., ModuleType]
@@ -356,9 +356,9 @@ def test_sage1_changes_its_key_as_a_user_would_see(
 REAL_CORE = """
 import torch
 from capture.call import AttentionCall
-from replay.accuracy import compare
-from replay.kernels.sage1 import _prepare
-from replay.reference import attention
+from replay.accuracy.errors import compare
+from replay.kernels.adapters.sage1 import _prepare
+from replay.accuracy.reference import attention
 
 torch.manual_seed(0)
 for dim, length, key_heads, options in (

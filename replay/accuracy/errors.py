@@ -1,0 +1,165 @@
+"""How far an output is from a reference; `replay.accuracy.tolerance` says whether that is too far.
+
+Figures follow the definitions of the field and are never rounded. Sums are in float64 and are
+collected per row, one row being the Dv numbers of one (batch, head, query), because an average over
+a large output hides a broken head or row.
+
+Non-finite values are never dropped silently:
+- where output and reference are both NaN, or the same infinity, they agree: the call itself makes
+  that value, and the element counts as zero on both sides;
+- any other non-finite element makes the figures it enters NaN or infinite, as IEEE arithmetic has
+  it, and is counted in `mismatched_nonfinite`;
+- `nan_count` and `inf_count` count the output's, agreed or not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from replay.rows.row import Errors, Summary
+
+CHUNK_ELEMENTS = 2**22
+"""Output elements compared at a time: each float64 temporary is 32 MiB."""
+
+
+def compare(output: Tensor, reference: Tensor) -> Errors:
+    """Compare `output` with `reference`, both (B, H, S, Dv), of any float dtypes and devices.
+
+    Raises:
+        ValueError: the shapes differ, are not four-dimensional, or hold nothing.
+    """
+    check_comparable(output, reference)
+    # Six sums for each row; a head's and the whole output's follow from them.
+    row_sums = torch.empty((6, *output.shape[:3]), dtype=torch.float64, device=output.device)
+    max_abs = torch.zeros((), dtype=torch.float64, device=output.device)
+    nan_count = inf_count = mismatched = 0
+    for rows, part, expected in chunks(output, reference):
+        nan_count += int(part.isnan().sum())
+        inf_count += int(part.isinf().sum())
+        part, expected, odd = _without_agreed_nonfinite(part, expected)
+        mismatched += odd
+        error = part - expected
+        row_sums[0, :, :, rows] = (part * expected).sum(-1)
+        row_sums[1, :, :, rows] = part.square().sum(-1)
+        row_sums[2, :, :, rows] = expected.square().sum(-1)
+        row_sums[3, :, :, rows] = expected.abs().sum(-1)
+        row_sums[4, :, :, rows] = error.square().sum(-1)
+        row_sums[5, :, :, rows] = error.abs_().sum(-1)
+        max_abs = torch.maximum(max_abs, error.amax())
+
+    row_cosines = cosines(*row_sums[:3])
+    head_sums = row_sums.sum(dim=3)
+    head_errors = _relative_l1s(head_sums)
+    sums = head_sums.sum(dim=(1, 2))
+    mse, mae = (sums[4:] / output.numel()).tolist()
+    batch, head, query = _position_of_lowest(row_cosines)
+    worst_head = _position_of_lowest(-head_errors)
+    lowest, p1, p10 = _percentiles(row_cosines, (0, 1, 10))
+    return Errors(
+        cosine=float(cosines(*sums[:3])),
+        relative_l1=float(_relative_l1s(sums)),
+        rmse=math.sqrt(mse),
+        max_abs=float(max_abs),
+        mae=mae,
+        mse=mse,
+        nan_count=nan_count,
+        inf_count=inf_count,
+        mismatched_nonfinite=mismatched,
+        row_cosine_p1=p1,
+        row_cosine_p10=p10,
+        row_cosine_min=lowest,
+        worst_row=(batch, head, query),
+        worst_head=(worst_head[0], worst_head[1]),
+        worst_head_cosine=float(cosines(*head_sums[:3])[worst_head]),
+        worst_head_relative_l1=float(head_errors[worst_head]),
+    )
+
+
+def summary(tensor: Tensor) -> Summary:
+    """Range, mean and population standard deviation of `tensor`, summed in float64.
+
+    Raises:
+        ValueError: the tensor is empty.
+    """
+    if tensor.numel() == 0:
+        raise ValueError("an empty tensor has no range, mean or deviation")
+    low, high = torch.aminmax(tensor)
+    mean = float(tensor.sum(dtype=torch.float64)) / tensor.numel()
+    values = tensor.flatten()
+    squares = 0.0
+    for first in range(0, values.numel(), CHUNK_ELEMENTS):
+        part = values[first : first + CHUNK_ELEMENTS].to(torch.float64)
+        squares += float((part - mean).square().sum())
+    return Summary(float(low), float(high), mean, math.sqrt(squares / values.numel()))
+
+
+def check_comparable(output: Tensor, reference: Tensor) -> None:
+    """Raise ValueError unless both are the same (B, H, S, Dv), and not empty."""
+    if output.shape != reference.shape or output.ndim != 4 or output.numel() == 0:
+        raise ValueError(
+            f"cannot compare an output of shape {tuple(output.shape)} with a reference of shape "
+            f"{tuple(reference.shape)}: both must be the same (B, H, S, Dv), and not empty"
+        )
+
+
+def chunks(output: Tensor, reference: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Ranges of queries, and both tensors there in float64 on the output's device."""
+    batch, heads, length, width = output.shape
+    step = max(1, CHUNK_ELEMENTS // (batch * heads * width))
+    for first in range(0, length, step):
+        rows = slice(first, first + step)
+        yield (
+            rows,
+            output[:, :, rows].to(torch.float64),
+            reference[:, :, rows].to(output.device, torch.float64),
+        )
+
+
+def _without_agreed_nonfinite(part: Tensor, expected: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Both with agreed non-finite elements as zeros, and the number of mismatched ones."""
+    both_finite = part.isfinite() & expected.isfinite()
+    if both_finite.all():
+        return part, expected, 0
+    agreed = ~both_finite & ((part == expected) | (part.isnan() & expected.isnan()))
+    mismatched = int((~both_finite & ~agreed).sum())
+    return part.masked_fill(agreed, 0.0), expected.masked_fill(agreed, 0.0), mismatched
+
+
+def cosines(dot: Tensor, output_square: Tensor, reference_square: Tensor) -> Tensor:
+    """Cosines from the sums of output · reference, output² and reference²; 1 for zero and zero."""
+    norms = output_square.sqrt() * reference_square.sqrt()
+    both_zero = (output_square == 0) & (reference_square == 0)
+    one_zero = (output_square == 0) ^ (reference_square == 0)
+    found: Tensor = (dot / norms).clamp(-1.0, 1.0)
+    return found.masked_fill(both_zero, 1.0).masked_fill(one_zero, 0.0)
+
+
+def _relative_l1s(sums: Tensor) -> Tensor:
+    """Relative L1 from the sums (6, …) of `compare`: 0 for zero against zero."""
+    magnitude, error = sums[3], sums[5]
+    return (error / magnitude).masked_fill((error == 0) & (magnitude == 0), 0.0)
+
+
+def _position_of_lowest(values: Tensor) -> tuple[int, ...]:
+    """Index of the lowest value, NaN counting as lower than any."""
+    flat = int(values.nan_to_num(nan=-math.inf, neginf=-math.inf, posinf=math.inf).argmin())
+    return tuple(int(index) for index in torch.unravel_index(torch.tensor(flat), values.shape))
+
+
+def _percentiles(values: Tensor, percents: tuple[float, ...]) -> list[float]:
+    """Percentiles by linear interpolation; NaN if any value is.
+
+    `torch.quantile` does the same for at most 2²⁴ values.
+    """
+    ordered = values.flatten().sort().values
+    if ordered[-1].isnan():
+        return [math.nan for _ in percents]
+    positions = [(ordered.numel() - 1) * percent / 100 for percent in percents]
+    return [
+        float(torch.lerp(ordered[math.floor(place)], ordered[math.ceil(place)], place % 1))
+        for place in positions
+    ]

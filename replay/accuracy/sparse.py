@@ -1,0 +1,59 @@
+"""Which keys a sparse kernel attended to, and what that makes of a call.
+
+A sparse kernel is right when it returns attention to the keys that it chose, and useful when that
+is near to attention to all of them. The first is judged, on the call that `restricted` makes; the
+second is recorded.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from capture.call import AttentionCall
+from replay.timing.flops import valid_pairs
+
+
+def restricted(call: AttentionCall, chosen: Tensor) -> AttentionCall:
+    """The call with all other keys masked, and zeros where no query reads.
+
+    Args:
+        chosen: bool, True = attend, broadcasts to (B, Hq, Sq, Sk).
+
+    Raises:
+        ValueError: `chosen` has another dtype or shape.
+    """
+    shape = call.shape
+    sizes = (shape.batch, shape.q_heads, shape.q_len, shape.kv_len)
+    fits = chosen.ndim <= 4 and all(
+        size in (1, whole) for size, whole in zip(chosen.shape[::-1], sizes[::-1], strict=False)
+    )
+    if chosen.dtype != torch.bool or not fits:
+        raise ValueError(
+            f"chosen keys are a bool mask that broadcasts to {sizes}, not "
+            f"{chosen.dtype} {tuple(chosen.shape)}"
+        )
+    mask = chosen
+    if call.attn_mask is not None and call.attn_mask.dtype == torch.bool:
+        mask = chosen & call.attn_mask
+    elif call.attn_mask is not None:
+        mask = torch.where(chosen, call.attn_mask, -math.inf)
+    by_query = chosen[(None,) * (4 - chosen.ndim)]
+    by_query = by_query.expand(shape.batch, shape.q_heads, -1, shape.kv_len)
+    unread = ~by_query.unflatten(1, (shape.kv_heads, -1)).any(dim=3).any(dim=2)
+    # A NaN that was never read must not reach the reference; masked, it would (0 · NaN is NaN).
+    return call.with_tensors(
+        {
+            "key": call.key.masked_fill(unread[..., None], 0.0),
+            "value": call.value.masked_fill(unread[..., None], 0.0),
+            "attn_mask": mask,
+        }
+    )
+
+
+def kept_share(call: AttentionCall, kept: AttentionCall) -> float:
+    """The share of the call's (query, key) pairs that `kept`, its restriction, leaves."""
+    pairs = valid_pairs(call)
+    return valid_pairs(kept) / pairs if pairs else 1.0

@@ -1,0 +1,1 @@
+"""One kernel on one call makes one row: check it, time it, check it again."""

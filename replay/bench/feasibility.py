@@ -1,0 +1,55 @@
+"""Whether this machine can replay shapes at all, asked before anything starts."""
+
+from __future__ import annotations
+
+import torch
+
+from replay.timing import flops
+from replay.timing.machine import available_bytes, cpu_flops_per_second
+from replay.workloads.random_calls import ShapeError, Spec
+
+PATIENCE_SECONDS = 1800
+"""A CPU run expected to take longer is refused before it starts."""
+
+
+def check_size(specs: list[Spec], device: torch.device, kernels: int) -> None:
+    """Refuse shapes that this machine cannot hold, or would work on for very long.
+
+    Memory: query, key, value and output, the float64 gold with its temporaries, and inputs kept to
+    compare with. Time, on a CPU only: the gold, and about ten runs of every kernel at the rate of
+    this machine's float32 matrix products.
+
+    Raises:
+        ShapeError: with the `--max-seq` that fits.
+    """
+    memory = available_bytes(device)
+    rate = cpu_flops_per_second() if device.type == "cpu" else None
+
+    def fits(chosen: list[Spec]) -> bool:
+        needed = max(_bytes_needed(spec) for spec in chosen)
+        seconds = sum(_flops(spec) for spec in chosen) * (5 + 10 * kernels) / rate if rate else 0.0
+        return needed <= memory and seconds <= PATIENCE_SECONDS
+
+    if fits(specs):
+        return
+    lengths = sorted({spec.longest for spec in specs}, reverse=True)
+    for length in lengths[1:]:
+        if fits([spec for spec in specs if spec.longest <= length]):
+            raise ShapeError(
+                f"too large for this machine ({device}, {memory / 1e9:.0f} GB free): "
+                f"--max-seq {length} fits"
+            )
+    raise ShapeError(
+        f"too large for this machine ({device}, {memory / 1e9:.0f} GB free): even the shortest, "
+        f"{lengths[-1]} long, does not fit; use a GPU, or --random with a smaller shape"
+    )
+
+
+def _bytes_needed(spec: Spec) -> int:
+    call = spec.call("meta")
+    output_elements = spec.batch * spec.q_heads * spec.q_len * spec.v_head_dim
+    return 3 * flops.bytes_moved(call) + output_elements * 8 * 2 + 2**30
+
+
+def _flops(spec: Spec) -> int:
+    return flops.flops(spec.call("meta"))

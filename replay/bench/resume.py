@@ -1,0 +1,147 @@
+"""Continues an interrupted replay from the JSON Lines file that it was writing."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from capture.call import Shape
+from capture.dataset import FileEntry
+from capture.errors import DatasetError
+from replay.bench.settings import Settings
+from replay.kernels.registry import Kernel
+from replay.rows.files import row_from_json, write_jsonl
+from replay.rows.row import HERE, CallFacts, Row
+from replay.workloads.recorded import Workload
+
+BEGINNING = '{"kernel": '
+"""Of every line that `replay --json` writes."""
+
+
+def finished_rows(
+    path: Path,
+    workloads: Sequence[Workload],
+    assigned: Mapping[str, Sequence[Kernel]],
+    machine: Mapping[str, str],
+    settings: Settings,
+) -> tuple[list[Row], list[Workload]]:
+    """The rows of the calls that are complete in a file, and the calls that are not.
+
+    A call is complete when every kernel has a row in every environment that it runs in; the others
+    are replayed whole, because their speed-ups must be paired with a baseline of the same rounds.
+
+    Args:
+        assigned: the kernels to run, by environment.
+        machine: where they will run (`replay.timing.machine.describe`).
+        settings: how they will be timed.
+
+    Raises:
+        ValueError: the file cannot be read, holds something other than rows, or rows of other
+            calls than these, of another machine, or timed in another way.
+    """
+    rows: dict[str, list[Row]] = {}
+    known = {workload.name: workload for workload in workloads}
+    for row in _read(path):
+        workload = known.get(row.call.name)
+        if workload is None or (row.kernel and not _is_about(row.call, workload)):
+            raise ValueError(
+                f"{path} has rows of another {row.call.name}: resume what it was written for, "
+                "or name another file"
+            )
+        if unlike := _unlike(row, machine, settings):
+            raise ValueError(
+                f"{path} was measured with {unlike}: resume it as it was begun, or name another "
+                "file"
+            )
+        rows.setdefault(row.call.name, []).append(row)
+    wanted = {(name, kernel.name) for name, kernels in assigned.items() for kernel in kernels}
+    complete = {name for name, members in rows.items() if _is_complete(members, wanted)}
+    kept = [row for each in workloads if each.name in complete for row in rows[each.name]]
+    return kept, [each for each in workloads if each.name not in complete]
+
+
+def _is_complete(rows: list[Row], wanted: set[tuple[str, str]]) -> bool:
+    """Whether every kernel that was wanted has a row, and so has what it is compared with."""
+    partners = {(row.environment, row.comparison.vs) for row in rows if row.comparison}
+    return wanted | partners <= {(row.environment, row.kernel) for row in rows}
+
+
+def begin_again(path: Path, rows: Sequence[Row]) -> None:
+    """Leave only these rows in the file, in one step, so that a second interruption costs none.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    path = path.resolve()
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("w") as file:
+            write_jsonl(rows, file)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _read(path: Path) -> list[Row]:
+    """The rows of a file; where its last line was cut off, without those of its last call."""
+    try:
+        # Not `splitlines`, which also splits at characters that JSON may contain.
+        *lines, last = path.read_text("utf-8").split("\n")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} was not written by `replay --json`") from error
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(row_from_json(json.loads(line)))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{path}, line {number}: not a row of `replay --json`, or one of another version: "
+                "name another file"
+            ) from error
+    if not last.startswith(BEGINNING[: len(last)]):
+        raise ValueError(f"{path}, line {len(lines) + 1}: not a row of `replay --json`")
+    cut = {row.call.name for row in rows[-1:] if last}
+    return [row for row in rows if row.call.name not in cut]
+
+
+def _unlike(row: Row, machine: Mapping[str, str], settings: Settings) -> str:
+    """What was different when a row was measured; empty for nothing.
+
+    Versions in another environment than this are its own.
+    """
+    names = machine if row.environment == HERE else ["device"]
+    there = {name: row.machine.get(name) for name in names if row.machine}
+    here: dict[str, object] = {name: machine[name] for name in there}
+    if row.time_ms is not None:
+        there |= {"--cache": row.cache, "--calls-before": str(row.calls_before)}
+        here |= {"--cache": settings.cache, "--calls-before": str(settings.calls_before)}
+    for name, value in there.items():
+        if value != here[name]:
+            return f"{name} {value} (now {here[name]})"
+    return ""
+
+
+def _is_about(facts: CallFacts, workload: Workload) -> bool:
+    """Whether a row's call is the one to replay, and not another of the same name."""
+    source = workload.source
+    if source.get("kind") == "synthetic":
+        spec = source["spec"]
+        sizes = Shape(*(spec[name] for name in Shape._fields))
+        here = (source["model"], sizes, spec["dtype"], spec["is_causal"])
+        return here == (facts.model, facts.shape, facts.dtype, facts.is_causal)
+    if source.get("kind") != "recorded":
+        return True
+    try:
+        header = FileEntry.read(Path(source["path"])).header
+    except DatasetError:
+        return True  # its row will say so
+    told = (facts.model, facts.module, facts.step, facts.call_index, facts.shape, facts.dtype)
+    origin = header.origin
+    place = (origin.model, origin.module, origin.step, origin.call_index)
+    return told == (*place, header.shape, header.dtype)

@@ -1,0 +1,1 @@
+"""The `replay` command: from arguments to an exit code."""

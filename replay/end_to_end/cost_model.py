@@ -1,0 +1,207 @@
+"""What becomes of counted calls, and what they cost with one kernel and another."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from replay.end_to_end.span import RUN, Calls, Clocked, Clues
+from replay.plan.matching import Counted, Replayed
+from replay.rows.row import Row, TimeSummary
+from replay.timing.statistics import percentile
+
+RESAMPLES = 1000
+"""Bootstrap resamples; sums over many calls need fewer than a single call's median."""
+
+
+Figure = Literal["time_ms", "layer_host_ms"]
+
+
+class Tally:
+    """What becomes of counted calls, and how many of them each replayed call stands for."""
+
+    def __init__(self, chosen: Sequence[tuple[Counted, str]], cost_model: CostModel) -> None:
+        self.stands_for: dict[str, float] = defaultdict(float)
+        self.swapped: dict[tuple[str, str], float] = defaultdict(float)
+        """By replayed call and kernel: the calls that the kernel answers."""
+        self.fallbacks: Counter[str] = Counter()
+        self.not_recorded: Counter[tuple[str, str]] = Counter()
+        self.reason = ""
+        kept = 0
+        for counted, kernel in chosen:
+            if not counted.shares:
+                self.not_recorded[counted.module, counted.phase] += counted.calls
+            for call, share in counted.shares.items():
+                self.stands_for[call] += counted.calls * share
+            if kernel != cost_model.baseline:
+                self._swap(counted, kernel, cost_model)
+            elif counted.shares:
+                kept += counted.calls
+        counts = [counted.calls for counted, _ in chosen]
+        fell_back, missing = self.fallbacks.total(), self.not_recorded.total()
+        swapped = sum(counts) - fell_back - missing - kept
+        self.calls = Calls(swapped, fell_back, kept, missing)
+
+    def _swap(self, counted: Counted, kernel: str, cost_model: CostModel) -> None:
+        refused, reason = 0.0, ""
+        for call, share in counted.shares.items():
+            row = cost_model.replayed.row(call, kernel)
+            if row is not None and row.status == "unsupported":
+                refused, reason = refused + share, row.reason
+                continue
+            self.reason = self.reason or _unfit(row, call, kernel, counted.module)
+            self.swapped[call, kernel] += counted.calls * share
+        if fell_back := round(counted.calls * refused):
+            self.fallbacks[reason] += fell_back
+
+
+def _unfit(row: Row | None, call: str, kernel: str, module: str) -> str:
+    """Why a row says nothing about a kernel at a module.
+
+    One that was wrong at another module still says how fast it is; where that module is swapped
+    too, its own calls say that it was wrong.
+    """
+    if row is None:
+        return f"{kernel} was not replayed on {call}"
+    fits = row.status == "ok" or (row.status == "inaccurate" and row.call.module != module)
+    return "" if fits and row.time_ms is not None else f"{row.status} on {call}: {row.reason}"
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """What calls cost with one kernel and another."""
+
+    replayed: Replayed
+    baseline: str
+    seed: int
+    phases: Mapping[str, Clocked]
+
+    def waiting_seconds(self, phase: str) -> float:
+        """How long a GPU waits for the host, in all forwards of a phase or in the whole run."""
+        spans = self.phases.values() if phase == RUN else [self.phases[phase]]
+        return sum(clocked.forwards * clocked.waiting_seconds for clocked in spans)
+
+    def attention_seconds(self, stands_for: Mapping[str, float]) -> float:
+        """Of the calls with the baseline."""
+        return sum(
+            count * time.p50 / 1000
+            for call, count in stands_for.items()
+            if (time := _time(self.replayed.row(call, self.baseline))) is not None
+        )
+
+    def saved_seconds(
+        self, swapped: Mapping[tuple[str, str], float], figure: Figure = "time_ms"
+    ) -> tuple[float, Tensor]:
+        """Σ count · (t_old − t_new): the figure, and as each resample of the rounds has it.
+
+        Raises:
+            ValueError: one of these calls has no such figure.
+        """
+        saved, resampled = 0.0, torch.zeros(RESAMPLES, dtype=torch.float64)
+        for (call, kernel), count in swapped.items():
+            before, after, paired = self._samples(call, kernel, figure)
+            saved += count * (percentile(before, 50) - percentile(after, 50)) / 1000
+            old = resampled_medians(before, f"{self.seed} {call}")
+            # The same name draws the same rounds.
+            new = resampled_medians(after, f"{self.seed} {call}{'' if paired else kernel}")
+            resampled += count * (old - new) / 1000
+        return saved, resampled
+
+    def gained_seconds(self, swapped: Mapping[tuple[str, str], float]) -> tuple[float, Tensor]:
+        """What the model gains, phase by phase: what attention saves, or where the model waits for
+        the host, no more than the host does.
+
+        Raises:
+            ValueError: the model waits for the host, and what launches cost was not measured.
+        """
+        by_phase: dict[str, dict[tuple[str, str], float]] = defaultdict(dict)
+        for (call, kernel), count in swapped.items():
+            row = self.replayed.row(call, kernel)
+            by_phase[row.call.phase if row else ""][call, kernel] = count
+        gained, resampled = 0.0, torch.zeros(RESAMPLES, dtype=torch.float64)
+        for phase, counts in by_phase.items():
+            saved, saved_resampled = self.saved_seconds(counts)
+            waiting = self.waiting_seconds(phase) if phase in self.phases else 0.0
+            if waiting:
+                launches, launches_resampled = self.saved_seconds(counts, "layer_host_ms")
+                saved = min(waiting + saved, launches)
+                saved_resampled = torch.minimum(waiting + saved_resampled, launches_resampled)
+            gained += saved
+            resampled += saved_resampled
+        return gained, resampled
+
+    def clues(self, swapped: Mapping[tuple[str, str], float], forwards: int) -> Clues:
+        """Of the calls that kernels answer, in one of so many forwards."""
+        preparation: list[float] = []
+        costliest, scatter = 0.0, None
+        states = []
+        for (call, kernel), count in swapped.items():
+            row = self.replayed.row(call, kernel)
+            if row is None or row.time_ms is None:
+                continue
+            for time in (row.time_ms, _time(self.replayed.row(call, self.baseline))):
+                if time is not None and count * time.p50 > costliest:
+                    costliest, scatter = count * time.p50, time.p90 / time.p10
+            if row.core_time_ms is not None:
+                preparation.append(count * (row.time_ms.p50 - row.core_time_ms.p50))
+            if row.gpu_during is not None:
+                states.append(row.gpu_during)
+        launches = None
+        if swapped and all(self._has_launches(*each) for each in swapped):
+            launches, _ = self.saved_seconds(swapped, "layer_host_ms")
+        return Clues(
+            None if launches is None else -launches / forwards,
+            sum(preparation) / 1000 / forwards if preparation else None,
+            scatter,
+            _median(state.sm_clock_mhz for state in states),
+            _median(state.power_w for state in states),
+        )
+
+    def _samples(
+        self, call: str, kernel: str, figure: Figure
+    ) -> tuple[Sequence[float], Sequence[float], bool]:
+        """Milliseconds of baseline and kernel by round, and whether the rounds are the same."""
+        old, new = self._alongside(call, kernel), self.replayed.row(call, kernel)
+        assert old is not None
+        assert new is not None
+        before, after = getattr(old, figure), getattr(new, figure)
+        if before is None or after is None:
+            raise ValueError(f"{call} was replayed without {figure}: replay it anew")
+        if old.environment != new.environment or not self.replayed.share_rounds(old, new):
+            return before.samples, after.samples, False
+        rounds = min(len(before.samples), len(after.samples))
+        return before.samples[:rounds], after.samples[:rounds], True
+
+    def _has_launches(self, call: str, kernel: str) -> bool:
+        rows = self._alongside(call, kernel), self.replayed.row(call, kernel)
+        return all(row is not None and row.layer_host_ms is not None for row in rows)
+
+    def _alongside(self, call: str, kernel: str) -> Row | None:
+        """The baseline in the kernel's environment, or where it was not timed there, in this."""
+        _, at, environment = kernel.partition("@")
+        row = self.replayed.row(call, f"{self.baseline.partition('@')[0]}{at}{environment}")
+        return row if _time(row) is not None else self.replayed.row(call, self.baseline)
+
+
+def _time(row: Row | None) -> TimeSummary | None:
+    return None if row is None else row.time_ms
+
+
+def resampled_medians(samples: Sequence[float], name: str) -> Tensor:
+    """Medians (RESAMPLES,) of samples drawn with replacement; a name always draws the same."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    count = len(samples)
+    drawn = torch.randint(count, (RESAMPLES, count), generator=generator)
+    ordered = torch.tensor(samples, dtype=torch.float64)[drawn].sort(dim=1).values
+    return (ordered[:, (count - 1) // 2] + ordered[:, count // 2]) / 2
+
+
+def _median(figures: Iterable[float | None]) -> float | None:
+    known = [figure for figure in figures if figure is not None]
+    return percentile(known, 50) if known else None

@@ -1,0 +1,165 @@
+"""How long a model's run takes, and each forward of its main module, phase by phase.
+
+Only the watched roots carry hooks, two a forward, so that what is measured is the model and not the
+measuring. On CUDA a forward's time is that between two events on its stream, waits for the host
+included; on a CPU it is wall time.
+
+A run can also be looked into: then every attention call is timed, which costs a little, and on CUDA
+each forward waits at its first attention call until the host has enqueued the rest, so that its
+time without that wait is nearly the GPU's work alone. Not sooner: a model may ask the GPU whether a
+mask masks anything before its first layer, which would spend the wait before anything is enqueued.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from capture.modules import phase_of
+from replay.timing.timer import CYCLES_PER_MS
+
+OUTSIDE = ""
+"""In place of a phase: attention calls that no watched forward makes."""
+
+LONGEST_WAIT = 0.25
+"""Seconds that a forward waits for the host at most: time to enqueue some 10,000 kernels."""
+
+
+@dataclass
+class RunTimes:
+    """The times of one run, in seconds."""
+
+    run: float = 0.0
+    """From start to the last result, wall time."""
+    forwards: dict[str, list[float]] = field(default_factory=dict)
+    """Of each forward, in order, by phase: `denoise`, `prefill`, `decode`, `encode`."""
+    tokens: dict[str, int] = field(default_factory=dict)
+    """Tokens that a forward reads (prefill) or makes (decode), over the batch."""
+    attention: dict[str, float] = field(default_factory=dict)
+    """Of all attention calls together, by phase and `OUTSIDE`, where they were timed."""
+    launch: dict[str, float] = field(default_factory=dict)
+    """What the host needs for these calls, on CUDA only: elsewhere it is the call."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class _Inside(threading.local):
+    """What the calling thread is inside of."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[str, Any]] = []
+        self.wait: float | None = None
+        self.waited: list[tuple[Any, Any]] = []
+
+
+class Clock:
+    """Times runs of a model, one after another.
+
+    Args:
+        roots: the modules whose forwards are the model's steps.
+        alive: called at each forward.
+    """
+
+    def __init__(
+        self,
+        roots: Mapping[str, nn.Module],
+        device: torch.device,
+        alive: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._roots = list(roots.values())
+        self._device = device
+        self._on_gpu = device.type == "cuda"
+        self._alive = alive
+        self._inside = _Inside()
+        self._calls: list[tuple[str, Any, Any, float]] = []
+
+    @contextlib.contextmanager
+    def running(self, waits: Mapping[str, float] | None = None) -> Iterator[RunTimes]:
+        """Time what happens inside the `with` block; the times are complete when it ends.
+
+        Args:
+            waits: on CUDA, seconds by phase that a forward waits at its first attention call, which
+                are left out of its time; as long as the host needs to enqueue it.
+        """
+        times = RunTimes()
+        marks: list[tuple[str, Any, Any, list[tuple[Any, Any]]]] = []
+        counts = dict.fromkeys(self._roots, 0)
+        self._inside, self._calls = _Inside(), []
+
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._alive()
+            phase = phase_of(module, args, kwargs, counts[module])
+            counts[module] += 1
+            tokens = kwargs.get("input_ids")
+            if phase in ("prefill", "decode") and isinstance(tokens, Tensor):
+                times.tokens[phase] = tokens.numel()
+            inside = self._inside
+            inside.wait = waits.get(phase) if self._on_gpu and waits else None
+            inside.waited = []
+            inside.begun.append((phase, self._now()))
+
+        def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            phase, start = self._inside.begun.pop()
+            marks.append((phase, start, self._now(), self._inside.waited))
+
+        with contextlib.ExitStack() as hooks:
+            for root in self._roots:
+                hooks.callback(root.register_forward_pre_hook(enter, with_kwargs=True).remove)
+                hooks.callback(root.register_forward_hook(leave, always_call=True).remove)
+            self._synchronize()
+            start = time.perf_counter()
+            yield times
+            self._synchronize()
+            times.run = time.perf_counter() - start
+        for phase, begin, end, waited in marks:
+            seconds = self._between(begin, end) - sum(self._between(*each) for each in waited)
+            times.forwards.setdefault(phase, []).append(seconds)
+        launches: dict[str, list[float]] = {}
+        for phase, begin, end, host in self._calls:
+            times.attention[phase] = times.attention.get(phase, 0.0) + self._between(begin, end)
+            launches.setdefault(phase, []).append(host)
+        if self._on_gpu:  # the median: a kernel that waits for the GPU waits for `waits` too
+            times.launch = {
+                phase: statistics.median(each) * len(each) for phase, each in launches.items()
+            }
+
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """Time an attention call."""
+        start, inside = self._now(), self._inside
+        if inside.wait is not None:
+            with torch.cuda.device(self._device):
+                # Twice, since the clock's own work makes the host slower.
+                seconds = min(2 * inside.wait, LONGEST_WAIT)
+                torch.cuda._sleep(int(1000 * seconds * CYCLES_PER_MS))
+            asleep, start, inside.wait = start, self._now(), None
+            inside.waited.append((asleep, start))
+        host_start = time.perf_counter()
+        yield
+        host = time.perf_counter() - host_start
+        phase = inside.begun[-1][0] if inside.begun else OUTSIDE
+        self._calls.append((phase, start, self._now(), host))
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _between(self, begin: Any, end: Any) -> float:
+        """Seconds."""
+        return float(begin.elapsed_time(end) / 1000 if self._on_gpu else end - begin)
+
+    def _synchronize(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize(self._device)

@@ -1,0 +1,165 @@
+"""The model's own process: builds it once, then runs it with one kernel after another.
+
+The handler of a worker process (`replay.workers.worker`), so that a kernel that takes the model
+down takes no more than that process. Outputs are left in files, since tensors never travel through
+the pipe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from capture.models_package import import_models
+from replay.bench.check import classify
+from replay.end_to_end.census_check import counting
+from replay.end_to_end.model_clock import Clock
+from replay.end_to_end.model_process import OWN
+from replay.end_to_end.saved_outputs import keep
+from replay.patch.use_kernel import Around, Swap, use_kernel, use_plan
+from replay.timing.gpu_state import gpu_is_lost, read_gpu_state
+from replay.workers.worker import Say
+
+
+@dataclass
+class Served:
+    """The model of this process."""
+
+    runnable: Any
+    device: torch.device
+
+
+_served: Served | None = None
+
+
+def handle(request: dict[str, Any], say: Say) -> None:
+    """Answer one request; every failure of a kernel or the model is an answer too.
+
+    Requests are `{"step": "build", …}`, `{"step": "count"}` and `{"step": "run", …}`, as
+    `replay.end_to_end.model_process` makes them.
+    """
+    global _served
+    if request["step"] == "build":
+        say(at="building the model")
+        models = import_models()
+        try:
+            runnable = models.load(**request["arguments"])
+        except models.ModelError as error:
+            say(refused=str(error))
+            return
+        _served = Served(runnable, _device(runnable))
+        say(built={"name": runnable.name, "weights": runnable.weights})
+        return
+    assert _served is not None, "build comes first"
+    try:
+        if request["step"] == "count":
+            _count(_served, say)
+        else:
+            _run(_served, request, say)
+    except import_models().ModelError as error:
+        say(refused=str(error))
+    except Exception as error:
+        if gpu_is_lost(_served.device):
+            say(lost=classify(error)[1], status="crash")
+            return
+        status, reason = classify(error)
+        say(failed_run={"status": status, "reason": reason})
+
+
+def _count(served: Served, say: Say) -> None:
+    """Its own run: to count, compiled models run eagerly."""
+    say(at="counting attention calls")
+    with counting(served.runnable.roots) as census:
+        served.runnable.run()
+    say(counted=census.to_json())
+
+
+def _run(served: Served, request: dict[str, Any], say: Say) -> None:
+    # Behind everything else, and after the model's own libraries were imported: a kernel's library
+    # from another environment must not bring its neighbours along.
+    sys.path += [entry for entry in request["path"] if entry not in sys.path]
+    runnable, device = served.runnable, served.device
+    name = request["name"]
+    say(at=name)
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    clock = Clock(_main_roots(runnable), device, lambda: say(at=name))
+    looks_inside = request["waits"] is not None
+    around: Around = clock.call if looks_inside else contextlib.nullcontext
+    with _swapped(request, runnable, around) as swap:
+        with clock.running(request["waits"]) as times:
+            result = runnable.run()
+        state = read_gpu_state(device)
+        peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
+        if request["keep"] is not None:
+            _keep(runnable, result, request, swap)
+    say(
+        ran={
+            "times": times.to_json(),
+            "swap": _told(swap),
+            "peak_bytes": peak,
+            "gpu": None if state is None else asdict(state),
+        }
+    )
+
+
+def _keep(runnable: Any, result: Any, request: dict[str, Any], swap: Swap) -> None:
+    """Leave the outputs in files; a language model also reads the text, while a kernel is in it.
+
+    A kernel that answers no call of that reading, since it is for decoding, has nothing to show.
+    """
+    language = runnable.language
+    tensors = dict(runnable.outputs(result).tensors)
+    if request["text"] is not None and language is not None and language.score is not None:
+        ids = language.encode(request["text"])
+        before = swap.hits
+        logits = language.score(ids)
+        if swap.hits > before:
+            tensors |= {"text_ids": ids, "text_logits": logits}
+    save_file(tensors, Path(request["keep"]))
+    if request["save"] is not None:
+        directory, model = request["save"]
+        decode = None if language is None else language.decode
+        keep(tensors, Path(directory), model=model, kernel=request["name"], decode=decode)
+
+
+def _swapped(
+    request: dict[str, Any], runnable: Any, around: Around
+) -> contextlib.AbstractContextManager[Swap]:
+    if request["plan"] is not None:
+        return use_plan(request["plan"], runnable.roots, around=around)
+    return use_kernel(request["kernel"], around=around)
+
+
+def _told(swap: Swap) -> dict[str, Any]:
+    """As `replay.end_to_end.model_process.Run` names them."""
+    own = swap.kernels.get(OWN)
+    kept = 0 if own is None else own.hits
+    return {
+        "hits": swap.hits - kept,
+        "kept": kept,
+        "fallbacks": dict(swap.fallbacks),
+        "copies": swap.layout_copies,
+        "missing": swap.missing,
+    }
+
+
+def _device(runnable: Any) -> torch.device:
+    """Where a model's steps run, by its first parameter; a model without any is on the CPU."""
+    parameters = (each for root in _main_roots(runnable).values() for each in root.parameters())
+    first = next(parameters, None)
+    return torch.device("cpu") if first is None else first.device
+
+
+def _main_roots(runnable: Any) -> dict[str, torch.nn.Module]:
+    """The modules whose forwards are a model's steps: the one that calls are sampled from."""
+    main = runnable.sampled.partition(".")[0]
+    roots: dict[str, torch.nn.Module] = runnable.roots
+    return {main: roots[main]} if main in roots else roots

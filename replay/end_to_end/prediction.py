@@ -1,0 +1,162 @@
+"""How long the model will take with another kernel, from the replay and the census alone.
+
+    T_new = T_old − Σ count · (t_old − t_new)
+
+T_old is the model's measured time, count comes from the census, and t_old and t_new are the median
+drop-in times of baseline and kernel on the replayed calls that stand for the counted ones
+(`replay.plan.matching`). A call that the kernel does not support falls back on the model's own
+attention and costs t_old; so does one that no replayed call stands for, which is reported.
+
+On a GPU these are times of the GPU's own work. Where a forward is launch-bound, which its busy time
+tells, what the GPU saves is time that it waits for the host instead, and what counts is how long
+the host needs to launch the call and what follows it in a layer (`layer_host_ms` of the rows):
+
+    T_new = max(T_old + Σ count · (host_new − host_old), busy_old − Σ count · (t_old − t_new))
+
+The interval (95 %, percentile bootstrap) covers the scatter of the figures that went in: the rounds
+of the replay, drawn anew for each replayed call, the same rounds for both kernels where they were
+timed together; and the rounds of T_old. A replayed call that stands for many moves them all at
+once. The interval does not cover what the replay cannot know: calls that were not replayed, layers
+that cost something else than the one replayed in their place, and how the model differs from it
+(caches, clocks, launches that hide behind other work or do not). A measurement outside the interval
+says that one of these matters; `Clues` helps to find which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from replay.end_to_end.cost_model import CostModel, Tally, resampled_medians
+from replay.end_to_end.span import RUN, Clocked, Interval, Missing, Span
+from replay.plan.matching import Counted, Replayed, match
+from replay.rows.row import Row
+from replay.timing.statistics import percentile
+
+KernelAt = Callable[[str, str], str]
+"""Which kernel (`Row.label`) a module uses in a phase."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a kernel will do to a model's time."""
+
+    kernel: str
+    baseline: str
+    run: Span
+    phases: dict[str, Span]
+    """Those whose time was measured."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON: the fields, by name."""
+        return asdict(self)
+
+
+def predict(
+    census: Mapping[str, Any],
+    rows: Iterable[Row],
+    kernel: str,
+    baseline: str,
+    run: Clocked,
+    phases: Mapping[str, Clocked],
+    *,
+    kernel_at: KernelAt | None = None,
+    seed: int = 0,
+) -> Prediction:
+    """Predict the model's time with a kernel, phase by phase and as a whole.
+
+    A kernel that was wrong at a module, or that failed or was not timed on a call that stands for
+    one of its calls, leaves that phase, and the run, without a prediction.
+
+    Args:
+        census: of one run, as `capture.census.Census.to_json` writes it.
+        rows: the replay of the same recording and model. A kernel of another environment is held
+            against the baseline there, where that was replayed too.
+        kernel: `Row.label`, or what to call a choice made by `kernel_at`.
+        baseline: the kernel that the model itself uses.
+        run: one whole run with it.
+        phases: one forward of each phase that was measured; the run has one row more, of all.
+        kernel_at: a kernel for each module and phase, as a plan has them, instead of the same for
+            all.
+        seed: of the bootstrap.
+
+    Raises:
+        CensusError: the census is empty.
+        ValueError: the baseline was timed on none of the calls, or a phase has no seconds.
+    """
+    replayed = Replayed(rows)
+    calls = replayed.timed(baseline)
+    if not calls:
+        raise ValueError(f"{baseline} was timed on none of the replayed calls")
+    choose = kernel_at or (lambda module, phase: kernel)
+    chosen = [(each, choose(each.module, each.phase)) for each in match(census, calls)]
+    cost_model = CostModel(replayed, baseline, seed, phases)
+    return Prediction(
+        kernel,
+        baseline,
+        _span(RUN, run, chosen, cost_model),
+        {
+            phase: _span(
+                phase, clocked, [each for each in chosen if each[0].phase == phase], cost_model
+            )
+            for phase, clocked in phases.items()
+        },
+    )
+
+
+def _span(
+    phase: str, clocked: Clocked, chosen: Sequence[tuple[Counted, str]], cost_model: CostModel
+) -> Span:
+    tally = Tally(chosen, cost_model)
+    old_median = percentile(clocked.seconds, 50)
+    old_resampled = resampled_medians(clocked.seconds, f"{cost_model.seed} {phase}")
+    old = _interval(old_median, old_resampled)
+    attention = cost_model.attention_seconds(tally.stands_for) / clocked.forwards
+    span = Span(
+        phase=phase,
+        forwards=clocked.forwards,
+        old_seconds=old,
+        new_seconds=None,
+        speedup=None,
+        old_tokens_per_second=_rate(clocked.tokens, old),
+        new_tokens_per_second=None,
+        attention_seconds=attention,
+        attention_share=attention / old_median,
+        waiting_share=cost_model.waiting_seconds(phase) / clocked.forwards / old_median,
+        saved_seconds=None,
+        calls=tally.calls,
+        fallbacks=dict(tally.fallbacks),
+        not_recorded=[Missing(*site, calls) for site, calls in tally.not_recorded.items()],
+        clues=cost_model.clues(tally.swapped, clocked.forwards),
+        reason=tally.reason,
+    )
+    if tally.reason:
+        return span
+    saved, _ = cost_model.saved_seconds(tally.swapped)
+    span = replace(span, saved_seconds=saved / clocked.forwards)
+    gained, gained_resampled = cost_model.gained_seconds(tally.swapped)
+    new_median = old_median - gained / clocked.forwards
+    new_resampled = old_resampled - gained_resampled / clocked.forwards
+    if min(new_median, float(new_resampled.min())) <= 0:
+        return replace(span, reason="the replay would save more time than the model takes")
+    new = _interval(new_median, new_resampled)
+    return replace(
+        span,
+        new_seconds=new,
+        speedup=_interval(old_median / new_median, old_resampled / new_resampled),
+        new_tokens_per_second=_rate(clocked.tokens, new),
+    )
+
+
+def _interval(value: float, resampled: Tensor) -> Interval:
+    figures = resampled.tolist()
+    return Interval(value, percentile(figures, 2.5), percentile(figures, 97.5))
+
+
+def _rate(tokens: int | None, seconds: Interval) -> Interval | None:
+    if tokens is None:
+        return None
+    return Interval(tokens / seconds.value, tokens / seconds.high, tokens / seconds.low)

@@ -1,0 +1,156 @@
+"""Why prediction and measurement differ, where they do."""
+
+from __future__ import annotations
+
+from replay.end_to_end.check import Checked
+from replay.end_to_end.span import LAUNCH_BOUND, NOTABLE, RUN, Span
+
+SCATTERED = 2.0
+"""p90 / p10 of a replayed call beyond what a machine to oneself shows."""
+UNSTEADY = 1.2
+"""The same of runs of the model, which are longer."""
+
+
+def reasons(checked: Checked, span: str = RUN) -> list[str]:
+    """What is known that could explain the difference, a sentence each.
+
+    Empty where the prediction lies inside the measured interval, or so near that nobody minds; a
+    single sentence where it does not and nothing is known that would explain it.
+    """
+    predicted, measured = checked.predicted(span), checked.measured.get(span)
+    if predicted is None or predicted.speedup is None or predicted.new_seconds is None:
+        return []
+    if measured is None or measured.speedup is None:
+        return []
+    error = checked.prediction_error(span) or 0.0
+    inside = measured.speedup.low <= predicted.speedup.value <= measured.speedup.high
+    if inside or abs(error) < NOTABLE:
+        return []
+    found = [
+        *_fallbacks(checked, predicted, span),
+        *_not_recorded(predicted),
+        *_scatter(predicted),
+        *_unsteady(checked, span),
+        *_waits(checked, predicted, span),
+        *_attention(checked, predicted, span),
+        *_copies(checked, span),
+        *_clocks(checked, predicted),
+    ]
+    return found or ["nothing that was recorded explains the difference"]
+
+
+def _fallbacks(checked: Checked, predicted: Span, span: str) -> list[str]:
+    """Fallbacks are counted over a whole run."""
+    if span != RUN:
+        return []
+    more = sum(checked.fallbacks.values()) - predicted.calls.fell_back
+    if more <= 0:
+        return []
+    reason = max(checked.fallbacks, key=lambda each: checked.fallbacks[each])
+    return [f"{more} calls more than predicted fell back, most because: {reason}"]
+
+
+def _not_recorded(predicted: Span) -> list[str]:
+    calls = sum(missing.calls for missing in predicted.not_recorded)
+    if not calls:
+        return []
+    where = ", ".join(dict.fromkeys(missing.phase for missing in predicted.not_recorded))
+    return [
+        f"{calls} calls ({where}) were swapped too, of which no like was replayed: what they gain "
+        "or lose is not in the prediction"
+    ]
+
+
+def _scatter(predicted: Span) -> list[str]:
+    scatter = predicted.clues.scatter
+    if scatter is None or scatter < SCATTERED:
+        return []
+    return [
+        f"rounds of the costliest call differ up to {scatter:.0f}-fold (p90 / p10): something else "
+        "was using the machine, so replay and measure again when it is quiet"
+    ]
+
+
+def _unsteady(checked: Checked, span: str) -> list[str]:
+    ms = checked.measured[span].ms
+    if ms.p90 < UNSTEADY * ms.p10:
+        return []
+    return [
+        f"the model took {_ms(ms.p10 / 1000)} to {_ms(ms.p90 / 1000)} (10th to 90th percentile) "
+        "with the kernel: something else was using the machine, so measure again when it is quiet, "
+        "or with more --model-rounds"
+    ]
+
+
+def _waits(checked: Checked, predicted: Span, span: str) -> list[str]:
+    """Of a GPU that waits for the host."""
+    if not predicted.waiting_share:
+        busy, seconds = checked.busy_seconds.get(span), checked.measured[span].ms.p50 / 1000
+        if busy is None or seconds - busy < LAUNCH_BOUND * seconds:
+            return []
+        share = 100 * (1 - busy / seconds)
+        return [
+            f"with this kernel the GPU waits for the host {share:.0f} % of the time, and without "
+            "it hardly: its launches are not in the prediction"
+        ]
+    more = predicted.clues.more_layer_launch_seconds
+    costs = (
+        "" if more is None else f", and layers take {_ms(more, '+')} more to launch by the replay"
+    )
+    if more is not None and (in_model := checked.more_launch_seconds.get(span)) is not None:
+        costs += f" (attention calls alone {_ms(in_model, '+')} in the model)"
+    return [
+        f"the GPU waits for the host {100 * predicted.waiting_share:.0f} % of the time{costs}: "
+        "what attention saves there is not gained"
+    ]
+
+
+def _attention(checked: Checked, predicted: Span, span: str) -> list[str]:
+    """What the calls cost in the model against what the replay says, with both kernels."""
+    before = checked.own_attention_seconds.get(span)
+    after = checked.attention_seconds.get(span)
+    if before is None or after is None or predicted.saved_seconds is None:
+        return []
+    assert predicted.new_seconds is not None
+    unlike = (before - after) - predicted.saved_seconds
+    if abs(unlike) < NOTABLE * predicted.new_seconds.value:
+        rest = checked.measured[span].ms.p50 / 1000 - after
+        return [
+            f"attention changed by {_ms(after - before, '+')} in the model and by "
+            f"{_ms(-predicted.saved_seconds, '+')} in the replay, which is not the difference: the "
+            f"rest of the model took {_ms(predicted.old_seconds.value - before)} with its own "
+            f"attention and {_ms(rest)} with the kernel"
+        ]
+    return [
+        f"attention went from {_ms(before)} to {_ms(after)} in the model, from "
+        f"{_ms(predicted.attention_seconds)} to "
+        f"{_ms(predicted.attention_seconds - predicted.saved_seconds)} in the replay"
+    ]
+
+
+def _copies(checked: Checked, span: str) -> list[str]:
+    if not checked.copies or span != RUN:
+        return []
+    return [
+        f"{checked.copies} of {checked.hits} outputs were copied into the layout that "
+        "the model expects"
+    ]
+
+
+def _clocks(checked: Checked, predicted: Span) -> list[str]:
+    replayed, in_model = predicted.clues.sm_clock_mhz, checked.sm_clock_mhz
+    if not replayed or not in_model or abs(in_model / replayed - 1) < NOTABLE:
+        return []
+    power = ""
+    if predicted.clues.power_w and checked.power_w:
+        power = f" ({predicted.clues.power_w:.0f} and {checked.power_w:.0f} W)"
+    return [
+        f"the SM clock was {replayed:.0f} MHz in the replay and {in_model:.0f} in the model{power}"
+    ]
+
+
+def _ms(seconds: float, sign: str = "-") -> str:
+    """`12.3 ms`, `1.23 s`; with `+`, a sign always."""
+    if abs(seconds) >= 1:
+        return f"{seconds:{sign}.3g} s"
+    return f"{1000 * seconds:{sign}.3g} ms"

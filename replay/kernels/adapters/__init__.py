@@ -1,0 +1,1 @@
+"""The kernels, a library a file; each file registers its own (see `replay.kernels.registry`)."""

@@ -1,0 +1,291 @@
+"""FlashInfer (`flashinfer-python`): prefill with its FA2 and FA3 kernels, and paged decode.
+
+Its tensors are (S, H, D) without a batch. A batch of one goes through
+`single_prefill_with_kv_cache`; a larger one is laid out in a row for
+`BatchPrefillWithRaggedKVCacheWrapper`, whose `plan` sorts out the work and whose `run` does it. The
+drop-in is plan and run, as for a call that stands alone; the core is run, as for the later layers
+of a model, which share one plan. Decode goes through `BatchDecodeWithPagedKVCacheWrapper`: SDPA's
+key and value are first copied into pages, which the drop-in counts and the core does not.
+
+A bool mask shared by the heads is passed to the FA2 kernels; FA3 takes none. Causal is aligned
+bottom right. Every kind of call is compiled (nvcc, ninja) when it first occurs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from capture.call import AttentionCall
+from replay.kernels.constraints import (
+    all_of,
+    bool_mask_only,
+    causal_only_square,
+    decode_only,
+    half_precision,
+    head_dims,
+    mask_or_causal,
+    mask_shared_by_heads,
+    no_dropout,
+    no_mask,
+    same_value_dim,
+)
+from replay.kernels.layout import refuse, unit_stride
+from replay.kernels.library import Library
+from replay.kernels.registry import Attention, Kernel, register
+
+LIBRARY = Library(
+    module="flashinfer",
+    package="flashinfer-python",
+    install="pip install flashinfer-python",
+    functions=(
+        "single_prefill_with_kv_cache",
+        "BatchPrefillWithRaggedKVCacheWrapper",
+        "BatchDecodeWithPagedKVCacheWrapper",
+    ),
+)
+
+WORKSPACE_BYTES = 128 * 2**20
+"""What FlashInfer recommends."""
+PAGE_SIZE = 16
+"""Keys in a page; the usual size of serving engines."""
+
+_limits = (no_dropout, half_precision, same_value_dim, head_dims(64, 128, 256))
+
+
+@functools.lru_cache(maxsize=2)
+def _workspace(name: str, device: torch.device) -> Tensor:
+    # The decode wrapper asks for zeros at first use, so prefill's leavings must not be in it.
+    return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+
+def _new_wrapper(name: str, device: torch.device, **options: Any) -> Any:
+    return getattr(LIBRARY.load(), name)(_workspace(name, device), kv_layout="NHD", **options)
+
+
+@functools.lru_cache(maxsize=8)
+def _wrapper(name: str, device: torch.device, masked: bool, **options: Any) -> Any:
+    """A wrapper that drop-in calls share, as a model's layers do.
+
+    Masked calls have their own: a wrapper that has planned with a mask applies it ever after.
+    """
+    return _new_wrapper(name, device, **options)
+
+
+def _flat(tensor_BHSD: Tensor) -> Tensor:
+    """(B · S, H, D), a view where the memory allows it."""
+    return unit_stride(tensor_BHSD).transpose(1, 2).flatten(0, 1)
+
+
+def _offsets(batch: int, length: int, device: torch.device) -> Tensor:
+    return torch.arange(batch + 1, dtype=torch.int32, device=device) * length
+
+
+def _whole_mask(attn_mask: Tensor, batch: int, q_len: int, kv_len: int) -> Tensor:
+    """(B, Sq, Sk) bool from anything that broadcasts to it and has one head."""
+    mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
+    return mask[:, 0].expand(batch, q_len, kv_len)
+
+
+def _single(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    is_causal: bool,
+    backend: str,
+    **mask: Tensor,
+) -> Tensor:
+    """`query`, `key` and `value` are (S, H, D)."""
+    output = LIBRARY.load().single_prefill_with_kv_cache(
+        query,
+        key,
+        value,
+        causal=is_causal,
+        kv_layout="NHD",
+        sm_scale=scale,
+        backend=backend,
+        **mask,
+    )
+    return output.transpose(0, 1)[None]
+
+
+def _plan(
+    wrapper: Any,
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+) -> None:
+    """Plan a ragged prefill of BHSD tensors."""
+    (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = query.shape, key.shape
+    mask = {}
+    if attn_mask is not None:
+        mask["custom_mask"] = _whole_mask(attn_mask, batch, q_len, kv_len).flatten()
+    wrapper.plan(
+        _offsets(batch, q_len, query.device),
+        _offsets(batch, kv_len, query.device),
+        heads,
+        kv_heads,
+        head_dim,
+        causal=is_causal,
+        sm_scale=scale,
+        q_data_type=query.dtype,
+        **mask,
+    )
+
+
+def _unflat(output: Tensor, batch: int) -> Tensor:
+    return output.unflatten(0, (batch, -1)).transpose(1, 2)
+
+
+RAGGED = "BatchPrefillWithRaggedKVCacheWrapper"
+
+
+def _prefill(backend: str) -> Attention:
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        refuse(attn_mask if backend == "fa3" else None, dropout_p)
+        batch = query.shape[0]
+        if batch > 1:
+            wrapper = _wrapper(RAGGED, query.device, attn_mask is not None, backend=backend)
+            _plan(wrapper, query, key, attn_mask, is_causal, scale)
+            return _unflat(wrapper.run(_flat(query), _flat(key), _flat(value)), batch)
+        mask = {}
+        if attn_mask is not None:
+            whole = _whole_mask(attn_mask, 1, query.shape[2], key.shape[2])
+            mask["custom_mask"] = whole[0]
+        return _single(_flat(query), _flat(key), _flat(value), scale, is_causal, backend, **mask)
+
+    return attention
+
+
+def _prepare_prefill(call: AttentionCall, backend: str) -> Callable[[], Tensor]:
+    batch = call.shape.batch
+    query, key, value = (_flat(each).contiguous() for each in (call.query, call.key, call.value))
+    if batch > 1:
+        wrapper = _new_wrapper(RAGGED, call.device, backend=backend)
+        _plan(wrapper, call.query, call.key, call.attn_mask, call.is_causal, call.scale)
+        return lambda: _unflat(wrapper.run(query, key, value), batch)
+    mask = {}
+    if call.attn_mask is not None:
+        whole = _whole_mask(call.attn_mask, 1, call.shape.q_len, call.shape.kv_len)
+        mask["packed_custom_mask"] = LIBRARY.load().packbits(
+            whole.contiguous().flatten(), bitorder="little"
+        )
+    return lambda: _single(query, key, value, call.scale, call.is_causal, backend, **mask)
+
+
+def _paged(tensor_BHSD: Tensor) -> Tensor:
+    """(pages, PAGE_SIZE, H, D), those of a batch element in a row; the last page's rest is zeros.
+
+    That rest is never read: the wrapper is told how long the last page is.
+    """
+    batch, heads, length, head_dim = tensor_BHSD.shape
+    pages = -(-length // PAGE_SIZE)
+    cache = tensor_BHSD.new_zeros(batch, pages * PAGE_SIZE, heads, head_dim)
+    cache[:, :length] = tensor_BHSD.transpose(1, 2)
+    return cache.view(batch * pages, PAGE_SIZE, heads, head_dim)
+
+
+DECODE = "BatchDecodeWithPagedKVCacheWrapper"
+
+
+def _plan_decode(wrapper: Any, query: Tensor, key: Tensor, scale: float | None) -> None:
+    batch, heads, _, head_dim = query.shape
+    kv_heads, length = key.shape[1:3]
+    pages = -(-length // PAGE_SIZE)
+    device = query.device
+    wrapper.plan(
+        _offsets(batch, pages, device),
+        torch.arange(batch * pages, dtype=torch.int32, device=device),
+        torch.full((batch,), length - (pages - 1) * PAGE_SIZE, dtype=torch.int32, device=device),
+        heads,
+        kv_heads,
+        head_dim,
+        PAGE_SIZE,
+        q_data_type=query.dtype,
+        kv_data_type=key.dtype,
+        sm_scale=scale,
+    )
+
+
+def _tensor_cores(query: Tensor, key: Tensor) -> bool:
+    """Whether to take the kernel for grouped heads; FlashInfer advises it from 4 on."""
+    return query.shape[1] >= 4 * key.shape[1]
+
+
+def decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Paged decode: paging, planning and running."""
+    refuse(attn_mask, dropout_p)
+    wrapper = _wrapper(DECODE, query.device, False, use_tensor_cores=_tensor_cores(query, key))
+    _plan_decode(wrapper, query, key, scale)
+    return wrapper.run(unit_stride(query)[:, :, 0], (_paged(key), _paged(value)))[:, :, None]
+
+
+def _prepare_decode(call: AttentionCall) -> Callable[[], Tensor]:
+    wrapper = _new_wrapper(
+        DECODE, call.device, use_tensor_cores=_tensor_cores(call.query, call.key)
+    )
+    _plan_decode(wrapper, call.query, call.key, call.scale)
+    query = call.query[:, :, 0].contiguous()
+    cache = (_paged(call.key), _paged(call.value))
+    return lambda: wrapper.run(query, cache)[:, :, None]
+
+
+for _backend, _library, _mask in (
+    ("fa2", LIBRARY, (bool_mask_only, mask_shared_by_heads)),
+    ("fa3", replace(LIBRARY, runs_on=lambda capability: capability == (9, 0), needs="9.0"), ()),
+):
+    register(
+        Kernel(
+            f"flashinfer-{_backend}",
+            _prefill(_backend),
+            unavailable=_library.unavailable,
+            unsupported=all_of(
+                *_limits, mask_or_causal, *(_mask or (no_mask,)), causal_only_square
+            ),
+            prepare=partial(_prepare_prefill, backend=_backend),
+            about=f"FlashInfer's {_backend.upper()} prefill",
+            library=LIBRARY.package,
+            install=LIBRARY.install,
+        )
+    )
+register(
+    Kernel(
+        "flashinfer-decode",
+        decode,
+        unavailable=LIBRARY.unavailable,
+        unsupported=all_of(*_limits, decode_only, no_mask, causal_only_square),
+        prepare=_prepare_decode,
+        about="FlashInfer's decode over a paged cache",
+        library=LIBRARY.package,
+        install=LIBRARY.install,
+    )
+)

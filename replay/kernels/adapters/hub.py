@@ -1,0 +1,185 @@
+"""Kernels from the Hugging Face Hub, by the package `kernels` (`get_kernel`): `hub:ORG/REPO`.
+
+A kernel is a small Python package around a compiled library, chosen for the PyTorch and CUDA at
+hand and loaded under a name of its own, so it does not collide with an installed one. Without a
+network only what is in the cache can be loaded; whether the Hub answers is asked once, for two
+seconds at most.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from replay.kernels.constraints import (
+    Constraint,
+    all_of,
+    causal_only_square,
+    half_precision,
+    max_head_dim,
+    multiple_of_8,
+    no_dropout,
+    no_mask,
+    same_value_dim,
+)
+from replay.kernels.layout import on_bhsd, on_bshd
+from replay.kernels.library import Capability, Library
+from replay.kernels.registry import Kernel, register
+from replay.rows.row import AccuracyClass
+
+PATIENCE_SECONDS = 2.0
+
+_limits = (no_dropout, half_precision, no_mask, causal_only_square, same_value_dim)
+
+
+@dataclass(frozen=True)
+class HubKernel:
+    """A repository and the function in it that is attention."""
+
+    repository: str
+    function: str
+    scale: str
+    """The names of the function's own arguments."""
+    causal: str
+    bhsd: bool
+    about: str
+    limits: tuple[Constraint, ...]
+    accuracy_class: AccuracyClass = "exact"
+    runs_on: Callable[[Capability], bool] = lambda capability: capability >= (8, 0)
+    needs: str = "8.0 or higher"
+
+    @property
+    def library(self) -> Library:
+        return Library(
+            module="kernels",
+            package="kernels",
+            install="pip install kernels",
+            functions=("get_kernel",),
+            runs_on=self.runs_on,
+            needs=self.needs,
+        )
+
+    def unavailable(self, device: torch.device) -> str | None:
+        if reason := self.library.unavailable(device):
+            return reason
+        found = _fetch(self.repository)
+        if isinstance(found, str):
+            return found
+        if not hasattr(found, self.function):
+            return f"{self.repository} has no {self.function}"
+        return None
+
+    def run(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, is_causal: bool
+    ) -> Tensor:
+        found = _fetch(self.repository)
+        if isinstance(found, str):
+            raise ImportError(found)
+        options: dict[str, Any] = {self.scale: scale, self.causal: is_causal}
+        if self.bhsd:
+            options["tensor_layout"] = "HND"
+        output = getattr(found, self.function)(query, key, value, **options)
+        return output[0] if isinstance(output, tuple) else output
+
+
+@functools.cache
+def _fetch(repository: str) -> ModuleType | str:
+    """The kernel as a module, or why there is none."""
+    import huggingface_hub.constants as hub
+
+    kernels = importlib.import_module("kernels")
+    offline = hub.HF_HUB_OFFLINE
+    unreachable = "" if offline else _unreachable()
+    try:
+        # Otherwise every attempt waits for a network that is not there.
+        hub.HF_HUB_OFFLINE = bool(offline or unreachable)
+        return kernels.get_kernel(repository, revision="main")
+    except Exception as error:  # no build for this PyTorch, not cached, broken build …
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        return f"{unreachable}, and not in the cache: {reason}" if unreachable else reason
+    finally:
+        hub.HF_HUB_OFFLINE = offline
+
+
+def _unreachable() -> str:
+    """Why the Hub cannot be asked for anything, empty when it can."""
+    import urllib.request
+
+    endpoint = urllib.parse.urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    host = endpoint.hostname or "huggingface.co"
+    port = endpoint.port or (80 if endpoint.scheme == "http" else 443)
+    if proxy := urllib.request.getproxies().get(endpoint.scheme):
+        through = urllib.parse.urlsplit(proxy)
+        host, port = through.hostname or host, through.port or port
+    try:
+        socket.create_connection((host, port), timeout=PATIENCE_SECONDS).close()
+    except OSError as error:
+        return f"{host} cannot be reached ({error.strerror or error})"
+    return ""
+
+
+KNOWN = (
+    HubKernel(
+        "kernels-community/flash-attn",
+        "flash_attn_func",
+        scale="softmax_scale",
+        causal="causal",
+        bhsd=False,
+        about="FlashAttention 2 from the Hugging Face Hub",
+        limits=(max_head_dim(256), multiple_of_8),
+    ),
+    HubKernel(
+        "kernels-community/flash-attn3",
+        "flash_attn_func",
+        scale="softmax_scale",
+        causal="causal",
+        bhsd=False,
+        about="FlashAttention 3 from the Hugging Face Hub",
+        limits=(max_head_dim(256), multiple_of_8),
+        runs_on=lambda capability: capability == (9, 0),
+        needs="9.0",
+    ),
+    HubKernel(
+        "kernels-community/sage_attention",
+        "sageattn",
+        scale="sm_scale",
+        causal="is_causal",
+        bhsd=True,
+        about="SageAttention 2 from the Hugging Face Hub",
+        limits=(max_head_dim(128),),
+        accuracy_class="quantised",
+    ),
+)
+
+
+def _register(hub_kernel: HubKernel) -> None:
+    if hub_kernel.bhsd:
+        attention, prepare = on_bhsd(hub_kernel.run), None
+    else:
+        attention, prepare = on_bshd(hub_kernel.run)
+    register(
+        Kernel(
+            f"hub:{hub_kernel.repository}",
+            attention,
+            accuracy_class=hub_kernel.accuracy_class,
+            unavailable=hub_kernel.unavailable,
+            unsupported=all_of(*_limits, *hub_kernel.limits),
+            prepare=prepare,
+            about=hub_kernel.about,
+            library="kernels",
+            install=hub_kernel.library.install,
+        )
+    )
+
+
+for _known in KNOWN:
+    _register(_known)

@@ -1,0 +1,119 @@
+"""SageAttention 1 (`sageattention` 1.x, Triton): INT8 QKᵀ, float16 PV, one scale a block.
+
+`sageattention.sageattn` with `tensor_layout="HND"`, which is SDPA's BHSD. As a user gets it, it
+subtracts the mean over the sequence from the key **in place**. Nothing hides it here, and the row
+tells (`changed_inputs`): in a language model the key is the cache, and generated text goes astray.
+`smooth_k=off` leaves the key alone. It takes no mask, causal needs as many queries as keys, and
+head_dim is 64, 96 or 128.
+
+Version 1.0.6 does not mask the end of the last block of keys in calls that are not causal: unless
+the keys are a multiple of 64, each of those missing weighs in the softmax as a key of score 0. At
+130 keys that is a relative L1 error of 0.22 instead of 0.01; the more keys, the less it weighs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from capture.call import AttentionCall
+from replay.kernels.constraints import (
+    all_of,
+    causal_only_square,
+    half_precision,
+    head_dims,
+    no_dropout,
+    no_mask,
+    same_value_dim,
+)
+from replay.kernels.layout import on_bhsd, unit_stride
+from replay.kernels.library import Library
+from replay.kernels.registry import Kernel, register
+
+LIBRARY = Library(
+    module="sageattention",
+    package="sageattention",
+    install="pip install sageattention==1.0.6",
+    functions=("sageattn",),
+    series=1,
+)
+
+
+def _run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    is_causal: bool,
+    smooth_k: bool,
+) -> Tensor:
+    return LIBRARY.load().sageattn(
+        query,
+        key,
+        value,
+        tensor_layout="HND",
+        is_causal=is_causal,
+        sm_scale=scale,
+        smooth_k=smooth_k,
+    )
+
+
+def _prepare(call: AttentionCall, smooth_k: bool) -> Callable[[], Tensor]:
+    """The Triton kernel alone, on quantised query and key and the value in float16."""
+    LIBRARY.load()
+    core = importlib.import_module("sageattention.core")
+    query, key, value = (unit_stride(each) for each in (call.query, call.key, call.value))
+    if smooth_k:
+        key = key - key.mean(dim=2, keepdim=True)
+    if call.shape.head_dim == 96:
+        quantise, plain, causal = core.per_block_int8_hd96, core.attn_h96_false, core.attn_h96_true
+    else:
+        quantise, plain, causal = core.per_block_int8, core.attn_false, core.attn_true
+    # (query, its scales, key, its scales)
+    quantised = quantise(query, key, sm_scale=call.softmax_scale, tensor_layout="HND")
+    query_int8, q_scale, key_int8, k_scale = quantised
+    value_fp16 = value.to(torch.float16)
+    run = causal if call.is_causal else plain
+    return lambda: run(
+        query_int8,
+        key_int8,
+        value_fp16,
+        q_scale,
+        k_scale,
+        tensor_layout="HND",
+        output_dtype=call.dtype,
+    )
+
+
+def _register(name: str, smooth_k: bool, variant_of: str = "") -> None:
+    register(
+        Kernel(
+            name,
+            on_bhsd(partial(_run, smooth_k=smooth_k)),
+            accuracy_class="quantised",
+            unavailable=LIBRARY.unavailable,
+            unsupported=all_of(
+                no_dropout,
+                half_precision,
+                no_mask,
+                causal_only_square,
+                same_value_dim,
+                head_dims(64, 96, 128),
+            ),
+            prepare=partial(_prepare, smooth_k=smooth_k),
+            default=not variant_of,
+            about="SageAttention 1 (Triton): INT8 QKᵀ, float16 PV; changes the key in place",
+            library=LIBRARY.package,
+            install=LIBRARY.install,
+            variant_of=variant_of,
+        )
+    )
+
+
+_register("sage1", smooth_k=True)
+_register("sage1[smooth_k=on]", smooth_k=True, variant_of="sage1")
+_register("sage1[smooth_k=off]", smooth_k=False, variant_of="sage1")

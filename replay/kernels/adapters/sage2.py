@@ -1,0 +1,310 @@
+"""SageAttention 2 and 2++ (`sageattention` 2.x, built from source): INT8 QKᵀ, float16 or FP8 PV.
+
+`sage2` is `sageattn`, which picks one of the others by the GPU's architecture. The rest are those
+others by name, with a variant for each combination of options that the function really uses:
+
+- `quant`: `qk_quant_gran`, a scale for every warp's rows or every thread's
+- `accum`: `pv_accum_dtype`, in what PV is summed
+- `smooth_k`: subtract the key's mean over the sequence before quantising (not in place here)
+- `smooth_v`: the same for the value; only where `accum` does not make the function ignore it
+- `quantizer`: `quantization_backend`, which code quantises
+
+All take BHSD (`tensor_layout="HND"`), and pad head_dim to 64 or 128 themselves. Causal needs as
+many queries as keys. Only the Triton kernel takes a mask, and only a bool one is passed: a float
+one it would add in units of log 2, to scores it has multiplied by log2(e).
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from capture.call import AttentionCall
+from replay.kernels.adapters import sage2_core
+from replay.kernels.constraints import (
+    Constraint,
+    all_of,
+    bool_mask_only,
+    causal_only_square,
+    half_precision,
+    mask_or_causal,
+    max_head_dim,
+    needs_padding,
+    no_dropout,
+    no_mask,
+    same_value_dim,
+)
+from replay.kernels.layout import Packed, Prepare, refuse, unit_stride
+from replay.kernels.library import Capability, Library
+from replay.kernels.registry import Attention, Kernel, register
+
+LIBRARY = Library(
+    module="sageattention",
+    package="sageattention",
+    install="pip install --no-build-isolation git+https://github.com/thu-ml/SageAttention",
+    series=2,
+)
+
+_limits = (no_dropout, half_precision, same_value_dim, max_head_dim(128))
+
+Options = dict[str, Any]
+Variants = dict[str, Options]
+"""Options by what stands in the brackets of a variant's name."""
+
+
+@dataclass(frozen=True)
+class Function:
+    """One of the package's functions as a kernel."""
+
+    kernel: str
+    function: str
+    about: str
+    runs_on: Callable[[Capability], bool]
+    needs: str
+    variants: Variants = field(default_factory=dict)
+    built: str = ""
+    """The flag of `sageattention.core` that says whether the compiled part is there."""
+    mask: Constraint = no_mask
+    core: Callable[..., Callable[[], Tensor]] | None = None
+    """The core: (call, **options) to what `Kernel.prepare` returns."""
+
+    @property
+    def library(self) -> Library:
+        return replace(LIBRARY, functions=(self.function,), runs_on=self.runs_on, needs=self.needs)
+
+    def unavailable(self, device: torch.device) -> str | None:
+        if reason := self.library.unavailable(device):
+            return reason
+        if self.built and not getattr(
+            importlib.import_module("sageattention.core"), self.built, True
+        ):
+            return (
+                "sageattention was built without this kernel: set TORCH_CUDA_ARCH_LIST to this "
+                f"GPU's compute capability and {self.library.install}"
+            )
+        return None
+
+    def attention(self, options: Options) -> Attention:
+        library = self.library
+
+        def attention(
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attn_mask: Tensor | None = None,
+            dropout_p: float = 0.0,
+            is_causal: bool = False,
+            *,
+            scale: float | None = None,
+            enable_gqa: bool = False,
+        ) -> Tensor:
+            masks: Options = {}
+            if attn_mask is not None and self.mask is not no_mask:
+                masks = {"attn_mask": attn_mask[(None,) * (4 - attn_mask.ndim)]}
+                attn_mask = None
+            refuse(attn_mask, dropout_p)
+            return getattr(library.load(), self.function)(
+                unit_stride(query),
+                unit_stride(key),
+                unit_stride(value),
+                tensor_layout="HND",
+                is_causal=is_causal,
+                sm_scale=scale,
+                **masks,
+                **options,
+            )
+
+        return attention
+
+    def prepare(self, options: Options) -> Prepare | None:
+        return None if self.core is None else partial(self.core, **options)
+
+
+def _smoothing(smooth_k: bool, smooth_v: bool = False) -> list[str]:
+    return (
+        []
+        if smooth_k and not smooth_v
+        else [
+            *([] if smooth_k else ["smooth_k=off"]),
+            *(["smooth_v=on"] if smooth_v else []),
+        ]
+    )
+
+
+def _cuda_variants(accumulators: dict[str, bool], takes_smooth_v: bool = True) -> Variants:
+    """Variants of a CUDA function, whose accumulators say whether `smooth_v` has an effect."""
+    found: Variants = {}
+    for quant, (accum, effective), smooth_k, smooth_v in itertools.product(
+        ("per_warp", "per_thread"), accumulators.items(), (True, False), (False, True)
+    ):
+        if smooth_v and not effective:
+            continue
+        named = [f"quant={quant}", f"accum={accum}", *_smoothing(smooth_k, smooth_v)]
+        found[",".join(named)] = {
+            "qk_quant_gran": quant,
+            "pv_accum_dtype": accum,
+            "smooth_k": smooth_k,
+            **({"smooth_v": smooth_v} if takes_smooth_v else {}),
+        }
+    return found
+
+
+def _triton_variants() -> Variants:
+    return {
+        ",".join([f"quantizer={quantizer}", *_smoothing(smooth_k)]): {
+            "quantization_backend": quantizer,
+            "smooth_k": smooth_k,
+        }
+        for quantizer in ("triton", "cuda")
+        for smooth_k in (True, False)
+    }
+
+
+ON_AUTO = {(8, 0), (8, 6), (8, 9), (9, 0), (12, 0), (12, 1)}
+
+FUNCTIONS = (
+    Function(
+        "sage2",
+        "sageattn",
+        "SageAttention 2: the package's own choice for this GPU",
+        lambda capability: capability in ON_AUTO,
+        "8.0, 8.6, 8.9, 9.0, 12.0 or 12.1",
+    ),
+    Function(
+        "sage2-fp16-triton",
+        "sageattn_qk_int8_pv_fp16_triton",
+        "SageAttention 2 (Triton): INT8 QKᵀ, float16 PV",
+        lambda capability: capability >= (8, 0),
+        "8.0 or higher",
+        _triton_variants(),
+        mask=bool_mask_only,
+        core=sage2_core.fp16_triton,
+    ),
+    Function(
+        "sage2-fp16-cuda",
+        "sageattn_qk_int8_pv_fp16_cuda",
+        "SageAttention 2 (CUDA): INT8 QKᵀ, float16 PV",
+        lambda capability: capability >= (8, 0),
+        "8.0 or higher",
+        _cuda_variants({"fp32": False, "fp16": True, "fp16+fp32": False}),
+        built="SM80_ENABLED",
+        core=sage2_core.fp16_cuda,
+    ),
+    Function(
+        "sage2-fp8-cuda",
+        "sageattn_qk_int8_pv_fp8_cuda",
+        "SageAttention 2++ (CUDA): INT8 QKᵀ, FP8 PV",
+        lambda capability: capability >= (8, 9),
+        "8.9 or higher",
+        _cuda_variants({"fp32": True, "fp32+fp32": False, "fp32+fp16": False}),
+        built="SM89_ENABLED",
+        core=sage2_core.fp8_cuda,
+    ),
+    Function(
+        "sage2-fp8-sm90",
+        "sageattn_qk_int8_pv_fp8_cuda_sm90",
+        "SageAttention 2 (CUDA, Hopper): INT8 QKᵀ, FP8 PV",
+        lambda capability: capability == (9, 0),
+        "9.0",
+        # It takes pv_accum_dtype="fp32" too, and raises NotImplementedError.
+        _cuda_variants({"fp32+fp32": False}, takes_smooth_v=False),
+        built="SM90_ENABLED",
+        core=sage2_core.fp8_sm90,
+    ),
+)
+
+
+def _packed(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor) -> Packed:
+    return Packed.of(unit_stride(query), unit_stride(key), unit_stride(value), attn_mask)
+
+
+def _varlen(smooth_k: bool) -> tuple[Attention, Prepare]:
+    """`sageattn_varlen`; its quantisation is inside, so its core lacks the packing only."""
+
+    def run(packed: Packed, scale: float | None) -> Tensor:
+        output = LIBRARY.load().sageattn_varlen(
+            packed.query_THD,
+            packed.key_THD,
+            packed.value_THD,
+            packed.q_offsets,
+            packed.k_offsets,
+            packed.longest_query,
+            packed.longest_key,
+            is_causal=False,
+            sm_scale=scale,
+            smooth_k=smooth_k,
+        )
+        return packed.unpack(output)
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        refuse(None, dropout_p)
+        if attn_mask is None or is_causal:
+            raise NotImplementedError("this kernel is for padding masks")
+        return run(_packed(query, key, value, attn_mask), scale)
+
+    def prepare(call: AttentionCall) -> Callable[[], Tensor]:
+        assert call.attn_mask is not None
+        packed = _packed(call.query, call.key, call.value, call.attn_mask)
+        return lambda: run(packed, call.scale)
+
+    return attention, prepare
+
+
+def _register_all() -> None:
+    for function in FUNCTIONS:
+        for options_named, options in {"": {}, **function.variants}.items():
+            name = f"{function.kernel}[{options_named}]" if options_named else function.kernel
+            mask = (mask_or_causal, function.mask)
+            register(
+                Kernel(
+                    name,
+                    function.attention(options),
+                    accuracy_class="quantised",
+                    unavailable=function.unavailable,
+                    unsupported=all_of(*_limits, *mask, causal_only_square),
+                    prepare=function.prepare(options),
+                    default=not options_named,
+                    about=function.about,
+                    library=LIBRARY.package,
+                    install=LIBRARY.install,
+                    variant_of=function.kernel if options_named else "",
+                )
+            )
+    library = replace(LIBRARY, functions=("sageattn_varlen",))
+    for options_named, smooth_k in {"": True, "smooth_k=on": True, "smooth_k=off": False}.items():
+        attention, prepare = _varlen(smooth_k)
+        register(
+            Kernel(
+                f"sage2-varlen[{options_named}]" if options_named else "sage2-varlen",
+                attention,
+                accuracy_class="quantised",
+                unavailable=library.unavailable,
+                unsupported=all_of(*_limits, mask_or_causal, needs_padding),
+                prepare=prepare,
+                default=not options_named,
+                about="SageAttention 2 (Triton) on a padded batch, packed by its padding mask",
+                library=LIBRARY.package,
+                install=LIBRARY.install,
+                variant_of="sage2-varlen" if options_named else "",
+            )
+        )
+
+
+_register_all()

@@ -1,0 +1,82 @@
+"""SageAttention 3 (`sageattn3`, built from source): FP4 attention on consumer Blackwell.
+
+`sageattn3.sageattn3_blackwell` takes BHSD. It ignores a mask and a scale, subtracts the key's mean
+in place (nothing hides it here, and the row tells: `changed_inputs`), has no grouped heads, and for
+head_dim 256 calls PyTorch's SDPA instead, so 256 is refused.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor
+
+from replay.kernels.constraints import (
+    all_of,
+    causal_only_square,
+    default_scale,
+    half_precision,
+    head_dims,
+    no_dropout,
+    no_gqa,
+    no_mask,
+    same_value_dim,
+)
+from replay.kernels.layout import on_bhsd
+from replay.kernels.library import Library
+from replay.kernels.registry import Kernel, register
+
+LIBRARY = Library(
+    module="sageattn3",
+    package="sageattn3",
+    install="git clone https://github.com/thu-ml/SageAttention && "
+    "pip install --no-build-isolation ./SageAttention/sageattention3_blackwell",
+    functions=("sageattn3_blackwell",),
+    runs_on=lambda capability: capability in {(12, 0), (12, 1)},
+    needs="12.0 or 12.1",
+)
+
+
+def _run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    is_causal: bool,
+    per_block_mean: bool,
+) -> Tensor:
+    # The scale is the default one: `default_scale` has seen to it.
+    return LIBRARY.load().sageattn3_blackwell(
+        query, key, value, is_causal=is_causal, per_block_mean=per_block_mean
+    )
+
+
+def _register(name: str, per_block_mean: bool, variant_of: str = "") -> None:
+    register(
+        Kernel(
+            name,
+            on_bhsd(partial(_run, per_block_mean=per_block_mean)),
+            accuracy_class="quantised",
+            unavailable=LIBRARY.unavailable,
+            unsupported=all_of(
+                no_dropout,
+                half_precision,
+                no_mask,
+                default_scale,
+                causal_only_square,
+                no_gqa,
+                same_value_dim,
+                head_dims(64, 128),
+            ),
+            default=not variant_of,
+            about="SageAttention 3: FP4 (consumer Blackwell); changes the key in place",
+            library=LIBRARY.package,
+            install=LIBRARY.install,
+            variant_of=variant_of,
+        )
+    )
+
+
+_register("sage3", per_block_mean=True)
+_register("sage3[mean=block]", per_block_mean=True, variant_of="sage3")
+_register("sage3[mean=sequence]", per_block_mean=False, variant_of="sage3")

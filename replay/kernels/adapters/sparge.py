@@ -1,0 +1,90 @@
+"""SpargeAttn (`spas_sage_attn`, built from source): SageAttention 2 on a part of the blocks.
+
+`spas_sage2_attn_meansim_topk_cuda` keeps for every block of queries the share `topk` of the blocks
+of keys that pooled scores rank first; variants are other shares, and `topk=1.0` leaves nothing out.
+What it leaves out is error that the accuracy columns show.
+
+It ignores a mask. Causal is refused too: the function chooses blocks by it but does not hand it to
+its kernel, so the blocks on the diagonal are not masked inside. Block choice knows no grouped
+heads, and a sequence must be at least one block of 128 long.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor
+
+from capture.call import AttentionCall
+from replay.kernels.constraints import (
+    all_of,
+    half_precision,
+    head_dims,
+    min_length,
+    no_dropout,
+    no_gqa,
+    no_mask,
+    same_value_dim,
+)
+from replay.kernels.layout import on_bhsd
+from replay.kernels.library import Library
+from replay.kernels.registry import Kernel, register
+
+LIBRARY = Library(
+    module="spas_sage_attn",
+    package="spas_sage_attn",
+    install="pip install --no-build-isolation git+https://github.com/thu-ml/SpargeAttn",
+    functions=("spas_sage2_attn_meansim_topk_cuda",),
+)
+
+DEFAULT_TOPK = 0.5
+
+
+def _no_causal(call: AttentionCall) -> str | None:
+    if not call.is_causal:
+        return None
+    return "causal: spas_sage2_attn_meansim_topk_cuda does not hand is_causal to its kernel"
+
+
+def _run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    is_causal: bool,
+    topk: float,
+) -> Tensor:
+    return LIBRARY.load().spas_sage2_attn_meansim_topk_cuda(
+        query, key, value, is_causal=is_causal, scale=scale, topk=topk, tensor_layout="HND"
+    )
+
+
+def _register(name: str, topk: float, variant_of: str = "") -> None:
+    register(
+        Kernel(
+            name,
+            on_bhsd(partial(_run, topk=topk)),
+            accuracy_class="quantised",
+            unavailable=LIBRARY.unavailable,
+            unsupported=all_of(
+                no_dropout,
+                half_precision,
+                no_mask,
+                _no_causal,
+                no_gqa,
+                same_value_dim,
+                head_dims(64, 128),
+                min_length(128),
+            ),
+            default=not variant_of,
+            about=f"SpargeAttn: SageAttention 2 on {topk:.0%} of the blocks",
+            library=LIBRARY.package,
+            install=LIBRARY.install,
+            variant_of=variant_of,
+        )
+    )
+
+
+_register("sparge", DEFAULT_TOPK)
+for _topk in (0.25, 0.5, 0.75, 1.0):
+    _register(f"sparge[topk={_topk}]", _topk, variant_of="sparge")

@@ -1,0 +1,139 @@
+"""PyTorch's SDPA with FlashAttention 3 or 4 in the place of its own FlashAttention 2.
+
+`torch.nn.attention.activate_flash_attention_impl` (PyTorch 2.11) replaces the flash backend of the
+whole process, so it is done and undone around every call: other kernels must stay themselves. That
+costs the host some tens of microseconds (in `host_ms`, and in the time of calls shorter than that);
+a model would activate once. PyTorch has only the adapters: FA3 and FA4 are installed as for `fa3`
+and `fa4`, and the adapter of one PyTorch fits some of their versions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.attention
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from capture.interceptor import TORCH_SDPA
+from replay.kernels.adapters import fa3, fa4
+from replay.kernels.constraints import (
+    adjacent_elements,
+    all_of,
+    causal_only_square,
+    half_precision,
+    max_head_dim,
+    multiple_of_8,
+    no_dropout,
+    no_mask,
+    same_value_dim,
+)
+from replay.kernels.library import Capability, Library, version
+from replay.kernels.registry import Attention, Kernel, register
+
+
+@contextlib.contextmanager
+def activated(implementation: str) -> Iterator[None]:
+    """Make the flash backend `FA3` or `FA4` inside the block, and what it was before after it."""
+    functions = torch.nn.attention
+    before = functions.current_flash_attention_impl()
+    functions.activate_flash_attention_impl(implementation)
+    try:
+        yield
+    finally:
+        functions.restore_flash_attention_impl()
+        if before is not None:
+            functions.activate_flash_attention_impl(before)
+
+
+def _attention(implementation: str) -> Attention:
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if implementation == "FA4":
+            fa4.find_cutlass()
+        with activated(implementation), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return TORCH_SDPA(
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
+
+    return attention
+
+
+@functools.cache
+def _trial(attention: Attention, device: torch.device) -> str | None:
+    """What a small call says, once: an adapter fails on a version it was not written for."""
+    try:
+        with torch.no_grad():
+            query = torch.zeros(1, 1, 128, 64, dtype=torch.bfloat16, device=device)
+            attention(query, query, query)
+    except Exception as error:  # it is the library's adapter that fails, in its own ways
+        return str(error).strip().partition("\n")[0] or type(error).__name__
+    return None
+
+
+def _unavailable(
+    attention: Attention, library: Library, runs_on: Callable[[Capability], bool], needs: str
+) -> Callable[[torch.device], str | None]:
+    def unavailable(device: torch.device) -> str | None:
+        if device.type != "cuda" or not torch.cuda.is_available():
+            return "needs a CUDA GPU"
+        capability = torch.cuda.get_device_capability(device)
+        if not runs_on(capability):
+            here = ".".join(map(str, capability))
+            return f"needs compute capability {needs} (this GPU has {here})"
+        if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
+            return f"needs PyTorch 2.11 (this is {torch.__version__})"
+        if reason := library.unavailable(device):
+            return reason
+        if reason := _trial(attention, device):
+            installed = f"{library.package} {version(library.package)}".strip()
+            return f"PyTorch {torch.__version__} with {installed}: {reason}"
+        return None
+
+    return unavailable
+
+
+for _implementation, _library, _runs_on, _needs in (
+    ("FA3", fa3.LIBRARY, lambda capability: capability[0] == 9, "9.0"),
+    ("FA4", fa4.LIBRARY, lambda capability: capability[0] in (9, 10), "9.0 or 10.0"),
+):
+    _kernel = _attention(_implementation)
+    register(
+        Kernel(
+            f"torch-{_implementation.lower()}",
+            _kernel,
+            unavailable=_unavailable(_kernel, _library, _runs_on, _needs),
+            unsupported=all_of(
+                no_dropout,
+                half_precision,
+                no_mask,
+                causal_only_square,
+                same_value_dim,
+                max_head_dim(256),
+                multiple_of_8,
+                adjacent_elements,
+            ),
+            about=f"PyTorch's SDPA with {_implementation} activated as its flash backend",
+            library=_library.package,
+            install=_library.install,
+        )
+    )

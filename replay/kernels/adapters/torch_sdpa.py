@@ -1,0 +1,157 @@
+"""PyTorch's own SDPA: one kernel per backend, eager, compiled and autotuned.
+
+`torch-default` leaves the choice to PyTorch, as a model does. `-compiled` is `torch.compile` in its
+default mode, `-autotuned` in `max-autotune`, which on a GPU also records CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from functools import partial
+from types import FunctionType
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from capture.call import AttentionCall
+from capture.interceptor import TORCH_SDPA
+from replay.kernels.compiling import CompiledPerSignature
+from replay.kernels.registry import Kernel, register
+from replay.timing.machine import available_bytes
+
+_BACKENDS = {
+    "torch-default": None,
+    "torch-math": SDPBackend.MATH,
+    "torch-flash": SDPBackend.FLASH_ATTENTION,
+    "torch-efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "torch-cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+_ABOUT = {
+    "torch-default": "PyTorch's own choice among the other four",
+    "torch-math": "matmul, softmax, matmul",
+    "torch-flash": "FlashAttention 2 as built into PyTorch",
+    "torch-efficient": "memory-efficient attention (from xFormers) as built into PyTorch",
+    "torch-cudnn": "cuDNN's fused attention",
+}
+_MODES = {"": "", "-compiled": "default", "-autotuned": "max-autotune"}
+_ON_CPU = (None, SDPBackend.MATH, SDPBackend.FLASH_ATTENTION)
+
+
+def _attention(backend: SDPBackend | None) -> FunctionType:
+    """SDPA restricted to one backend.
+
+    The restriction stands inside the function because PyTorch's compile cache does not know about
+    one outside: a graph traced under `sdpa_kernel(MATH)` would be answered with one that was cached
+    for flash (seen with torch 2.13).
+    """
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if backend is None:
+            return TORCH_SDPA(
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
+        with sdpa_kernel(backend):
+            return TORCH_SDPA(
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
+
+    assert isinstance(attention, FunctionType)
+    return attention
+
+
+def _unavailable(backend: SDPBackend | None, device: torch.device) -> str | None:
+    if device.type == "cpu" and backend not in _ON_CPU:
+        return "PyTorch has it on GPUs only"
+    if backend == SDPBackend.CUDNN_ATTENTION and not torch.backends.cudnn.is_available():
+        return "this PyTorch has no cuDNN"
+    return None
+
+
+def _unsupported(backend: SDPBackend | None, call: AttentionCall) -> str | None:
+    """PyTorch's own reason for refusing the call on this backend."""
+    if call.attn_mask is not None and call.is_causal:
+        return "attn_mask and is_causal together"
+    if call.dropout_p > 0:
+        return "dropout: its output is random, so nothing can judge it"
+    only = contextlib.nullcontext() if backend is None else sdpa_kernel(backend)
+    with only, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            torch._fused_sdp_choice(
+                call.query,
+                call.key,
+                call.value,
+                call.attn_mask,
+                call.dropout_p,
+                call.is_causal,
+                scale=call.scale,
+                enable_gqa=call.enable_gqa,
+            )
+        except RuntimeError as error:
+            return _reason([str(warning.message) for warning in told]) or str(error)
+    return _too_large_for_math(call) if backend == SDPBackend.MATH else None
+
+
+def _too_large_for_math(call: AttentionCall) -> str | None:
+    """On the CPU an allocation that does not fit kills the process instead of raising."""
+    shape = call.shape
+    # Scores and probabilities, in float32 at least.
+    needed = 2 * shape.batch * shape.q_heads * shape.q_len * shape.kv_len * 4
+    if call.device.type != "cpu" or needed < available_bytes(call.device):
+        return None
+    return f"its score matrices need {needed / 1e9:.0f} GB of memory"
+
+
+def _reason(messages: list[str]) -> str:
+    """The sentence that matters among the warnings PyTorch gives for every backend it skips."""
+    sentences = [message.partition(" (Triggered internally")[0].strip() for message in messages]
+    return next(
+        (
+            sentence
+            for sentence in sentences
+            if "not used because" not in sentence and "runtime disabled" not in sentence
+        ),
+        "",
+    )
+
+
+for _suffix, _mode in _MODES.items():
+    for _name, _backend in _BACKENDS.items():
+        _eager = _attention(_backend)
+        register(
+            Kernel(
+                f"{_name}{_suffix}",
+                CompiledPerSignature(_eager, _mode) if _mode else _eager,
+                unavailable=partial(_unavailable, _backend),
+                unsupported=partial(_unsupported, _backend),
+                default=not _mode,
+                about=f"{_name} under torch.compile(mode={_mode!r})" if _mode else _ABOUT[_name],
+                library="torch",
+            )
+        )

@@ -1,0 +1,155 @@
+"""Transformer Engine: `transformer_engine.pytorch.DotProductAttention`, a kernel for each backend.
+
+Which backend runs is settled by environment variables (`NVTE_FLASH_ATTN`, `NVTE_FUSED_ATTN`,
+`NVTE_UNFUSED_ATTN`) that are read when the library is imported and when it first sees a kind of
+call, and remembered. So one process serves one of the three kernels: each has a worker of its own,
+and without workers the first that is called runs and the others say so. It takes BSHD and returns
+the heads joined, (B, S, Hq · Dv).
+
+No mask is passed, and causal calls need as many queries as keys.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from replay.kernels.constraints import (
+    all_of,
+    causal_only_square,
+    half_precision,
+    max_head_dim,
+    multiple_of_8,
+    no_dropout,
+    no_mask,
+)
+from replay.kernels.layout import on_bshd
+from replay.kernels.library import Library, version
+from replay.kernels.registry import Kernel, register
+
+LIBRARY = Library(
+    module="transformer_engine.pytorch",
+    package="transformer-engine",
+    install="pip install --no-build-isolation transformer-engine[pytorch]",
+    functions=("DotProductAttention",),
+)
+
+SWITCHES = {"flash": "NVTE_FLASH_ATTN", "fused": "NVTE_FUSED_ATTN", "unfused": "NVTE_UNFUSED_ATTN"}
+
+_chosen: str | None = None
+"""The backend this process is for, once one has been called."""
+
+
+def choose(backend: str) -> None:
+    """Settle the backend of this process; to be called before the library is imported.
+
+    Raises:
+        RuntimeError: it is settled already, on another.
+    """
+    global _chosen
+    if _chosen == backend:
+        return
+    if reason := _taken(backend):
+        raise RuntimeError(reason)
+    for each, switch in SWITCHES.items():
+        os.environ[switch] = str(int(each == backend))
+    _chosen = backend
+
+
+def _taken(backend: str) -> str | None:
+    if _chosen not in (None, backend):
+        return (
+            f"this process runs te-{_chosen}, and Transformer Engine has one backend a process: "
+            f"name te-{backend} alone"
+        )
+    if _chosen is None and LIBRARY.module in sys.modules:
+        return "Transformer Engine was imported before its backend could be chosen"
+    return None
+
+
+def _unavailable(backend: str, device: torch.device) -> str | None:
+    if reason := _taken(backend):
+        return reason
+    if _chosen == backend:
+        return LIBRARY.unavailable(device)
+    # Importing it would settle the backend, which asking must not.
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return "needs a CUDA GPU"
+    if not version(LIBRARY.package) and importlib.util.find_spec("transformer_engine") is None:
+        return f"not installed: {LIBRARY.install}"
+    return None
+
+
+@functools.lru_cache(maxsize=16)
+def _module(
+    heads: int, head_dims: tuple[int, int], kv_heads: int, scale: float | None, is_cross: bool
+) -> Callable[..., Tensor]:
+    module: Any = LIBRARY.load()
+    return module.DotProductAttention(
+        num_attention_heads=heads,
+        kv_channels=head_dims[0] if head_dims[0] == head_dims[1] else head_dims,
+        num_gqa_groups=kv_heads,
+        attention_dropout=0.0,
+        qkv_format="bshd",
+        attn_mask_type="no_mask",
+        attention_type="cross" if is_cross else "self",
+        softmax_scale=scale,
+    )
+
+
+def _run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    is_causal: bool,
+    backend: str,
+) -> Tensor:
+    choose(backend)
+    _, q_len, heads, head_dim = query.shape
+    dims = (head_dim, value.shape[3])
+    module = _module(heads, dims, key.shape[2], scale, q_len != key.shape[1])
+    output = module(
+        query,
+        key,
+        value,
+        qkv_format="bshd",
+        attn_mask_type="causal" if is_causal else "no_mask",
+    )
+    return output.unflatten(2, (heads, -1))
+
+
+for _backend, _about in {
+    "flash": "Transformer Engine on FlashAttention",
+    "fused": "Transformer Engine on cuDNN's fused attention",
+    "unfused": "Transformer Engine's unfused attention",
+}.items():
+    _attention, _prepare = on_bshd(partial(_run, backend=_backend))
+    register(
+        Kernel(
+            f"te-{_backend}",
+            _attention,
+            unavailable=partial(_unavailable, _backend),
+            unsupported=all_of(
+                no_dropout,
+                half_precision,
+                no_mask,
+                causal_only_square,
+                multiple_of_8,
+                max_head_dim(256),
+            ),
+            prepare=_prepare,
+            about=_about,
+            library=LIBRARY.package,
+            install=LIBRARY.install,
+            own_process=True,
+        )
+    )

@@ -1,0 +1,25 @@
+"""How a sparse kernel says which keys it attends to."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from capture.call import AttentionCall
+
+
+def mask_of_tokens(indices: Tensor, call: AttentionCall) -> Tensor:
+    """(B, Hq, 1, Sk) bool, True for the keys in `indices` (B, Hkv, K).
+
+    The query heads that share a key/value head share its keys; entries outside 0…Sk-1 are none.
+    """
+    shape = call.shape
+    none = torch.tensor(shape.kv_len, device=indices.device)
+    places = indices.long()
+    places = torch.where((places < 0) | (places > none), none, places)
+    mask = torch.zeros(
+        (shape.batch, shape.kv_heads, shape.kv_len + 1), dtype=torch.bool, device=call.device
+    )
+    mask.scatter_(2, places, True)
+    group = shape.q_heads // shape.kv_heads
+    return mask[:, :, : shape.kv_len].repeat_interleave(group, dim=1)[:, :, None]

@@ -1,0 +1,337 @@
+"""What a kernel is to the replay, and where kernels are found.
+
+A kernel is one function with SDPA's own arguments, registered under a name:
+
+    from replay import register_kernel
+
+    @register_kernel("mine")
+    def mine(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False,
+             *, scale=None, enable_gqa=False):
+        ...
+
+Every file in `replay/kernels/` registers its kernels when imported; adding one is adding a file. A
+library is imported when its kernel is first asked for, never with the file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import pkgutil
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from capture.call import AttentionCall
+from replay.rows.row import AccuracyClass
+
+Attention = Callable[..., Tensor]
+"""SDPA's signature: (query, key, value, attn_mask, dropout_p, is_causal, *, scale, enable_gqa)."""
+
+
+ENTRY_POINTS = "attention_replay.kernels"
+"""Entry-point group through which an installed package offers kernels: `name = "module:function"`
+(`register_kernel` on the function adds constraints)."""
+
+
+class KernelNameError(Exception):
+    """A name that no kernel has; the message lists the nearest."""
+
+
+def _always(_: object) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel as the replay sees it."""
+
+    name: str
+    attention: Attention
+    """The drop-in call: what a model would run, layout changes and quantisation included."""
+    accuracy_class: AccuracyClass = "exact"
+    """`exact` (16 or 32 bits throughout), `quantised` or `sparse`: by which rule its output is
+    judged."""
+    unavailable: Callable[[torch.device], str | None] = _always
+    """Why it cannot run on a device at all (not installed, wrong architecture), found by trying."""
+    unsupported: Callable[[AttentionCall], str | None] = _always
+    """Why it cannot run one call (mask, head_dim, dtype …)."""
+    prepare: Callable[[AttentionCall], Callable[[], Tensor]] | None = None
+    """The core alone: everything before the kernel done once, the returned callable the rest. Its
+    output is laid out and judged as the kernel's own; the dtype may be another."""
+    default: bool = True
+    """Whether it runs when no kernel is named."""
+    about: str = ""
+    """One line for `--list-kernels`."""
+    library: str = ""
+    """The package whose version is shown, and in which one environment differs from another."""
+    install: str = ""
+    """The command that installs the library, shown where the kernel is unavailable."""
+    variant_of: str = ""
+    """The kernel this one is with other options: `base[option=value,…]`. Never a default."""
+    own_process: bool = False
+    """Whether it must not share a worker with another such kernel, because a library serves one
+    kernel a process. Asking `unavailable` must settle nothing: all are asked in one worker."""
+
+    chosen: Callable[[AttentionCall], Tensor] | None = None
+    """Which keys a `sparse` kernel attends to, the same each time: bool, True = attended,
+    broadcasts to (B, Hq, Sq, Sk). `replay.kernels.chosen_keys` makes it from indices."""
+    options: Callable[..., Kernel] | None = None
+    """Makes this kernel with other options, which are its keyword arguments: each has a default,
+    of the type that a value must have. `name[option=value,…]` is then a name, and it raises
+    ValueError, in a sentence, for a value that makes no sense."""
+
+    load: Callable[[], Kernel] | None = None
+    """Brings the real kernel, where importing it runs somebody else's code: a user's file or an
+    installed package's entry point. It runs when the kernel is first asked for anything."""
+
+    def __post_init__(self) -> None:
+        if (self.accuracy_class == "sparse") != (self.chosen is not None):
+            raise ValueError(f"{self.name}: a sparse kernel, and no other, says what is `chosen`")
+
+    def loaded(self) -> Kernel:
+        """The kernel itself, imported if need be. Raises what the import raises."""
+        return self if self.load is None else self.load()
+
+
+_kernels: dict[str, Kernel] = {}
+
+
+def register(kernel: Kernel) -> Kernel:
+    """Add a kernel to the catalogue.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if kernel.name in _kernels:
+        raise ValueError(f"a kernel named {kernel.name!r} is registered already")
+    _kernels[kernel.name] = kernel
+    return kernel
+
+
+def register_kernel(
+    name: str,
+    *,
+    accuracy_class: AccuracyClass = "exact",
+    unavailable: Callable[[torch.device], str | None] = _always,
+    unsupported: Callable[[AttentionCall], str | None] = _always,
+    prepare: Callable[[AttentionCall], Callable[[], Tensor]] | None = None,
+    default: bool = True,
+    about: str = "",
+    library: str = "",
+    install: str = "",
+    chosen: Callable[[AttentionCall], Tensor] | None = None,
+) -> Callable[[Attention], Attention]:
+    """Decorator that registers a function with SDPA's arguments as a kernel; see `Kernel`."""
+
+    def decorate(attention: Attention) -> Attention:
+        line = about or (attention.__doc__ or "").strip().partition("\n")[0]
+        register(
+            Kernel(
+                name,
+                attention,
+                accuracy_class,
+                unavailable,
+                unsupported,
+                prepare,
+                default,
+                line,
+                library,
+                install,
+                chosen=chosen,
+            )
+        )
+        return attention
+
+    return decorate
+
+
+def catalogue() -> dict[str, Kernel]:
+    """Every registered kernel by name, ours loaded."""
+    package = importlib.import_module("replay.kernels.adapters")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{module.name}")
+    for entry_point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        if entry_point.name not in _kernels:
+            about = f"from {entry_point.value}"
+            register(_foreign(entry_point.name, entry_point.load, about))
+    return dict(_kernels)
+
+
+def _from_file(target: str) -> Kernel:
+    """A user's `path/file.py:function`; nothing of it is imported yet.
+
+    Raises:
+        KernelNameError: there is no such file.
+    """
+    path, _, function = target.rpartition(":")
+    if not Path(path).is_file():
+        raise KernelNameError(f"no kernel {target!r}: there is no file {path}")
+
+    def load() -> Attention:
+        # By its whole path, since two files may have one name.
+        name = "attention_replay_user_" + re.sub(r"\W", "_", str(Path(path).resolve()))
+        if name not in sys.modules:
+            spec = importlib.util.spec_from_file_location(name, path)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.path.insert(0, str(Path(path).resolve().parent))
+            sys.modules[name] = module
+            try:
+                spec.loader.exec_module(module)
+            except BaseException:
+                del sys.modules[name]
+                raise
+        attention = getattr(sys.modules[name], function, None)
+        if not callable(attention):
+            raise KernelNameError(f"{path} has no function {function!r}")
+        found: Attention = attention
+        return found
+
+    return _foreign(target, load, f"your {function}")
+
+
+def _foreign(name: str, load: Callable[[], Attention], about: str) -> Kernel:
+    """A kernel whose function is imported when needed; constraints it registered itself count."""
+
+    def loaded() -> Kernel:
+        before = dict(_kernels)
+        try:
+            attention = load()
+        except BaseException:
+            # Else the second attempt says that a name is taken, and not what is wrong.
+            _kernels.clear()
+            _kernels.update(before)
+            raise
+        registered = [kernel for kernel in _kernels.values() if kernel.attention is attention]
+        if registered:
+            return replace(registered[0], name=name, load=None)
+        return Kernel(name, attention, about=about)
+
+    def attend(*args: Any, **kwargs: Any) -> Tensor:
+        return load()(*args, **kwargs)
+
+    return Kernel(name, attend, about=about, load=loaded)
+
+
+def find(name: str) -> Kernel:
+    """The kernel of that name: a registered one, or a user's `file.py:function`.
+
+    Raises:
+        KernelNameError: there is none.
+    """
+    kernels = catalogue()
+    if name in kernels:
+        return kernels[name]
+    if ".py:" in name:
+        return _from_file(name)
+    base, _, given = name.partition("[")
+    if base in kernels and name.endswith("]") and kernels[base].options is not None:
+        return _with_texts(kernels[base], given.removesuffix("]"))
+    near = difflib.get_close_matches(name, kernels, n=3, cutoff=0.4)
+    hint = f"did you mean {', '.join(near)}?" if near else "see `replay --list-kernels`"
+    raise KernelNameError(f"no kernel {name!r}: {hint}")
+
+
+def option_names(kernel: Kernel) -> list[str]:
+    """The options that may stand in brackets behind its name."""
+    return list(inspect.signature(kernel.options).parameters) if kernel.options else []
+
+
+def with_options(kernel: Kernel, values: Mapping[str, Any]) -> Kernel:
+    """The kernel with those options set that it has; itself where it has none of them.
+
+    Raises:
+        KernelNameError: a value makes no sense.
+    """
+    values = {name: values[name] for name in option_names(kernel) if name in values}
+    if not values or kernel.options is None:
+        return kernel
+    told = ",".join(f"{name}={value}" for name, value in values.items())
+    try:
+        made = kernel.options(**values)
+    except ValueError as error:
+        raise KernelNameError(f"{kernel.name}[{told}]: {error}") from error
+    return replace(
+        made, name=f"{kernel.name}[{told}]", variant_of=kernel.name, default=False, options=None
+    )
+
+
+def _with_texts(kernel: Kernel, given: str) -> Kernel:
+    """The kernel with the options of `option=value,…`.
+
+    Raises:
+        KernelNameError: it has no such option, or not with such a value.
+    """
+    assert kernel.options is not None
+    known = inspect.signature(kernel.options).parameters
+    values = {}
+    for part in given.split(","):
+        option, _, text = part.strip().partition("=")
+        if option not in known:
+            raise KernelNameError(
+                f"{kernel.name} has no option {option!r}: it has {', '.join(known)}"
+            )
+        kind = type(known[option].default)
+        try:
+            values[option] = kind(text)
+        except ValueError as error:
+            raise KernelNameError(f"{kernel.name}[{given}]: {text!r} is no {kind.__name__}") from (
+                error
+            )
+    return with_options(kernel, values)
+
+
+def select(patterns: str | None, variants: bool = False) -> tuple[list[Kernel], list[str]]:
+    """The kernels that a comma-separated list of names and globs chooses, and which were named.
+
+    A name may also be a user's `file.py:function`. None chooses the default ones, `all` every one
+    but variants; `variants` adds those of every kernel chosen. In a glob `*` and `?` are special
+    and brackets are not, since names of variants have them.
+
+    Raises:
+        KernelNameError: a name or glob fits no kernel.
+    """
+    kernels = catalogue()
+    if patterns is None:
+        defaults = {name: kernel for name, kernel in kernels.items() if kernel.default}
+        return list((_with_variants(defaults) if variants else defaults).values()), []
+    chosen: dict[str, Kernel] = {}
+    named: list[str] = []
+    # A comma inside brackets separates a variant's options, not names.
+    parts = re.split(r",(?![^\[\]]*\])", patterns)
+    for pattern in filter(None, (part.strip() for part in parts)):
+        if pattern in kernels:
+            matches = [pattern]
+        elif pattern == "all":
+            matches = [name for name, kernel in kernels.items() if not kernel.variant_of]
+        else:
+            matches = fnmatch.filter(kernels, pattern.replace("[", "[[]"))
+        if pattern in kernels or not matches:
+            chosen[pattern] = find(pattern)
+            named.append(pattern)
+        chosen.update((name, kernels[name]) for name in matches)
+    if not chosen:
+        raise KernelNameError("--kernels names no kernel; see `replay --list-kernels`")
+    return list((_with_variants(chosen) if variants else chosen).values()), named
+
+
+def _with_variants(chosen: dict[str, Kernel]) -> dict[str, Kernel]:
+    """The chosen kernels, each followed by those variants of it that are not chosen already."""
+    kernels = catalogue().values()
+    found: dict[str, Kernel] = {}
+    for name, kernel in chosen.items():
+        found[name] = kernel
+        found.update((each.name, each) for each in kernels if each.variant_of == name)
+    return found

@@ -1,0 +1,31 @@
+"""Attention of one or a few query tokens over keys that lie in pages, all of them or some."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from replay.kernels.triton.split_kv import Cache, attend
+
+
+def paged_decode(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float | None = None,
+) -> Tensor:
+    """Every query attends to every token of its sequence: (B, Hq, Sq, Dv), contiguous.
+
+    Args:
+        query: (B, Hq, Sq, D), float16 or bfloat16, D ≤ 256, any strides.
+        key_pages: (P, page_size, Hkv, D), any page size, any strides.
+        value_pages: (P, page_size, Hkv, Dv).
+        block_table: (B, N) int32: token t of sequence b is in page `block_table[b, t // page_size]`
+            at place `t % page_size`. What follows a sequence's last page is not read.
+        lengths: (B,) int32, tokens of each sequence, at most N · page_size. A sequence of none gets
+            zeros. What follows the last token of a page is not read.
+        scale: of the scores; None is 1/sqrt(D).
+    """
+    return attend(query, Cache(key_pages, value_pages, block_table, lengths), scale=scale)

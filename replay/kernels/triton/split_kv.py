@@ -1,0 +1,633 @@
+"""Attention of a few queries over many keys: the keys split among programs, the parts merged.
+
+Decoding has one query token, so there is no work to share out but along the keys (Flash-Decoding,
+Dao, Haziza, Massa and Sizov 2023). A program attends with all query heads of one key/value head,
+times the few query tokens, to one part of the keys, and leaves its maximum, its sum and its
+unnormalised output. Whichever program of a head arrives last merges all parts, in their order: the
+sums do not depend on who was last, and there is no second kernel to launch.
+
+One program text serves four kinds of cache. Position i of a sequence is token i, or the token that
+`indices` names; a token lies in its batch element's row, or in the page that `block_table` names.
+Where position i is token i, keys and values come through tensor descriptors (TMA), if their strides
+and the GPU allow it.
+
+Letters: B batch, Hq query heads, Hkv key/value heads, G = Hq / Hkv, Sq and Sk query and key length,
+D and Dv head dimensions, M = G · Sq rows of a key/value head (row r is head r // Sq, query r % Sq).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from replay.kernels.triton.descriptors import can_be_described, described
+
+SHORTEST = 128
+"""Keys for which a program of its own is worth its start."""
+LONG = 4096
+"""Keys a program from which on two programs on a processor look up tokens faster than one."""
+WORTH_DESCRIBING = 2**23
+"""Numbers in keys and values from which on descriptors save the GPU more than they cost the host,
+which is some microseconds each."""
+MERGED_ELEMENTS = 4096
+"""Numbers that a program reads at once when it merges parts: 32 registers of each thread."""
+RESERVED_ARRIVALS = 2**18
+"""Counters for kernels in CUDA graphs, 1 MiB of them a GPU."""
+
+
+@triton.jit
+def find_tokens(
+    positions,
+    is_valid,
+    batch,
+    length,
+    indices_ptr,
+    table_ptr,
+    stride_table,
+    HAS_INDICES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+):
+    """Tokens at `positions` (N,), whether there is one, and its place on a cache's token axis and
+    on its first axis, which is of batch elements or of pages."""
+    tokens = positions
+    if HAS_INDICES:
+        tokens = tl.load(indices_ptr + positions, mask=is_valid, other=-1)
+        is_valid = (tokens >= 0) & (tokens < length)
+        tokens = tl.where(is_valid, tokens, 0)
+    if PAGE_SIZE == 0:
+        slots = tokens.to(tl.int64)
+        first = batch.to(tl.int64)
+    else:
+        slots = (tokens % PAGE_SIZE).to(tl.int64)
+        places = table_ptr + batch.to(tl.int64) * stride_table + tokens // PAGE_SIZE
+        first = tl.load(places, mask=is_valid, other=0).to(tl.int64)
+    return tokens, is_valid, slots, first
+
+
+@triton.jit
+def _mask_bias(
+    mask_ptr,
+    batch,
+    q_heads,
+    queries,
+    has_row,
+    tokens,
+    is_valid,
+    stride_batch,
+    stride_head,
+    stride_query,
+    stride_token,
+    PER_ROW: tl.constexpr,
+):
+    """What a mask adds to scores in powers of two: (M, N), or (1, N) where all rows share it."""
+    places = mask_ptr + batch.to(tl.int64) * stride_batch
+    places += tokens.to(tl.int64)[None, :] * stride_token
+    is_there = is_valid[None, :]
+    if PER_ROW:
+        rows = q_heads.to(tl.int64) * stride_head + queries.to(tl.int64) * stride_query
+        places += rows[:, None]
+        is_there = is_there & has_row[:, None]
+    entries = tl.load(places, mask=is_there, other=0)
+    # Added and not put in place: as in SDPA a masked NaN stays NaN.
+    if mask_ptr.dtype.element_ty == tl.int1:
+        bias = tl.where(entries, 0.0, float("-inf"))
+    else:
+        bias = entries.to(tl.float32) * 1.4426950408889634
+    return bias
+
+
+@triton.jit
+def _merge(
+    parts_ptr,
+    sums_ptr,
+    rows,
+    has_row,
+    columns,
+    has_column,
+    splits,
+    q_rows,
+    v_dim,
+    BLOCK_SPLITS: tl.constexpr,
+):
+    """The output of some rows (R, Dv) from all their parts, `BLOCK_SPLITS` at a time."""
+    highest = tl.full(rows.shape, float("-inf"), tl.float32)
+    total = tl.zeros(rows.shape, tl.float32)
+    output = tl.zeros((rows.shape[0], columns.shape[0]), tl.float32)
+    for first in tl.range(0, splits, BLOCK_SPLITS, num_stages=3):
+        group = first + tl.arange(0, BLOCK_SPLITS)
+        places = group[:, None] * q_rows + rows[None, :]
+        is_there = (group < splits)[:, None] & has_row[None, :]
+        maxima = tl.load(sums_ptr + places * 2, mask=is_there, other=float("-inf"))
+        sums = tl.load(sums_ptr + places * 2 + 1, mask=is_there, other=0.0)
+        parts = tl.load(
+            parts_ptr + places[:, :, None] * v_dim + columns[None, None, :],
+            mask=is_there[:, :, None] & has_column[None, None, :],
+            other=0.0,
+        )
+        higher = tl.maximum(highest, tl.max(maxima, axis=0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(maxima - base[None, :])
+        shrink = tl.exp2(highest - base)
+        highest = higher
+        total = total * shrink + tl.sum(weights * sums, axis=0)
+        output = output * shrink[:, None] + tl.sum(weights[:, :, None] * parts, axis=0)
+    return output / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
+# Numbers that change from call to call must not each compile the kernel again.
+@triton.jit(do_not_specialize=["group", "q_len", "kv_len", "kept", "splits", "stride_table"])
+def _attend_kernel(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    mask_ptr,
+    lengths_ptr,
+    indices_ptr,
+    table_ptr,
+    output_ptr,
+    parts_ptr,
+    arrivals_ptr,
+    scale,
+    kv_heads,
+    group,
+    q_len,
+    kv_len,
+    kept,
+    splits,
+    head_dim,
+    v_dim,
+    stride_query_batch,
+    stride_query_head,
+    stride_query_token,
+    stride_query_dim,
+    stride_key_first,
+    stride_key_head,
+    stride_key_token,
+    stride_key_dim,
+    stride_value_first,
+    stride_value_head,
+    stride_value_token,
+    stride_value_dim,
+    stride_mask_batch,
+    stride_mask_head,
+    stride_mask_query,
+    stride_mask_token,
+    stride_table,
+    IS_CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+    HAS_INDICES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HAS_DESCRIPTORS: tl.constexpr,
+    HAS_SPLITS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+):
+    split = tl.program_id(1)
+    batch = tl.program_id(0) // kv_heads
+    kv_head = tl.program_id(0) % kv_heads
+    q_rows = group * q_len
+    rows = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    has_row = rows < q_rows
+    q_heads = kv_head * group + rows // q_len
+    queries = rows % q_len
+    dims = tl.arange(0, BLOCK_D)
+    has_dim = dims < head_dim
+    columns = tl.arange(0, BLOCK_DV)
+    has_column = columns < v_dim
+
+    query_rows = batch.to(tl.int64) * stride_query_batch
+    query_rows += q_heads.to(tl.int64) * stride_query_head
+    query_rows += queries.to(tl.int64) * stride_query_token
+    query = tl.load(
+        query_ptr + query_rows[:, None] + dims.to(tl.int64)[None, :] * stride_query_dim,
+        mask=has_row[:, None] & has_dim[None, :],
+        other=0.0,
+    )
+    if UPCAST:
+        query = query.to(tl.float32)
+    if not HAS_DESCRIPTORS:
+        key_ptr += kv_head.to(tl.int64) * stride_key_head
+        value_ptr += kv_head.to(tl.int64) * stride_value_head
+    key_dims = dims.to(tl.int64) * stride_key_dim
+    value_dims = columns.to(tl.int64) * stride_value_dim
+    indices_ptr += tl.program_id(0).to(tl.int64) * kept
+
+    length = kv_len
+    if HAS_LENGTHS:
+        length = tl.load(lengths_ptr + batch)
+    positions_end = length
+    if HAS_INDICES:
+        positions_end = kept
+    if IS_CAUSAL:
+        positions_end = tl.minimum(length, q_len)
+    share = tl.cdiv(tl.cdiv(positions_end, BLOCK_N), splits) * BLOCK_N
+    begin = split * share
+    end = tl.minimum(begin + share, positions_end)
+
+    highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    # Per key of a block, and summed at the end: a sum over warps would make them wait each time.
+    totals = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    output = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    for first in range(begin, end, BLOCK_N):
+        positions = first + tl.arange(0, BLOCK_N)
+        tokens, is_valid, slots, first_axis = find_tokens(
+            positions,
+            positions < end,
+            batch,
+            length,
+            indices_ptr,
+            table_ptr,
+            stride_table,
+            HAS_INDICES,
+            PAGE_SIZE,
+        )
+        if HAS_DESCRIPTORS:
+            key = key_ptr.load([batch, kv_head, first, 0]).reshape(BLOCK_N, BLOCK_D)
+        else:
+            key_rows = first_axis * stride_key_first + slots * stride_key_token
+            key = tl.load(
+                key_ptr + key_rows[:, None] + key_dims[None, :],
+                mask=is_valid[:, None] & has_dim[None, :],
+                other=0.0,
+            )
+        if UPCAST:
+            key = key.to(tl.float32)
+        scores = tl.dot(query, tl.trans(key)) * (scale * 1.4426950408889634)
+        if MASK != 0:
+            scores += _mask_bias(
+                mask_ptr,
+                batch,
+                q_heads,
+                queries,
+                has_row,
+                tokens,
+                is_valid,
+                stride_mask_batch,
+                stride_mask_head,
+                stride_mask_query,
+                stride_mask_token,
+                MASK == 2,
+            )
+        if IS_CAUSAL:
+            scores += tl.where(tokens[None, :] <= queries[:, None], 0.0, float("-inf"))
+        scores = tl.where(is_valid[None, :], scores, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, axis=1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(highest - base)
+        highest = higher
+        totals = totals * shrink[:, None] + weights
+
+        if HAS_DESCRIPTORS:
+            value = value_ptr.load([batch, kv_head, first, 0]).reshape(BLOCK_N, BLOCK_DV)
+        else:
+            value_rows = first_axis * stride_value_first + slots * stride_value_token
+            value = tl.load(
+                value_ptr + value_rows[:, None] + value_dims[None, :],
+                mask=is_valid[:, None] & has_column[None, :],
+                other=0.0,
+            )
+        weights = weights.to(value.dtype)
+        if UPCAST:
+            weights, value = weights.to(tl.float32), value.to(tl.float32)
+        output = tl.dot(weights, value, output * shrink[:, None])
+
+    total = tl.sum(totals, axis=1)
+
+    # (B, Hq, Sq, Dv), contiguous: the rows of a key/value head follow one another.
+    output_ptr += tl.program_id(0).to(tl.int64) * q_rows * v_dim
+    if HAS_SPLITS:
+        # The parts as (B · Hkv, splits, M, Dv), and behind them their maxima and sums.
+        sums_ptr = parts_ptr + tl.num_programs(0).to(tl.int64) * splits * q_rows * v_dim
+        sums_ptr += tl.program_id(0).to(tl.int64) * splits * q_rows * 2
+        parts_ptr += tl.program_id(0).to(tl.int64) * splits * q_rows * v_dim
+        own = split * q_rows + rows
+        tl.store(sums_ptr + own * 2, highest, mask=has_row)
+        tl.store(sums_ptr + own * 2 + 1, total, mask=has_row)
+        tl.store(
+            parts_ptr + own[:, None] * v_dim + columns[None, :],
+            output,
+            mask=has_row[:, None] & has_column[None, :],
+        )
+        tl.debug_barrier()  # every thread's part is stored before one of them says so
+        arrivals_ptr += tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)
+        if tl.atomic_add(arrivals_ptr, 1, sem="acq_rel") == splits - 1:
+            tl.store(arrivals_ptr, 0)
+            # Without the rows that only fill up a tensor core's tile.
+            own_rows = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_ROWS)
+            has_own = own_rows < q_rows
+            merged = _merge(
+                parts_ptr,
+                sums_ptr,
+                own_rows,
+                has_own,
+                columns,
+                has_column,
+                splits,
+                q_rows,
+                v_dim,
+                BLOCK_SPLITS,
+            )
+            tl.store(
+                output_ptr + own_rows[:, None] * v_dim + columns[None, :],
+                merged.to(output_ptr.dtype.element_ty),
+                mask=has_own[:, None] & has_column[None, :],
+            )
+    else:
+        output = output / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(
+            output_ptr + rows[:, None] * v_dim + columns[None, :],
+            output.to(output_ptr.dtype.element_ty),
+            mask=has_row[:, None] & has_column[None, :],
+        )
+
+
+Access = Literal["described", "direct", "indirect"]
+"""Through tensor descriptors, through pointers, or to tokens that have to be looked up first."""
+
+
+class Cache(NamedTuple):
+    """Keys and values, and where in them the tokens of each sequence are."""
+
+    key: Tensor
+    """(B, Hkv, Sk, D), or pages (P, page_size, Hkv, D)."""
+    value: Tensor
+    """(B, Hkv, Sk, Dv), or pages (P, page_size, Hkv, Dv)."""
+    block_table: Tensor | None = None
+    """(B, pages of the longest sequence) int32; None when the keys are in one piece."""
+    lengths: Tensor | None = None
+    """(B,) int32, how many tokens each sequence has; None for all."""
+    indices: Tensor | None = None
+    """(B, Hkv, K) int32, the tokens to attend to; None for all. Those < 0 or ≥ the length are
+    skipped."""
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Hkv, the most tokens that a sequence can have, and Dv."""
+        if self.block_table is None:
+            return self.key.shape[1], self.key.shape[2], self.value.shape[3]
+        return self.key.shape[2], self.block_table.shape[1] * self.page_size, self.value.shape[3]
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page; 0 without pages."""
+        return 0 if self.block_table is None else self.key.shape[1]
+
+    def access(self, is_causal: bool) -> Access:
+        """How the kernel reads it.
+
+        Descriptors take whole blocks: no tokens that do not count may follow, whose values could be
+        NaN, and a head dimension must be as wide as a block.
+        """
+        if self.block_table is not None or self.indices is not None:
+            return "indirect"
+        numbers = self.key.numel() + self.value.numel()
+        if is_causal or self.lengths is not None or numbers < WORTH_DESCRIBING:
+            return "direct"
+        fits = all(
+            tensor.shape[3] in (16, 32, 64, 128, 256) and can_be_described(tensor)
+            for tensor in (self.key, self.value)
+        )
+        return "described" if fits else "direct"
+
+    def strides(self, tensor: Tensor) -> tuple[int, ...]:
+        """Of batch elements or pages, of heads, of tokens and within a head."""
+        first, second, third, within = tensor.stride()
+        paged = self.block_table is not None
+        return (first, third, second, within) if paged else (first, second, third, within)
+
+
+class Tiling(NamedTuple):
+    """How the work is cut."""
+
+    block_n: int
+    """Keys at a time."""
+    warps: int
+    stages: int
+    splits: int
+
+
+class Plan(NamedTuple):
+    """What follows from the sizes of a call alone."""
+
+    tiling: Tiling
+    row_blocks: int
+    block_m: int
+    """Rows of a program, padded to a tensor core's tile, and `block_rows` without that."""
+    block_rows: int
+    block_d: int
+    block_dv: int
+    block_splits: int
+    """Parts that a program merges at a time."""
+
+
+@functools.lru_cache(maxsize=1024)
+def plan(
+    heads: int,
+    rows: int,
+    positions: int,
+    head_dim: int,
+    v_dim: int,
+    access: Access,
+    processors: int,
+) -> Plan:
+    """A deterministic choice, from measurements on an H200.
+
+    Args:
+        heads: B · Hkv.
+        rows: G · Sq.
+        positions: keys to attend to.
+        access: how they are read.
+        processors: streaming multiprocessors of the GPU.
+    """
+    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    row_blocks = -(-rows // block_m)
+    block_rows = min(1 << (rows - 1).bit_length(), block_m)
+    # Powers of two that a tensor core's product can have as a side.
+    block_d, block_dv = (max(16, 1 << (dim - 1).bit_length()) for dim in (head_dim, v_dim))
+    widest = max(block_d, block_dv)
+    if access == "described" and widest <= 128:
+        block_n, stages = (128, 4) if widest <= 64 else (128, 3)
+    elif access == "indirect":
+        block_n, stages = (128, 4) if widest <= 64 else (64, 5) if widest <= 128 else (32, 5)
+    else:
+        block_n, stages = (128, 3) if widest <= 64 else (64, 4) if widest <= 128 else (32, 4)
+    # One program a processor moves as many bytes as several do, unless it has to look up where
+    # long sequences are.
+    splits = processors // (heads * row_blocks)
+    if access == "indirect" and positions > splits * LONG:
+        splits *= 2
+    # Loading takes as long as bytes / splits and merging as bytes · splits: the sum is least where
+    # both take as long. A program loads about twice as fast as it merges.
+    loaded, merged = positions * (block_d + block_dv) * 2, block_rows * block_dv * 4
+    splits = min(splits, math.isqrt(loaded // (2 * merged)), -(-positions // SHORTEST))
+    # Where nothing is merged, more warps hide more latency of a small block's loads.
+    warps = 8 if widest <= 64 and splits <= 1 and access == "direct" else 4
+    return Plan(
+        Tiling(block_n, warps, stages, max(1, splits)),
+        row_blocks,
+        block_m,
+        block_rows,
+        block_d,
+        block_dv,
+        max(1, min(MERGED_ELEMENTS // (block_rows * block_dv), 16)),
+    )
+
+
+def attend(
+    query: Tensor,
+    cache: Cache,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    tiles: Tiling | None = None,
+) -> Tensor:
+    """softmax(scale · QKᵀ + mask) · V over a cache: (B, Hq, Sq, Dv), contiguous.
+
+    Args:
+        query: (B, Hq, Sq, D), float16 or bfloat16, any strides.
+        cache: in the query's dtype and on its device, any strides.
+        attn_mask: broadcasts to (B, Hq, Sq, Sk); bool (True = attend) or float (added).
+        is_causal: query i sees the tokens 0…i, whatever the lengths, as in SDPA.
+        scale: of the scores; None is 1/sqrt(D).
+        tiles: how to cut the work, by default `tiling`.
+    """
+    batch, heads, q_len, head_dim = query.shape
+    kv_heads, kv_len, v_dim = cache.sizes
+    output = query.new_empty(batch, heads, q_len, v_dim)
+    if output.numel() == 0:
+        return output
+    group = heads // kv_heads
+    kept = 0 if cache.indices is None else cache.indices.shape[2]
+    access = cache.access(is_causal)
+    cut = plan(
+        batch * kv_heads,
+        group * q_len,
+        min(kv_len, q_len) if is_causal else kept or kv_len,
+        head_dim,
+        v_dim,
+        access,
+        _processors(query.device),
+    )
+    tiles = tiles or cut.tiling
+    is_described = access == "described"
+    splits = tiles.splits
+    parts = arrivals = output
+    if splits > 1:
+        rows = batch * heads * q_len
+        parts = query.new_empty(rows * splits * (v_dim + 2), dtype=torch.float32)
+        arrivals = _arrivals(batch * kv_heads * cut.row_blocks, query.device)
+    mask_kind, mask = 0, output
+    mask_strides: tuple[int, ...] = (0, 0, 0, 0)
+    if attn_mask is not None:
+        mask = attn_mask.expand(batch, heads, q_len, kv_len)
+        mask_strides = mask.stride()
+        is_shared = all(mask.shape[axis] == 1 or mask_strides[axis] == 0 for axis in (1, 2))
+        mask_kind = 1 if is_shared else 2
+    _attend_kernel[(batch * kv_heads, splits, cut.row_blocks)](
+        query,
+        described(cache.key, tiles.block_n, cut.block_d) if is_described else cache.key,
+        described(cache.value, tiles.block_n, cut.block_dv) if is_described else cache.value,
+        mask,
+        output if cache.lengths is None else cache.lengths,
+        output if cache.indices is None else cache.indices,
+        output if cache.block_table is None else cache.block_table,
+        output,
+        parts,
+        arrivals,
+        head_dim**-0.5 if scale is None else float(scale),
+        kv_heads,
+        group,
+        q_len,
+        kv_len,
+        kept,
+        splits,
+        head_dim,
+        v_dim,
+        *query.stride(),
+        *cache.strides(cache.key),
+        *cache.strides(cache.value),
+        *mask_strides,
+        0 if cache.block_table is None else cache.block_table.stride(0),
+        IS_CAUSAL=is_causal,
+        MASK=mask_kind,
+        HAS_LENGTHS=cache.lengths is not None,
+        HAS_INDICES=cache.indices is not None,
+        PAGE_SIZE=cache.page_size,
+        HAS_DESCRIPTORS=is_described,
+        HAS_SPLITS=splits > 1,
+        # Triton's interpreter multiplies the bits of bfloat16 as if they were integers.
+        UPCAST=query.device.type == "cpu",
+        BLOCK_M=cut.block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_D=cut.block_d,
+        BLOCK_DV=cut.block_dv,
+        BLOCK_ROWS=cut.block_rows,
+        BLOCK_SPLITS=cut.block_splits,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    return output
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4  # interpreted: few programs, but some splits
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@dataclass
+class _Reserve:
+    """Zeros of which each kernel in a CUDA graph gets some for ever."""
+
+    zeros: Tensor
+    used: int = 0
+
+
+_reserves: dict[torch.device, _Reserve] = {}
+
+
+def _arrivals(count: int, device: torch.device) -> Tensor:
+    """(count,) int32 zeros, which the kernel leaves as zeros.
+
+    Kept per stream, on which kernels follow one another. A CUDA graph may be replayed on any
+    stream, beside any other, so each kernel in it has its own; where they are used up, or nothing
+    ran before, the graph zeroes them itself at the cost of another node.
+    """
+    if device.type != "cuda":
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    if not torch.cuda.is_current_stream_capturing():
+        stream = triton.runtime.driver.active.get_current_stream(device.index)
+        # In sizes that are powers of two, so that few are kept.
+        return _kept_arrivals(1 << (count - 1).bit_length(), device, stream)
+    reserve = _reserves.get(device)
+    aligned = -(-count // 4) * 4
+    if reserve is None or reserve.used + aligned > RESERVED_ARRIVALS:
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    reserve.used += aligned
+    return reserve.zeros[reserve.used - aligned : reserve.used]
+
+
+@functools.lru_cache(maxsize=64)
+def _kept_arrivals(count: int, device: torch.device, stream: int) -> Tensor:
+    """Zeros for a stream, on which they are made too."""
+    if device not in _reserves:
+        zeros = torch.zeros(RESERVED_ARRIVALS, dtype=torch.int32, device=device)
+        torch.cuda.current_stream(device).synchronize()  # a graph may run on any other
+        _reserves[device] = _Reserve(zeros)
+    return torch.zeros(count, dtype=torch.int32, device=device)

@@ -1,0 +1,188 @@
+"""Attention over batch elements of different lengths, without reading their padding.
+
+A padded batch stays as it is: the kernel reads the keys from `k_starts` on, `k_lengths` many. A
+packed batch has its elements one after another, as FlashAttention's `varlen` functions take it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, overload
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from replay.kernels.triton.forward import Lengths, forward
+
+
+class KeyRanges(NamedTuple):
+    """Which keys of a padded batch count."""
+
+    starts: Tensor
+    """(B,) int32, the first one."""
+    lengths: Tensor
+    """(B,) int32, how many from there on."""
+
+
+@overload
+def padded(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: KeyRanges,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def padded(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: KeyRanges,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def padded(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: KeyRanges,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`prefill` under a padding mask; every query is answered, those of padding tokens too.
+
+    What stands in the padding, be it NaN, reaches nothing.
+
+    Args:
+        query, key, value: (B, Hq, Sq, D), (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv) as for `prefill`.
+        keys: within [0, Sk]; not checked, since that would wait for the GPU. An element without any
+            gets zeros.
+        is_causal: aligned top left of the padded tensors, as SDPA's.
+        scale, return_lse: as for `prefill`.
+
+    Raises:
+        ValueError: the shapes do not fit together, or a head dimension is larger than 256.
+    """
+    batch, q_len = query.shape[0], query.shape[2]
+    lengths = Lengths("padded", batch, q_len, None, keys.starts, keys.lengths)
+    output, lse = forward(query, key, value, None, is_causal, scale, lengths, return_lse)
+    return output if lse is None else (output, lse)
+
+
+@overload
+def packed(
+    query_THD: Tensor,
+    key_THD: Tensor,
+    value_THD: Tensor,
+    q_offsets: Tensor,
+    k_offsets: Tensor,
+    longest_query: int,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def packed(
+    query_THD: Tensor,
+    key_THD: Tensor,
+    value_THD: Tensor,
+    q_offsets: Tensor,
+    k_offsets: Tensor,
+    longest_query: int,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def packed(
+    query_THD: Tensor,
+    key_THD: Tensor,
+    value_THD: Tensor,
+    q_offsets: Tensor,
+    k_offsets: Tensor,
+    longest_query: int,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention within each element of a packed batch: (Tq, Hq, Dv).
+
+    Args:
+        query_THD, key_THD, value_THD: (Tq, Hq, D), (Tk, Hkv, D) and (Tk, Hkv, Dv).
+        q_offsets, k_offsets: (B + 1,) int32, where each element begins and, last, where all end;
+            FlashAttention calls them `cu_seqlens`. Not checked, since that would wait for the GPU.
+        longest_query: the most queries an element has, or more.
+        is_causal: aligned top left of each element (FlashAttention aligns bottom right).
+        scale: None is 1/√D.
+        return_lse: also the log-sum-exp as in `prefill`, (Hq, Tq).
+
+    Raises:
+        ValueError: the shapes do not fit together, or a head dimension is larger than 256.
+    """
+    query, key, value = (each.transpose(0, 1)[None] for each in (query_THD, key_THD, value_THD))
+    batches = q_offsets.shape[0] - 1
+    lengths = Lengths("packed", batches, longest_query, q_offsets, k_offsets)
+    output, lse = forward(query, key, value, None, is_causal, scale, lengths, return_lse)
+    output_THD = output[0].transpose(0, 1)
+    return output_THD if lse is None else (output_THD, lse[0])
+
+
+BLOCK_KEYS = 1024
+
+
+def key_ranges(keys: Tensor) -> KeyRanges:
+    """The ranges of a (B, Sk) bool tensor that is True where a key counts, found on the GPU.
+
+    The keys that count must lie in one run: not checked, since that would wait for the GPU.
+    """
+    batch, length = keys.shape
+    ranges = keys.new_empty(2, batch, dtype=torch.int32)
+    if batch:
+        with torch.cuda.device_of(keys):
+            _key_ranges[(batch,)](
+                keys.view(torch.uint8), ranges, batch, length, *keys.stride(), BLOCK=BLOCK_KEYS
+            )
+    return KeyRanges(ranges[0], ranges[1])
+
+
+@triton.jit
+def _key_ranges(
+    keys,
+    ranges,
+    batches,
+    length,
+    stride_batch,
+    stride_key,
+    BLOCK: tl.constexpr,
+):
+    """One batch element: where its first key is and how many there are."""
+    batch = tl.program_id(0)
+    keys += batch.to(tl.int64) * stride_batch
+    first = tl.full([BLOCK], 2147483647, tl.int32)
+    count = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, length, BLOCK):
+        places = start + tl.arange(0, BLOCK)
+        counts = tl.load(keys + places.to(tl.int64) * stride_key, mask=places < length, other=0)
+        first = tl.where(counts != 0, tl.minimum(first, places), first)
+        count += (counts != 0).to(tl.int32)
+    total = tl.sum(count, 0)
+    tl.store(ranges + batch, tl.where(total > 0, tl.min(first, 0), 0))
+    tl.store(ranges + batches + batch, total)

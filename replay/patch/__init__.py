@@ -1,0 +1,1 @@
+"""Kernels put into a running model."""

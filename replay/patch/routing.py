@@ -1,0 +1,254 @@
+"""Where in a model a call is made, known cheaply, and also to `torch.compile`.
+
+The forwards of a plan's modules are wrapped, on the instances, so that each says which kernels its
+calls get while it runs. Hooks could not: `torch.compile` does not notice a hook that is added to a
+model it has compiled, and compiles anew for each new one it does notice. It does notice an
+instance's `forward`, and compares what a wrapper reads by value: entering the same plan again, or
+another block of a model with the same choices, uses the graph that is there.
+
+The phase is the capture's, except inside a compiled language model, whose cache cannot be asked
+while it is traced: there a call of one query is `decode` and any other `prefill`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import inspect
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from capture.interceptor import Arguments
+from capture.modules import ModuleTracker, phase_of, roots_of
+
+Choices = Mapping[str, str]
+"""The kernel of each phase, at one module."""
+
+NOT_PLANNED = "not in the plan"
+BY_LENGTH = "prefill or decode"
+
+
+class _Running(threading.local):
+    """What the calling thread is inside of."""
+
+    def __init__(self) -> None:
+        self.choices: list[Choices] = []
+        self.phase = "encode"
+
+
+_running = _Running()
+
+
+def kernel_here(arguments: Arguments) -> str | None:
+    """The kernel for a call made now in this thread, or `NOT_PLANNED`; None outside all modules.
+
+    Can be traced by `torch.compile`.
+    """
+    if not _running.choices:
+        return None
+    phase = _running.phase
+    if phase == BY_LENGTH:
+        one_query = arguments.query.shape[-2] == 1 and arguments.key.shape[-2] > 1
+        phase = "decode" if one_query else "prefill"
+    return _running.choices[-1].get(phase, NOT_PLANNED)
+
+
+class PlaceError(Exception):
+    """A plan's modules are not those of the model: one sentence that names the remedy."""
+
+
+class Places:
+    """The modules of a model that a plan names.
+
+    Args:
+        choices: the kernel of each phase, by module path.
+        watched: a module, a pipeline, or a dict of name → module; by default whichever live
+            modules have the paths. Paths match with or without the component's name before them.
+
+    Raises:
+        PlaceError: there is none of them.
+        TypeError: `watched` holds no module.
+
+    Attributes:
+        missing: paths that the model does not have.
+    """
+
+    def __init__(self, choices: Mapping[str, Choices], watched: Any = None) -> None:
+        if watched is None:
+            roots, found = _among_live_modules(choices)
+        else:
+            named = roots_of(watched)
+            roots, found = list(named.values()), _matching(choices, named)
+        if not choices:
+            raise PlaceError("the plan names no module: there is nothing to use")
+        if not found:
+            what = "no live module" if watched is None else f"nothing in {type(watched).__name__}"
+            raise PlaceError(
+                f"{what} is called {next(iter(choices))!r}, nor any other name in the "
+                "plan: build the model it was made for first, and pass it as `module`"
+            )
+        self._roots = [_uncompiled(root) for root in roots]
+        self._choices = {module: choices[path] for module, path in found.items()}
+        self.missing = [path for path in choices if path not in found.values()]
+
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        """Wrap the forwards; put them back on exit."""
+        with contextlib.ExitStack() as stack:
+            for module, choices in self._following().items():
+                stack.enter_context(_wrapped(module, functools.partial(_choosing, choices)))
+            for root in self._roots:
+                stack.enter_context(_wrapped(root, functools.partial(_in_phase, root)))
+            yield
+
+    def _following(self) -> dict[nn.Module, Choices]:
+        """The planned modules, and what below them may call attention without being planned.
+
+        PyTorch's own leaves, most of a model's modules, do not.
+        """
+        below = {inner for module in self._choices for inner in module.modules()}
+        unplanned = [
+            inner
+            for inner in below
+            if inner not in self._choices
+            and not _is_compiled(inner)
+            and (inner._modules or not type(inner).__module__.startswith("torch.nn."))
+        ]
+        return {**self._choices, **{inner: {} for inner in unplanned}}
+
+
+Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def _choosing(choices: Choices, forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def choosing(*args: Any, **kwargs: Any) -> Any:
+        _running.choices.append(choices)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            _running.choices.pop()
+
+    return choosing
+
+
+def _in_phase(root: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    steps = itertools.count()
+    when_traced = _traced_phase(root)
+
+    @functools.wraps(forward)
+    def in_phase(*args: Any, **kwargs: Any) -> Any:
+        outer = _running.phase
+        if torch.compiler.is_compiling():
+            _running.phase = when_traced
+        else:
+            _running.phase = phase_of(root, args, kwargs, next(steps))
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            _running.phase = outer
+
+    return in_phase
+
+
+def _traced_phase(root: nn.Module) -> str:
+    takes = inspect.signature(root.forward).parameters
+    if "timestep" in takes or "timesteps" in takes:
+        return "denoise"
+    generates = "past_key_values" in takes or getattr(root, "can_generate", lambda: False)()
+    return BY_LENGTH if generates else "encode"
+
+
+@contextlib.contextmanager
+def _wrapped(module: nn.Module, wrapper: Wrapper) -> Iterator[None]:
+    """Replace a module's `forward`, on the instance, whatever stands there now."""
+    # Past nn.Module.__setattr__, which a subclass may have changed.
+    attributes = vars(module)
+    before = attributes.get("forward")
+    attributes["forward"] = wrapper(module.forward)
+    try:
+        yield
+    finally:
+        if before is None:
+            del attributes["forward"]
+        else:
+            attributes["forward"] = before
+
+
+def _matching(
+    choices: Mapping[str, Choices], roots: Mapping[str, nn.Module]
+) -> dict[nn.Module, str]:
+    """The modules below the roots that a plan names, with the plan's path of each."""
+    paths = ModuleTracker(roots)._paths
+    components = tuple(f"{name}." for name in roots if name)
+    ways: list[dict[str, str]] = [
+        {path: path for path in choices},
+        _shortened(choices),
+        {f"{component}{path}": path for component in components for path in choices},
+    ]
+    found = [{module: way[path] for module, path in paths.items() if path in way} for way in ways]
+    most = max(found, key=len)
+    return {module: path for module, path in most.items() if not _is_compiled(module)}
+
+
+def _among_live_modules(
+    choices: Mapping[str, Choices],
+) -> tuple[list[nn.Module], dict[nn.Module, str]]:
+    """Roots anywhere in this process below which there are modules of these paths, and those."""
+    gc.collect()  # a model that is gone may still lie in a cycle, and answer to the same paths
+    live = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    for way in ({path: path for path in choices}, _shortened(choices)):
+        found: dict[nn.Module, str] = {}
+        roots = []
+        for root in live:
+            below = [(_at(root, path), named) for path, named in way.items()]
+            here = {module: named for module, named in below if module is not None}
+            roots += [root] if here else []
+            found.update(here)
+        if found:
+            return roots, found
+    return [], {}
+
+
+def _shortened(choices: Mapping[str, Choices]) -> dict[str, str]:
+    """The plan's paths by what stays of them without their first name.
+
+    Raises:
+        PlaceError: two become one.
+    """
+    short: dict[str, str] = {}
+    for path in choices:
+        rest = path.partition(".")[2]
+        if rest and short.setdefault(rest, path) != path:
+            raise PlaceError(
+                f"the plan names {path!r} and {short[rest]!r}, which differ in their component "
+                "only: pass the pipeline they belong to as `module`"
+            )
+    return short
+
+
+def _at(root: nn.Module, path: str) -> nn.Module | None:
+    """The module below `root`, compiled blocks' wrappers left out of the path."""
+    if path == type(root).__name__:
+        return root  # as the capture calls a root that has no name
+    module: nn.Module | None = root
+    for name in path.split("."):
+        module = module and module._modules.get(name)
+        while module is not None and _is_compiled(module):
+            module = module._modules["_orig_mod"]
+    return module
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return "_orig_mod" in module._modules
+
+
+def _uncompiled(module: nn.Module) -> nn.Module:
+    inner = module._modules.get("_orig_mod")
+    return module if inner is None else inner

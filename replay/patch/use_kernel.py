@@ -1,0 +1,335 @@
+"""Puts kernels into a running model: `with use_kernel("sage1"): pipe(...)`, or a plan's of them."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from capture.call import AttentionCall
+from capture.interceptor import Arguments, answer, intercept
+from replay.kernels.registry import Kernel, KernelNameError, find
+from replay.patch.custom_op import answering, calling_operator, costs_reshape, laid_out
+from replay.patch.routing import NOT_PLANNED, Places, kernel_here
+from replay.plan.plan import Plan
+
+
+@dataclass
+class Tally:
+    """What became of the calls that one kernel was meant to answer."""
+
+    hits: int = 0
+    """Calls that the kernel answered."""
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    """Calls that the model's own attention answered, by the reason."""
+    layout_copies: int = 0
+    """Outputs that did not lie in memory as the query does, which costs a copy: the operator's in
+    a compiled model, the model's own reshape after attention otherwise."""
+
+    def __str__(self) -> str:
+        """`90 calls, 48 fell back (48 × takes no mask), 90 layout copies`."""
+        told = f"{self.hits} calls"
+        if self.fallbacks:
+            reasons = ", ".join(f"{count} × {reason}" for reason, count in self.fallbacks.items())
+            told += f", {self.fallbacks.total()} fell back ({reasons})"
+        return told + (f", {self.layout_copies} layout copies" if self.layout_copies else "")
+
+
+@dataclass
+class Swap:
+    """What happened while kernels were in place."""
+
+    kernels: dict[str, Tally]
+    """By the kernel's name."""
+    not_planned: int = 0
+    """Calls at places that the plan does not name, which the model's own attention answered."""
+    missing: list[str] = field(default_factory=list)
+    """Modules that the plan names and the model does not have."""
+
+    @property
+    def hits(self) -> int:
+        return sum(tally.hits for tally in self.kernels.values())
+
+    @property
+    def fallbacks(self) -> Counter[str]:
+        """Of all kernels, and the calls at places that are not in the plan."""
+        counts = Counter({NOT_PLANNED: self.not_planned} if self.not_planned else {})
+        for tally in self.kernels.values():
+            counts += tally.fallbacks
+        return counts
+
+    @property
+    def layout_copies(self) -> int:
+        return sum(tally.layout_copies for tally in self.kernels.values())
+
+    def __str__(self) -> str:
+        """A line per kernel: `sage1: 90 calls, 48 fell back (48 × takes no mask)`."""
+        lines = [f"{name}: {tally}" for name, tally in self.kernels.items()]
+        if self.not_planned:
+            lines.append(f"{NOT_PLANNED}: {self.not_planned} calls")
+        if self.missing:
+            lines.append(f"not in the model: {', '.join(self.missing)}")
+        return "\n".join(lines)
+
+
+Around = Callable[[], contextlib.AbstractContextManager[object]]
+
+
+@contextlib.contextmanager
+def use_kernel(name: str, *, around: Around = contextlib.nullcontext) -> Iterator[Swap]:
+    """Answer every SDPA call of this process with a kernel, as long as the `with` block lasts.
+
+    A call that the kernel does not support goes to the model's own attention, and is counted with
+    the reason: read the result before believing a timing. A kernel that changes key or value in
+    place (a replay tells) does so to the model's own tensors, a key/value cache say.
+
+    Compiled models run compiled, with the kernel as the operator `attention_replay::attend` in
+    their graphs. Each is compiled anew when it first runs with a kernel, so run it once before
+    timing; afterwards the graphs are kept, with and without the kernel, and leaving the block
+    brings the model's own back. Two things are counted less often than they happen: a call that
+    needs gradients is PyTorch's own in the graph, counted when it is compiled; and a CUDA graph
+    (`mode="reduce-overhead"`) replays its kernels without asking, counted when it is recorded.
+
+    Args:
+        name: a registered kernel, or `file.py:function`.
+        around: a context manager to enter for each call, a timer say.
+
+    Yields:
+        A `Swap`, whose counts are live.
+
+    Raises:
+        KernelNameError: no kernel has that name, or it cannot run on this machine.
+        RuntimeError: another swap, or a recording, is active.
+
+    Example:
+        >>> with use_kernel("sage1") as swap:
+        ...     pipe("a panda playing guitar")
+        >>> print(swap)
+    """
+
+    def everywhere(arguments: Arguments) -> str:
+        return name
+
+    kernels = _ready([name])
+    swap = Swap({name: Tally()})
+    with _in_place(swap, kernels, everywhere, around):
+        yield swap
+
+
+@contextlib.contextmanager
+def use_plan(
+    plan: str | Path | Plan, module: Any = None, *, around: Around = contextlib.nullcontext
+) -> Iterator[Swap]:
+    """Answer SDPA calls with the kernel that a plan chose for the module and phase they come from.
+
+    As `use_kernel` in everything else. A call from anywhere else goes to the model's own attention,
+    and is counted as not in the plan. The model must have been built before, and must not run in
+    `nn.DataParallel`. In a compiled language model a call of one query is `decode`, any other
+    `prefill`. A model that `torch.compile` split at graph breaks needs its parts traced again to
+    know its modules: where such a model's calls are told as not in the plan,
+    `torch.compiler.reset()` before entering helps.
+
+    Args:
+        plan: what `replay --plan FILE` wrote, or a `Plan`.
+        module: the model, when more than one in this process has modules of these names: a
+            `torch.nn.Module`, a diffusers pipeline, or a dict of name → module.
+        around: a context manager to enter for each call.
+
+    Yields:
+        A `Swap`, whose counts are live.
+
+    Raises:
+        PlanError: the file is not a plan.
+        PlaceError: no module has a name in it.
+        KernelNameError: it names a kernel that does not exist, or cannot run on this machine.
+        RuntimeError: another swap, or a recording, is active.
+
+    Example:
+        >>> with use_plan("plan.json") as swap:
+        ...     pipe("a panda playing guitar")
+        >>> print(swap)
+    """
+    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    choices: dict[str, dict[str, str]] = {}
+    for choice in plan.choices:
+        choices.setdefault(choice.module, {})[choice.phase] = choice.kernel
+    kernels = _ready(dict.fromkeys(choice.kernel for choice in plan.choices))
+    places = Places(choices, module)
+    swap = Swap({name: Tally() for name in kernels}, missing=places.missing)
+    with _in_place(swap, kernels, kernel_here, around), places.followed():
+        yield swap
+
+
+def _ready(names: Iterable[str]) -> dict[str, Kernel]:
+    """Kernels by name, imported and able to run here.
+
+    Raises:
+        KernelNameError: one is not.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kernels = {name: find(name).loaded() for name in names}
+    for name, kernel in kernels.items():
+        if reason := kernel.unavailable(device):
+            raise KernelNameError(f"{name} cannot run on {device}: {reason}")
+    return kernels
+
+
+@contextlib.contextmanager
+def _in_place(
+    swap: Swap,
+    kernels: Mapping[str, Kernel],
+    choose: Callable[[Arguments], str | None],
+    around: Around,
+) -> Iterator[None]:
+    at_work = _AtWork(swap, kernels, choose, around)
+    with (
+        intercept(at_work.handle, calling_operator(choose)),
+        answering(at_work),
+        _room_for_graphs(kernels),
+    ):
+        yield
+
+
+class _AtWork:
+    """Runs kernels on calls and counts what became of them."""
+
+    def __init__(
+        self,
+        swap: Swap,
+        kernels: Mapping[str, Kernel],
+        choose: Callable[[Arguments], str | None],
+        around: Around,
+    ) -> None:
+        self._swap = swap
+        self._around = around
+        self._attentions = {name: kernel.attention for name, kernel in kernels.items()}
+        self._unsupported = {name: _remembering(kernel) for name, kernel in kernels.items()}
+        self._choose = choose
+        self._own = F.scaled_dot_product_attention
+        self._counting = threading.Lock()
+
+    def handle(
+        self, arguments: Arguments, proceed: Callable[[], Tensor], sdpa: Callable[..., Tensor]
+    ) -> Tensor:
+        """A call that is not compiled."""
+        name = self._choose(arguments) or NOT_PLANNED
+        output, by_kernel = self._attend(name, arguments, proceed)
+        if by_kernel and costs_reshape(output, arguments.query):
+            self._count_copy(name)
+        return output
+
+    def answer(self, kernel: str, arguments: Arguments) -> Tensor:
+        """A call from a compiled graph."""
+        name = kernel or self._choose(arguments) or NOT_PLANNED
+
+        def handle(
+            arguments: Arguments, proceed: Callable[[], Tensor], sdpa: Callable[..., Tensor]
+        ) -> Tensor:
+            output, is_copy = laid_out(self._attend(name, arguments, proceed)[0], arguments.query)
+            if is_copy:
+                self._count_copy(name)
+            return output
+
+        def proceed() -> Tensor:
+            return self._own(**_given(arguments))
+
+        output = answer(handle, arguments, proceed, self._own)
+        return laid_out(output, arguments.query)[0]
+
+    def refuse(self, kernel: str, reason: str) -> None:
+        self._count_fallback(kernel or NOT_PLANNED, reason)
+
+    def _attend(
+        self, name: str, arguments: Arguments, proceed: Callable[[], Tensor]
+    ) -> tuple[Tensor, bool]:
+        """The output, and whether the kernel made it."""
+        with self._around():
+            return self._attend_here(name, arguments, proceed)
+
+    def _attend_here(
+        self, name: str, arguments: Arguments, proceed: Callable[[], Tensor]
+    ) -> tuple[Tensor, bool]:
+        if name not in self._attentions:
+            self._count_fallback(name, NOT_PLANNED)
+            return proceed(), False
+        reason = self._unsupported[name](arguments)
+        if reason:
+            self._count_fallback(name, reason)
+            return proceed(), False
+        output = self._attentions[name](**_given(arguments))
+        with self._counting:
+            self._swap.kernels[name].hits += 1
+        return output, True
+
+    def _count_fallback(self, name: str, reason: str) -> None:
+        with self._counting:
+            if name in self._swap.kernels:
+                self._swap.kernels[name].fallbacks[reason] += 1
+            else:
+                self._swap.not_planned += 1
+
+    def _count_copy(self, name: str) -> None:
+        with self._counting:
+            if name in self._swap.kernels:
+                self._swap.kernels[name].layout_copies += 1
+
+
+def _given(arguments: Arguments) -> dict[str, Any]:
+    """As keywords, without `enable_gqa` where it is off: not every function knows it."""
+    given = arguments._asdict()
+    if not arguments.enable_gqa:
+        del given["enable_gqa"]
+    return given
+
+
+_compiled_with: set[str] = set()
+
+
+@contextlib.contextmanager
+def _room_for_graphs(kernels: Iterable[str]) -> Iterator[None]:
+    """As many compilations of a function with each kernel as PyTorch allows without one.
+
+    A function beyond the limit would silently run eagerly.
+    """
+    _compiled_with.update(kernels)
+    # Without it nothing has been compiled yet, and its import takes seconds.
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        yield
+        return
+    # PyTorch 2.6 calls it by its older name.
+    name = "recompile_limit" if hasattr(dynamo.config, "recompile_limit") else "cache_size_limit"
+    limit = getattr(dynamo.config, name)
+    with dynamo.config.patch({name: limit * (1 + len(_compiled_with))}):
+        yield
+
+
+def _remembering(kernel: Kernel) -> Callable[[Arguments], str | None]:
+    """The kernel's `unsupported`, asked once for calls that differ in values only.
+
+    A mask's values can decide (padding), so calls with a mask are asked every time.
+    """
+    known: dict[object, str | None] = {}
+
+    def unsupported(arguments: Arguments) -> str | None:
+        query, key, value, mask, *options = arguments
+        if query.ndim != 4 or (query.requires_grad and torch.is_grad_enabled()):
+            return "not four-dimensional" if query.ndim != 4 else "gradients are needed"
+        if mask is not None:
+            return kernel.unsupported(AttentionCall(**arguments._asdict()))
+        facts = tuple((each.shape, each.stride(), each.dtype) for each in (query, key, value))
+        signature = (facts, *options)
+        if signature not in known:
+            known[signature] = kernel.unsupported(AttentionCall(**arguments._asdict()))
+        return known[signature]
+
+    return unsupported

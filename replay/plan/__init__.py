@@ -1,0 +1,1 @@
+"""The best kernel of every layer, within a budget of error."""

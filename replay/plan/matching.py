@@ -1,0 +1,164 @@
+"""Which replayed calls stand for which calls of the census.
+
+A recording keeps some calls and counts all (`capture.census`). What a call costs is decided by its
+signature; so a counted call has a counterpart in a replayed call of the same phase that agrees in
+everything but, while a cache grows, key length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from capture.call import Shape
+from replay.rows.row import CallFacts, Row
+from replay.timing.statistics import percentile
+
+REACH = 1.25
+"""A key length beyond all replayed ones takes the nearest's time, up to this factor away. Times are
+never extrapolated: the slope between two near lengths is mostly noise."""
+
+
+class CensusError(Exception):
+    """There is nothing to count with: one sentence that names the remedy."""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A row of the census and the replayed calls that stand for it."""
+
+    module: str
+    phase: str
+    calls: int
+    """In one run of the model."""
+    shares: Mapping[str, float]
+    """By the replayed call's name; they sum to 1. Empty when no call like it was replayed."""
+
+
+def match(
+    census: Mapping[str, Any], replayed: Iterable[CallFacts], *, own_first: bool = True
+) -> list[Counted]:
+    """Every row of a census, with its counterparts among the calls replayed.
+
+    The exact key length or two around it, between which cost is linear, are preferred to the
+    nearest within `REACH`. Several calls of one length share alike.
+
+    Args:
+        census: as `capture.census.Census.to_json` writes it.
+        replayed: calls of the same recording and model.
+        own_first: prefer calls of the module itself to those of other modules of the phase.
+
+    Raises:
+        CensusError: the census is empty, as after a manifest had to be rebuilt.
+    """
+    if not census.get("rows"):
+        raise CensusError(
+            "the recording has no census of the model's calls (its manifest was rebuilt from the "
+            "files): capture again"
+        )
+    alike: dict[object, list[CallFacts]] = {}
+    for call in {call.name: call for call in replayed}.values():
+        alike.setdefault(_kind_of_call(call), []).append(call)
+    counted = []
+    for row in census["rows"]:
+        signature = census["signatures"][row["signature"]]
+        everyone = alike.get(_kind_of_signature(row["phase"], signature), [])
+        own = [call for call in everyone if call.module == row["module"]]
+        pools = (own, everyone) if own_first else (everyone,)
+        shares = _shares(pools, signature["key"][-2]) if everyone else {}
+        counted.append(Counted(row["module"], row["phase"], row["calls"], shares))
+    return counted
+
+
+class Replayed:
+    """Rows by call and kernel (`Row.label`); rows of calls that could not be read are left out."""
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self._rows = {(row.call.name, row.label): row for row in rows if row.kernel}
+
+    def row(self, call: str, label: str) -> Row | None:
+        return self._rows.get((call, label))
+
+    def timed(self, label: str) -> list[CallFacts]:
+        """The calls on which a kernel has a time."""
+        rows = self._rows.items()
+        return [row.call for (_, each), row in rows if each == label and row.time_ms is not None]
+
+    def share_rounds(self, one: Row, other: Row) -> bool:
+        """Whether sample i of both rows of a call is from the same round.
+
+        A kernel with a process of its own was paired with a baseline there, whose times are not
+        kept: its samples do not give the speed-up that its row states.
+        """
+        return self._shares_rounds(one) and self._shares_rounds(other)
+
+    def _shares_rounds(self, row: Row) -> bool:
+        if row.comparison is None:
+            return True
+        at, environment = row.label.removeprefix(row.kernel).partition("@")[1:]
+        against = self.row(row.call.name, row.comparison.vs + at + environment)
+        if against is None or against.time_ms is None or row.time_ms is None:
+            return False
+        pairs = zip(against.time_ms.samples, row.time_ms.samples, strict=False)
+        ratios = [before / after for before, after in pairs]
+        return math.isclose(percentile(ratios, 50), row.comparison.speedup.ratio)
+
+
+def _kind_of_call(call: CallFacts) -> tuple[object, ...]:
+    kind, _, sizes = call.mask.partition(" ")
+    mask = tuple(int(size) for size in sizes.split("×")) if sizes else None
+    return _kind(call.phase, call.shape, call.dtype, call.is_causal, kind, mask)
+
+
+def _kind_of_signature(phase: str, signature: Mapping[str, Any]) -> tuple[object, ...] | None:
+    query, key, value = (signature[name] for name in ("query", "key", "value"))
+    if not len(query) == len(key) == len(value) == 4:
+        return None
+    batch, q_heads, q_len, head_dim = query
+    shape = Shape(batch, q_heads, key[1], q_len, key[2], head_dim, value[3])
+    kind = {None: "", "bool": "bool"}.get(signature["mask_dtype"], "float")
+    mask = None if signature["mask"] is None else tuple(signature["mask"])
+    return _kind(phase, shape, signature["dtype"], signature["is_causal"], kind, mask)
+
+
+def _kind(
+    phase: str,
+    shape: Shape,
+    dtype: str,
+    is_causal: bool,
+    mask_kind: str,
+    mask: tuple[int, ...] | None,
+) -> tuple[object, ...]:
+    """All that decides cost but the key length, which a mask's last size may follow."""
+    if mask and mask[-1] == shape.kv_len:
+        mask = (*mask[:-1], 0)
+    return (phase, shape._replace(kv_len=0), dtype, is_causal, mask_kind, mask)
+
+
+def _shares(pools: Sequence[Sequence[CallFacts]], kv_len: int) -> dict[str, float]:
+    for pool in pools:
+        lengths = [call.shape.kv_len for call in pool]
+        below = [length for length in lengths if length <= kv_len]
+        above = [length for length in lengths if length >= kv_len]
+        if below and above:
+            return _between(pool, max(below), min(above), kv_len)
+    for pool in pools:
+        nearest = min(
+            (call.shape.kv_len for call in pool), key=lambda at: abs(at - kv_len), default=0
+        )
+        if max(nearest, kv_len) <= REACH * min(nearest, kv_len):
+            return _between(pool, nearest, nearest, kv_len)
+    return {}
+
+
+def _between(pool: Sequence[CallFacts], low: int, high: int, kv_len: int) -> dict[str, float]:
+    """Linear interpolation in key length between the calls of two lengths, or of one."""
+    towards_high = (kv_len - low) / (high - low) if high > low else 0.0
+    shares: dict[str, float] = {}
+    for length, share in ((low, 1 - towards_high), (high, towards_high)):
+        names = [call.name for call in pool if call.shape.kv_len == length]
+        if share > 0:
+            shares.update((name, share / len(names)) for name in names)
+    return shares

@@ -1,0 +1,175 @@
+"""The tables of an end-to-end check, 80 columns wide: times of the model, then its output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from replay.end_to_end import drift
+from replay.end_to_end.check import Checked, Measured
+from replay.end_to_end.reasons import reasons
+from replay.end_to_end.span import RUN, Span
+
+TITLES = {
+    "denoise": "one denoising step",
+    "prefill": "prefill, the time to the first token",
+    "decode": "decode, one token",
+    "encode": "one forward",
+    RUN: "one whole run, from prompt to output",
+}
+
+DELAYED = 0.05
+"""Share of the runs' time left out beyond that of the model's own attention, worth telling."""
+
+LEGEND = (
+    "predicted: speed-up from the replay's times and the recording's count of calls · measured: "
+    "in the model, by each run's typical forwards, against its own attention run beside it, behind "
+    "the same hook · in "
+    "brackets 95 % intervals · "
+    "error: predicted / measured - 1 · answered, fell back: attention calls of one run that the "
+    "kernel took, and left to the model's own"
+)
+
+
+def print_checks(checks: Sequence[Checked], console: Console) -> None:
+    """Print what a check of one model found; its first result is the model's own attention."""
+    own, *others = checks
+    ran = [each for each in others if each.measured] or [own]  # own runs come more often
+    rounds = max(measured.ms.n for each in ran for measured in each.measured.values())
+    console.print(Text(f"{own.model} end to end · {rounds} rounds", style="bold"))
+    console.print(Text(f"weights: {own.weights}", style="dim"))
+    for span in own.measured:
+        predictions = [each.predicted(span) for each in others]
+        console.print(_title(span, next((each for each in predictions if each), None)))
+        console.print(_span(span, own, others))
+        console.print()
+    if others:
+        console.print(_outcome(others))
+    else:
+        console.print(Text("no kernel to put into it: choose some with --kernels", "yellow"))
+    for note in (
+        *_unpredicted(others),
+        *(note for each in others for note in _notes(each, own)),
+    ):
+        console.print(Text(note, style="yellow"))
+    console.print(Text(LEGEND, style="dim"))
+    console.print()
+
+
+def _table() -> Table:
+    table = Table(box=None, pad_edge=False, header_style="cyan", padding=(0, 1, 0, 0))
+    table.add_column("kernel", overflow="fold")
+    return table
+
+
+def _title(span: str, predicted: Span | None) -> Text:
+    """What the span is, and what of it attention takes by the replay's times."""
+    parts = [TITLES.get(span, span)]
+    if predicted is not None:
+        least = "at least " if predicted.not_recorded else ""
+        parts.append(f"attention {least}{100 * predicted.attention_share:.0f} %")
+        if predicted.waiting_share:
+            parts.append(f"GPU waits for the host {100 * predicted.waiting_share:.0f} %")
+    return Text(" · ".join(parts), style="bold")
+
+
+def _span(span: str, own: Checked, others: Sequence[Checked]) -> Table:
+    measured = own.measured[span]
+    in_seconds = measured.ms.p50 >= 1000
+    has_tokens = measured.tokens_per_second is not None
+    headings = ["s" if in_seconds else "ms", *["tokens/s"] * has_tokens]
+    table = _table()
+    for heading in (*headings, "predicted", "measured", "error"):
+        table.add_column(heading, justify="right", no_wrap=True)
+
+    def times(found: Measured) -> list[str]:
+        cells = [f"{found.ms.p50 / (1000 if in_seconds else 1):.4g}"]
+        return cells + ([f"{found.tokens_per_second:.4g}"] if has_tokens else [])
+
+    table.add_row(own.kernel, *times(measured), "", "", "")
+    for checked in others:
+        found = checked.measured.get(span)
+        if found is None or found.speedup is None or checked.status != "ok":
+            continue
+        error = checked.prediction_error(span)
+        table.add_row(
+            Text(checked.kernel),
+            *times(found),
+            _ratio(checked.predicted(span)),
+            _times(found.speedup.ratio, found.speedup.low, found.speedup.high),
+            "-" if error is None else f"{100 * error:+.1f} %",
+        )
+    return table
+
+
+def _outcome(others: Sequence[Checked]) -> Table:
+    table = _table()
+    has_memory = any(each.peak_bytes for each in others)
+    for heading in ("answered", "fell back", *["peak GB"] * has_memory):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("output against the model's own", no_wrap=True)
+    for checked in others:
+        if checked.status != "ok":
+            blanks = [""] * (len(table.columns) - 2)
+            table.add_row(Text(checked.kernel), *blanks, Text(checked.status, "red"))
+            continue
+        cells = [str(checked.hits), str(sum(checked.fallbacks.values()))]
+        if has_memory:
+            cells.append(f"{(checked.peak_bytes or 0) / 1e9:.2f}")
+        differs = "\n".join(drift.cells(checked.drift)) or "nothing to compare"
+        table.add_row(Text(checked.kernel), *cells, Text(differs))
+    return table
+
+
+def _unpredicted(others: Sequence[Checked]) -> list[str]:
+    """Why there is no prediction; of all kernels that have the same reason, once."""
+    by_reason: dict[str, list[str]] = {}
+    for checked in others:
+        reason = checked.unpredicted or (checked.prediction and checked.prediction.run.reason)
+        if reason:
+            by_reason.setdefault(reason, []).append(checked.kernel)
+    return [f"not predicted: {', '.join(each)}: {reason}" for reason, each in by_reason.items()]
+
+
+def _notes(checked: Checked, own: Checked) -> list[str]:
+    if checked.status != "ok":
+        return [f"{checked.kernel}: {checked.reason}"]
+    notes = [
+        f"{checked.kernel}: {count} calls fell back: {reason}"
+        for reason, count in checked.fallbacks.items()
+    ]
+    notes += [
+        f"{checked.kernel}: changes its {each} in place: where the model reads that again, as from "
+        "a key/value cache, it reads something else"
+        for each in checked.changed_inputs
+    ]
+    if checked.delayed - own.delayed > DELAYED:
+        notes.append(
+            f"{checked.kernel}: delays of single forwards took {100 * checked.delayed:.0f} % of "
+            f"the time ({100 * own.delayed:.0f} % without the kernel) and are left out: other "
+            "users of the machine, or what the kernel does now and then (compilation, allocation)"
+        )
+    if checked.kept:
+        notes.append(f"{checked.kernel}: {checked.kept} calls left to the model's own attention")
+    if checked.missing:
+        notes.append(f"{checked.kernel}: not in the model: {', '.join(checked.missing)}")
+    seen: set[str] = set()
+    for span in checked.measured:
+        fresh = [each for each in reasons(checked, span) if each not in seen]
+        seen.update(fresh)
+        where = "whole run" if span == RUN else span
+        notes += [f"{checked.kernel}, {where}: {each}" for each in fresh]
+    return notes
+
+
+def _ratio(predicted: Span | None) -> str:
+    if predicted is None or predicted.speedup is None:
+        return "-"
+    return _times(predicted.speedup.value, predicted.speedup.low, predicted.speedup.high)
+
+
+def _times(value: float, low: float, high: float) -> str:
+    return f"{value:.2f}× ({low:.2f}-{high:.2f})"

@@ -1,0 +1,1 @@
+"""What a replay produces: one row per kernel and call."""

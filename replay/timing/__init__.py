@@ -1,0 +1,1 @@
+"""How long kernels take, and on what machine."""

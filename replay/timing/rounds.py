@@ -1,0 +1,161 @@
+"""How long kernels take, compared fairly: interleaved in shuffled rounds, so samples are paired."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from replay.rows.row import GpuState
+from replay.timing.timer import Cache, Candidate, Function, Timer, timer_for
+
+Progress = Callable[[str, int, int], None]
+"""Called with the stage ("warm-up" or "round"), how many are done and how many there are."""
+
+MINIMUM_ROUNDS = 3
+MINIMUM_WARM_UP_MS = 20.0
+MAXIMUM_WARM_UP_MS = 2000.0
+"""Neither counts the first call, which may compile for minutes. A GPU's clock needs some time of
+work to rise, however short the calls."""
+MAXIMUM_WARM_UP_CALLS = 1000
+STEADY_CALLS = 3
+STEADY_GAIN = 0.02
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What `measure` found for one candidate."""
+
+    ms: tuple[float, ...]
+    """Milliseconds of rounds 0…n-1: sample i of every candidate is from the same round."""
+    host_ms: float | None
+    """Median wall time the host needs to enqueue one call; None on CPU, where it is the call."""
+    layer_host_ms: tuple[float, ...]
+    """By round, the same of one call and what comes after it in a model's layer
+    (`replay.timing.host_load`); empty on CPU."""
+    warm_up_calls: int
+    error: Exception | None
+    """What dropped the candidate, if anything did; `ms` then holds the rounds before it."""
+    gpu_before: GpuState | None
+    """Before the first round, the same for all candidates."""
+    gpu_during: GpuState | None
+    """While the samples of the last round ran."""
+
+
+def measure(
+    candidates: Mapping[str, Function],
+    device: torch.device | str,
+    *,
+    cache: Cache = "cold",
+    rounds: int = 30,
+    calls_before: int = 0,
+    seed: int = 0,
+    max_seconds: float = 20.0,
+    on_progress: Progress | None = None,
+    on_sample: Callable[[str], None] | None = None,
+    synchronous: bool = False,
+) -> dict[str, Samples]:
+    """Time every candidate on `device`, once in each of `rounds` rounds.
+
+    The order within a round is shuffled from `seed`. A candidate whose warm-up says that its
+    samples would take more than `max_seconds` gets fewer rounds, the first ones, but at least
+    `MINIMUM_ROUNDS`. One that raises is dropped with its exception, and the others go on. A CUDA
+    error that makes the whole process unusable is raised; `on_sample` is told who is next before
+    every warm-up and sample, and with `synchronous` each sample ends before the next begins, so
+    that the last one named is the one that did it. So many untimed `calls_before` each sample are
+    of the same candidate.
+
+    Raises:
+        ValueError: `cache="cold"` on the CPU, a device that is neither CPU nor CUDA, no rounds.
+    """
+    device = torch.device(device)
+    if rounds < 1:
+        raise ValueError(f"{rounds} rounds measure nothing: ask for at least one")
+    timer = timer_for(device, cache, calls_before)
+    entered = {name: Candidate(function, name) for name, function in candidates.items()}
+    report = on_progress or (lambda stage, done, total: None)
+    announce = on_sample or (lambda name: None)
+    for done, candidate in enumerate(entered.values(), start=1):
+        announce(candidate.name)
+        warm_up(candidate, timer, rounds, max_seconds)
+        report("warm-up", done, len(entered))
+    gpu_before = timer.state()
+    gpu_during = run_rounds(
+        list(entered.values()), timer, seed, report, announce, synchronous=synchronous
+    )
+    return {
+        name: Samples(
+            ms=tuple(candidate.ms),
+            host_ms=statistics.median(candidate.host_ms) if candidate.host_ms else None,
+            layer_host_ms=tuple(candidate.layer_host_ms),
+            warm_up_calls=len(candidate.warm_up_ms),
+            error=candidate.error,
+            gpu_before=gpu_before,
+            gpu_during=gpu_during,
+        )
+        for name, candidate in entered.items()
+    }
+
+
+def warm_up(candidate: Candidate, timer: Timer, rounds: int, max_seconds: float) -> None:
+    """Call until calls no longer get faster, then settle how many rounds there is time for."""
+    times = candidate.warm_up_ms
+    try:
+        while not _is_warm(times):
+            times.append(timer.warm_up_ms(candidate.function))
+        cost_ms = timer.calibrate(candidate)
+    except Exception as error:
+        if timer.is_lost():
+            raise
+        candidate.drop(error)
+        return
+    affordable = int(max_seconds * 1000 / cost_ms)
+    candidate.rounds = min(rounds, max(affordable, MINIMUM_ROUNDS))
+
+
+def run_rounds(
+    candidates: list[Candidate],
+    timer: Timer,
+    seed: int,
+    report: Progress,
+    announce: Callable[[str], None] = lambda name: None,
+    *,
+    synchronous: bool = False,
+) -> GpuState | None:
+    """Sample every candidate once a round, in shuffled order, until its rounds are used up.
+
+    Returns the GPU's state while the last round was under way.
+    """
+    gpu_during = None
+    shuffle = random.Random(seed).shuffle
+    total = max((candidate.rounds for candidate in candidates), default=0)
+    for done in range(total):
+        order = [each for each in candidates if each.error is None and done < each.rounds]
+        shuffle(order)
+        for candidate in order:
+            announce(candidate.name)
+            try:
+                timer.sample(candidate)
+                if synchronous:
+                    timer.collect()
+            except Exception as error:
+                if timer.is_lost():
+                    raise
+                candidate.drop(error)
+        if done == total - 1:
+            gpu_during = timer.state()
+        timer.collect()
+        report("round", done + 1, total)
+    return gpu_during
+
+
+def _is_warm(times: list[float]) -> bool:
+    """Whether the last calls brought nothing faster than those before, or warm-up took enough."""
+    if len(times) >= MAXIMUM_WARM_UP_CALLS or sum(times[1:]) >= MAXIMUM_WARM_UP_MS:
+        return True
+    if len(times) <= STEADY_CALLS or sum(times[1:]) < MINIMUM_WARM_UP_MS:
+        return False
+    return min(times[-STEADY_CALLS:]) >= min(times[:-STEADY_CALLS]) * (1 - STEADY_GAIN)

@@ -1,0 +1,228 @@
+"""How one sample of a kernel's time is taken.
+
+- On CUDA: GPU time between two events on the stream, from the moment it reaches the kernel until
+  the kernel ends. The GPU is kept busy (by a wait, and by the cache flush) while the host enqueues,
+  so launch cost is not in it unless the host needs longer than that. `host_ms` reports that cost on
+  its own, amid other work as a model has it (`replay.timing.host_load`), and `layer_host_ms`
+  together with that of the work after it: a launcher written in Python leaves it cold processor
+  caches.
+  `cold` overwrites a buffer of at least twice the L2 cache before each sample, so neither the
+  kernel's inputs nor its output are cached; `warm` runs the kernel once, untimed, before.
+- On CPU: the standard library's `timeit`, the mean of enough calls to last a millisecond. The
+  cache is always warm.
+
+In a model the layer before ran the same kernel; in a replay another kernel did. `calls_before` puts
+calls of the same one before each sample. That matters for launches, and on a GPU at its power
+limit, whose clock needs some 40 ms to settle at what a kernel draws (`benchmarks/NOTES.md`).
+"""
+
+from __future__ import annotations
+
+import time
+import timeit
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from replay.rows.row import GpuState
+from replay.timing.gpu_state import gpu_is_lost, read_gpu_state
+from replay.timing.host_load import RestOfLayer
+
+Function = Callable[[], object]
+Cache = Literal["cold", "warm"]
+
+T = TypeVar("T")
+
+MINIMUM_FLUSH_BYTES = 256 * 2**20
+CYCLES_PER_MS = 2_000_000
+"""About a millisecond at a GPU's usual 1–2 GHz; a wait only has to be long enough."""
+MAXIMUM_WAIT_MS = 5.0
+"""Longest wait for the host. A kernel that synchronises inside cannot be hidden anyway."""
+
+MINIMUM_CPU_SAMPLE_MS = 1.0
+MAXIMUM_CPU_CALLS = 1000
+
+
+@dataclass(eq=False)
+class Candidate:
+    """The running record of one function."""
+
+    function: Function
+    name: str = ""
+    rounds: int = 0
+    warm_up_ms: list[float] = field(default_factory=list)
+    ms: list[float] = field(default_factory=list)
+    host_ms: list[float] = field(default_factory=list)
+    layer_host_ms: list[float] = field(default_factory=list)
+    error: Exception | None = None
+
+    def drop(self, error: Exception) -> None:
+        # The frames of the traceback hold the candidate's tensors, on a GPU gigabytes of them.
+        traceback.clear_frames(error.__traceback__)
+        self.error = error
+
+
+class Timer(Protocol):
+    """How one kind of device is timed."""
+
+    def warm_up_ms(self, function: Function) -> float:
+        """Wall time of one call with nothing else under way, until its result is there."""
+
+    def calibrate(self, candidate: Candidate) -> float:
+        """Settle how a warmed-up candidate is sampled; returns what a sample costs in ms."""
+
+    def sample(self, candidate: Candidate) -> None:
+        """Run one sample, or enqueue it."""
+
+    def collect(self) -> None:
+        """Wait for what is enqueued, and give every candidate its sample."""
+
+    def state(self) -> GpuState | None:
+        """The GPU's clock and power now."""
+
+    def is_lost(self) -> bool:
+        """Whether the device refuses all further work."""
+
+
+def timer_for(device: torch.device, cache: Cache, calls_before: int) -> Timer:
+    """The device's.
+
+    Raises:
+        ValueError: `cache="cold"` on the CPU, or a device that is neither CPU nor CUDA.
+    """
+    if device.type == "cuda":
+        return CudaTimer(device, cache, calls_before)
+    if device.type != "cpu":
+        raise ValueError(f"cannot time on {device}: only CPU and CUDA devices can be timed")
+    if cache == "cold":
+        raise ValueError('on the CPU the cache is always warm: ask for cache="warm"')
+    return CpuTimer(calls_before)
+
+
+class _Enqueued(NamedTuple):
+    """A sample under way."""
+
+    candidate: Candidate
+    host_ms: float
+    layer_host_ms: float
+    start: torch.cuda.Event
+    end: torch.cuda.Event
+
+
+class CudaTimer:
+    """CUDA events around each call, on the device's current stream."""
+
+    def __init__(self, device: torch.device, cache: Cache, calls_before: int) -> None:
+        self.device = device
+        self.cache = cache
+        self.calls_before = max(calls_before, 1) if cache == "warm" else calls_before
+        self.rest_of_layer = RestOfLayer(device)
+        self.rest_of_layer()  # what libraries set up at their first call is not a kernel's doing
+        self.wait_cycles: dict[Candidate, int] = {}
+        self.pending: list[_Enqueued] = []
+        if cache == "cold":
+            l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+            flush_bytes = max(2 * l2_bytes, MINIMUM_FLUSH_BYTES)
+            self.flush = torch.empty(flush_bytes, dtype=torch.int8, device=device)
+
+    def warm_up_ms(self, function: Function) -> float:
+        return first_call(function, self.device)[1]
+
+    def calibrate(self, candidate: Candidate) -> float:
+        self.rest_of_layer()
+        host_ms = _wall_ms(candidate.function)
+        torch.cuda.synchronize(self.device)
+        # Twice, since the host is slower when it enqueues on a busy GPU from cold caches.
+        wait_ms = min(2 * host_ms, MAXIMUM_WAIT_MS)
+        self.wait_cycles[candidate] = int(wait_ms * CYCLES_PER_MS)
+        return (self.calls_before + 1) * min(candidate.warm_up_ms) + wait_ms
+
+    def sample(self, candidate: Candidate) -> None:
+        with torch.cuda.device(self.device):
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            for _ in range(self.calls_before):
+                candidate.function()
+            # Else the host would wait for room in a queue of earlier samples' launches.
+            torch.cuda.synchronize(self.device)
+            self.rest_of_layer()
+            torch.cuda._sleep(self.wait_cycles[candidate])
+            if self.cache == "cold":
+                self.flush.zero_()
+            start.record()
+            host_ms = _wall_ms(candidate.function)
+            end.record()
+            layer_host_ms = host_ms + _wall_ms(self.rest_of_layer)
+        self.pending.append(_Enqueued(candidate, host_ms, layer_host_ms, start, end))
+
+    def collect(self) -> None:
+        torch.cuda.synchronize(self.device)
+        for each in self.pending:
+            each.candidate.ms.append(each.start.elapsed_time(each.end))
+            each.candidate.host_ms.append(each.host_ms)
+            each.candidate.layer_host_ms.append(each.layer_host_ms)
+        self.pending.clear()
+
+    def state(self) -> GpuState | None:
+        return read_gpu_state(self.device)
+
+    def is_lost(self) -> bool:
+        return gpu_is_lost(self.device)
+
+
+class CpuTimer:
+    """`timeit`, with all of torch's threads."""
+
+    def __init__(self, calls_before: int) -> None:
+        self.calls_before = calls_before
+        self.timers: dict[Candidate, tuple[timeit.Timer, int]] = {}
+
+    def warm_up_ms(self, function: Function) -> float:
+        return first_call(function, "cpu")[1]
+
+    def calibrate(self, candidate: Candidate) -> float:
+        call_ms = min(candidate.warm_up_ms)
+        number = min(int(MINIMUM_CPU_SAMPLE_MS / call_ms) + 1, MAXIMUM_CPU_CALLS)
+        timer = timeit.Timer("function()", globals={"function": candidate.function})
+        self.timers[candidate] = (timer, number)
+        return call_ms * (self.calls_before + number)
+
+    def sample(self, candidate: Candidate) -> None:
+        timer, number = self.timers[candidate]
+        for _ in range(self.calls_before):
+            candidate.function()
+        candidate.ms.append(timer.timeit(number) / number * 1000)
+
+    def collect(self) -> None:
+        """Nothing is left under way on the CPU."""
+
+    def state(self) -> GpuState | None:
+        """There is no GPU to ask."""
+        return None
+
+    def is_lost(self) -> bool:
+        """A processor survives what it raises."""
+        return False
+
+
+def first_call(function: Callable[[], T], device: torch.device | str) -> tuple[T, float]:
+    """The result of `function`, and the milliseconds until it was there, compilation included."""
+    _synchronize(device)
+    start = time.perf_counter()
+    result = function()
+    _synchronize(device)
+    return result, (time.perf_counter() - start) * 1000
+
+
+def _synchronize(device: torch.device | str) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _wall_ms(function: Function) -> float:
+    start = time.perf_counter()
+    function()
+    return (time.perf_counter() - start) * 1000

@@ -1,0 +1,1 @@
+"""Child processes that kernels run in, in this Python environment and in others."""

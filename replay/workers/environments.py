@@ -1,0 +1,335 @@
+"""Python environments that kernels run in, and replays spread over them.
+
+Kernel packages collide: FlashAttention 4 breaks `import diffusers`, SageAttention 1 and 2 share a
+name. So every kernel runs in a worker process, and a worker may use another interpreter. The
+environment called `this` is the one that replays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from replay.bench.runner import STAGES, TIMING
+from replay.bench.settings import Settings
+from replay.kernels.registry import Kernel, catalogue
+from replay.rows.files import rebuilt
+from replay.rows.row import HERE, CallFacts, Row
+from replay.workers.process import CannotStart, Died, Process
+from replay.workloads.recorded import Workload
+
+COMMON_LIBRARIES = ("torch", "triton")
+"""What PyTorch's kernels and ours need, which most environments have: they run in one of them."""
+
+MAXIMUM_DEATHS = 3
+"""A kernel that ended this many workers is not tried again."""
+
+
+class WorkerError(Exception):
+    """An environment that cannot be used as given; the message names the remedy."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What an environment says of one kernel."""
+
+    reason: str | None
+    """Why it cannot run there; None when it can."""
+    version: str = ""
+    install: str = ""
+    """The command that would install its library."""
+
+
+@dataclasses.dataclass
+class _Heard:
+    """What a worker has said about a call so far."""
+
+    facts: CallFacts
+    rows: list[Row]
+    timing: bool = False
+
+
+class Environment:
+    """One interpreter and its worker; further workers for kernels that want their own."""
+
+    def __init__(self, name: str, python: str, timeout: float) -> None:
+        self.name = name
+        self._process = Process(python, timeout)
+        self._last: dict[str, Died] = {}
+        self._deaths: dict[str, int] = {}
+        self._can_run: dict[str, bool] = {}
+        self._apart: dict[str, Environment] = {}
+        """The same interpreter with another worker, by the kernel that it is for."""
+
+    def close(self) -> None:
+        self._process.close()
+        for each in self._apart.values():
+            each.close()
+
+    def probe(self, kernels: Sequence[Kernel], device: str) -> dict[str, Found]:
+        """Which of the kernels can run here; one that kills the worker cannot."""
+        found: dict[str, Found] = {}
+        while missing := [kernel.name for kernel in kernels if kernel.name not in found]:
+            try:
+                for message in self._process.ask(do="probe", kernels=missing, device=device):
+                    if "probed" in message:
+                        name = message.pop("probed")
+                        found[name] = Found(**message)
+            except CannotStart as error:
+                raise self._unusable(error) from error
+            except Died as death:
+                if not death.kernel:
+                    raise self._unusable(death) from death
+                found[death.kernel] = Found(f"{death.status} when asked: {death.reason}")
+        return found
+
+    def replay(
+        self,
+        workload: Workload,
+        kernels: Sequence[Kernel],
+        settings: Settings,
+        report: Callable[[str], None],
+    ) -> list[Row]:
+        """Rows of the kernels on one call. A death costs the row of the kernel that caused it.
+
+        Every worker runs the baseline, so that speed-ups are paired within one process; its row is
+        that of the first.
+
+        Raises:
+            WorkerError: a worker cannot start, or failed at something that is no kernel's.
+        """
+        apart = [kernel for kernel in kernels if self._wants_its_own(kernel, settings)]
+        together = [kernel for kernel in kernels if kernel not in apart]
+        rows: list[Row] = []
+        if together or not apart:
+            rows += self._replay_together(workload, together, settings, report)
+        for kernel in apart:
+            if _is_unreadable(rows):
+                break
+            worker, alone = self._worker_of(kernel), _alone(kernel, settings)
+            found = worker._replay_together(workload, [kernel], alone, report)
+            present = {row.kernel for row in rows}
+            rows += [row for row in found if row.kernel not in present]
+        return _in_order(rows, kernels)
+
+    def _wants_its_own(self, kernel: Kernel, settings: Settings) -> bool:
+        """What is compared with is in every worker, and for what cannot run none is started."""
+        if not kernel.own_process or kernel.name in (settings.baseline, settings.reference):
+            return False
+        if kernel.name not in self._can_run:
+            found = self.probe([kernel], str(settings.device))
+            self._can_run[kernel.name] = found[kernel.name].reason is None
+        return self._can_run[kernel.name]
+
+    def _worker_of(self, kernel: Kernel) -> Environment:
+        if kernel.name not in self._apart:
+            python, timeout = self._process.python, self._process.timeout
+            self._apart[kernel.name] = Environment(self.name, python, timeout)
+        return self._apart[kernel.name]
+
+    def _replay_together(
+        self,
+        workload: Workload,
+        kernels: Sequence[Kernel],
+        settings: Settings,
+        report: Callable[[str], None],
+    ) -> list[Row]:
+        """Rows of kernels that share this worker."""
+        given_up = {name for name, deaths in self._deaths.items() if deaths >= MAXIMUM_DEATHS}
+        asked = [kernel.name for kernel in kernels]
+        rowed = (*asked, settings.baseline, settings.reference)
+        lost = {name: self._last[name] for name in rowed if name in given_up}
+        facts = CallFacts(workload.name)
+        synchronous = False
+        while True:
+            names = [name for name in asked if name not in lost]
+            altered = self._settings(settings, synchronous, {*lost, *given_up})
+            heard = _Heard(facts, [])
+            try:
+                self._replay_once(workload, names, altered, report, heard)
+            except CannotStart as error:
+                raise self._unusable(error) from error
+            except Died as death:
+                facts = heard.facts
+                if settings.device.type == "cuda" and heard.timing and not synchronous:
+                    # Samples are only enqueued: the one that did it may be any before the last.
+                    synchronous = True
+                elif death.kernel in (*lost, *STAGES, ""):
+                    # Nobody to leave out: the call itself cannot be worked on.
+                    reason = f"{workload.name}: {death.reason} while {death.kernel or 'starting'}"
+                    return self._signed([Row("", facts, death.status, reason, log=death.log)])
+                else:
+                    lost[death.kernel] = self._last[death.kernel] = death
+                    self._deaths[death.kernel] = self._deaths.get(death.kernel, 0) + 1
+                    synchronous = True
+                continue
+            rows = heard.rows
+            if all(row.kernel for row in rows):
+                rows += [self._lost_row(name, heard.facts) for name in lost]
+            return self._signed(_in_order(rows, kernels))
+
+    def _replay_once(
+        self,
+        workload: Workload,
+        names: list[str],
+        settings: Settings,
+        report: Callable[[str], None],
+        heard: _Heard,
+    ) -> None:
+        request = {"workload": workload.source, "kernels": names, "settings": settings.to_json()}
+        for message in self._process.ask(do="replay", **request):
+            if "call" in message:
+                heard.facts = rebuilt(CallFacts, message["call"])
+            elif "row" in message:
+                heard.rows.append(rebuilt(Row, message["row"]))
+            elif "unreadable" in message:
+                heard.rows = [Row("", heard.facts, "error", message["unreadable"])]
+            elif "failed" in message:
+                raise WorkerError(message["failed"]) from RuntimeError(message["traceback"])
+            elif "at" in message:
+                heard.timing = heard.timing or message["at"] == TIMING
+                report(message["at"])
+
+    def _settings(self, settings: Settings, synchronous: bool, excluded: set[str]) -> Settings:
+        """What is different in a worker."""
+        save_output = settings.save_output
+        if save_output is not None and self.name != HERE:
+            save_output = save_output / self.name
+        return dataclasses.replace(
+            settings,
+            in_worker=True,
+            synchronous=synchronous,
+            excluded=(*settings.excluded, *sorted(excluded)),
+            save_output=save_output,
+        )
+
+    def _signed(self, rows: list[Row]) -> list[Row]:
+        """Rows with the environment, and with the machine also where the worker died."""
+        machine = next((row.machine for row in rows if row.machine), {})
+        for row in rows:
+            row.environment = self.name
+            row.machine = row.machine or machine
+        return rows
+
+    def _lost_row(self, name: str, facts: CallFacts) -> Row:
+        death = self._last[name]
+        note = ""
+        if self._deaths[name] >= MAXIMUM_DEATHS:
+            note = f"; not tried again, it ended {MAXIMUM_DEATHS} workers"
+        return Row(name, facts, death.status, death.reason + note, log=death.log)
+
+    def _unusable(self, error: CannotStart | Died) -> WorkerError:
+        return WorkerError(
+            f"environment {self.name} ({self._process.python}) does not work: {error}; "
+            "it needs torch and safetensors"
+        )
+
+
+def _in_order(rows: list[Row], kernels: Sequence[Kernel]) -> list[Row]:
+    """Rows as their kernels were asked for, and then those that nobody asked for."""
+    order = {kernel.name: place for place, kernel in enumerate(kernels)}
+    return sorted(rows, key=lambda row: order.get(row.kernel, len(order)))
+
+
+def _is_unreadable(rows: list[Row]) -> bool:
+    """Whether the call's file cannot be read, by no worker then."""
+    return any(not row.kernel and row.status == "error" for row in rows)
+
+
+def _alone(kernel: Kernel, settings: Settings) -> Settings:
+    """Settings of a kernel's own worker: no other such kernel runs there, not even to compare."""
+    others = {each.name for each in catalogue().values() if each.own_process} - {kernel.name}
+    return dataclasses.replace(settings, excluded=(*settings.excluded, *sorted(others)))
+
+
+def interpreters(options: Sequence[str], file: str | None) -> dict[str, str]:
+    """Interpreters by environment name, from `NAME=PYTHON` options and a TOML file.
+
+    The file has a table `[environments]` with lines `name = "path/to/python"`.
+
+    Raises:
+        WorkerError: an option or the file is not of that form, or a Python is not there.
+    """
+    found: dict[str, str] = {}
+    if file is not None:
+        found.update(_from_toml(Path(file)))
+    for option in options:
+        name, _, python = option.partition("=")
+        if not name or not python:
+            raise WorkerError(f"--env {option}: write NAME=PATH/TO/python")
+        found[name] = python
+    for name, python in found.items():
+        found[name] = python = os.path.expanduser(python)  # no shell does it here
+        if name == HERE:
+            raise WorkerError(f"the name {HERE!r} is taken by the environment that replays")
+        if shutil.which(python) is None:
+            raise WorkerError(f"--env {name}: there is no Python at {python}")
+    return found
+
+
+def _from_toml(path: Path) -> dict[str, str]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        data: dict[str, Any] = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise WorkerError(f"{path}: {error}") from error
+    table = data.get("environments")
+    if not isinstance(table, dict) or not all(isinstance(value, str) for value in table.values()):
+        raise WorkerError(f'{path}: needs [environments] with lines name = "path/to/python"')
+    return table
+
+
+def replay_in_workers(
+    workloads: Sequence[Workload],
+    kernels: dict[str, list[Kernel]],
+    settings: Settings,
+    environments: dict[str, Environment],
+    on_progress: Callable[[Workload, str], None] | None = None,
+) -> Iterator[Row]:
+    """Like `replay.bench.runner.replay`, with the kernels of every environment in its own worker.
+
+    Every environment runs the baseline too, so that speed-ups are paired within one process.
+    """
+    for workload in workloads:
+        for name, environment in environments.items():
+            if not kernels.get(name):
+                continue
+
+            def report(stage: str, workload: Workload = workload, name: str = name) -> None:
+                if on_progress is not None:
+                    on_progress(workload, stage if name == HERE else f"{stage} in {name}")
+
+            rows = environment.replay(workload, kernels[name], settings, report)
+            yield from rows
+            if _is_unreadable(rows):
+                break
+
+
+def assign(
+    kernels: Sequence[Kernel], found: dict[str, dict[str, Found]]
+) -> dict[str, list[Kernel]]:
+    """Which kernels run in which environment.
+
+    A kernel runs wherever its library is; PyTorch's own and ours, which most environments have, run
+    in the first that can. One that runs nowhere keeps its row, with the reason, in the first.
+
+    Args:
+        found: what `Environment.probe` said, by environment.
+    """
+    first = next(iter(found))
+    assigned: dict[str, list[Kernel]] = {name: [] for name in found}
+    for kernel in kernels:
+        able = [name for name in found if found[name][kernel.name].reason is None]
+        if kernel.library in COMMON_LIBRARIES:
+            able = able[:1]
+        for name in able or [first]:
+            assigned[name].append(kernel)
+    return assigned

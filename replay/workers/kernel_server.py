@@ -1,0 +1,119 @@
+"""What a worker does with kernels: says which can run, and replays calls through them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from capture.dataset import FileEntry
+from capture.errors import DatasetError
+from replay.bench.check import classify
+from replay.bench.runner import replay
+from replay.bench.settings import Settings
+from replay.kernels.registry import find
+from replay.rows.row import CallFacts
+from replay.timing.machine import available_bytes
+from replay.workers.worker import Say
+from replay.workloads.random_calls import Spec, dtype, twin, workload
+from replay.workloads.recorded import Workload, pickled_call, recorded_call
+
+
+def handle(request: dict[str, Any], say: Say) -> None:
+    """Answer `{"do": "probe", …}` or `{"do": "replay", …}`.
+
+    Raises:
+        ContextLost: a kernel left this process unusable.
+    """
+    if request["do"] == "probe":
+        _probe(request, say)
+    else:
+        _replay(request, say)
+
+
+def _probe(request: dict[str, Any], say: Say) -> None:
+    """Which kernels can run on the device, and the version of their library."""
+    device = torch.device(request["device"])
+    for name in request["kernels"]:
+        say(at=name)
+        try:
+            kernel = find(name).loaded()
+            reason = kernel.unavailable(device)
+        except Exception as error:
+            say(probed=name, reason=classify(error)[1])
+            continue
+        version = _version(kernel.library)
+        say(probed=name, reason=reason, version=version, install=kernel.install)
+
+
+def _replay(request: dict[str, Any], say: Say) -> None:
+    settings = Settings.from_json(request["settings"])
+
+    def report(_: Workload, stage: str) -> None:
+        say(at=stage)
+
+    def loaded(facts: CallFacts) -> None:
+        say(call=asdict(facts))
+
+    try:
+        if settings.device.type == "cpu":
+            _limit_memory(settings.device)
+        kernels = [find(name) for name in request["kernels"]]
+        wanted = _workload(request["workload"])
+        for row in replay([wanted], kernels, settings, report, loaded):
+            say(row=asdict(row))
+    except DatasetError as error:
+        say(unreadable=str(error))
+    if settings.device.type == "cuda":
+        torch.cuda.empty_cache()  # the worker of another environment needs the memory next
+
+
+def _workload(source: dict[str, Any]) -> Workload:
+    if source["kind"] == "recorded":
+        path = Path(source["path"])
+        entry = FileEntry.read(path)
+        return recorded_call(replace(entry, nbytes=source["nbytes"], sha256=source["sha256"]))
+    if source["kind"] == "pickled":
+        return pickled_call(Path(source["path"]))
+    if source["kind"] == "twin":
+        return twin(_workload(source["of"]), source["seed"])
+    spec = Spec(**{**source["spec"], "dtype": dtype(source["spec"]["dtype"])})
+    return workload(source["name"], source["model"], spec, source["seed"])
+
+
+def _version(library: str) -> str:
+    try:
+        return importlib.metadata.version(library) if library else ""
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _limit_memory(device: torch.device) -> None:
+    """An allocation too large for this machine fails here instead of inviting the kernel's killer.
+
+    Not on a GPU: CUDA reserves address space that it never fills.
+    """
+    try:
+        import resource
+    except ImportError:  # not a Unix
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    # On top of what is mapped already, which a machine short of memory would otherwise not allow.
+    wanted = _data_bytes() + available_bytes(device)
+    if hard == resource.RLIM_INFINITY or wanted < hard:
+        with contextlib.suppress(ValueError):  # macOS knows the limit and may refuse it
+            resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
+
+
+def _data_bytes() -> int:
+    """What counts against RLIMIT_DATA now; 0 where the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[5])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")

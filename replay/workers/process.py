@@ -1,0 +1,251 @@
+"""The parent's side of a worker: start it, ask it, and tell what happened when it dies."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from replay.rows.row import Status
+
+LOG_BYTES = 4000
+"""What is kept of a worker's output: its end."""
+
+STARTING_SECONDS = 300.0
+"""How long a worker may take to import torch: minutes, where it lies on a cold network disk."""
+
+LOOK_SECONDS = 1.0
+"""How often a silent worker is looked at. Its end is not always seen on its pipe, which a process
+that a kernel forked may hold open."""
+
+ENDING_SECONDS = 10.0
+"""How long a worker may take to end after it closed its pipe."""
+
+OUR_PACKAGES = """
+import sys
+from importlib.machinery import PathFinder
+
+root = sys.argv[1]
+
+class OurPackages:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        return PathFinder.find_spec(name, [root]) if name in ("capture", "replay") else None
+
+sys.meta_path.insert(0, OurPackages)
+if sys.path[0] == "":
+    del sys.path[0]
+from replay.workers.worker import main
+main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+"""
+"""What the child executes: it finds our two packages and nothing else that lies beside them, since
+another interpreter must not see what is installed for this one, nor the current directory."""
+
+
+class CannotStart(Exception):
+    """The interpreter is not there, or lacks what the worker imports."""
+
+
+class Died(Exception):
+    """The worker is gone; `kernel` is what it was doing."""
+
+    def __init__(self, status: Status, reason: str, kernel: str, log: str) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.reason = reason
+        self.kernel = kernel
+        self.log = log
+
+
+class Process:
+    """A child Python that runs `replay.workers.worker`, started when asked and again after death.
+
+    Args:
+        python: the interpreter; it needs torch and safetensors, and gets this package's source.
+        timeout: seconds without a sign of life after which the child is killed.
+        handler: the module that answers in the child, with `handle(request, say)`.
+    """
+
+    def __init__(
+        self, python: str, timeout: float, handler: str = "replay.workers.kernel_server"
+    ) -> None:
+        self.python = python
+        self._handler = handler
+        self.timeout = timeout
+        self._child: subprocess.Popen[bytes] | None = None
+        self._requests = -1
+        self._replies = -1
+        self._selector: selectors.BaseSelector | None = None
+        self._unread = b""
+        self._log = b""
+
+    def ask(self, **request: Any) -> Iterator[dict[str, Any]]:
+        """Send a request and yield the replies until the child says it is done.
+
+        Raises:
+            CannotStart: there is no working child to ask.
+            Died: the child crashed, hung, or lost its GPU.
+        """
+        at, done = "", False
+        try:
+            if self._child is not None and self._child.poll() is not None:
+                self.close()  # it died while nobody asked anything, which is nobody's fault now
+            if self._child is None:
+                self._start()
+            self._send(request)
+            while True:
+                message = self._receive(at, self.timeout)
+                if message.get("done"):
+                    done = True
+                    return
+                if "lost" in message:
+                    raise self._death(at, message["lost"], message["status"])
+                at = message.get("at", at)
+                yield message
+        finally:
+            # Whoever stopped listening in the middle must not read the rest as another's answer.
+            if not done:
+                self.close()
+
+    def close(self) -> None:
+        """End the child, whatever it is doing, and everything it started."""
+        if self._child is None:
+            return
+        assert self._child.stdout is not None
+        assert self._selector is not None
+        self._kill()
+        self._child.wait()
+        self._selector.close()
+        self._child.stdout.close()
+        os.close(self._requests)
+        os.close(self._replies)
+        self._child, self._selector = None, None
+        self._unread = self._log = b""
+
+    def _start(self) -> None:
+        child_reads, requests = os.pipe()
+        replies, child_writes = os.pipe()
+        root = Path(__file__).resolve().parents[2]
+        command = [self.python, "-c", OUR_PACKAGES, str(root)]
+        command += [str(child_reads), str(child_writes), self._handler]
+        try:
+            child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(child_reads, child_writes),
+                # What it printed, and where it was, must be out before it dies.
+                env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"},
+                # A group of its own, so that compilers it started die with it; and Ctrl-C is ours.
+                start_new_session=True,
+            )
+        except OSError as error:
+            os.close(requests)
+            os.close(replies)
+            raise CannotStart(error.strerror) from error
+        finally:
+            os.close(child_reads)
+            os.close(child_writes)
+        assert child.stdout is not None
+        os.set_blocking(child.stdout.fileno(), False)
+        self._child, self._requests, self._replies = child, requests, replies
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(replies, selectors.EVENT_READ)
+        self._selector.register(child.stdout, selectors.EVENT_READ)
+        try:
+            self._receive("", STARTING_SECONDS)
+        except Died as death:
+            last = death.log.strip().splitlines()[-1:]
+            raise CannotStart(": ".join([death.reason, *last])) from death
+
+    def _send(self, request: dict[str, Any]) -> None:
+        unsent = json.dumps(request).encode() + b"\n"
+        try:
+            while unsent:
+                unsent = unsent[os.write(self._requests, unsent) :]
+        except BrokenPipeError:
+            raise self._death("") from None
+
+    def _receive(self, at: str, patience: float) -> dict[str, Any]:
+        """The next message. What the child prints is read meanwhile, lest it wait for us.
+
+        Raises:
+            Died: there will be none.
+        """
+        assert self._child is not None
+        assert self._selector is not None
+        deadline = time.monotonic() + patience
+        while b"\n" not in self._unread:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                reason = f"no sign of life for {patience:g} s (--timeout)"
+                raise self._death(at, reason, "timeout")
+            ready = [key.fd for key, _ in self._selector.select(min(left, LOOK_SECONDS))]
+            if not ready and self._child.poll() is not None:
+                raise self._death(at)
+            if self._replies in ready:
+                received = os.read(self._replies, 1 << 16)
+                if not received:
+                    raise self._death(at)
+                self._unread += received
+            elif ready and not self._read_log():
+                self._selector.unregister(ready[0])
+        line, _, self._unread = self._unread.partition(b"\n")
+        try:
+            message: dict[str, Any] = json.loads(line)
+        except ValueError:
+            raise self._death(at, "something else wrote into the worker's replies") from None
+        return message
+
+    def _read_log(self) -> bool:
+        """Take what the child has printed; False when it can print no more."""
+        assert self._child is not None
+        assert self._child.stdout is not None
+        try:
+            printed = os.read(self._child.stdout.fileno(), 1 << 16)
+        except BlockingIOError:
+            return True
+        self._log = (self._log + printed)[-LOG_BYTES:]
+        return bool(printed)
+
+    def _death(self, at: str, reason: str | None = None, status: Status = "crash") -> Died:
+        assert self._child is not None
+        if reason is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(ENDING_SECONDS)
+            reason = _how_it_ended(self._child.poll())
+        self._kill()
+        # As much as a pipe holds: what escaped the group may print for ever.
+        for _ in range(16):
+            if not self._read_log():
+                break
+        log = self._log.decode(errors="replace")
+        self.close()
+        return Died(status, reason, at, log)
+
+    def _kill(self) -> None:
+        assert self._child is not None
+        # A group of which only a zombie is left refuses on macOS.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._child.pid, signal.SIGKILL)
+
+
+def _how_it_ended(code: int | None) -> str:
+    if code is None:
+        return "the worker closed its pipe and did not end"
+    if code >= 0:
+        return f"the worker exited with code {code}"
+    if code == -signal.SIGKILL:
+        return "the worker was ended by SIGKILL, perhaps by a system out of memory"
+    try:
+        return f"the worker was ended by {signal.Signals(-code).name}"
+    except ValueError:  # real-time signals have numbers only
+        return f"the worker was ended by signal {-code}"

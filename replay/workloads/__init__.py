@@ -1,0 +1,1 @@
+"""What is replayed: recorded calls, random shapes, published lists of shapes."""

@@ -1,0 +1,205 @@
+"""Calls with random values: any shape, and the lists of shapes that published comparisons use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from capture.call import AttentionCall, Origin
+from capture.dataset import dtype_name
+from capture.strides import copy_with_strides, narrow_expanded
+from replay.workloads.recorded import Workload
+
+NO_WEIGHTS = "none: random values, standard normal"
+
+
+class ShapeError(Exception):
+    """Sizes that no attention call can have."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The sizes of a synthetic call; letters as in `capture.call`."""
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    v_head_dim: int
+    is_causal: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        sizes = {
+            "-b": self.batch,
+            "-hq": self.q_heads,
+            "-hk": self.kv_heads,
+            "-sq": self.q_len,
+            "-sk": self.kv_len,
+            "-d": self.head_dim,
+            "-dv": self.v_head_dim,
+        }
+        for flag, size in sizes.items():
+            if size < 1:
+                raise ShapeError(f"{flag} must be at least 1, not {size}")
+        if self.q_heads % self.kv_heads:
+            raise ShapeError(
+                f"-hq {self.q_heads} is not a multiple of -hk {self.kv_heads}: "
+                "every key/value head serves the same number of query heads"
+            )
+
+    def call(
+        self, device: torch.device | str, generator: torch.Generator | None = None, name: str = ""
+    ) -> AttentionCall:
+        """A call of this shape, contiguous (B, H, S, D), with standard normal values.
+
+        On the `meta` device it has sizes and no values.
+        """
+
+        def normal(heads: int, length: int, dim: int) -> torch.Tensor:
+            size = (self.batch, heads, length, dim)
+            # Drawn in float32 on the device: bfloat16 randn differs between devices and versions.
+            values = torch.randn(size, generator=generator, device=device, dtype=torch.float32)
+            return values.to(self.dtype)
+
+        return AttentionCall(
+            normal(self.q_heads, self.q_len, self.head_dim),
+            normal(self.kv_heads, self.kv_len, self.head_dim),
+            normal(self.kv_heads, self.kv_len, self.v_head_dim),
+            is_causal=self.is_causal,
+            enable_gqa=self.q_heads != self.kv_heads,
+            origin=Origin(model=name, weights=NO_WEIGHTS, phase="synthetic"),
+        )
+
+    @property
+    def longest(self) -> int:
+        return max(self.q_len, self.kv_len)
+
+
+def workloads(name: str, specs: list[Spec], seed: int) -> list[Workload]:
+    """The specs as calls to replay; the same seed gives the same values on the same device."""
+    return [
+        workload(f"{name}-{number:02d}", name, spec, seed + number)
+        for number, spec in enumerate(specs)
+    ]
+
+
+def workload(name: str, model: str, spec: Spec, seed: int) -> Workload:
+    """One synthetic call to replay; `model` is the suite, or `random`."""
+
+    def load(device: torch.device) -> AttentionCall:
+        return spec.call(device, torch.Generator(device).manual_seed(seed), model)
+
+    sizes = {**asdict(spec), "dtype": dtype_name(spec.dtype)}
+    return Workload(
+        name, load, {"kind": "synthetic", "name": name, "model": model, "seed": seed, "spec": sizes}
+    )
+
+
+def with_twins(recorded: Sequence[Workload], seed: int) -> list[Workload]:
+    """Each call and, right after it, the same call with random values."""
+    return [
+        each
+        for number, workload in enumerate(recorded)
+        for each in (workload, twin(workload, seed + number))
+    ]
+
+
+def twin(recorded: Workload, seed: int) -> Workload:
+    """A recorded call with standard normal values in place of its query, key and value.
+
+    Shapes, strides, dtype, mask and scale are the call's, so that all that can differ in speed and
+    error is due to the values.
+    """
+
+    def load(device: torch.device) -> AttentionCall:
+        call = recorded.load(device)
+        generator = torch.Generator(device).manual_seed(seed)
+        tensors = {}
+        for name in ("query", "key", "value"):
+            tensors[name] = copy_with_strides(getattr(call, name), device)
+            stored = narrow_expanded(tensors[name])
+            stored.copy_(torch.randn(stored.shape, generator=generator, device=device))
+        origin = replace(call.origin, weights=NO_WEIGHTS)
+        return replace(call.with_tensors(tensors), output=None, origin=origin)
+
+    source = {"kind": "twin", "of": recorded.source, "seed": seed}
+    return Workload(f"{recorded.name}-random", load, source if recorded.source else {})
+
+
+def _square(
+    batch: int, heads: int, length: int, dim: int, *, causal: bool = False, kv_heads: int = 0
+) -> Spec:
+    return Spec(batch, heads, kv_heads or heads, length, length, dim, dim, causal)
+
+
+def _decode(batch: int, heads: int, kv_heads: int, length: int, dim: int) -> Spec:
+    return Spec(batch, heads, kv_heads, 1, length, dim, dim)
+
+
+SUITES: dict[str, tuple[str, list[Spec]]] = {
+    "flux": (
+        "FLUX.1 at 1024²: 4096 image tokens and six text lengths",
+        [_square(1, 24, 4096 + text, 128) for text in (128, 256, 320, 384, 448, 512)],
+    ),
+    "sage": (
+        "SageAttention's charts: B=4, H=32, 1K to 32K, head_dim 64 and 128, causal and not",
+        [
+            _square(4, 32, length, dim, causal=causal)
+            for dim in (64, 128)
+            for causal in (False, True)
+            for length in (1024, 2048, 4096, 8192, 16384, 32768)
+        ],
+    ),
+    "aiter": (
+        "AITER's diffusion shapes, head_dim 128",
+        [
+            _square(1, 5, 75600, 128),
+            _square(1, 24, 16452, 128),
+            _square(1, 3, 118808, 128),
+            _square(2, 2, 29760, 128),
+        ],
+    ),
+    "cogvideo": (
+        "CogVideoX-2b and -5b, 480×720, 49 frames",
+        [_square(2, 30, 17776, 64), _square(2, 48, 17776, 64)],
+    ),
+    "llama": (
+        "Llama-2-7b and Llama-3.1-8B: prefill and decode",
+        [
+            _square(1, 32, 4096, 128, causal=True),
+            _square(1, 32, 8192, 128, causal=True, kv_heads=8),
+            _square(8, 64, 1024, 64, causal=True, kv_heads=16),
+            _decode(8, 32, 8, 32768, 128),
+            _decode(8, 64, 16, 1024, 64),
+        ],
+    ),
+}
+"""Shapes by suite: what they are, and the list. bfloat16 unless told otherwise."""
+
+
+def suite(name: str, dtype_: str = "bfloat16", longest: int | None = None) -> list[Spec]:
+    """A suite's shapes in a dtype, those longer than `longest` left out.
+
+    Raises:
+        ShapeError: none is left.
+    """
+    specs = [replace(spec, dtype=dtype(dtype_)) for spec in SUITES[name][1]]
+    kept = [spec for spec in specs if longest is None or spec.longest <= longest]
+    if not kept:
+        shortest = min(spec.longest for spec in specs)
+        raise ShapeError(
+            f"--max-seq {longest} leaves nothing of {name}: its shortest is {shortest}"
+        )
+    return kept
+
+
+def dtype(name: str) -> torch.dtype:
+    """`torch.bfloat16` for `bfloat16`."""
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype)
+    return found

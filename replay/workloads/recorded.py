@@ -1,0 +1,105 @@
+"""What to replay: calls by name, loaded one at a time, wherever they come from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from capture.call import AttentionCall, Origin
+from capture.dataset import Dataset, FileEntry
+from capture.errors import DatasetError
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One call that can be brought into memory."""
+
+    name: str
+    load: Callable[[torch.device], AttentionCall]
+    """Raises `DatasetError` when the call cannot be read."""
+    source: dict[str, Any] = field(default_factory=dict)
+    """What a worker process needs to load the same call, as JSON (`replay.workers.kernel_server`
+    reads it); empty for calls that exist in this process only."""
+
+
+def from_directory(directory: str | Path) -> tuple[list[Workload], str]:
+    """The calls recorded in a directory, and a note about how it was read (usually empty).
+
+    Directories of the older `*_input_N.pt` files are read too.
+
+    Raises:
+        DatasetError: the directory is missing or holds no recorded call.
+    """
+    directory = Path(directory)
+    pickled = _numbered(directory.glob("*_input_*.pt")) if directory.is_dir() else []
+    if pickled and not any(directory.glob("*.safetensors")):
+        return [pickled_call(path) for path in pickled], ""
+    dataset = Dataset.open(directory)
+    return [recorded_call(entry) for entry in dataset.entries], dataset.note
+
+
+def recorded_call(entry: FileEntry) -> Workload:
+    """A call that `capture` wrote; its checksum is compared before it is loaded."""
+
+    def load(device: torch.device) -> AttentionCall:
+        entry.check()
+        return entry.load(device)
+
+    path = str(entry.path.resolve())
+    source = {"kind": "recorded", "path": path, "nbytes": entry.nbytes, "sha256": entry.sha256}
+    return Workload(entry.path.stem, load, source)
+
+
+def pickled_call(path: Path) -> Workload:
+    """A call of an older recording."""
+
+    def load(device: torch.device) -> AttentionCall:
+        return _read_pickled(path).to(device)
+
+    return Workload(path.stem, load, {"kind": "pickled", "path": str(path.resolve())})
+
+
+def _numbered(paths: object) -> list[Path]:
+    """Paths that end in a number, in the order of the numbers."""
+    found = []
+    for path in paths:  # type: ignore[attr-defined]
+        match = re.search(r"_input_(\d+)$", path.stem)
+        if match:
+            found.append((path.stem[: match.start()], int(match.group(1)), path))
+    return [path for _, _, path in sorted(found)]
+
+
+def _read_pickled(path: Path) -> AttentionCall:
+    """A file with q, k, v (BHSD), kwargs and call_idx; nothing in it is executed."""
+    try:
+        data = torch.load(path, map_location="cpu", weights_only=True)
+        tensors = [data[name] for name in ("q", "k", "v")]
+        options = dict(data.get("kwargs") or {})
+        index = int(data.get("call_idx", 0))
+    except Exception as error:  # torch.load has many ways to say that a file is damaged
+        reason = str(error).partition("\n")[0]
+        raise DatasetError(f"{path}: not a readable recording ({reason})") from error
+    query, key, value = tensors
+    if not all(isinstance(tensor, torch.Tensor) and tensor.ndim == 4 for tensor in tensors):
+        raise DatasetError(f"{path}: q, k and v must be tensors (B, H, S, D)")
+    return AttentionCall(
+        query,
+        key,
+        value,
+        attn_mask=options.get("attn_mask"),
+        is_causal=bool(options.get("is_causal", False)),
+        scale=options.get("scale"),
+        dropout_p=float(options.get("dropout_p", 0.0)),
+        enable_gqa=query.shape[1] != key.shape[1],
+        origin=Origin(
+            model=path.stem[: path.stem.rindex("_input_")],
+            weights="not stated",
+            call_index=index,
+            phase="unknown",
+        ),
+    )

@@ -1,0 +1,159 @@
+"""Figures computed by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from replay.accuracy import errors
+from replay.accuracy.errors import compare, summary
+
+
+def rows(*values: list[float]) -> Tensor:
+    """One batch, one head: (1, 1, S, Dv)."""
+    return torch.tensor(values, dtype=torch.float64)[None, None]
+
+
+def flat(errors: errors.Errors) -> dict[str, float]:
+    """The figures as numbers, which `pytest.approx` compares."""
+    figures = asdict(errors)
+    for name in ("worst_row", "worst_head"):
+        figures |= {f"{name}{place}": index for place, index in enumerate(figures.pop(name))}
+    return figures
+
+
+def test_figures_by_hand() -> None:
+    errors = compare(rows([3.0, 4.0], [0.0, 1.0]), rows([3.0, 5.0], [1.0, 0.0]))
+    assert errors.cosine == pytest.approx(29 / math.sqrt(26 * 35))
+    assert errors.relative_l1 == pytest.approx(3 / 9)
+    assert errors.mse == pytest.approx(3 / 4)
+    assert errors.rmse == pytest.approx(math.sqrt(3 / 4))
+    assert errors.mae == pytest.approx(3 / 4)
+    assert errors.max_abs == 1.0
+    first = 29 / (5 * math.sqrt(34))
+    assert errors.row_cosine_min == 0.0
+    assert errors.row_cosine_p1 == pytest.approx(0.01 * first)
+    assert errors.row_cosine_p10 == pytest.approx(0.1 * first)
+    assert (errors.worst_row, errors.worst_head) == ((0, 0, 1), (0, 0))
+    assert errors.worst_head_relative_l1 == errors.relative_l1
+    assert errors.worst_head_cosine == pytest.approx(errors.cosine)
+
+
+def test_equal_outputs_have_no_error() -> None:
+    output = torch.randn(2, 3, 5, 7)
+    errors = compare(output, output)
+    assert errors.cosine == pytest.approx(1.0, abs=1e-15)
+    assert errors.cosine <= 1.0
+    assert (errors.relative_l1, errors.rmse, errors.max_abs) == (0.0, 0.0, 0.0)
+
+
+def test_zero_rows() -> None:
+    assert compare(rows([0.0, 0.0]), rows([0.0, 0.0])).row_cosine_min == 1.0
+    assert compare(rows([0.0, 0.0]), rows([0.0, 0.0])).relative_l1 == 0.0
+    assert compare(rows([0.0, 0.0]), rows([0.0, 1.0])).cosine == 0.0
+    only_output = compare(rows([0.0, 1.0]), rows([0.0, 0.0]))
+    assert (only_output.cosine, only_output.relative_l1) == (0.0, math.inf)
+
+
+def test_figures_are_plain_json() -> None:
+    errors = compare(torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4))
+    assert json.loads(json.dumps(asdict(errors)))["worst_head"] == list(errors.worst_head)
+
+
+def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    output, reference = torch.randn(2, 3, 50, 8), torch.randn(2, 3, 50, 8)
+    whole = flat(compare(output, reference))
+    whole_summary = asdict(summary(output))
+    monkeypatch.setattr(errors, "CHUNK_ELEMENTS", 2 * 3 * 8 * 7)
+    assert flat(compare(output, reference)) == pytest.approx(whole, rel=1e-12)
+    assert asdict(summary(output)) == pytest.approx(whole_summary, rel=1e-12)
+
+
+def test_strides_and_dtypes_do_not_matter() -> None:
+    output = torch.randn(2, 5, 3, 8, dtype=torch.bfloat16).transpose(1, 2)
+    reference = torch.randn(2, 3, 5, 8, dtype=torch.float64)
+    assert compare(output, reference) == compare(output.contiguous().double(), reference)
+
+
+def test_percentiles_agree_with_torch() -> None:
+    output, reference = torch.randn(1, 4, 250, 16), torch.randn(1, 4, 250, 16)
+    cosines = F.cosine_similarity(output.double(), reference.double(), dim=-1).flatten()
+    errors = compare(output, reference)
+    assert errors.row_cosine_p1 == pytest.approx(cosines.quantile(0.01).item())
+    assert errors.row_cosine_p10 == pytest.approx(cosines.quantile(0.1).item())
+    assert errors.row_cosine_min == pytest.approx(cosines.min().item())
+
+
+def test_a_broken_head_is_named() -> None:
+    reference = torch.randn(2, 30, 64, 16)
+    output = reference.clone()
+    output[1, 17] = reference[1, 16]
+    errors = compare(output, reference)
+    assert errors.cosine > 0.95
+    assert errors.worst_head == (1, 17)
+    assert abs(errors.worst_head_cosine) < 0.2
+    assert errors.worst_head_relative_l1 > 1
+
+
+def test_a_broken_row_is_named() -> None:
+    reference = torch.randn(2, 6, 2048, 32)
+    output = reference.clone()
+    output[1, 3, 2000] = -reference[1, 3, 2000]
+    errors = compare(output, reference)
+    assert errors.cosine > 0.999
+    assert errors.row_cosine_min == pytest.approx(-1.0)
+    assert errors.row_cosine_p1 == pytest.approx(1.0)
+    assert errors.worst_row == (1, 3, 2000)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_non_finite_element_is_counted_and_located(bad: float) -> None:
+    reference = torch.randn(2, 3, 10, 4)
+    output = reference.clone()
+    output[1, 2, 7, 3] = bad
+    errors = compare(output, reference)
+    assert (errors.nan_count, errors.inf_count) == ((1, 0) if math.isnan(bad) else (0, 1))
+    assert errors.mismatched_nonfinite == 1
+    assert not math.isfinite(errors.relative_l1)
+    assert math.isnan(errors.cosine)
+    assert math.isnan(errors.row_cosine_min)
+    assert errors.worst_row == (1, 2, 7)
+    assert errors.worst_head == (1, 2)
+
+
+def test_nan_that_the_reference_has_too_is_agreement() -> None:
+    reference = rows([math.nan, 1.0], [math.inf, 2.0], [3.0, 4.0])
+    errors = compare(reference.clone(), reference)
+    assert (errors.nan_count, errors.inf_count, errors.mismatched_nonfinite) == (1, 1, 0)
+    assert (errors.relative_l1, errors.max_abs, errors.row_cosine_min) == (0.0, 0.0, 1.0)
+
+
+def test_nan_that_only_the_reference_has_is_a_mismatch() -> None:
+    errors = compare(rows([0.0, 1.0]), rows([math.nan, 1.0]))
+    assert (errors.nan_count, errors.mismatched_nonfinite) == (0, 1)
+    assert math.isnan(errors.max_abs)
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 3), (1, 2, 3, 5), (1, 2, 0, 4)])
+def test_what_cannot_be_compared_is_refused(shape: tuple[int, ...]) -> None:
+    reference = torch.zeros(1, 2, 3, 4) if 0 not in shape else torch.zeros(shape)
+    with pytest.raises(ValueError, match="cannot compare an output of shape"):
+        compare(torch.zeros(shape), reference)
+
+
+def test_summary_by_hand() -> None:
+    found = summary(torch.tensor([[1.0, 2.0], [3.0, 6.0]]))
+    assert asdict(found) == pytest.approx(
+        {"min": 1.0, "max": 6.0, "mean": 3.0, "std": math.sqrt((4 + 1 + 0 + 9) / 4)}
+    )
+    assert all(
+        math.isnan(figure) for figure in asdict(summary(torch.tensor([1, math.nan]))).values()
+    )
+    with pytest.raises(ValueError, match="empty"):
+        summary(torch.empty(0))

@@ -1,0 +1,247 @@
+"""The oracle against the formula written in one line, and against torch's math backend."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from capture.call import AttentionCall
+from replay.accuracy.reference import attention, gold_dtype, same_dtype
+
+
+def random_call(
+    batch: int = 2,
+    q_heads: int = 4,
+    kv_heads: int = 2,
+    q_len: int = 9,
+    kv_len: int = 13,
+    head_dim: int = 8,
+    v_head_dim: int = 8,
+    *,
+    dtype: torch.dtype = torch.float64,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    seed: int = 0,
+) -> AttentionCall:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
+
+    return AttentionCall(
+        normal(batch, q_heads, q_len, head_dim),
+        normal(batch, kv_heads, kv_len, head_dim),
+        normal(batch, kv_heads, kv_len, v_head_dim),
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=q_heads != kv_heads,
+    )
+
+
+def torch_math(call: AttentionCall) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(**call.arguments())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    batch=st.integers(1, 2),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    q_len=st.integers(1, 20),
+    kv_len=st.integers(1, 20),
+    v_head_dim=st.sampled_from([1, 8, 12]),
+    mask=st.sampled_from(["none", "causal", "bool", "float", "padding"]),
+    scale=st.sampled_from([None, 0.3, 0.0, -1.5]),
+    block_elements=st.sampled_from([1, 17, 2**24]),
+    seed=st.integers(0, 100),
+)
+def test_equals_torch_math(
+    batch: int,
+    kv_heads: int,
+    group: int,
+    q_len: int,
+    kv_len: int,
+    v_head_dim: int,
+    mask: str,
+    scale: float | None,
+    block_elements: int,
+    seed: int,
+) -> None:
+    allowed = torch.rand(batch, kv_heads * group, q_len, kv_len) > 0.5
+    masks = {
+        "bool": allowed,
+        "float": torch.randn(allowed.shape[1:]).masked_fill(~allowed[0], -math.inf).double(),
+        "padding": allowed[:, :1, :1],
+    }
+    call = random_call(
+        batch,
+        kv_heads * group,
+        kv_heads,
+        q_len,
+        kv_len,
+        v_head_dim=v_head_dim,
+        attn_mask=masks.get(mask),
+        is_causal=mask == "causal",
+        scale=scale,
+        seed=seed,
+    )
+    output = attention(call, block_elements=block_elements)
+    assert output.shape == (batch, kv_heads * group, q_len, v_head_dim)
+    torch.testing.assert_close(output, torch_math(call), rtol=1e-12, atol=1e-12)
+
+
+def test_one_line_formula() -> None:
+    call = random_call(1, 1, 1, 3, 4)
+    weights = torch.softmax(call.query @ call.key.mT / math.sqrt(8), dim=-1)
+    torch.testing.assert_close(attention(call), weights @ call.value, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_fully_masked_rows_are_zero_as_in_torch(kind: str) -> None:
+    allowed = torch.ones(9, 13, dtype=torch.bool)
+    allowed[4] = False
+    mask = allowed if kind == "bool" else torch.zeros(9, 13).masked_fill(~allowed, -math.inf)
+    call = random_call(attn_mask=mask if kind == "bool" else mask.double())
+    output = attention(call)
+    assert (output[:, :, 4] == 0).all()
+    assert (torch_math(call)[:, :, 4] == 0).all()
+    assert (output[:, :, 5] != 0).all()
+
+
+def test_no_keys_give_zeros() -> None:
+    assert (attention(random_call(kv_len=0)) == 0).all()
+    assert (torch_math(random_call(kv_len=0)) == 0).all()
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("mask", ["none", "causal", "bool"])
+@pytest.mark.parametrize("block_elements", [26, 2**24])
+def test_non_finite_inputs_reach_what_they_reach_in_torch_math(
+    name: str, bad: float, mask: str, block_elements: int
+) -> None:
+    allowed = torch.rand(9, 13) > 0.5 if mask == "bool" else None
+    call = random_call(is_causal=mask == "causal", attn_mask=allowed)
+    call.tensors()[name][0, 1, 5, 3] = bad
+    torch.testing.assert_close(
+        attention(call, block_elements=block_elements),
+        torch_math(call),
+        equal_nan=True,
+        rtol=1e-12,
+        atol=1e-12,
+    )
+
+
+def test_mask_and_causal_together_mean_both() -> None:
+    allowed = torch.rand(9, 13) > 0.4
+    both = random_call(attn_mask=allowed, is_causal=True)
+    intersection = random_call(attn_mask=allowed.tril())
+    torch.testing.assert_close(attention(both, block_elements=40), attention(intersection))
+
+
+def test_strided_inputs() -> None:
+    call = random_call()
+    moved = call.with_tensors(
+        {
+            name: tensor.transpose(1, 2).contiguous().transpose(1, 2)
+            for name, tensor in call.tensors().items()
+        }
+    )
+    assert not moved.query.is_contiguous()
+    torch.testing.assert_close(attention(moved), attention(call), rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_same_dtype_rounds_as_torch_math_does_in_16_bits(dtype: torch.dtype) -> None:
+    call = random_call(1, 2, 2, 64, 64, 64, 64, dtype=dtype)
+    before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+    try:
+        expected = torch_math(call)
+    finally:
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
+    output = same_dtype(call)
+    assert output.dtype == dtype
+    gold = attention(call)
+    error, torch_error = (output - gold).abs().max(), (expected - gold).abs().max()
+    assert torch_error / 2 < error < torch_error * 2
+    assert error > 2 * (gold.to(dtype) - gold).abs().max()  # more than the output's rounding
+
+
+def test_scores_that_overflow_float16_unscaled_do_not() -> None:
+    call = random_call(1, 1, 1, 4, 4, 64, 8, dtype=torch.float16)
+    large = call.with_tensors({"query": call.query * 100, "key": call.key * 100})
+    assert (large.query @ large.key.mT).isinf().any()
+    assert same_dtype(large).isfinite().all()
+
+
+def test_unequal_heads_are_refused_with_a_sentence() -> None:
+    with pytest.raises(ValueError, match="3 query heads cannot share 2"):
+        attention(random_call(q_heads=3, kv_heads=2))
+
+
+def test_gold_is_float64_on_cpu_and_float32_on_unknown_devices() -> None:
+    assert gold_dtype("cpu") == torch.float64
+    assert gold_dtype("meta") == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("capability", "call_dtype", "expected"),
+    [
+        ((9, 0), torch.bfloat16, torch.float64),
+        ((8, 9), torch.bfloat16, torch.float32),
+        ((8, 9), torch.float32, torch.float64),
+    ],
+)
+def test_gold_dtype_follows_the_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    call_dtype: torch.dtype,
+    expected: torch.dtype,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert gold_dtype("cuda", call_dtype) == expected
+
+
+@pytest.fixture
+def restored_precision() -> Iterator[None]:
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.usefixtures("restored_precision")
+def test_float32_is_not_lowered_and_the_setting_comes_back() -> None:
+    call = random_call(1, 1, 1, 64, 64, 64, 64, dtype=torch.float32)
+    exact = attention(call, torch.float32)
+    torch.set_float32_matmul_precision("medium")
+    assert torch.equal(attention(call, torch.float32), exact)
+    assert torch.get_float32_matmul_precision() == "medium"
+    assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def test_memory_is_bounded_by_the_block() -> None:
+    largest = 0
+
+    class Recorder(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, Tensor) and func is not torch.zeros:
+                largest = max(largest, result.numel())
+            return result
+
+    call = random_call(1, 4, 2, 256, 256, 8, 8, is_causal=True)
+    with Recorder():
+        attention(call, block_elements=2**14)
+    assert largest == 2**14

@@ -1,0 +1,128 @@
+"""A sparse kernel is held against attention to the keys that it says it chose."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from capture.call import AttentionCall
+from replay.accuracy.reference import attention
+from replay.accuracy.sparse import kept_share, restricted
+from replay.bench.runner import replay
+from replay.bench.settings import Settings
+from replay.kernels.chosen_keys import mask_of_tokens
+from replay.kernels.registry import Kernel
+from replay.rows.files import row_from_json, row_to_json
+from replay.rows.row import Row
+from replay.workloads.recorded import Workload
+
+MakeCall = Callable[..., AttentionCall]
+
+
+def test_indices_become_a_mask(make_call: MakeCall) -> None:
+    call = make_call(q_heads=4, kv_heads=2, kv_len=5)
+    mask = mask_of_tokens(torch.tensor([[[0, 3, 3], [-1, 4, 99]]]), call)
+    assert mask.shape == (1, 4, 1, 5)
+    assert mask[0, :, 0].int().tolist() == [
+        [1, 0, 0, 1, 0],
+        [1, 0, 0, 1, 0],
+        [0, 0, 0, 0, 1],
+        [0, 0, 0, 0, 1],
+    ]
+
+
+def test_a_choice_is_joined_with_the_calls_own_mask(make_call: MakeCall) -> None:
+    chosen = torch.tensor([True, True, False, False])
+    own = torch.tensor([True, False, True, False])
+    plain = make_call(kv_len=4)
+    boolean = plain.with_tensors({"attn_mask": own})
+    added = plain.with_tensors({"attn_mask": torch.where(own, 0.5, -math.inf)})
+    assert restricted(plain, chosen).attn_mask is chosen
+    assert kept_share(plain, restricted(plain, chosen)) == 0.5
+    kept = restricted(boolean, chosen).attn_mask
+    assert kept is not None
+    assert kept.tolist() == [True, False, False, False]
+    kept = restricted(added, chosen).attn_mask
+    assert kept is not None
+    assert kept.tolist() == [0.5, -math.inf, -math.inf, -math.inf]
+    assert kept_share(added, restricted(added, chosen)) == 0.5
+
+
+def test_what_nobody_reads_cannot_spoil_the_reference(make_call: MakeCall) -> None:
+    call = make_call(q_heads=4, kv_heads=2, kv_len=6)
+    chosen = mask_of_tokens(torch.tensor([[[0, 1], [4, 5]]]), call)
+    expected = attention(restricted(call, chosen))
+    call.key[0, 0, 4], call.value[0, 1, 0] = math.nan, math.inf
+    assert torch.equal(attention(restricted(call, chosen)), expected)
+    call.value[0, 0, 1] = math.nan  # this one is read
+    assert attention(restricted(call, chosen)).isnan().any()
+
+
+@pytest.mark.parametrize("chosen", [torch.ones(13), torch.ones(2, 13, dtype=torch.bool)])
+def test_what_is_no_choice(make_call: MakeCall, chosen: Tensor) -> None:
+    with pytest.raises(ValueError, match="a bool mask that broadcasts to"):
+        restricted(make_call(), chosen)
+
+
+def every_other(call: AttentionCall) -> Tensor:
+    return torch.arange(call.shape.kv_len) % 2 == 0
+
+
+def sparse(query: Tensor, key: Tensor, value: Tensor, *rest: object, **options: object) -> Tensor:
+    return scaled_dot_product_attention(query, key[:, :, ::2], value[:, :, ::2])
+
+
+def row_of(kernel: Kernel, call: AttentionCall, quick: Settings) -> Row:
+    found = replay([Workload("call", lambda device: call)], [kernel], quick)
+    return next(row for row in found if row.kernel == kernel.name)
+
+
+def test_a_users_own_sparse_kernel(
+    make_call: MakeCall, kernels: Callable[..., Kernel], quick: Settings
+) -> None:
+    kernel = kernels("mine", sparse, accuracy_class="sparse", chosen=every_other)
+    call = make_call(kv_len=64, dtype=torch.bfloat16)
+    row = row_of(kernel, call, quick)
+    assert row.status == "ok", row.reason
+    assert row.reason.startswith("on the keys that it chose, max abs error")
+    assert row.kept == 0.5
+    assert row.accuracy is not None
+    assert row.accuracy.chosen is not None
+    assert row.accuracy.chosen.max_abs < 0.05 < row.accuracy.gold.max_abs
+    assert row_from_json(json.loads(json.dumps(row_to_json(row)))) == row
+
+
+def test_one_that_chose_otherwise_than_it_says(
+    make_call: MakeCall, kernels: Callable[..., Kernel], quick: Settings
+) -> None:
+    def odd(call: AttentionCall) -> Tensor:
+        return ~every_other(call)
+
+    kernel = kernels("mine", sparse, accuracy_class="sparse", chosen=odd)
+    row = row_of(kernel, make_call(kv_len=64, dtype=torch.bfloat16), quick)
+    assert row.status == "inaccurate"
+    assert "on the keys that it chose" in row.reason
+
+
+def test_one_whose_choice_fails_costs_its_row(
+    make_call: MakeCall, kernels: Callable[..., Kernel], quick: Settings
+) -> None:
+    def broken(call: AttentionCall) -> Tensor:
+        raise RuntimeError("no idea")
+
+    kernel = kernels("mine", sparse, accuracy_class="sparse", chosen=broken)
+    row = row_of(kernel, make_call(kv_len=64), quick)
+    assert (row.status, row.reason) == ("error", "RuntimeError: no idea")
+
+
+def test_only_sparse_kernels_choose() -> None:
+    with pytest.raises(ValueError, match="says what is `chosen`"):
+        Kernel("mine", sparse, accuracy_class="sparse")
+    with pytest.raises(ValueError, match="says what is `chosen`"):
+        Kernel("mine", sparse, chosen=every_other)

@@ -1,0 +1,44 @@
+"""Memory of a call; CUDA's figures are pretended."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from replay.bench.resources import peak_bytes
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """What CUDA says is allocated now and was at most."""
+    figures = {"now": 100, "most": 900}
+
+    def reset(device: torch.device) -> None:
+        figures["most"] = figures["now"]
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: figures["now"])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: figures["most"])
+    return figures
+
+
+def test_peak_is_beyond_what_is_there(memory: dict[str, int]) -> None:
+    def call() -> None:
+        assert not gc.isenabled()  # what it frees would be taken off
+        memory["most"] = 130
+
+    assert peak_bytes(call, "cuda") == 30
+    assert gc.isenabled()
+
+
+@pytest.mark.usefixtures("memory")
+def test_garbage_is_collected_again_after_a_call_that_raises() -> None:
+    def call() -> None:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        peak_bytes(call, "cuda")
+    assert gc.isenabled()

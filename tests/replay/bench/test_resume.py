@@ -1,0 +1,416 @@
+"""An interrupted file is continued exactly, and no other file is touched."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from capture.call import Shape
+from capture.dataset import Dataset
+from replay.bench.resume import begin_again, finished_rows
+from replay.bench.settings import Settings
+from replay.kernels.registry import Kernel
+from replay.rows.files import row_from_json, row_to_json, write_jsonl
+from replay.rows.row import (
+    Accuracy,
+    CallFacts,
+    Comparison,
+    Errors,
+    GpuState,
+    Program,
+    Row,
+    Speedup,
+    Status,
+    Summary,
+    TimeSummary,
+)
+from replay.timing.statistics import summarize
+from replay.workloads.random_calls import Spec, workloads
+from replay.workloads.recorded import Workload
+
+RunCli = Callable[..., tuple[int, str, str]]
+QUICK = ("--rounds", "3", "--max-seconds", "0.01", "--device", "cpu", "--in-process")
+
+words = st.text(max_size=20)
+numbers = st.floats(allow_nan=True, allow_infinity=False)
+counts = st.integers(0, 2**53)
+
+
+def rows(figures: st.SearchStrategy[float]) -> st.SearchStrategy[Row]:
+    """Rows with anything in them; `figures` are what errors and summaries hold."""
+    errors = st.builds(
+        Errors,
+        **dict.fromkeys(("cosine", "relative_l1", "rmse", "max_abs", "mae", "mse"), figures),
+        **dict.fromkeys(("nan_count", "inf_count", "mismatched_nonfinite"), counts),
+        **dict.fromkeys(("row_cosine_p1", "row_cosine_p10", "row_cosine_min"), figures),
+        **dict.fromkeys(("worst_head_cosine", "worst_head_relative_l1"), figures),
+        worst_row=st.tuples(counts, counts, counts),
+        worst_head=st.tuples(counts, counts),
+    )
+    maybe_errors = st.none() | errors
+    finite = st.floats(allow_nan=False, allow_infinity=False)
+    times = st.builds(
+        TimeSummary,
+        **dict.fromkeys(("p10", "p50", "p90", "iqr"), finite),
+        n=counts,
+        samples=st.lists(finite).map(tuple),
+    )
+    summaries = st.builds(Summary, **dict.fromkeys(("min", "max", "mean", "std"), figures))
+    state = st.builds(
+        GpuState,
+        sm_clock_mhz=st.none() | counts,
+        power_w=st.none() | finite,
+        temperature_c=st.none() | counts,
+        throttle_reasons=st.none() | st.lists(words).map(tuple),
+    )
+    facts = st.builds(
+        CallFacts,
+        **dict.fromkeys(("name", "model", "weights", "module", "phase", "dtype", "mask"), words),
+        **dict.fromkeys(("step", "call_index"), counts),
+        shape=st.builds(Shape, *[counts] * 7),
+        is_causal=st.booleans(),
+    )
+    speedup = st.builds(
+        Speedup, finite, finite, finite, st.sampled_from(["faster", "slower", "tie"])
+    )
+    optional = st.none() | finite
+    return st.builds(
+        Row,
+        call=facts,
+        kernel=words,
+        status=st.sampled_from(get_args(Status)),
+        reason=words,
+        environment=words,
+        flags=st.lists(words),
+        changed_inputs=st.lists(words),
+        log=words,
+        time_ms=st.none() | times,
+        core_time_ms=st.none() | times,
+        layer_host_ms=st.none() | times,
+        **dict.fromkeys(("first_call_ms", "host_ms", "tflops", "gb_per_s"), optional),
+        flop_per_byte=optional,
+        comparison=st.none() | st.builds(Comparison, words, speedup),
+        kept=optional,
+        accuracy=st.none() | st.builds(Accuracy, errors, *[maybe_errors] * 4),
+        output_summary=st.none() | summaries,
+        reference_summary=st.none() | summaries,
+        peak_bytes=st.none() | counts,
+        programs=st.lists(st.builds(Program, words, counts, counts, counts, counts)),
+        gpu_before=st.none() | state,
+        gpu_during=st.none() | state,
+        cache=words,
+        calls_before=st.none() | counts,
+        machine=st.dictionaries(words, words),
+    )
+
+
+def through_a_file(row: Row) -> Row:
+    return row_from_json(json.loads(json.dumps(row_to_json(row), allow_nan=False)))
+
+
+@given(rows(st.floats(allow_nan=False, allow_infinity=False)))
+@settings(max_examples=60, deadline=None)
+def test_a_row_comes_back_as_it_was(row: Row) -> None:
+    assert through_a_file(row) == row
+
+
+@given(rows(st.floats()))
+@settings(max_examples=60, deadline=None)
+def test_a_row_with_nan_and_infinities_is_written_again_as_it_was(row: Row) -> None:
+    assert row_to_json(through_a_file(row)) == row_to_json(row)
+
+
+def test_infinity_comes_back_as_nan() -> None:
+    row = Row("a", CallFacts("call"), "ok", output_summary=Summary(-math.inf, 1.0, math.nan, 0.0))
+    summary = through_a_file(row).output_summary
+    assert summary is not None
+    assert math.isnan(summary.min)
+    assert summary.max == 1.0
+
+
+def test_no_field_of_a_row_is_forgotten_here() -> None:
+    """A strategy that leaves a field out would not see that it does not come back."""
+    example = rows(st.floats(0, 1))
+    built = repr(example)
+    assert [name for name in Row.__dataclass_fields__ if f"{name}=" not in built] == []
+
+
+def kernel(name: str) -> Kernel:
+    return Kernel(name, lambda **arguments: torch.zeros(1))
+
+
+CALLS = workloads("random", [Spec(1, 2, 2, length, length, 8, 8) for length in (4, 5, 6)], 0)
+ALLOTTED = {"this": [kernel("a"), kernel("b")]}
+SETTINGS = Settings(torch.device("cpu"), "warm")
+HERE = {"device": "H200", "torch": "2.11.0"}
+
+
+def row(call: int, name: str, environment: str = "this", **fields: Any) -> Row:
+    length = 4 + call
+    facts = CallFacts(
+        f"random-{call:02d}",
+        "random",
+        shape=Shape(1, 2, 2, length, length, 8, 8),
+        dtype="bfloat16",
+    )
+    return Row(name, replace(facts, **fields), "ok", environment=environment)
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Callable[..., Path]:
+    """`written(rows, end)`: a file of those rows, and something after them."""
+
+    def write(rows: list[Row], end: str = "") -> Path:
+        path = tmp_path / "rows.jsonl"
+        with path.open("w") as file:
+            write_jsonl(rows, file)
+            file.write(end)
+        return path
+
+    return write
+
+
+def names(left: list[Workload]) -> list[str]:
+    return [each.name for each in left]
+
+
+def test_a_call_is_finished_when_every_kernel_has_a_row(written: Callable[..., Path]) -> None:
+    rows = [row(0, "a"), row(0, "b"), row(0, "baseline"), row(1, "a")]
+    kept, left = finished_rows(written(rows), CALLS, ALLOTTED, HERE, SETTINGS)
+    assert kept == rows[:3]
+    assert names(left) == ["random-01", "random-02"]
+
+
+def test_and_in_every_environment(written: Callable[..., Path]) -> None:
+    """A kernel that two of them have is not done when one of them was."""
+    assigned = {**ALLOTTED, "fa4": [kernel("b")]}
+    rows = [row(0, "a"), row(0, "b"), row(0, "b", "fa4"), row(1, "a"), row(1, "b")]
+    kept, left = finished_rows(written(rows), CALLS, assigned, HERE, SETTINGS)
+    assert kept == rows[:3]
+    assert names(left) == ["random-01", "random-02"]
+
+
+def test_a_call_that_could_not_be_read_is_tried_again(written: Callable[..., Path]) -> None:
+    unreadable = Row("", CallFacts("random-00"), "error", "no such file")
+    kept, left = finished_rows(
+        written([unreadable, row(1, "a"), row(1, "b")]), CALLS, ALLOTTED, HERE, SETTINGS
+    )
+    assert [each.call.name for each in kept] == ["random-01", "random-01"]
+    assert names(left) == ["random-00", "random-02"]
+
+
+@pytest.mark.parametrize("end", ["{", '{"kernel": "a", "ca', '{"kernel": "größe'])
+def test_a_line_that_was_cut_off(written: Callable[..., Path], end: str) -> None:
+    """It may be of the call before it, so that one is replayed too."""
+    rows = [row(0, "a"), row(0, "b"), row(1, "a"), row(1, "b")]
+    kept, left = finished_rows(written(rows, end), CALLS, ALLOTTED, HERE, SETTINGS)
+    assert kept == rows[:2]
+    assert names(left) == ["random-01", "random-02"]
+    assert finished_rows(written([], end), CALLS, ALLOTTED, HERE, SETTINGS) == ([], list(CALLS))
+
+
+def test_a_call_whose_baseline_is_missing(written: Callable[..., Path]) -> None:
+    rows = [row(0, "a"), row(0, "b"), row(1, "a"), row(1, "b"), row(1, "baseline")]
+    for each in rows:
+        each.comparison = Comparison("baseline", Speedup(1.0, 1.0, 1.0, "tie"))
+    kept, left = finished_rows(written(rows), CALLS, ALLOTTED, HERE, SETTINGS)
+    assert kept == rows[2:]
+    assert names(left) == ["random-00", "random-02"]
+
+
+def test_no_file_yet(tmp_path: Path) -> None:
+    assert finished_rows(tmp_path / "rows.jsonl", CALLS, ALLOTTED, HERE, SETTINGS) == (
+        [],
+        list(CALLS),
+    )
+    (tmp_path / "rows.jsonl").touch()
+    assert finished_rows(tmp_path / "rows.jsonl", CALLS, ALLOTTED, HERE, SETTINGS) == (
+        [],
+        list(CALLS),
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "end", "sentence"),
+    [
+        ([], '{"name": "someone", "version": 1}', r"line 1: not a row of `replay --json`"),
+        ([], "[1, 2]\n", "line 1: not a row"),
+        ([], "a note\n", "line 1: not a row"),
+        ([row(0, "a")], "{}\n", "line 2: not a row"),
+        ([row(0, "a")], "\n", "line 2: not a row"),
+        ([row(7, "a")], "", "has rows of another random-07: resume what it was written for"),
+        ([row(0, "a", shape=Shape(1, 2, 2, 9, 9, 8, 8))], "", "rows of another random-00"),
+        ([row(0, "a", dtype="float16")], "", "rows of another random-00"),
+    ],
+)
+def test_another_file(
+    written: Callable[..., Path], rows: list[Row], end: str, sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        finished_rows(written(rows, end), CALLS, ALLOTTED, HERE, SETTINGS)
+
+
+def test_rows_of_a_version_that_noticed_less(written: Callable[..., Path]) -> None:
+    path = written([row(0, "a")], "")
+    data = json.loads(path.read_text())
+    del data["changed_inputs"]
+    path.write_text(json.dumps(data) + "\n")
+    with pytest.raises(ValueError, match=r"or one of another version: name another file"):
+        finished_rows(path, CALLS, ALLOTTED, HERE, SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("machine", "environment", "sentence"),
+    [
+        (HERE, "this", None),
+        ({}, "this", None),  # a worker that died before it said where it was
+        (
+            HERE | {"torch": "2.13.0"},
+            "this",
+            r"torch 2.13.0 \(now 2.11.0\): resume it as it was begun",
+        ),
+        (HERE | {"torch": "2.13.0"}, "fa4", None),
+        (HERE | {"device": "H100"}, "fa4", r"with device H100 \(now H200\)"),
+    ],
+)
+def test_rows_of_another_machine(
+    written: Callable[..., Path], machine: dict[str, str], environment: str, sentence: str | None
+) -> None:
+    measured = row(0, "a", environment)
+    measured.machine = machine
+    if sentence is None:
+        finished_rows(written([measured]), CALLS, ALLOTTED, HERE, SETTINGS)
+        return
+    with pytest.raises(ValueError, match=sentence):
+        finished_rows(written([measured]), CALLS, ALLOTTED, HERE, SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({}, None),
+        ({"cache": "cold"}, r"with --cache cold \(now warm\)"),
+        ({"calls_before": 4}, r"with --calls-before 4 \(now 0\)"),
+        ({"time_ms": None, "cache": ""}, None),  # it has no time
+    ],
+)
+def test_rows_that_were_timed_in_another_way(
+    written: Callable[..., Path], changed: dict[str, Any], sentence: str | None
+) -> None:
+    timed = replace(row(0, "a"), time_ms=summarize([1.0]), cache="warm", calls_before=0)
+    path = written([replace(timed, **changed)])
+    if sentence is None:
+        finished_rows(path, CALLS, ALLOTTED, HERE, SETTINGS)
+        return
+    with pytest.raises(ValueError, match=sentence):
+        finished_rows(path, CALLS, ALLOTTED, HERE, SETTINGS)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"cannot read .*: Is a directory"):
+        finished_rows(tmp_path, CALLS, ALLOTTED, HERE, SETTINGS)
+    picture = tmp_path / "rows.jsonl"
+    picture.write_bytes(b"\x89PNG\xff")
+    with pytest.raises(ValueError, match="was not written by `replay --json`"):
+        finished_rows(picture, CALLS, ALLOTTED, HERE, SETTINGS)
+    with pytest.raises(ValueError, match=r"cannot write .*: No such file"):
+        begin_again(tmp_path / "nowhere" / "rows.jsonl", [])
+
+
+def test_beginning_again_follows_links_and_leaves_nothing_else(
+    written: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = written([row(0, "a"), row(1, "a")])
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(path)
+    begin_again(link, [row(0, "a")])
+    assert link.is_symlink()
+    assert len(path.read_text().splitlines()) == 1
+    assert sorted(tmp_path.iterdir()) == [link, path]
+
+
+@pytest.fixture
+def counting(kernels: Callable[..., Kernel]) -> list[int]:
+    """The kernel `counting` appends the query's length at each call."""
+    calls: list[int] = []
+
+    def attention(**arguments: Any) -> torch.Tensor:
+        calls.append(arguments["query"].shape[2])
+        return torch.nn.functional.scaled_dot_product_attention(**arguments)
+
+    kernels("counting", attention)
+    return calls
+
+
+def test_the_command(run_cli: RunCli, counting: list[int], recorded: Path, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    arguments = (*QUICK, "--kernels", "counting", "--json", str(path), "--resume")
+    assert run_cli("--dir", str(recorded), *arguments)[0] == 0
+    complete = path.read_bytes()
+    assert complete.count(b"\n") == 6
+    assert counting
+
+    counting.clear()
+    code, out, _ = run_cli("--dir", str(recorded), *arguments)
+    assert (code, counting) == (0, [])  # nothing runs, and the tables are there
+    assert "counting" in out
+    assert path.read_bytes() == complete
+
+    path.write_bytes(complete[:-10])
+    assert run_cli("--dir", str(recorded), *arguments)[0] == 0
+    assert counting
+    lines = complete.splitlines(keepends=True)
+    assert path.read_bytes().startswith(b"".join(lines[:4]))
+    again = [json.loads(line) for line in path.read_bytes().splitlines()]
+    assert [row["call"]["name"] for row in again] == [
+        f"model-{index:06d}" for index in range(3) for _ in range(2)
+    ]
+
+
+def test_the_command_keeps_its_hands_off_another_file(
+    run_cli: RunCli, counting: list[int], recorded: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    arguments = (*QUICK, "--kernels", "counting", "--json", str(path), "--resume")
+    path.write_text('{"name": "not ours"}')
+    code, _, err = run_cli("--dir", str(recorded), *arguments)
+    assert code == 2
+    assert "line 1: not a row of `replay --json`" in err
+    assert path.read_text() == '{"name": "not ours"}'
+    path.unlink()
+
+    shape = ("--random", "-hq", "2", "-d", "8")
+    assert run_cli(*shape, "-sq", "16", *arguments)[0] == 0
+    before = path.read_bytes()
+    for other in ((*shape, "-sq", "32"), ("--dir", str(recorded))):
+        code, _, err = run_cli(*other, *arguments)
+        assert code == 2
+        assert "has rows of another random-00: resume what it was written for" in err
+        assert path.read_bytes() == before
+
+    # A recording of the same names is another one too.
+    path.unlink()
+    assert run_cli("--dir", str(recorded), *arguments)[0] == 0
+    dataset = Dataset.open(recorded)
+    for entry in dataset.entries[:1]:
+        entry.path.write_bytes(dataset.entries[1].path.read_bytes())
+    (recorded / "manifest.json").unlink()
+    code, _, err = run_cli("--dir", str(recorded), *arguments)
+    assert code == 2
+    assert "has rows of another model-000000" in err
+
+
+@pytest.mark.parametrize("arguments", [(), ("--json", "-")])
+def test_there_must_be_a_file(run_cli: RunCli, arguments: tuple[str, ...]) -> None:
+    code, _, err = run_cli("--random", *QUICK, "--resume", *arguments)
+    assert code == 2
+    assert "--resume continues a file: name it with --json FILE" in err

@@ -1,0 +1,301 @@
+"""The command: exit codes, one sentence with the remedy, and clean output for machines."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import replay as replay_package
+from replay.cli.arguments import parser
+from replay.cli.main import _settings
+from replay.kernels.registry import Kernel
+from replay.rows.fields import FIELDS
+
+RunCli = Callable[..., tuple[int, str, str]]
+REPOSITORY = Path(replay_package.__file__).resolve().parent.parent
+SHAPE = ("--random", "-b", "1", "-hq", "4", "-hk", "2", "-sq", "70", "-d", "32")
+QUICK = ("--rounds", "3", "--max-seconds", "0.01", "--device", "cpu", "--in-process")
+"""In this process, where the fake kernels are; `test_workers.py` has the rest."""
+
+
+def rows(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def in_a_process(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_help_does_not_import_torch() -> None:
+    done = in_a_process(
+        "import sys\n"
+        "from replay.cli.main import main\n"
+        "try:\n    main(['--help'])\n"
+        "except SystemExit as stop:\n    print(stop.code, 'torch' in sys.modules)\n"
+    )
+    assert done.stdout.splitlines()[-1] == "0 False", done.stderr
+    assert "--list-kernels" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["M1", "AMD EPYC", "Intel(R) Xeon(R) Processor" + " @ 3GHz" * 20])
+def test_the_heading_says_how_samples_were_taken(
+    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("replay.timing.machine.device_name", lambda device: name)
+    for given, heading in (
+        ((), " · warm cache"),
+        (("--calls-before", "1"), " · warm cache · 1 call before each sample"),
+    ):
+        _, out, _ = run_cli(*SHAPE, *QUICK, "--kernels", "torch-default", *given)
+        printed = " ".join(out.partition("\n\n")[0].split())
+        assert printed.startswith(f"{name} · torch ")
+        assert printed.endswith(heading)
+
+
+def test_random_shape(run_cli: RunCli) -> None:
+    code, out, err = run_cli(*SHAPE, "--causal", *QUICK, "--metric", "all")
+    assert (code, err.strip()) == (0, "")
+    assert "random · synthetic · 1×4/2×70×32 · bfloat16 · causal" in out
+    for kernel in ("torch-default", "torch-math", "torch-flash"):
+        assert kernel in out
+    assert re.search("PyTorch has it on GPUs only: .*torch-cudnn", out)
+    assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentences"),
+    [
+        ((), ("nothing to replay", "--random")),
+        ((*SHAPE, "--kernels", "torch-mth"), ("no kernel 'torch-mth'", "did you mean torch-math")),
+        ((*SHAPE, "--kernels", "torch-cudnn"), ("torch-cudnn cannot run on cpu", "GPUs only")),
+        ((*SHAPE, "--baseline-kernel", "nope"), ("no kernel 'nope'",)),
+        ((*SHAPE, "--reference", "torch-cudnn"), ("torch-cudnn cannot run on cpu",)),
+        ((*SHAPE, "--metric", "speed"), ("no metric 'speed'", "choose from|did you mean")),
+        ((*SHAPE, "--metric", "thruput"), ("no metric 'thruput'", "did you mean throughput")),
+        ((*SHAPE, "--cache", "cold"), ("--cache cold is for GPUs",)),
+        (("--random", "-hq", "6", "-hk", "4"), ("-hq 6 is not a multiple of -hk 4",)),
+        (("--random", "-sq", "0"), ("-sq must be at least 1",)),
+        ((*SHAPE, "--also-random"), ("--also-random goes with recorded calls", "--dir")),
+        ((*SHAPE, "--keep", "0.1"), ("--keep is for triton-sparse-decode", "--kernels")),
+        ((*SHAPE, "--page-size", "8", "--kernels", "flex"), ("--page-size is for triton-paged",)),
+        ((*SHAPE, "--kernels", "triton-sparse-decode[keep=2]"), ("at most 1, not 2",)),
+        (("--dir", "missing"), ("missing: no such directory", "capture --model")),
+        (("--suite", "llama", "--max-seq", "10"), ("--max-seq 10 leaves nothing of llama", "1024")),
+        ((*SHAPE, "--json", "no/such/folder/rows.jsonl"), ("cannot write no/such/folder",)),
+    ],
+)
+def test_wrong_usage_is_one_sentence_with_the_remedy(
+    run_cli: RunCli,
+    arguments: tuple[str, ...],
+    sentences: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run_cli(*arguments, *QUICK)
+    assert (code, out) == (2, "")
+    assert err.startswith("replay: ")
+    assert len(err.splitlines()) == 1
+    for sentence in sentences:
+        assert any(choice in err for choice in sentence.split("|")), err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--suite", "nope"),
+        ("--rounds", "0"),
+        (*SHAPE, "--calls-before", "-1"),
+        ("--random", "--suite", "llama"),
+        (*SHAPE, "--keep", "0"),
+        (*SHAPE, "--page-size", "0"),
+    ],
+)
+def test_what_argparse_refuses(run_cli: RunCli, arguments: tuple[str, ...]) -> None:
+    assert run_cli(*arguments)[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "device", "calls"),
+    [
+        ((), "cuda", 0),
+        (("--e2e",), "cuda", 4),
+        (("--plan", "plan.json", "--budget", "rmse=0.1"), "cuda", 4),
+        (("--e2e",), "cpu", 0),
+        (("--e2e", "--calls-before", "0"), "cuda", 0),
+        (("--calls-before", "2"), "cpu", 2),
+    ],
+)
+def test_calls_before_each_sample(arguments: tuple[str, ...], device: str, calls: int) -> None:
+    given = parser().parse_args(["--dir", "captured_inputs", *arguments])
+    assert _settings(given, torch.device(device)).calls_before == calls
+
+
+def test_an_empty_directory(run_cli: RunCli, tmp_path: Path) -> None:
+    code, out, err = run_cli("--dir", str(tmp_path), *QUICK)
+    assert (code, out) == (2, "")
+    assert "holds no recorded call" in err
+    assert "capture --model" in err
+
+
+def test_recorded_calls_against_the_models_own_backend(run_cli: RunCli, recorded: Path) -> None:
+    code, out, err = run_cli("--dir", str(recorded), *QUICK, "--kernels", "torch-flash", "--json=-")
+    assert (code, err.strip()) == (0, "")
+    found = rows(out)
+    assert [row["call"]["name"] for row in found] == [
+        f"model-{index:06d}" for index in range(3) for _ in range(2)
+    ]
+    assert {row["kernel"] for row in found} == {"torch-flash", "torch-math"}
+    assert {row["speedup"]["vs"] for row in found if row["speedup"]} == {"torch-math"}
+    assert all(row["accuracy"]["captured"] for row in found)
+
+
+def test_random_values_beside_recorded_ones(run_cli: RunCli, recorded: Path) -> None:
+    arguments = ("--dir", str(recorded), *QUICK, "--kernels", "torch-flash", "--seed", "9")
+    arguments = (*arguments, "--also-random")
+    code, out, _ = run_cli(*arguments, "--json=-")
+    assert code == 0
+    found = [row for row in rows(out) if row["kernel"] == "torch-flash"]
+    names = [f"model-{index:06d}{suffix}" for index in range(3) for suffix in ("", "-random")]
+    assert [row["call"]["name"] for row in found] == names
+    for real, random in zip(found[::2], found[1::2], strict=True):
+        assert real["call"]["shape"] == random["call"]["shape"]
+        assert real["call"]["module"] == random["call"]["module"]
+        assert random["call"]["weights"].startswith("none: random values")
+        assert real["accuracy"]["gold"]["rmse"] != random["accuracy"]["gold"]["rmse"]
+        assert random["accuracy"]["captured"] is None
+    table = run_cli(*arguments)[1]
+    assert table.count("weights: none: random values") == 1
+
+
+def test_options_are_in_the_kernels_name(run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    shape = ("--random", "-hq", "4", "-hk", "2", "-sq", "1", "-sk", "90", "-d", "32")
+    code, out, err = run_cli(
+        *shape, *QUICK, "--kernels", "triton-*decode", "--keep", "0.1", "--page-size", "8",
+        "--json=-",
+    )  # fmt: skip
+    assert (code, err.strip()) == (0, "")
+    found = {row["kernel"]: row for row in rows(out)}
+    assert set(found) >= {
+        "triton-decode",
+        "triton-paged-decode[page_size=8]",
+        "triton-sparse-decode[keep=0.1]",
+        "triton-paged-sparse-decode[keep=0.1,page_size=8]",
+    }
+    for name, row in found.items():
+        assert row["status"] in ("ok", "not-timed"), row["reason"]
+        is_sparse = "sparse" in name
+        assert row["kept"] == (pytest.approx(0.1) if is_sparse else None)
+        assert (row["accuracy"]["chosen"] is not None) == is_sparse
+        if is_sparse:
+            assert row["accuracy"]["chosen"]["cosine"] > 0.999 > row["accuracy"]["gold"]["cosine"]
+            assert "on the keys that it chose" in row["reason"]
+
+
+def test_an_altered_file_is_named_and_the_others_are_replayed(
+    run_cli: RunCli, recorded: Path
+) -> None:
+    path = recorded / "model-000001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content))
+    code, out, err = run_cli("--dir", str(recorded), *QUICK, "--kernels", "torch-math", "--json=-")
+    assert code == 1
+    assert "model-000001.safetensors: altered since it was recorded" in err
+    status = {row["call"]["name"]: row["status"] for row in rows(out)}
+    assert status == {"model-000000": "ok", "model-000001": "error", "model-000002": "ok"}
+
+
+def test_stdout_is_only_json(run_cli: RunCli) -> None:
+    code, out, _ = run_cli(*SHAPE, *QUICK, "--kernels", "torch-math,torch-cud?n", "--json", "-")
+    assert code == 0
+    found = {row["kernel"]: row for row in rows(out)}
+    assert found["torch-math"]["status"] == "ok"
+    assert found["torch-cudnn"]["status"] == "unavailable"
+    assert len(found["torch-math"]["time_ms"]["samples"]) == found["torch-math"]["time_ms"]["n"]
+
+
+def test_stdout_is_only_csv(run_cli: RunCli) -> None:
+    code, out, _ = run_cli(*SHAPE, *QUICK, "--kernels", "torch-math,torch-flash", "--csv", "-")
+    assert code == 0
+    header, *lines = csv.reader(io.StringIO(out))
+    assert header == [item.path for item in FIELDS]
+    assert [line[0] for line in lines] == ["torch-math", "torch-flash", "torch-default"]
+
+
+def test_files_beside_tables(run_cli: RunCli, tmp_path: Path) -> None:
+    json_file, csv_file = tmp_path / "rows.jsonl", tmp_path / "rows.csv"
+    kept = tmp_path / "outputs"
+    code, out, _ = run_cli(
+        *(*SHAPE, *QUICK, "--kernels", "torch-math", "--compare-stats"),
+        *("--json", str(json_file), "--csv", str(csv_file), "--save-output", str(kept)),
+    )
+    assert code == 0
+    assert "torch-math" in out
+    assert len(rows(json_file.read_text())) == 2
+    assert len(list(csv.reader(csv_file.open()))) == 3
+    assert (kept / "random-00" / "torch-math.safetensors").is_file()
+
+
+def test_check_fails_on_an_inaccurate_kernel(
+    run_cli: RunCli, kernels: Callable[..., Kernel]
+) -> None:
+    kernels("zeros", lambda **a: torch.zeros_like(a["query"]))
+    kernels("fine", lambda **a: F.scaled_dot_product_attention(**a))
+    arguments = (*SHAPE, *QUICK, "--kernels", "fine,zeros")
+    assert run_cli(*arguments)[0] == 0
+    code, out, err = run_cli(*arguments, "--check")
+    assert code == 1
+    assert "replay: failed: zeros (inaccurate)" in err
+    assert "zeros" in out
+    assert run_cli(*SHAPE, *QUICK, "--kernels", "fine", "--check")[0] == 0
+
+
+def test_interrupted(run_cli: RunCli, kernels: Callable[..., Kernel], tmp_path: Path) -> None:
+    def interrupt(**_: Any) -> None:
+        raise KeyboardInterrupt
+
+    kernels("interrupted", interrupt)
+    code, _, err = run_cli(*SHAPE, *QUICK, "--kernels", "interrupted")
+    assert code == 130
+    assert err.strip().endswith("replay: interrupted")
+
+
+def test_a_defect_of_ours_is_one_sentence_unless_debugging(
+    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr("replay.workers.execution.replay", fail)
+    code, _, err = run_cli(*SHAPE, *QUICK)
+    assert code == 1
+    assert err.strip() == "replay: unexpected RuntimeError: boom (traceback with --debug)"
+    from replay.cli.main import main
+
+    with pytest.raises(RuntimeError, match="boom"):
+        main([*SHAPE, *QUICK, "--debug"])
+
+
+def test_list_kernels(run_cli: RunCli, kernels: Callable[..., Kernel]) -> None:
+    kernels("mine", F.scaled_dot_product_attention, default=False, about="a kernel of a test")
+    code, out, err = run_cli("--list-kernels", *QUICK)
+    assert (code, err) == (0, "")
+    text = " ".join(out.split())
+    assert re.search(r"torch-cudnn \S.* PyTorch has it on GPUs only", text)
+    assert "mine a kernel of a test (not by default) available" in text
+    assert max(map(len, out.splitlines())) <= 80

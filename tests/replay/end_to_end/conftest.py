@@ -1,0 +1,158 @@
+"""A small model of a user's own, recorded, with kernels that are slow, wrong or deadly in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from capture.cli import main as capture
+from capture.dataset import CaptureRecord, Dataset
+from replay.cli.main import main
+
+MODEL = """
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(32, 96)
+
+    def forward(self, x):
+        q, k, v = self.inner(x).view(1, 16, 3, 2, 16).permute(2, 0, 3, 1, 4)
+        out = scaled_dot_product_attention(q, k, v)
+        return x + out.transpose(1, 2).reshape(1, 16, 32)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer(), Layer()])
+
+    def forward(self, x, timestep):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+def build():
+    model = Model()
+    start = torch.randn(1, 16, 32)
+
+    def run():
+        if Path(__file__).with_name("broken").exists():
+            raise ValueError("the model is broken")
+        x = start
+        for step in range(4):
+            x = model(x, timestep=step)
+        return x
+
+    return model, run
+"""
+"""Three layers, four denoising steps: twelve calls of 1×2×16×16."""
+
+CALLS = 12
+
+KERNELS = """
+import os
+import signal
+import sys
+import time
+
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+def slow(*args, **kwargs):
+    time.sleep(0.05)  # on a busy machine it ends in time, where a loop would lose its turn
+    return sdpa(*args, **kwargs)
+
+def wrong(*args, **kwargs):
+    return sdpa(*args, **kwargs) * 1.001
+
+def overwrites_cache(query, key, value, attn_mask=None, **options):
+    key -= key.mean(dim=2, keepdim=True)  # as SageAttention 1 does; exact in itself
+    return sdpa(query, key, value, attn_mask, **options)
+
+def spares_cache(query, key, *args, **kwargs):
+    return overwrites_cache(query, key.clone(), *args, **kwargs)
+
+def _in_model():
+    return "replay.end_to_end.model_server" in sys.modules
+
+def segfaults(*args, **kwargs):
+    if _in_model():
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return sdpa(*args, **kwargs)
+
+def exits(*args, **kwargs):
+    if _in_model():
+        os._exit(3)
+    return sdpa(*args, **kwargs)
+
+def hangs(*args, **kwargs):
+    if _in_model():
+        time.sleep(600)
+    return sdpa(*args, **kwargs)
+
+def raises(*args, **kwargs):
+    if _in_model():
+        raise ValueError("not today")
+    return sdpa(*args, **kwargs)
+
+def fails(*args, **kwargs):
+    raise ValueError("nowhere")
+"""
+
+SLOW_SECONDS = 0.05
+"""What `slow` adds to each call."""
+
+
+@pytest.fixture(scope="session")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with `model.py:build`, its recording in `recorded`, and `kernels.py`."""
+    place = tmp_path_factory.mktemp("workshop")
+    (place / "model.py").write_text(MODEL)
+    (place / "kernels.py").write_text(KERNELS)
+    arguments = ["--model", f"{place}/model.py:build", "--max", "3"]
+    with pytest.raises(SystemExit) as stopped:
+        capture([*arguments, "--out", str(place / "recorded")])
+    assert stopped.value.code == 0
+    return place
+
+
+@pytest.fixture
+def capture_record(workshop: Path) -> CaptureRecord:
+    (found,) = Dataset.open(workshop / "recorded").captures
+    return found
+
+
+Checks = Callable[..., dict[str, dict[str, Any]]]
+
+
+@pytest.fixture
+def checks(workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checks:
+    """`checks("slow", "--model-rounds", "3")`: by kernel, what `--e2e-json` tells.
+
+    Without kernels the command chooses.
+    """
+
+    def run(kernels: str, *options: str) -> dict[str, dict[str, Any]]:
+        monkeypatch.chdir(workshop)
+        # Threads that wait for one another on a busy machine would be most of so small a model.
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        told = tmp_path / "told.jsonl"
+        arguments = ["--dir", "recorded", "--e2e", "--e2e-json", str(told)]
+        if kernels:
+            names = ",".join(f"kernels.py:{name}" for name in kernels.split(","))
+            arguments += ["--kernels", names]
+        with pytest.raises(SystemExit) as stopped:
+            main([*arguments, "--device", "cpu", *options])
+        assert stopped.value.code == 0
+        lines = [json.loads(line) for line in told.read_text().splitlines()]
+        return {line["kernel"].partition(":")[2] or line["kernel"]: line for line in lines}
+
+    return run

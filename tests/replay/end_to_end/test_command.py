@@ -1,0 +1,205 @@
+"""What is refused, in one sentence and before anything is measured."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from capture.dataset import CaptureRecord
+from replay.cli.end_to_end import _variants
+from replay.cli.main import main
+from replay.end_to_end.model_process import ModelRefused, import_path
+from replay.end_to_end.rebuild import NotRebuildable, load_arguments
+from replay.kernels.registry import Kernel, find
+from replay.plan.plan import Budget, Plan
+from replay.rows.row import HERE, CallFacts, Row, Status
+
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def refused(
+    workshop: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Refused:
+    """The sentence for these arguments; `recorded` is a recording of the small model."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(workshop / "recorded", tmp_path / "recorded")
+
+    def measured(*args: object, **kwargs: object) -> None:
+        pytest.fail("it was measured first")
+
+    monkeypatch.setattr("replay.cli.main._run", measured)
+
+    def run(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as stopped:
+            main(arguments)
+        printed = capsys.readouterr()
+        assert (stopped.value.code, printed.out) == (2, "")
+        (line,) = printed.err.splitlines()
+        assert line.startswith("replay: ")
+        return line
+
+    return run
+
+
+E2E = ("--dir", "recorded", "--e2e")
+PLAN = ("--dir", "recorded", "--plan", "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--random", "--e2e"), "--e2e and --plan need a recording: give --dir DIR"),
+        ((*E2E, "--in-process"), "leave out --in-process"),
+        ((*E2E, "--also-random"), "--also-random is not for whole models"),
+        ((*E2E, "--baseline-kernel", "torch-math"), "leave out --baseline-kernel"),
+        ((*E2E, "--model-rounds", "2"), "gives no interval: 3 at least"),
+        ((*E2E, "--text", "none.txt"), "--text is for language models"),
+        ((*E2E, "--use-plan", "none.json"), "cannot read the plan none.json"),
+        ((*E2E, "--use-plan", "other.json"), "a plan for flux and recorded holds model.py:build"),
+        ((*E2E, "--e2e-json", "none/file"), "cannot write none/file"),
+        ((*E2E, "--kernels", "nope"), "no kernel 'nope'"),
+        (PLAN, "--plan FILE and --budget METRIC=X go together"),
+        (("--dir", "recorded", "--budget", "cosine=0.9"), "go together"),
+        ((*PLAN, "--budget", "speed=2"), "no metric 'speed' to budget"),
+        ((*PLAN, "--budget", "cosine=2"), "cosine lies between -1 and 1"),
+        (("--dir", "recorded", "--plan", "no/plan", "--budget", "rmse=1"), "cannot write no/plan"),
+        (("--dir", "recorded", "--use-plan", "plan.json"), "--use-plan goes with --e2e"),
+        (("--dir", "recorded", "--text", "a.txt"), "--text goes with --e2e"),
+        (("--dir", "recorded", "--model-rounds", "5"), "--model-rounds goes with --e2e"),
+        (("--dir", "missing", "--e2e"), "missing: no such directory"),
+    ],
+)
+def test_misuse(refused: Refused, arguments: tuple[str, ...], sentence: str) -> None:
+    Plan("flux", "", Budget("cosine", 0.9), "torch-default").save("other.json")
+    assert sentence in refused(*arguments)
+
+
+def edit(change: Callable[[dict[str, Any]], None]) -> None:
+    manifest = Path("recorded/manifest.json")
+    data = json.loads(manifest.read_text())
+    change(data)
+    manifest.write_text(json.dumps(data))
+
+
+def test_recordings_that_do_not_serve(refused: Refused) -> None:
+    edit(lambda data: data["captures"].append({**data["captures"][0], "model": "second"}))
+    assert "holds model.py:build, second" in refused(*PLAN, "--budget", "rmse=1")
+    edit(lambda data: data["captures"].pop())
+    edit(lambda data: data["captures"][0]["settings"].pop("given"))
+    assert "does not say how its model was built" in refused(*E2E)
+    edit(lambda data: data["captures"][0]["settings"].pop("model"))
+    assert "in a script of yours" in refused(*E2E)
+    edit(lambda data: data["captures"][0].update(census={}))
+    assert "counts its calls: capture again" in refused(*E2E)
+
+
+def test_texts(refused: Refused) -> None:
+    def prefills(data: dict[str, Any]) -> None:
+        for row in data["captures"][0]["census"]["rows"]:
+            row["phase"] = "prefill"
+
+    edit(prefills)
+    assert "a function does not say which" in refused(*E2E, "--text", "none.txt")
+    edit(lambda data: data["captures"][0]["settings"].update(model="."))
+    Path("empty.txt").write_text(" \n")
+    Path("binary.txt").write_bytes(b"\xff\xfe\x00")
+    assert "cannot read --text none.txt: No such file" in refused(*E2E, "--text", "none.txt")
+    assert "cannot read --text recorded: Is a directory" in refused(*E2E, "--text", "recorded")
+    assert "empty.txt is empty" in refused(*E2E, "--text", "empty.txt")
+    assert "binary.txt is not a text in UTF-8" in refused(*E2E, "--text", "binary.txt")
+
+
+def test_how_a_model_is_built_again(capture_record: CaptureRecord, tmp_path: Path) -> None:
+    model = capture_record.settings["model"]
+    assert model.endswith("model.py:build")
+    assert load_arguments(capture_record, "cpu") == {"model": model, "seed": 0}
+    settings = {**capture_record.settings, "given": {"steps": 3}, "model": str(tmp_path)}
+    directory = replace(capture_record, settings=settings)
+    assert load_arguments(directory, "cpu") == {
+        "model": str(tmp_path),
+        "seed": 0,
+        "steps": 3,
+        "device": "cpu",
+    }
+    settings |= {"model": "llama", "size": "tiny", "weights": "random", "checkpoint": None}
+    settings |= {"dtype": "float32", "steps": 8, "given": {"prompt": "Once"}}
+    named = load_arguments(replace(capture_record, settings=settings), "cuda:1")
+    assert named == {
+        **{"model": "llama", "size": "tiny", "weights": "random", "checkpoint": None},
+        **{"dtype": "float32", "steps": 8, "seed": 0, "prompt": "Once", "device": "cuda:1"},
+    }
+    with pytest.raises(NotRebuildable):
+        load_arguments(replace(capture_record, settings={}), "cpu")
+
+
+def tried(kernel: str, status: Status, environment: str = HERE) -> Row:
+    return Row(kernel, CallFacts("a"), status, "because", environment=environment)
+
+
+def test_which_kernels_are_put_into_a_model(
+    capture_record: CaptureRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replay.cli.end_to_end.import_path", lambda python: (python,))
+    own, plain = find("torch-default"), find("torch-math")
+    alone = [Kernel(name, plain.attention, own_process=True) for name in ("x", "y")]
+    kernels = [own, plain, *alone, Kernel("no", plain.attention), Kernel("dead", plain.attention)]
+    rows = [tried(kernel.name, "ok") for kernel in kernels[:4]]
+    rows += [tried("no", "unsupported"), tried("dead", "crash"), tried("dead", "timeout")]
+    rows += [tried("torch-math", "inaccurate", "other"), tried("torch-math", "crash", "other")]
+    groups, failed = _variants(
+        rows, {HERE: kernels, "other": [plain]}, {"other": "python"}, capture_record
+    )
+    assert [[(each.name, each.path) for each in group] for group in groups] == [
+        [("torch-math", ())],
+        [("x", ())],
+        [("y", ())],
+        [("torch-math@other", ("python",))],
+    ]
+    assert [(each.kernel, each.status) for each in failed] == [("dead", "crash")]
+    assert failed[0].reason.endswith("failed in the replay: because")
+
+
+def test_an_environment_that_does_not_fit_costs_its_own_kernels(
+    capture_record: CaptureRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(python: str) -> tuple[str, ...]:
+        raise ModelRefused(f"{python} is another Python")
+
+    monkeypatch.setattr("replay.cli.end_to_end.import_path", refuse)
+    plain = find("torch-math")
+    rows = [tried("torch-math", "ok"), tried("torch-math", "ok", "other")]
+    groups, _ = _variants(
+        rows, {HERE: [plain], "other": [plain]}, {"other": "python"}, capture_record
+    )
+    assert [[each.refused for each in group] for group in groups] == [
+        [""],
+        ["python is another Python"],
+    ]
+
+
+def test_where_an_interpreter_imports_from(tmp_path: Path) -> None:
+    def interpreter(name: str, prints: str) -> str:
+        path = tmp_path / name
+        path.write_text(f"#!/bin/sh\necho '{prints}'\n")
+        path.chmod(0o755)
+        return str(path)
+
+    version = list(sys.version_info[:2])
+    told = json.dumps([version, ["", sys.path[-1], "/opt/elsewhere"]])
+    assert import_path(interpreter("good", told)) == ("/opt/elsewhere",)
+    with pytest.raises(ModelRefused, match=r"is Python 2\.7 and this one"):
+        import_path(interpreter("old", json.dumps([[2, 7], []])))
+    for broken in (interpreter("broken", "hello"), str(tmp_path / "none")):
+        with pytest.raises(ModelRefused, match="does not say where it imports from"):
+            import_path(broken)

@@ -1,0 +1,95 @@
+"""The whole command on a small model, with real processes: known costs, and kernels that kill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replay.cli.main import main
+from replay.plan.plan import Budget, Choice, Plan
+
+from .conftest import CALLS, SLOW_SECONDS
+
+Checks = Callable[..., dict[str, dict[str, Any]]]
+
+
+def test_a_known_delay_is_predicted_and_measured(checks: Checks) -> None:
+    """So much longer than the model that its cost is known within a few percent."""
+    found = checks("slow", "--rounds", "5", "--model-rounds", "7")
+    own, slow = found["the model's own"], found["slow"]
+    assert own["status"] == slow["status"] == "ok"
+    assert (slow["hits"], slow["kept"], slow["fallbacks"]) == (CALLS, 0, {})
+    assert (own["hits"], own["kept"]) == (0, CALLS)  # behind the same hook
+    for span, calls in (("run", CALLS), ("denoise", CALLS // 4)):
+        predicted = slow["prediction"]["run" if span == "run" else "phases"]
+        predicted = predicted if span == "run" else predicted[span]
+        before = own["measured"][span]["ms"]["p50"] / 1000
+        expected = before + calls * SLOW_SECONDS
+        assert predicted["new_seconds"]["value"] == pytest.approx(expected, rel=0.05)
+        assert slow["measured"][span]["ms"]["p50"] / 1000 == pytest.approx(expected, rel=0.05)
+        assert slow["attention_seconds"][span] == pytest.approx(calls * SLOW_SECONDS, rel=0.05)
+        assert slow["measured"][span]["speedup"]["verdict"] == "slower"
+    # The delay changes nothing else.
+    assert slow["drift"] == pytest.approx(
+        {"relative_l1": 0, "cosine": 1, "nan_count": 0, "baseline_nan_count": 0}
+    )
+
+
+def test_what_a_kernel_does_to_the_model_costs_its_own_row(checks: Checks) -> None:
+    names = "segfaults,exits,raises,fails,hangs,wrong"
+    found = checks(names, "--rounds", "3", "--model-rounds", "3", "--timeout", "10")
+    assert list(found) == ["the model's own", *names.replace("fails,", "").split(","), "fails"]
+    status = {name: (each["status"], each["reason"]) for name, each in found.items()}
+    assert status["segfaults"] == (
+        "crash",
+        "the worker was ended by SIGSEGV; the model was built anew for what came after",
+    )
+    assert status["exits"][0] == "crash"
+    assert "code 3" in status["exits"][1]
+    assert status["raises"] == ("error", "ValueError: not today")
+    assert status["hangs"][0] == "timeout"
+    assert "10 s" in status["hangs"][1]
+    assert status["fails"] == (
+        "error",
+        "not tried in the model, since it failed in the replay: ValueError: nowhere",
+    )
+    wrong = found["wrong"]
+    assert status["wrong"] == ("ok", "")
+    assert wrong["measured"]["run"]["ms"]["n"] == 3
+    assert 0 < wrong["drift"]["relative_l1"] < 0.01
+
+
+def test_a_plan_is_run_with_the_kernels_it_names(checks: Checks, workshop: Path) -> None:
+    path = "layers.0"
+    choice = Choice(path, "denoise", "kernels.py:wrong", True, True, None, None, None, 0.0, 4, 1)
+    budget = Budget("cosine", 0.9)
+    plan = workshop / "plan.json"
+    Plan("model.py:build", "", budget, "torch-default", [choice]).save(plan)
+    found = checks("", "--rounds", "3", "--model-rounds", "3", "--use-plan", str(plan))
+    assert list(found) == ["the model's own", "wrong", "plan.json"]
+    everywhere, planned = found["wrong"], found["plan.json"]
+    assert (everywhere["hits"], everywhere["fallbacks"]) == (CALLS, {})
+    assert (planned["hits"], planned["fallbacks"]) == (4, {"not in the plan": CALLS - 4})
+    assert 0 < planned["drift"]["relative_l1"] < everywhere["drift"]["relative_l1"]
+    calls = planned["prediction"]["run"]["calls"]
+    assert (calls["swapped"], calls["kept"]) == (4, CALLS - 4)
+
+
+def test_a_model_that_fails_by_itself_is_one_sentence(
+    workshop: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(workshop)
+    (workshop / "broken").touch()
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            main(["--dir", "recorded", "--e2e", "--kernels", "torch-math", "--rounds", "3"])
+    finally:
+        (workshop / "broken").unlink()
+    assert stopped.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == (
+        "replay: the model fails with its own attention: ValueError: the model is broken"
+    )

@@ -1,0 +1,38 @@
+"""What the model's process keeps of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from replay.end_to_end import model_server
+from replay.patch.use_kernel import Swap, Tally
+
+
+@pytest.mark.parametrize(("answered", "is_kept"), [(2, True), (0, False)])
+def test_a_text_that_was_read_without_the_kernel_says_nothing_of_it(
+    tmp_path: Path, answered: int, is_kept: bool
+) -> None:
+    swap = Swap({"for decoding": Tally(hits=28)})
+
+    def score(ids: Tensor) -> Tensor:
+        swap.kernels["for decoding"].hits += answered
+        return torch.zeros(3, 5)
+
+    language = SimpleNamespace(
+        encode=lambda text: torch.zeros(1, 3, dtype=torch.long), score=score, decode=None
+    )
+    outputs = SimpleNamespace(tensors={"logits": torch.ones(2, 5)})
+    runnable = SimpleNamespace(language=language, outputs=lambda result: outputs)
+    file = tmp_path / "outputs.safetensors"
+    request = {"name": "for decoding", "text": "three tokens", "keep": str(file), "save": None}
+    model_server._keep(runnable, None, request, swap)
+    kept = load_file(file)
+    assert "logits" in kept
+    assert ("text_logits" in kept) == is_kept
+    assert ("text_ids" in kept) == is_kept

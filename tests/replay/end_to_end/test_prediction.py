@@ -1,0 +1,418 @@
+"""The arithmetic of a prediction on censuses and rows made by hand, in round numbers."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from capture.call import Shape
+from replay.end_to_end.prediction import Prediction, predict
+from replay.end_to_end.span import RUN, Calls, Clocked, Missing
+from replay.plan.matching import CensusError
+from replay.rows.row import CallFacts, Comparison, GpuState, Row, Speedup, Status
+from replay.timing.statistics import summarize
+
+STEADY = (1.0,) * 5
+
+
+def facts(
+    name: str, module: str, phase: str = "denoise", kv_len: int = 64, mask: str = ""
+) -> CallFacts:
+    shape = Shape(1, 2, 2, 1 if phase == "decode" else 64, kv_len, 32, 32)
+    return CallFacts(
+        name, "model", "random", module, phase, shape=shape, dtype="bfloat16", mask=mask
+    )
+
+
+def census(*calls: tuple[str, str, int, int], mask: bool = False) -> dict[str, Any]:
+    """Of (module, phase, key length, calls), each with a signature of its own."""
+    return {
+        "signatures": [
+            {
+                "query": [1, 2, 1 if phase == "decode" else 64, 32],
+                "key": [1, 2, kv_len, 32],
+                "value": [1, 2, kv_len, 32],
+                "dtype": "bfloat16",
+                "mask": [1, 1, 1, kv_len] if mask else None,
+                "mask_dtype": "bool" if mask else None,
+                "is_causal": False,
+                "scale": 0.1,
+                "enable_gqa": False,
+            }
+            for _, phase, kv_len, _ in calls
+        ],
+        "rows": [
+            {"module": module, "phase": phase, "signature": index, "calls": count}
+            for index, (module, phase, _, count) in enumerate(calls)
+        ],
+    }
+
+
+def row(
+    kernel: str,
+    call: CallFacts,
+    ms: Sequence[float] | float | None,
+    status: Status = "ok",
+    reason: str = "",
+) -> Row:
+    made = Row(kernel, call, status, reason)
+    if ms is not None:
+        made.time_ms = summarize([ms] * 5 if isinstance(ms, float) else ms)
+    return made
+
+
+def predicted(
+    counted: dict[str, Any], rows: list[Row], seconds: Sequence[float] = STEADY, **options: Any
+) -> Prediction:
+    options.setdefault("phases", {})
+    return predict(counted, rows, "new", "old", Clocked(tuple(seconds)), **options)
+
+
+def test_every_counted_call_saves_what_its_counterpart_saves() -> None:
+    a, b = facts("a", "layers.0"), facts("b", "layers.1")
+    rows = [row("old", a, 10.0), row("new", a, 4.0), row("old", b, 20.0), row("new", b, 25.0)]
+    counted = census(("layers.0", "denoise", 64, 30), ("layers.1", "denoise", 64, 8))
+    run = predicted(counted, rows).run
+    # 1 s − 30 · 6 ms + 8 · 5 ms
+    assert run.new_seconds is not None
+    assert run.new_seconds.value == pytest.approx(0.86)
+    assert (run.new_seconds.low, run.new_seconds.high) == pytest.approx((0.86, 0.86))
+    assert run.speedup is not None
+    assert run.speedup.value == pytest.approx(1 / 0.86)
+    assert run.attention_seconds == pytest.approx(0.46)
+    assert run.attention_share == pytest.approx(0.46)
+    assert run.calls == Calls(swapped=38)
+
+
+def test_phases_are_predicted_for_one_forward_each_and_the_run_has_all() -> None:
+    prefill, decode = facts("p", "layers.0", "prefill"), facts("d", "layers.0", "decode")
+    rows = [row("old", prefill, 9.0), row("new", prefill, 4.0)]
+    rows += [row("old", decode, 2.0), row("new", decode, 1.0)]
+    counted = census(("layers.0", "prefill", 64, 4), ("layers.0", "decode", 64, 40))
+    prediction = predicted(
+        counted,
+        rows,
+        phases={
+            "prefill": Clocked((0.1, 0.1, 0.1), 1, tokens=64),
+            "decode": Clocked((0.02, 0.02, 0.02), 10, tokens=2),
+        },
+    )
+    first, each = prediction.phases["prefill"], prediction.phases["decode"]
+    assert first.new_seconds is not None
+    assert each.new_seconds is not None
+    assert prediction.run.new_seconds is not None
+    assert first.new_seconds.value == pytest.approx(0.1 - 4 * 0.005)
+    assert each.new_seconds.value == pytest.approx(0.02 - 4 * 0.001)
+    assert prediction.run.new_seconds.value == pytest.approx(1 - 0.02 - 0.04)
+    assert each.attention_share == pytest.approx(0.008 / 0.02)
+    assert each.old_tokens_per_second is not None
+    assert each.old_tokens_per_second.value == pytest.approx(100)
+    assert first.new_tokens_per_second is not None
+    assert first.new_tokens_per_second.value == pytest.approx(64 / 0.08)
+    assert (first.calls.swapped, each.calls.swapped) == (4, 40)
+    assert json.loads(json.dumps(prediction.to_json()))["run"]["phase"] == RUN
+
+
+def test_a_call_that_is_not_supported_falls_back_and_costs_what_it_did() -> None:
+    a, b = facts("a", "layers.0"), facts("b", "layers.1")
+    rows = [row("old", a, 10.0), row("new", a, 5.0), row("old", b, 10.0)]
+    rows.append(row("new", b, None, "unsupported", "head_dim 72"))
+    counted = census(("layers.0", "denoise", 64, 20), ("layers.1", "denoise", 64, 7))
+    run = predicted(counted, rows).run
+    assert run.new_seconds is not None
+    assert run.new_seconds.value == pytest.approx(0.9)
+    assert run.calls == Calls(swapped=20, fell_back=7)
+    assert run.fallbacks == {"head_dim 72": 7}
+    assert run.attention_seconds == pytest.approx(0.27)
+
+
+def test_calls_that_none_stands_for_are_reported_and_unchanged() -> None:
+    call = facts("a", "layers.0")
+    rows = [row("old", call, 10.0), row("new", call, 5.0)]
+    counted = census(
+        ("layers.0", "denoise", 64, 20),
+        ("layers.0", "encode", 64, 3),  # another phase
+        ("layers.1", "denoise", 99, 2),  # another length, far away
+        ("layers.1", "denoise", 999, 4),
+    )
+    run = predicted(counted, rows).run
+    assert run.new_seconds is not None
+    assert run.new_seconds.value == pytest.approx(0.9)
+    assert run.calls == Calls(swapped=20, not_recorded=9)
+    assert run.not_recorded == [
+        Missing("layers.0", "encode", 3),
+        Missing("layers.1", "denoise", 6),
+    ]
+
+
+def test_a_growing_key_length_is_interpolated_and_never_extrapolated() -> None:
+    """Also where the mask grows along."""
+    short = facts("short", "layers.0", "decode", 100, "bool 1×1×1×100")
+    long = facts("long", "layers.1", "decode", 200, "bool 1×1×1×200")
+    rows = [row("old", short, 10.0), row("new", short, 5.0)]
+    rows += [row("old", long, 20.0), row("new", long, 11.0)]
+    counted = census(
+        *(("layers.0", "decode", kv_len, 10) for kv_len in (100, 125, 240, 260)), mask=True
+    )
+    run = predicted(counted, rows).run
+    assert run.new_seconds is not None
+    # Savings of a call: 5, 0.75 · 5 + 0.25 · 9, and 9 ms.
+    assert run.new_seconds.value == pytest.approx(1 - 10 * (0.005 + 0.006 + 0.009))
+    assert run.calls == Calls(swapped=30, not_recorded=10)
+
+
+@pytest.mark.parametrize("status", ["inaccurate", "crash", "error", "unavailable", "not-timed"])
+def test_a_kernel_that_cannot_stand_in_the_model_has_no_prediction(status: Status) -> None:
+    good, bad = facts("good", "layers.0", "prefill"), facts("bad", "layers.0", "decode")
+    rows = [row("old", good, 10.0), row("new", good, 5.0), row("old", bad, 10.0)]
+    rows.append(row("new", bad, 5.0 if status == "inaccurate" else None, status, "it is so"))
+    counted = census(("layers.0", "prefill", 64, 2), ("layers.0", "decode", 64, 2))
+    clocked = Clocked((0.1, 0.1))
+    prediction = predicted(counted, rows, phases={"prefill": clocked, "decode": clocked})
+    for span in (prediction.run, prediction.phases["decode"]):
+        assert span.new_seconds is None
+        assert span.reason == f"{status} on bad: it is so"
+        assert span.attention_seconds > 0
+    assert prediction.phases["prefill"].new_seconds is not None
+
+
+def test_a_kernel_without_a_row_has_no_prediction() -> None:
+    call = facts("a", "layers.0")
+    run = predicted(census(("layers.0", "denoise", 64, 2)), [row("old", call, 10.0)]).run
+    assert run.reason == "new was not replayed on a"
+
+
+def test_a_choice_by_layer_keeps_the_baseline_where_it_says_so() -> None:
+    """Also where the kernel was wrong at a layer that does not use it."""
+    a, b = facts("a", "layers.0"), facts("b", "layers.1")
+    rows = [row("old", a, 10.0), row("new", a, 5.0), row("old", b, 10.0)]
+    rows.append(row("new", b, 1.0, "inaccurate"))
+    counted = census(
+        *((f"layers.{layer}", "denoise", 64, 4) for layer in range(3)),
+    )
+    run = predicted(
+        counted, rows, kernel_at=lambda module, phase: "old" if module == "layers.1" else "new"
+    ).run
+    assert run.new_seconds is not None
+    # layers.2 was not recorded: the mean of the two.
+    assert run.new_seconds.value == pytest.approx(1 - 4 * 0.005 - 4 * 0.007)
+    assert run.calls == Calls(swapped=8, kept=4)
+
+
+def noisy(around: float, drift: Sequence[float], seed: int) -> list[float]:
+    generator = random.Random(seed)
+    return [around * each * generator.uniform(0.999, 1.001) for each in drift]
+
+
+def test_rounds_that_both_share_cancel_what_they_share() -> None:
+    """A clock that drifts moves both times and hardly what is saved."""
+    call = facts("a", "layers.0")
+    drift = [random.Random(7 + round).uniform(0.8, 1.2) for round in range(30)]
+    old, new = noisy(10.0, drift, 1), noisy(9.0, drift, 2)
+    counted = census(("layers.0", "denoise", 64, 50))
+    rows = [row("old", call, old), row("new", call, new)]
+    rows[1].comparison = Comparison(
+        "old",
+        Speedup(
+            summarize([before / after for before, after in zip(old, new, strict=True)]).p50,
+            0,
+            0,
+            "faster",
+        ),
+    )
+    paired = predicted(counted, rows).run.new_seconds
+    # Its own process: the row's speed-up is not that of the samples.
+    rows[1].comparison = Comparison("old", Speedup(1.5, 1.4, 1.6, "faster"))
+    apart = predicted(counted, rows).run.new_seconds
+    assert paired is not None
+    assert apart is not None
+    assert paired.low < paired.value < paired.high
+    assert (apart.high - apart.low) > 3 * (paired.high - paired.low)
+
+
+def test_the_interval_covers_the_rounds_of_both_sources_and_repeats() -> None:
+    call = facts("a", "layers.0")
+    counted = census(("layers.0", "denoise", 64, 50))
+    scatter = noisy(10.0, [random.Random(each).uniform(0.9, 1.1) for each in range(30)], 1)
+    seconds = noisy(1.0, [random.Random(each).uniform(0.9, 1.1) for each in range(30)], 2)
+    steady = [row("old", call, 10.0), row("new", call, 5.0)]
+    uneven = [row("old", call, scatter), row("new", call, 5.0)]
+
+    def width(rows: list[Row], clock: Sequence[float], **options: Any) -> float:
+        found = predicted(counted, rows, clock, **options).run.new_seconds
+        assert found is not None
+        return found.high - found.low
+
+    assert width(steady, STEADY) == 0
+    assert width(uneven, STEADY) > 0
+    assert width(steady, seconds) > 0
+    assert width(uneven, seconds) > max(width(uneven, STEADY), width(steady, seconds)) / 2
+    assert width(uneven, seconds) == width(uneven, seconds)
+    assert width(uneven, seconds) != width(uneven, seconds, seed=1)
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+    """Medians of 20 rounds, 40 experiments: 95 % is 38, and fewer than 33 would be a fault."""
+    counted = census(("layers.0", "denoise", 64, 50))
+    call = facts("a", "layers.0")
+    hits = 0
+    for seed in range(40):
+        generator = random.Random(seed)
+        old = [generator.gauss(10.0, 0.3) for _ in range(20)]
+        new = [generator.gauss(8.0, 0.3) for _ in range(20)]
+        rows = [row("old", call, old), row("new", call, new)]
+        found = predicted(counted, rows, seed=seed).run.new_seconds
+        assert found is not None
+        hits += found.low <= 1 - 50 * 0.002 <= found.high
+    assert hits >= 33
+
+
+@pytest.mark.parametrize(
+    ("there", "saved"),
+    [
+        (lambda call: row("old", call, 8.0), 0.003),
+        (lambda call: row("old", call, None, "error"), 0.005),  # not timed there: taken from here
+    ],
+)
+def test_a_kernel_of_another_environment_is_held_against_the_baseline_there(
+    there: Callable[[CallFacts], Row], saved: float
+) -> None:
+    call = facts("a", "layers.0")
+    rows = [row("old", call, 10.0), there(call), row("new", call, 5.0)]
+    for each in rows[1:]:
+        each.environment = "other"
+    counted = census(("layers.0", "denoise", 64, 10))
+    run = predict(counted, rows, "new@other", "old", Clocked(STEADY), {}).run
+    assert run.new_seconds is not None
+    assert run.new_seconds.value == pytest.approx(1 - 10 * saved)
+
+
+def test_clues_are_of_one_forward() -> None:
+    call = facts("a", "layers.0", "prefill")
+    new = row("new", call, 5.0)
+    new.layer_host_ms, new.core_time_ms = summarize([0.5]), summarize([3.0])
+    new.gpu_during = GpuState(1500, None, 50, ())
+    counted = census(("layers.0", "prefill", 64, 20))
+    phases = {"prefill": Clocked((0.5,), 2)}
+    old = row("old", call, 10.0)
+    assert predicted(counted, [old, new]).run.clues.more_layer_launch_seconds is None
+    old.layer_host_ms = summarize([0.2])
+    clues = predicted(counted, [old, new], phases=phases).phases["prefill"].clues
+    assert clues.more_layer_launch_seconds == pytest.approx(10 * 0.0003)
+    assert clues.preparation_seconds == pytest.approx(10 * 0.002)
+    assert clues.scatter == pytest.approx(1)
+    assert (clues.sm_clock_mhz, clues.power_w) == (1500, None)
+
+
+def test_samples_of_two_environments_are_not_paired() -> None:
+    call = facts("a", "layers.0")
+    counted = census(("layers.0", "denoise", 64, 50))
+    scatter = noisy(10.0, [random.Random(each).uniform(0.9, 1.1) for each in range(30)], 1)
+    rows = [row("old", call, scatter), row("new", call, [each / 2 for each in scatter])]
+    paired = predicted(counted, rows).run.new_seconds
+    rows[1].environment = "other"
+    apart = predict(counted, rows, "new@other", "old", Clocked(STEADY), {}).run.new_seconds
+    assert paired is not None
+    assert apart is not None
+    assert (apart.high - apart.low) > 1.2 * (paired.high - paired.low)
+
+
+def test_the_interval_covers_the_scatter_of_launches() -> None:
+    call = facts("a", "layers.0", "decode")
+    rows = [launched("old", call, 1.0, 0.5), launched("new", call, 1.0, 0.6)]
+    counted = census(("layers.0", "decode", 64, 30))
+    phases = {"decode": Clocked((0.1,) * 5, busy_seconds=0.04)}
+    steady = predicted(counted, rows, phases=phases).phases["decode"].new_seconds
+    scatter = [random.Random(each).uniform(0.5, 0.7) for each in range(30)]
+    rows[1].layer_host_ms = summarize(scatter)
+    uneven = predicted(counted, rows, phases=phases).phases["decode"].new_seconds
+    assert steady is not None
+    assert uneven is not None
+    assert steady.low == steady.high
+    assert uneven.low < 0.103 < uneven.high
+
+
+def test_a_model_that_waits_for_the_host_is_not_predicted_without_launches() -> None:
+    call = facts("a", "layers.0", "decode")
+    rows = [launched("old", call, 1.0, 0.5), row("new", call, 1.0)]
+    counted = census(("layers.0", "decode", 64, 30))
+    decode = Clocked((0.1,) * 5, busy_seconds=0.04)
+    with pytest.raises(ValueError, match="a was replayed without layer_host_ms: replay it anew"):
+        predicted(counted, rows, phases={"decode": decode})
+
+
+def test_launches_of_another_environment_are_held_against_the_baseline_there() -> None:
+    call = facts("a", "layers.0", "decode")
+    rows = [launched("old", call, 1.0, 0.5), launched("old", call, 1.0, 0.7)]
+    rows.append(launched("new", call, 1.0, 0.8))
+    for each in rows[1:]:
+        each.environment = "other"
+    counted = census(("layers.0", "decode", 64, 30))
+    decode = Clocked((0.1,) * 5, busy_seconds=0.04)
+    prediction = predict(counted, rows, "new@other", "old", Clocked((0.2,) * 5), {"decode": decode})
+    new = prediction.phases["decode"].new_seconds
+    assert new is not None
+    assert new.value == pytest.approx(0.1 + 30 * 0.0001)
+
+
+def test_what_cannot_be_predicted_is_said() -> None:
+    call = facts("a", "layers.0")
+    rows = [row("old", call, 10.0), row("new", call, 5.0)]
+    with pytest.raises(CensusError, match="capture again"):
+        predicted({}, rows)
+    with pytest.raises(ValueError, match="old was timed on none"):
+        predicted(census(("layers.0", "denoise", 64, 1)), rows[1:])
+    run = predicted(census(("layers.0", "denoise", 64, 500)), rows).run
+    assert run.new_seconds is None
+    assert "more time than the model takes" in run.reason
+    assert run.attention_share == pytest.approx(5.0)
+
+
+def launched(kernel: str, call: CallFacts, ms: float, layer_host_ms: float) -> Row:
+    """A row of a GPU."""
+    made = row(kernel, call, ms)
+    made.layer_host_ms = summarize([layer_host_ms] * 5)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("busy", "new_ms", "layer_host_ms", "predicted_ms"),
+    [
+        (None, 0.5, 0.05, 85.0),  # a CPU: 100 − 30 · 0.5
+        (99.0, 0.5, 0.05, 85.0),  # the GPU is the bottleneck
+        (40.0, 0.5, 0.05, 100.0),  # the host is, and takes as long as before
+        (40.0, 0.5, 0.25, 106.0),  # + 30 · 0.2, which the kernel takes longer to launch
+        (40.0, 0.5, 0.01, 98.8),  # − 30 · 0.04
+        (40.0, 4.0, 0.05, 130.0),  # so slow that the GPU is the bottleneck now: 40 + 30 · 3
+    ],
+)
+def test_a_model_that_waits_for_the_host_gains_what_the_host_gains(
+    busy: float | None, new_ms: float, layer_host_ms: float, predicted_ms: float
+) -> None:
+    call = facts("a", "layers.0", "decode")
+    rows = [launched("old", call, 1.0, 0.05), launched("new", call, new_ms, layer_host_ms)]
+    counted = census(("layers.0", "decode", 64, 300))
+    decode = Clocked((0.1,) * 5, 10, busy_seconds=None if busy is None else busy / 1000)
+    prediction = predicted(counted, rows, (1.5,) * 5, phases={"decode": decode})
+    span = prediction.phases["decode"]
+    assert span.new_seconds is not None
+    assert 1000 * span.new_seconds.value == pytest.approx(predicted_ms)
+    assert span.waiting_share == pytest.approx(0.6 if busy == 40 else 0.0)
+    assert span.saved_seconds == pytest.approx(30 * (1 - new_ms) / 1000)
+    # The run gains what its forwards gain.
+    assert prediction.run.new_seconds is not None
+    assert prediction.run.new_seconds.value == pytest.approx(1.5 - 10 * (100 - predicted_ms) / 1000)
+    assert prediction.run.waiting_share == pytest.approx(0.4 if busy == 40 else 0.0)
+
+
+def test_the_scatter_of_the_costliest_call_is_a_clue() -> None:
+    call, cheap = facts("a", "layers.0"), facts("b", "layers.1")
+    rows = [row("old", call, [10.0, 10.0, 10.0, 40.0, 40.0]), row("new", call, 5.0)]
+    rows += [row("old", cheap, [1.0, 1.0, 1.0, 90.0, 90.0]), row("new", cheap, 1.0)]
+    counted = census(("layers.0", "denoise", 64, 3), ("layers.1", "denoise", 64, 1))
+    assert predicted(counted, rows).run.clues.scatter == 4
+    assert predicted(census(("layers.0", "denoise", 64, 1)), rows[:2]).run.clues.scatter == 4

@@ -1,0 +1,60 @@
+"""A replay meets more shapes than `torch.compile` recompiles for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from replay.kernels.compiling import CompiledPerSignature
+
+MORE_THAN_THE_LIMIT = 12
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
+    """The options of every compilation; graphs run as they were traced, which costs little."""
+    asked: list[dict[str, object]] = []
+    compile_ = torch.compile
+
+    def compile_without_codegen(function: object, **options: object) -> object:
+        asked.append(options)
+        return compile_(function, backend="eager", fullgraph=True, dynamic=False)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(torch, "compile", compile_without_codegen)
+    return asked
+
+
+def test_more_shapes_than_the_recompile_limit(graphs: list[dict[str, object]]) -> None:
+    from torch._dynamo import config
+
+    assert config.recompile_limit < MORE_THAN_THE_LIMIT
+
+    def add_one(tensor: Tensor, *, twice: bool = False) -> Tensor:
+        # fullgraph: past the limit this would raise and not silently run eagerly
+        return tensor + (2 if twice else 1)
+
+    compiled = CompiledPerSignature(add_one, "max-autotune")
+    for length in range(1, MORE_THAN_THE_LIMIT + 1):
+        assert torch.equal(compiled(torch.zeros(length)), torch.ones(length))
+    assert len(graphs) == MORE_THAN_THE_LIMIT
+    assert {option["mode"] for option in graphs} == {"max-autotune"}
+    assert all(option["fullgraph"] and option["dynamic"] is False for option in graphs)
+
+    assert torch.equal(compiled(torch.zeros(3), twice=True), torch.full((3,), 2.0))
+    assert len(graphs) == MORE_THAN_THE_LIMIT + 1
+    compiled(torch.zeros(3))
+    compiled(tensor=torch.zeros(3))
+    assert len(graphs) == MORE_THAN_THE_LIMIT + 1
+
+
+def test_strides_and_dtypes_are_kinds_of_their_own(graphs: list[dict[str, object]]) -> None:
+    def double(tensor: Tensor) -> Tensor:
+        return tensor * 2
+
+    compiled = CompiledPerSignature(double)
+    compiled(torch.ones(4, 4))
+    compiled(torch.ones(4, 4).T[:, :])
+    compiled(torch.ones(4, 4, dtype=torch.float16))
+    assert len(graphs) == 3
+    assert compiled.__name__ == "double"  # type: ignore[attr-defined]

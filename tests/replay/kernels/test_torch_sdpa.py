@@ -1,0 +1,146 @@
+"""PyTorch's own kernels and FlexAttention against the oracle, on the backends a CPU has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from capture.call import AttentionCall
+from replay.accuracy.errors import compare
+from replay.accuracy.reference import attention, same_dtype
+from replay.accuracy.tolerance import judge, tolerance
+from replay.kernels.registry import catalogue
+
+MakeCall = Callable[..., AttentionCall]
+ON_CPU = ["torch-default", "torch-math", "torch-flash"]
+
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "causal, longer keys": {"is_causal": True, "q_len": 7, "kv_len": 40},
+    "causal, longer queries": {"is_causal": True, "q_len": 40, "kv_len": 7},
+    "grouped": {"q_heads": 6, "kv_heads": 2},
+    "one key head": {"q_heads": 4, "kv_heads": 1, "is_causal": True},
+    "bool mask": {"attn_mask": torch.rand(9, 13) < 0.7},
+    "float mask": {"attn_mask": torch.randn(1, 1, 9, 13)},
+    "row without a key": {"attn_mask": torch.arange(9)[:, None] > torch.arange(13)},
+    "scale": {"scale": 0.5},
+    "one query": {"q_len": 1, "kv_len": 300, "q_heads": 4, "kv_heads": 2},
+    "odd": {"batch": 2, "q_len": 17, "kv_len": 33, "head_dim": 24},
+    "narrow values": {"v_head_dim": 16},
+}
+
+
+def check(name: str, call: AttentionCall) -> None:
+    with torch.no_grad():
+        output = catalogue()[name].attention(**call.arguments())
+    gold = attention(call)
+    verdict = judge(
+        output, gold, compare(output, gold), "exact", tolerance(call, same_dtype(call), gold)
+    )
+    assert verdict.passed, f"{name}: {verdict.sentence}"
+
+
+@pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_against_the_oracle(make_call: MakeCall, kind: str, name: str, dtype: torch.dtype) -> None:
+    call = make_call(dtype=dtype, **CALLS[kind])
+    mask = call.attn_mask
+    if mask is not None and mask.is_floating_point():
+        call = call.with_tensors({"attn_mask": mask.to(dtype)})
+    reason = catalogue()[name].unsupported(call)
+    if reason:
+        assert (name, kind) == ("torch-flash", "narrow values")
+        return
+    check(name, call)
+
+
+def test_unavailable_on_a_cpu() -> None:
+    cpu = torch.device("cpu")
+    for name, kernel in catalogue().items():
+        if name.startswith(("torch-efficient", "torch-cudnn")):
+            assert kernel.unavailable(cpu) == "PyTorch has it on GPUs only"
+        elif name.startswith("torch-") and kernel.library == "torch":
+            assert kernel.unavailable(cpu) is None
+
+
+@pytest.mark.filterwarnings("ignore:Flash attention")
+def test_unsupported_is_pytorchs_own_sentence(make_call: MakeCall) -> None:
+    flash = catalogue()["torch-flash"]
+    call = make_call(v_head_dim=16)
+    reason = flash.unsupported(call)
+    assert reason is not None
+    assert reason.startswith("Flash attention requires q,k,v to have the same last dimension. ")
+    assert "Triggered internally" not in reason
+    with pytest.raises(RuntimeError, match="No available kernel"):
+        flash.attention(**call.arguments())
+    assert flash.unsupported(make_call()) is None
+    # And it is the sentence of the compiled kernels too.
+    assert catalogue()["torch-flash-compiled"].unsupported(call) == reason
+
+
+@pytest.mark.parametrize("name", [*ON_CPU, "flex"])
+def test_what_no_kernel_is_asked_for(make_call: MakeCall, name: str) -> None:
+    kernel = catalogue()[name]
+    both = make_call(is_causal=True, attn_mask=torch.zeros(9, 13))
+    assert kernel.unsupported(both) == "attn_mask and is_causal together"
+    assert "dropout" in (kernel.unsupported(make_call(dropout_p=0.1)) or "")
+
+
+def test_math_refuses_what_would_not_fit(
+    make_call: MakeCall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = make_call(q_len=1000, kv_len=1000)
+    monkeypatch.setattr(
+        "replay.kernels.adapters.torch_sdpa.available_bytes", lambda device: 15_000_000
+    )
+    assert catalogue()["torch-math"].unsupported(call) == ("its score matrices need 0 GB of memory")
+    assert catalogue()["torch-flash"].unsupported(call) is None
+    monkeypatch.setattr(
+        "replay.kernels.adapters.torch_sdpa.available_bytes", lambda device: 17_000_000
+    )
+    assert catalogue()["torch-math"].unsupported(call) is None
+
+
+def test_a_compiled_kernel_runs_its_own_backend(make_call: MakeCall) -> None:
+    """PyTorch's compile cache must not answer `torch-math-compiled` with flash's graph.
+
+    In bfloat16 the two differ in their last bits; flash compiled is an opaque call, the same bits.
+    """
+    call = make_call(q_len=150, kv_len=150, dtype=torch.bfloat16)
+    kernels = catalogue()
+    with torch.no_grad():
+        outputs = {
+            name: kernels[name].attention(**call.arguments())
+            for name in ("torch-flash", "torch-math", "torch-flash-compiled", "torch-math-compiled")
+        }
+    flash, math = outputs["torch-flash"], outputs["torch-math"]
+    assert not torch.equal(flash, math)
+    assert torch.equal(outputs["torch-flash-compiled"], flash)
+    assert not torch.equal(outputs["torch-math-compiled"], flash)
+    # Math compiled differs from eager math by the order of float32 sums at most.
+    from_math = (outputs["torch-math-compiled"] != math).sum()
+    assert from_math < 0.1 * (outputs["torch-math-compiled"] != flash).sum()
+    check("torch-math-compiled", call)
+
+
+def test_flex_against_the_oracle(make_call: MakeCall) -> None:
+    """One compilation each, so no more kinds than there are paths through it."""
+    assert catalogue()["flex"].unavailable(torch.device("cpu")) is None
+    for kind in (
+        {"q_heads": 4, "kv_heads": 2, "q_len": 40, "kv_len": 70, "is_causal": True},
+        {"q_len": 70, "kv_len": 40, "is_causal": True, "scale": 0.3},
+        {"q_len": 40, "kv_len": 70, "attn_mask": torch.rand(40, 70) < 0.5},
+        {"q_len": 40, "kv_len": 70, "attn_mask": torch.randn(1, 1, 40, 70)},
+    ):
+        check("flex", make_call(**kind))
+
+
+def test_flex_says_what_it_cannot(make_call: MakeCall) -> None:
+    flex = catalogue()["flex"]
+    assert flex.unsupported(make_call(dtype=torch.float64)) == "dtype torch.float64"
+    assert flex.unsupported(make_call(q_heads=4, kv_heads=2)) is None

@@ -1,0 +1,179 @@
+"""A kernel of one's own: a function in a file, or a package that offers it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replay.kernels.registry import Kernel, KernelNameError, catalogue, find
+
+RunCli = Callable[..., tuple[int, str, str]]
+SHAPE = ("--random", "-hq", "2", "-sq", "16", "-d", "8", "--dtype", "float32")
+QUICK = ("--rounds", "3", "--max-seconds", "0.01", "--device", "cpu", "--in-process")
+
+MINE = '''
+import torch
+
+def my_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False,
+                 *, scale=None, enable_gqa=False):
+    """Written out."""
+    scores = query @ key.transpose(-1, -2) * (scale or query.shape[-1] ** -0.5)
+    return scores.softmax(-1) @ value
+'''
+PICKY = """
+from my_file import my_attention
+from replay.kernels.registry import register_kernel
+
+def unsupported(call):
+    return "causal calls" if call.is_causal else None
+
+@register_kernel("picky", unsupported=unsupported, accuracy_class="quantised",
+                 prepare=lambda call: lambda: my_attention(**call.arguments()))
+def attention(query, key, value, **options):
+    return my_attention(query, key, value, **options) * 1.02
+"""
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+
+@pytest.fixture
+def run(run_cli: RunCli) -> Callable[..., dict[str, dict[str, Any]]]:
+    """Rows by kernel of a run in this process."""
+
+    def rows(kernels: str, *arguments: str) -> dict[str, dict[str, Any]]:
+        code, out, err = run_cli(*SHAPE, *QUICK, "--kernels", kernels, "--json", "-", *arguments)
+        assert (code, err.strip()) == (0, "")
+        return {row["kernel"]: row for row in map(json.loads, out.splitlines())}
+
+    return rows
+
+
+Run = Callable[..., dict[str, dict[str, Any]]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, with the two files above."""
+    (tmp_path / "my_file.py").write_text(MINE)
+    (tmp_path / "picky.py").write_text(PICKY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_a_function_in_a_file(run: Run, folder: Path) -> None:
+    kept = folder / "kept"
+    absolute = f"{folder}/my_file.py:my_attention"
+    rows = run(f"my_file.py:my_attention,{absolute}", "--save-output", str(kept))
+    assert list(rows) == ["my_file.py:my_attention", absolute, "torch-default"]
+    assert all(row["status"] == "ok" for row in rows.values())
+    assert rows["my_file.py:my_attention"]["speedup"]["vs"] == "torch-default"
+    # A name that is a path leads nowhere else.
+    assert len(list(kept.glob("random-00/*.safetensors"))) == 3
+    assert list(folder.glob("*.safetensors")) == []
+
+
+def test_constraints_from_the_decorator(run: Run, folder: Path) -> None:
+    """As they are for our own kernels; and a file may import its neighbours."""
+    row = run("picky.py:attention")["picky.py:attention"]
+    assert row["status"] == "ok"  # by the rule for quantised kernels
+    assert row["core_time_ms"]["n"] == 3
+    row = run("picky.py:attention", "--causal")["picky.py:attention"]
+    assert (row["status"], row["reason"]) == ("unsupported", "causal calls")
+
+
+def test_nothing_is_imported_until_asked(folder: Path) -> None:
+    (folder / "loud.py").write_text("raise RuntimeError('loud')\n")
+    kernel = find("loud.py:attention")
+    assert (kernel.name, kernel.about) == ("loud.py:attention", "your attention")
+    with pytest.raises(RuntimeError, match="loud"):
+        kernel.loaded()
+
+
+def test_what_is_not_there(run: Run, run_cli: RunCli, folder: Path) -> None:
+    with pytest.raises(KernelNameError, match=r"no kernel 'no.py:a': there is no file no.py"):
+        find("no.py:a")
+    code, _, err = run_cli(*SHAPE, *QUICK, "--kernels", "no.py:a")
+    assert (code, err) == (2, "replay: no kernel 'no.py:a': there is no file no.py\n")
+    row = run("my_file.py:nothing")["my_file.py:nothing"]
+    assert (row["status"], row["reason"]) == (
+        "error",
+        "KernelNameError: my_file.py has no function 'nothing'",
+    )
+
+
+def test_two_files_of_one_name(run: Run, folder: Path) -> None:
+    for name, factor in (("one", 1), ("two", 2)):
+        (folder / name).mkdir()
+        (folder / name / "kernel.py").write_text(
+            f"{MINE.replace('softmax(-1) @ value', f'softmax(-1) @ value * {factor}')}"
+        )
+    rows = run("one/kernel.py:my_attention,two/kernel.py:my_attention")
+    assert [row["status"] for row in rows.values()] == ["ok", "inaccurate", "ok"]
+
+
+def test_an_import_that_fails_fails_the_same_way_again(folder: Path) -> None:
+    """Not with: a kernel of that name is registered already."""
+    (folder / "half.py").write_text(PICKY + "\nraise RuntimeError('half way')\n")
+    kernel = find("half.py:attention")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="half way"):
+            kernel.loaded()
+    assert "picky" not in catalogue()
+
+
+def test_a_name_that_is_taken(run: Run, folder: Path) -> None:
+    (folder / "taken.py").write_text(PICKY.replace('"picky"', '"torch-math"'))
+    row = run("taken.py:attention")["taken.py:attention"]
+    assert row["status"] == "error"
+    assert "'torch-math' is registered already" in row["reason"]
+
+
+@pytest.fixture
+def package(folder: Path) -> Path:
+    """A distribution that offers a kernel, one with constraints, and one that is broken."""
+    information = folder / "offer-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Name: offer\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text(
+        "[attention_replay.kernels]\n"
+        "offered = my_file:my_attention\n"
+        "offered-picky = picky:attention\n"
+        "offered-broken = not_there:attention\n"
+        "offered-nothing = my_file:nothing\n"
+        "torch-math = not_there:attention\n"
+    )
+    return folder
+
+
+@pytest.mark.usefixtures("package")
+def test_a_package_offers_kernels(run: Run) -> None:
+    rows = run("offered*,torch-math", "--causal")
+    assert {name: row["status"] for name, row in rows.items()} == {
+        "offered": "inaccurate",  # it ignores is_causal
+        "offered-picky": "unsupported",
+        "offered-broken": "error",
+        "offered-nothing": "error",
+        "torch-math": "ok",  # ours stays ours
+        "torch-default": "ok",
+    }
+    assert rows["offered-picky"]["reason"] == "causal calls"
+    assert rows["offered-broken"]["reason"] == ("ModuleNotFoundError: No module named 'not_there'")
+    assert rows["offered-nothing"]["reason"].startswith("AttributeError: ")
+
+
+@pytest.mark.usefixtures("package")
+def test_offered_kernels_are_listed(run_cli: RunCli) -> None:
+    code, out, err = run_cli("--list-kernels", *QUICK)
+    assert (code, err) == (0, "")
+    text = " ".join(out.split())
+    assert "offered from my_file:my_attention available" in text
+    assert (
+        "offered-broken from not_there:attention "
+        "ModuleNotFoundError: No module named 'not_there'" in text
+    )
+    assert isinstance(catalogue()["offered"], Kernel)

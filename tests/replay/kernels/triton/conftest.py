@@ -1,0 +1,39 @@
+"""What the tests of our Triton kernels share; `tests/conftest.py` says how the kernels run."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from capture.call import AttentionCall
+from replay.accuracy.errors import compare
+from replay.accuracy.reference import same_dtype
+from replay.accuracy.tolerance import judge, tolerance
+from replay.rows.row import AccuracyClass
+
+collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_*.py"]
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """A GPU, where kernels run compiled, or the CPU, where they are interpreted."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def assert_right() -> Callable[..., None]:
+    """`assert_right(output, gold, call, "exact")`: the replay's own verdict."""
+
+    def check(
+        output: Tensor, gold: Tensor, call: AttentionCall, accuracy_class: AccuracyClass = "exact"
+    ) -> None:
+        assert output.dtype == call.dtype
+        allowed = tolerance(call, same_dtype(call), gold)
+        verdict = judge(output, gold, compare(output, gold), accuracy_class, allowed)
+        assert verdict.passed, verdict.sentence
+
+    return check

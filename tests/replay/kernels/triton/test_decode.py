@@ -1,0 +1,219 @@
+"""Decoding with keys in one piece: any shape, stride and mask, however the keys are split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from capture.call import AttentionCall
+from replay.kernels.registry import catalogue
+from replay.kernels.triton import descriptors, split_kv
+from replay.kernels.triton.decode import decode
+from replay.kernels.triton.split_kv import Access, Cache, Tiling, plan
+from tests.replay.kernels.triton.eager import attend
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float16, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def inputs(
+    batch: int = 1,
+    q_heads: int = 4,
+    kv_heads: int = 2,
+    q_len: int = 1,
+    kv_len: int = 100,
+    head_dim: int = 64,
+    v_head_dim: int | None = None,
+    dtype: torch.dtype = torch.float16,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        normal(batch, q_heads, q_len, head_dim, dtype=dtype),
+        normal(batch, kv_heads, kv_len, head_dim, dtype=dtype, seed=1),
+        normal(batch, kv_heads, kv_len, v_head_dim or head_dim, dtype=dtype, seed=2),
+    )
+
+
+def assert_near(output: Tensor, expected: Tensor, dtype: torch.dtype = torch.float16) -> None:
+    atol = 2e-2 if dtype == torch.bfloat16 else 3e-3
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=atol, equal_nan=True)
+
+
+@pytest.mark.parametrize("worth_describing", [0, 2**60])
+@pytest.mark.parametrize("kv_len", [1, 7, 127, 4250])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_lengths(
+    kv_len: int,
+    dtype: torch.dtype,
+    worth_describing: int,
+    monkeypatch: pytest.MonkeyPatch,
+    assert_right: Callable[..., None],
+) -> None:
+    monkeypatch.setattr(split_kv, "WORTH_DESCRIBING", worth_describing)
+    query, key, value = inputs(2, kv_len=kv_len, dtype=dtype)
+    call = AttentionCall(query, key, value, enable_gqa=True)
+    assert_right(decode(query, key, value), attend(query, key, value).output, call)
+
+
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(40, 72), (80, 80), (96, 40), (256, 256)])
+def test_head_dims(head_dim: int, v_head_dim: int) -> None:
+    tensors = inputs(q_len=3, head_dim=head_dim, v_head_dim=v_head_dim)
+    assert_near(decode(*tensors), attend(*tensors).output)
+
+
+def test_which_loads_a_call_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(descriptors, "_has_tma", lambda device: True)
+    _, key, value = inputs()
+    assert Cache(key, value).access(is_causal=False) == "direct", "too small"
+    monkeypatch.setattr(split_kv, "WORTH_DESCRIBING", 0)
+    assert Cache(key, value).access(is_causal=False) == "described"
+    assert Cache(key, value).access(is_causal=True) == "direct", "reads past the last query's key"
+    assert Cache(key[..., :40], value).access(False) == "direct", "no whole block"
+    assert Cache(key.mT.contiguous().mT, value).access(False) == "direct", "no adjacent elements"
+    lengths = torch.tensor([50], dtype=torch.int32, device=DEVICE)
+    assert Cache(key, value, lengths=lengths).access(False) == "direct", "reads past the length"
+    indices = torch.zeros(1, 2, 3, dtype=torch.int32, device=DEVICE)
+    assert Cache(key, value, indices=indices).access(False) == "indirect"
+
+
+@pytest.mark.parametrize("q_heads", [2, 40, 140])
+def test_groups_of_one_tile_and_of_several(q_heads: int) -> None:
+    tensors = inputs(q_heads=q_heads)
+    assert_near(decode(*tensors), attend(*tensors).output)
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 50), (5, 50), (9, 4)])
+def test_causal_is_aligned_top_left(q_len: int, kv_len: int) -> None:
+    tensors = inputs(q_len=q_len, kv_len=kv_len)
+    expected = attend(*tensors, is_causal=True).output
+    assert_near(decode(*tensors, is_causal=True), expected)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5, 40])
+def test_splits_change_nothing_but_rounding(splits: int) -> None:
+    """40 of them for 7 blocks of keys: most have none."""
+    query, key, value = inputs(2, q_len=2, kv_len=100)
+    tiles = Tiling(16, 4, 1, splits)
+    output = split_kv.attend(query, Cache(key, value), tiles=tiles)
+    assert_near(output, attend(query, key, value).output)
+
+
+def test_a_scale_may_be_anything() -> None:
+    tensors = inputs()
+    for scale in (0.3, 0.0, -0.2):
+        expected = attend(*tensors, scale=scale).output
+        assert_near(decode(*tensors, scale=scale), expected)
+
+
+def test_fully_masked_rows_are_zeros() -> None:
+    query, key, value = inputs(2)
+    mask = torch.ones(2, 1, 1, 100, dtype=torch.bool, device=DEVICE)
+    mask[1] = False
+    output = decode(query, key, value, mask)
+    assert not output[1].any()
+    assert_near(output, attend(query, key, value, mask).output)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_what_is_not_finite_spreads_as_in_sdpa(bad: float, which: int) -> None:
+    tensors = inputs(2)
+    tensors[which][1, 1, 0, 3] = bad
+    mask = torch.ones(1, 1, 1, 100, dtype=torch.bool, device=DEVICE)
+    mask[..., 0] = False
+    for attn_mask in (None, mask):
+        expected = scaled_dot_product_attention(
+            *(each.double() for each in tensors), attn_mask=attn_mask, enable_gqa=True
+        )
+        output = decode(*tensors, attn_mask)
+        assert torch.equal(output.isnan(), expected.isnan())
+        assert torch.equal(output.isinf(), expected.isinf())
+
+
+def test_nothing_outside_is_read_or_written() -> None:
+    """Inputs are windows of tensors of NaN."""
+    windows = []
+    for each in inputs(2, q_len=3, kv_len=37, head_dim=40):
+        around = each.new_full([size + 2 for size in each.shape], math.nan)
+        window = around[tuple(slice(1, -1) for _ in each.shape)]
+        windows.append(window.copy_(each))
+    output = split_kv.attend(windows[0], Cache(windows[1], windows[2]), tiles=Tiling(16, 4, 1, 2))
+    assert_near(output, attend(*windows).output)
+
+
+@st.composite
+def strided(draw: st.DrawFn, *shape: int, seed: int) -> Tensor:
+    """A tensor of that shape whose axes lie in memory in any order, with gaps."""
+    order = draw(st.permutations(range(4)))
+    gaps = [draw(st.sampled_from([0, 0, 1, 3])) for _ in order]
+    stored = normal(*(shape[axis] + gap for axis, gap in zip(order, gaps, strict=True)), seed=seed)
+    stored = stored[tuple(slice(shape[axis]) for axis in order)]
+    return stored.permute([order.index(axis) for axis in range(4)])
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
+    batch, kv_heads, group = (draw(st.integers(1, 2)) for _ in range(3))
+    q_len, kv_len = draw(st.integers(1, 5)), draw(st.integers(1, 80))
+    head_dim, v_head_dim = draw(st.integers(1, 40)), draw(st.integers(1, 40))
+    query = draw(strided(batch, kv_heads * group, q_len, head_dim, seed=1))
+    key = draw(strided(batch, kv_heads, kv_len, head_dim, seed=2))
+    value = draw(strided(batch, kv_heads, kv_len, v_head_dim, seed=3))
+    full = (batch, kv_heads * group, q_len, kv_len)
+    sizes = [draw(st.sampled_from([1, size])) for size in full]
+    sizes = sizes[draw(st.integers(0, 2)) :]
+    kind = draw(st.sampled_from(["none", "bool", "float"]))
+    mask = None if kind == "none" else normal(*sizes, dtype=torch.float32, seed=4)
+    mask = mask > -0.5 if kind == "bool" and mask is not None else mask
+    return query, key, value, mask, draw(st.booleans())
+
+
+@given(calls())
+@settings(max_examples=25, deadline=None)
+def test_any_call(call: tuple[Tensor, Tensor, Tensor, Tensor | None, bool]) -> None:
+    assert_near(decode(*call), attend(*call).output)
+
+
+@pytest.mark.parametrize("sizes", [(0, 4, 2, 1, 5), (1, 4, 2, 0, 5), (1, 4, 2, 1, 0)])
+def test_empty(sizes: tuple[int, int, int, int, int]) -> None:
+    output = decode(*inputs(*sizes))
+    assert output.shape == (sizes[0], sizes[1], sizes[3], 64)
+    assert not output.any()
+
+
+@given(
+    st.integers(1, 2000),
+    st.integers(1, 600),
+    st.integers(0, 200_000),
+    st.integers(1, 256),
+    st.sampled_from(["described", "direct", "indirect"]),
+)
+def test_plans(heads: int, rows: int, positions: int, dim: int, access: Access) -> None:
+    """Every row is in a block; no split without keys of its own; the same each time."""
+    found = plan(heads, rows, positions, dim, dim, access, 132)
+    assert found.row_blocks * found.block_m >= rows
+    assert found.block_d >= dim
+    assert 1 <= found.tiling.splits <= max(1, -(-positions // 128))
+    assert found.block_splits >= 1
+    assert found == plan.__wrapped__(heads, rows, positions, dim, dim, access, 132)
+
+
+def test_what_the_kernel_declines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    kernel = catalogue()["triton-decode"]
+    assert kernel.unavailable(torch.device(DEVICE)) is None
+    call = AttentionCall(*inputs(q_len=17))
+    assert "at most 16 queries" in str(kernel.unsupported(call))
+    assert kernel.unsupported(AttentionCall(*inputs(q_len=16), is_causal=True)) is None
+    assert "float32" in str(kernel.unsupported(AttentionCall(*inputs(dtype=torch.float32))))
+    with pytest.raises(NotImplementedError, match="dropout"):
+        kernel.attention(*inputs(), dropout_p=0.1)

@@ -1,0 +1,230 @@
+"""8-bit prefill against attention on the numbers its operands stand for, and against the gold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from capture.call import AttentionCall
+from replay.accuracy.errors import compare
+from replay.accuracy.reference import attention
+from replay.kernels.triton.quantise import quantise_key_value
+from replay.kernels.triton.quantised_prefill import LOG2_E, attend, describable, quantised_prefill
+from tests.replay.kernels.triton import eager
+from tests.replay.kernels.triton.test_quantise import dequantised_key, dequantised_value
+
+FP8 = torch.float8_e4m3fn
+KINDS = {
+    "sage": (torch.int8, False),
+    "fp8": (FP8, True),
+    "sage-fp8": (torch.int8, True),
+    "fp8-scores": (FP8, False),
+}
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+WEIGHTS_ERROR = {False: 2e-3, True: 2**-4}
+"""Relative L1 that rounding the probabilities may add, by whether they are FP8: half the distance
+of neighbouring e4m3 numbers, which a single key of weight can cost."""
+
+
+def random_call(
+    batch: int,
+    q_heads: int,
+    kv_heads: int,
+    q_len: int,
+    kv_len: int,
+    head_dim: int,
+    device: torch.device,
+    is_causal: bool = False,
+    offset: float = 0.0,
+    dtype: torch.dtype = torch.float16,
+) -> AttentionCall:
+    generator = torch.Generator().manual_seed(kv_len)
+
+    def normal(heads: int, length: int) -> Tensor:
+        values = torch.randn((batch, length, heads, head_dim), generator=generator)
+        return values.to(device, dtype).transpose(1, 2)
+
+    key = normal(kv_heads, kv_len) + offset * torch.randn(head_dim, generator=generator).to(
+        device, dtype
+    )
+    query, value = normal(q_heads, q_len), normal(kv_heads, kv_len)
+    return AttentionCall(query, key, value, is_causal=is_causal, enable_gqa=q_heads != kv_heads)
+
+
+def quantised_query(call: AttentionCall, dtype: torch.dtype) -> Tensor:
+    """A query, times softmax's scale, after a round trip through 8 bits, a scale for each row."""
+    query = call.query.float() * (call.softmax_scale * LOG2_E)
+    largest = query.abs().amax(dim=-1, keepdim=True).clamp_min(1e-12)
+    if dtype == torch.int8:
+        return (query * (1 / largest) * 127 + 0.5).floor() * largest / 127
+    return (query * (1 / largest) * 448).to(dtype).float() * largest / 448
+
+
+def run(call: AttentionCall, kind: str, smooth_k: bool = True) -> Tensor:
+    score_dtype, fp8_value = KINDS[kind]
+    return quantised_prefill(
+        call.query,
+        call.key,
+        call.value,
+        call.is_causal,
+        scale=call.scale,
+        score_dtype=score_dtype,
+        fp8_value=fp8_value,
+        smooth_k=smooth_k,
+    )
+
+
+def check(call: AttentionCall, kind: str, smooth_k: bool = True) -> None:
+    """The kernel computes exactly what its 8-bit operands say, probabilities aside."""
+    score_dtype, fp8_value = KINDS[kind]
+    quantised = quantise_key_value(call.key, call.value, score_dtype, fp8_value, smooth_k)
+    expected = eager.attend(
+        quantised_query(call, score_dtype),
+        dequantised_key(quantised, call.query.shape[3]),
+        dequantised_value(quantised),
+        is_causal=call.is_causal,
+        scale=math.log(2),
+    ).output
+    before = [each.clone() for each in (call.query, call.key, call.value)]
+    output = run(call, kind, smooth_k)
+    assert output.dtype == call.dtype
+    torch.testing.assert_close([call.query, call.key, call.value], before, rtol=0, atol=0)
+    errors = compare(output, expected)
+    assert errors.mismatched_nonfinite == 0
+    assert errors.relative_l1 < WEIGHTS_ERROR[fp8_value]
+
+
+@each_kind
+@pytest.mark.parametrize(
+    ("shape", "is_causal"),
+    [
+        ((1, 2, 2, 128, 256, 64), False),
+        ((2, 4, 2, 130, 150, 80), True),
+        ((1, 2, 1, 40, 127, 128), True),
+        ((1, 1, 1, 127, 7, 96), True),
+        ((1, 1, 1, 1, 1, 40), False),
+        ((1, 8, 2, 1, 300, 64), False),
+    ],
+)
+def test_its_operands_say(
+    device: torch.device, kind: str, shape: tuple[int, ...], is_causal: bool
+) -> None:
+    check(random_call(*shape, device=device, is_causal=is_causal), kind)
+
+
+@each_kind
+def test_near_the_gold(device: torch.device, kind: str, assert_right: Callable[..., None]) -> None:
+    call = random_call(1, 4, 2, 200, 333, 64, device, offset=1.0, dtype=torch.bfloat16)
+    assert_right(run(call, kind), attention(call), call, "quantised")
+
+
+def test_head_dim_256_and_narrow_values(device: torch.device) -> None:
+    call = random_call(1, 1, 1, 70, 130, 256, device=device)
+    for kind in ("sage", "sage-fp8"):
+        check(call, kind)
+        check(call.with_tensors({"value": call.value[..., :72]}), kind)
+
+
+@settings(max_examples=8, deadline=None, phases=[Phase.explicit, Phase.generate])
+@given(
+    kind=st.sampled_from(["sage", "fp8", "sage-fp8"]),
+    batch=st.integers(1, 2),
+    kv_heads=st.integers(1, 2),
+    group=st.integers(1, 3),
+    q_len=st.integers(1, 140),
+    kv_len=st.integers(1, 270),
+    head_dim=st.integers(2, 66),
+    is_causal=st.booleans(),
+    scale=st.sampled_from([None, 0.3, -0.1, 0.0]),
+    transposed=st.booleans(),
+)
+def test_any_shape_stride_and_scale(
+    kind: str,
+    batch: int,
+    kv_heads: int,
+    group: int,
+    q_len: int,
+    kv_len: int,
+    head_dim: int,
+    is_causal: bool,
+    scale: float | None,
+    transposed: bool,
+) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    shape = (batch, kv_heads * group, kv_heads, q_len, kv_len, head_dim)
+    call = random_call(*shape, device=device, is_causal=is_causal)
+    tensors = {name: getattr(call, name) for name in ("query", "key", "value")}
+    if transposed:
+        tensors = {name: tensor.mT.contiguous().mT for name, tensor in tensors.items()}
+    else:
+        tensors = {name: torch.cat([t, t], dim=-1)[..., ::2] for name, t in tensors.items()}
+    arguments = {**call.arguments(), "scale": scale, **tensors}
+    check(AttentionCall(**arguments), kind)
+
+
+def test_smoothing_rescues_keys_with_an_offset(device: torch.device) -> None:
+    call = random_call(1, 2, 2, 64, 256, 64, device=device, offset=30.0)
+    gold = attention(call)
+    plain, smooth = (compare(run(call, "sage", on), gold).relative_l1 for on in (False, True))
+    assert smooth < 0.02
+    assert plain > 10 * smooth
+
+
+@each_kind
+def test_keys_beyond_the_last_do_not_count(device: torch.device, kind: str) -> None:
+    """Scores far below zero: a padded key of score 0 would take all the weight."""
+    call = random_call(1, 1, 1, 20, 130, 64, device=device)
+    query = torch.ones_like(call.query)
+    call = call.with_tensors({"query": query, "key": call.key * 0.1 - 5.0})
+    errors = compare(run(call, kind, smooth_k=False), attention(call))
+    assert errors.relative_l1 < 0.1
+
+
+@pytest.mark.parametrize("kind", ["sage", "sage-fp8"])
+def test_nan_in_a_query_is_its_row_s_alone(device: torch.device, kind: str) -> None:
+    call = random_call(1, 2, 2, 70, 90, 64, device=device)
+    call.query[0, 1, 33, 5] = math.nan
+    is_nan = run(call, kind).isnan()
+    assert bool(is_nan[0, 1, 33].all())
+    assert int(is_nan.sum()) == 64
+
+
+def test_nan_in_a_key_reaches_every_row_of_its_head(device: torch.device) -> None:
+    call = random_call(1, 2, 2, 70, 90, 64, device=device)
+    call.key[0, 1, 3, 5] = math.nan
+    is_nan = run(call, "sage").isnan()
+    assert bool(is_nan[0, 1].all())
+    assert not bool(is_nan[0, 0].any())
+
+
+@each_kind
+def test_no_keys_and_no_queries(device: torch.device, kind: str) -> None:
+    call = random_call(1, 2, 2, 5, 9, 64, device=device)
+    no_keys = {"key": call.key[:, :, :0], "value": call.value[:, :, :0]}
+    assert not run(call.with_tensors(no_keys), kind).any()
+    assert run(call.with_tensors({"query": call.query[:, :, :0]}), kind).shape == (1, 2, 0, 64)
+
+
+def test_values_are_copied_only_where_a_descriptor_cannot_have_them() -> None:
+    value = torch.zeros(2, 50, 3, 64, dtype=torch.bfloat16)
+    for fits in (value, value.transpose(1, 2), value[:, 3:, 1:, 8:40], value[:1, :, :, :40]):
+        assert describable(fits) is fits
+    for odd in (value[..., 1:9], value[..., ::2], value.mT, value[:1].expand(2, -1, -1, -1)):
+        copy = describable(odd)
+        assert copy is not odd
+        torch.testing.assert_close(copy, odd)
+        assert all(stride % 8 == 0 for stride in copy.stride()[:3])
+
+
+def test_core_alone(device: torch.device) -> None:
+    call = random_call(1, 2, 2, 64, 64, 64, device=device)
+    quantised = quantise_key_value(call.key, call.value, torch.int8, True)
+    output = attend(call.query, quantised)
+    torch.testing.assert_close(output, run(call, "sage-fp8"), rtol=0, atol=0)

@@ -1,0 +1,287 @@
+"""A kernel inside a compiled graph: one graph, the promised layout, the right counts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from capture.interceptor import TORCH_SDPA
+from replay import register_kernel, use_kernel
+from replay.kernels import registry
+from replay.patch.custom_op import attend, costs_reshape, laid_out, strides_like
+
+
+class Block(nn.Module):
+    """(B, S, 16): projection, two heads of 8, projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward, self.outward = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, states: Tensor, mask: Tensor | None = None) -> Tensor:
+        batch, length, _ = states.shape
+        heads = self.inward(states).view(batch, length, 2, 8).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)
+        mixed: Tensor = self.outward(attended.transpose(1, 2).reshape(batch, length, 16))
+        return mixed
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+def graphs() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+def operators(seen: list[list[str]]) -> Callable[..., Any]:
+    """A backend that keeps the names of each graph's functions and runs the graph as it is."""
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Any:
+        calls = [node for node in graph.graph.nodes if node.op == "call_function"]
+        seen.append([getattr(node.target, "__name__", str(node.target)) for node in calls])
+        return graph.forward
+
+    return backend
+
+
+@pytest.fixture
+def doubling() -> Iterator[str]:
+    """A kernel that returns twice the right output and takes no mask."""
+
+    @register_kernel(
+        "doubling", unsupported=lambda call: "no mask" if call.attn_mask is not None else None
+    )
+    def double(
+        query: Tensor, key: Tensor, value: Tensor, *args: object, **kwargs: object
+    ) -> Tensor:
+        attention: Tensor = F.scaled_dot_product_attention(query, key, value)
+        return 2 * attention
+
+    yield "doubling"
+    del registry._kernels["doubling"]
+
+
+@torch.no_grad()
+def test_a_compiled_model_is_one_graph_with_the_kernel_in_it(doubling: str) -> None:
+    seen: list[list[str]] = []
+    model, states = Block().eval(), torch.randn(2, 5, 16)
+    compiled = torch.compile(model, backend=operators(seen), fullgraph=True)
+    with use_kernel(doubling) as swap:
+        eagerly = model(states)
+        assert torch.equal(compiled(states), eagerly)
+        compiled(states)
+    assert swap.hits == 3
+    (calls,) = seen
+    assert any("attend" in call for call in calls)
+    assert not any("scaled_dot_product" in call for call in calls)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_model_compiled_before_takes_the_kernel_and_is_the_same_afterwards(
+    doubling: str, backend: str
+) -> None:
+    model, states = Block().eval(), torch.randn(2, 5, 16)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    before = compiled(states)
+    for _ in range(2):
+        with use_kernel(doubling) as swap:
+            torch.testing.assert_close(compiled(states), model(states))
+            assert not torch.allclose(compiled(states), before)
+        assert swap.hits == 3
+        assert torch.equal(compiled(states), before)
+    assert graphs() == 2  # with and without the kernel, however often it changed
+
+
+@torch.no_grad()
+def test_kernels_have_graphs_of_their_own() -> None:
+    model, states = Block().eval(), torch.randn(2, 5, 16)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for name in ("torch-math", "torch-flash", "torch-math"):
+        with use_kernel(name) as swap:
+            compiled(states)
+        assert swap.kernels[name].hits == 1
+    assert graphs() == 2
+
+
+@torch.no_grad()
+def test_more_kernels_than_dynamo_has_room_for_all_run_compiled() -> None:
+    limit = torch._dynamo.config.recompile_limit
+    model, states = Block().eval(), torch.randn(2, 5, 16)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    names = [f"copy-{number}" for number in range(limit + 2)]
+    try:
+        for name in names:
+            register_kernel(name)(TORCH_SDPA)
+            with use_kernel(name) as swap:
+                compiled(states)
+            assert swap.hits == 1
+    finally:
+        for name in names:
+            registry._kernels.pop(name, None)
+    assert graphs() == len(names)
+    assert torch._dynamo.config.recompile_limit == limit
+
+
+@torch.no_grad()
+def test_support_is_asked_when_the_graph_runs(doubling: str) -> None:
+    model, states = Block().eval(), torch.randn(2, 5, 16)
+    mask = torch.ones(5, 5, dtype=torch.bool).tril()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with use_kernel(doubling) as swap:
+        for _ in range(3):
+            assert torch.equal(compiled(states, mask), model(states, mask))
+    assert torch.equal(model(states, mask), compiled(states, mask))
+    assert str(swap) == "doubling: 0 calls, 6 fell back (6 × no mask)"
+
+
+def test_a_compiled_training_step_keeps_its_own_attention(doubling: str) -> None:
+    model, states = Block(), torch.randn(2, 5, 16)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    model(states).sum().backward()
+    assert model.inward.weight.grad is not None
+    wanted = model.inward.weight.grad.clone()
+    model.zero_grad()
+    with use_kernel(doubling) as swap:
+        compiled(states).sum().backward()
+        counted = dict(swap.fallbacks)
+        compiled(states)
+    torch.testing.assert_close(model.inward.weight.grad, wanted)
+    # When it is compiled: the graph holds PyTorch's own function.
+    assert list(counted) == ["gradients are needed"]
+    assert (swap.hits, swap.fallbacks) == (0, counted)
+
+
+@torch.no_grad()
+def test_lengths_may_vary(doubling: str) -> None:
+    model = Block().eval()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    with use_kernel(doubling) as swap:
+        for length in (5, 7, 9):
+            states = torch.randn(2, length, 16)
+            assert torch.equal(compiled(states), model(states))
+    assert (swap.hits, graphs()) == (6, 1)
+
+
+@torch.no_grad()
+def test_an_output_in_another_layout_is_copied_and_counted() -> None:
+    model, states = Block().eval(), torch.randn(2, 5, 16)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    try:
+
+        @register_kernel("contiguous")
+        def contiguous(*args: Any, **kwargs: Any) -> Tensor:
+            return TORCH_SDPA(*args, **kwargs).contiguous()
+
+        @register_kernel("as-query")
+        def as_query(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            return torch.empty_like(query).copy_(TORCH_SDPA(query, *args, **kwargs))
+
+        for name, copies in (("contiguous", 1), ("as-query", 0)):
+            for run in (compiled, model):  # the graph copies; the model's reshape does
+                with use_kernel(name) as swap:
+                    torch.testing.assert_close(run(states), compiled(states))
+                assert swap.layout_copies == 2 * copies
+        assert str(swap) == "as-query: 2 calls"
+    finally:
+        registry._kernels.pop("contiguous", None)
+        registry._kernels.pop("as-query", None)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (2, 0, 1)])
+@pytest.mark.parametrize("sizes", [(2, 3, 5), (1, 3, 5), (2, 1, 5), (2, 3, 1), (1, 1, 1)])
+@pytest.mark.parametrize("gap", [0, 4])
+def test_the_layout_is_the_query_s_and_a_view_where_it_can_be(
+    sizes: tuple[int, int, int], order: tuple[int, int, int], gap: int
+) -> None:
+    memory = torch.randn(*(sizes[dim] for dim in order), 8 + gap)
+    query = memory.permute(*(order.index(dim) for dim in range(3)), 3)[..., :8]
+    assert query.shape == (*sizes, 8)
+    output = torch.randn_like(query)  # which keeps the order and closes the gaps
+    assert laid_out(output, query)[0].data_ptr() == output.data_ptr()
+    assert not laid_out(output, query)[1]
+    other = torch.randn(sizes[2], sizes[1], sizes[0], 8).transpose(0, 2)
+    placed, copied = laid_out(other, query)
+    assert torch.equal(placed, other)
+    assert placed.stride() == strides_like(query, 8)
+    assert copied == (placed.data_ptr() != other.data_ptr())
+
+
+def test_a_reshape_is_free_in_the_layout_of_a_transposed_query() -> None:
+    query, plain = torch.empty(2, 5, 3, 8).transpose(1, 2), torch.empty(2, 3, 5, 8)
+    assert costs_reshape(plain, query)
+    assert not costs_reshape(query, query)
+    assert not costs_reshape(plain, plain)
+    assert not costs_reshape(torch.empty(2, 3, 1, 8), torch.empty(2, 1, 3, 8).transpose(1, 2))
+
+
+def test_the_fake_implementation_tells_the_truth() -> None:
+    query, key = torch.randn(2, 5, 4, 8).transpose(1, 2), torch.randn(2, 2, 7, 8)
+    value, mask = torch.randn(2, 2, 7, 6), torch.ones(5, 7, dtype=torch.bool)
+    torch.library.opcheck(
+        attend,
+        ("", query, key, value, mask, 0.0, False, None, True),
+        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
+    )
+
+
+@torch.no_grad()
+def test_a_kernel_that_compiles_itself_does_so_inside_the_operator() -> None:
+    seen: list[list[str]] = []
+    try:
+
+        @register_kernel("compiled-inside")
+        @torch.compile(backend=operators(seen))
+        def inside(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            # The name that models use: it must not be answered by this kernel again.
+            return F.scaled_dot_product_attention(torch.sin(query), key, value)
+
+        model, states = Block().eval(), torch.randn(2, 5, 16)
+        with use_kernel("compiled-inside") as swap:
+            wanted = model(states)
+            compiled = torch.compile(model, backend="eager", fullgraph=True)
+            assert torch.equal(compiled(states), wanted)
+        assert swap.hits == 2
+        assert any("sin" in calls for calls in seen)
+    finally:
+        registry._kernels.pop("compiled-inside", None)
+
+
+@torch.no_grad()
+def test_an_exception_in_a_compiled_kernel_leaves_the_model_as_it_was() -> None:
+    model, states = Block().eval(), torch.randn(2, 5, 16)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    before = compiled(states)
+    try:
+
+        @register_kernel("failing")
+        def failing(*args: Any, **kwargs: Any) -> Tensor:
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError), use_kernel("failing"):
+            compiled(states)
+    finally:
+        registry._kernels.pop("failing", None)
+    assert F.scaled_dot_product_attention is TORCH_SDPA
+    assert torch.equal(compiled(states), before)
+    with use_kernel("torch-math") as swap:
+        compiled(states)
+    assert swap.hits == 1
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    program = "import replay, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0

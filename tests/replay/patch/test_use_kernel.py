@@ -1,0 +1,107 @@
+"""A kernel put into a model, and taken out again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import models
+from replay import register_kernel, use_kernel, use_plan
+from replay.kernels import registry
+from replay.kernels.registry import KernelNameError
+from replay.plan.plan import Budget, Choice, Plan
+
+
+class Attend(nn.Module):
+    def forward(self, query: Tensor, mask: Tensor | None = None) -> Tensor:
+        return F.scaled_dot_product_attention(query, query, query, attn_mask=mask)
+
+
+@pytest.fixture
+def doubling() -> Iterator[str]:
+    """A kernel that returns twice the right output and takes no mask."""
+
+    @register_kernel(
+        "doubling", unsupported=lambda call: "no mask" if call.attn_mask is not None else None
+    )
+    def double(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        attention: Tensor = F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+        return 2 * attention
+
+    yield "doubling"
+    del registry._kernels["doubling"]
+
+
+def test_hits_and_fallbacks_are_counted_and_the_model_is_left_as_it_was(doubling: str) -> None:
+    model, query = Attend(), torch.randn(1, 2, 5, 8)
+    mask = torch.ones(5, 5, dtype=torch.bool).tril()
+    plain, masked = model(query), model(query, mask)
+    with use_kernel(doubling) as swap:
+        assert torch.equal(model(query), 2 * plain)
+        assert torch.equal(model(query), 2 * plain)
+        assert torch.equal(model(query, mask), masked)
+    assert (swap.hits, swap.fallbacks) == (2, {"no mask": 1})
+    assert str(swap) == "doubling: 2 calls, 1 fell back (1 × no mask)"
+    assert torch.equal(model(query), plain)
+
+
+def test_a_training_step_keeps_its_own_attention(doubling: str) -> None:
+    query = torch.randn(1, 2, 5, 8, requires_grad=True)
+    with use_kernel(doubling) as swap:
+        Attend()(query).sum().backward()
+    assert query.grad is not None
+    assert (swap.hits, swap.fallbacks) == (0, {"gradients are needed": 1})
+
+
+def test_a_kernel_that_cannot_run_here_is_refused() -> None:
+    with pytest.raises(KernelNameError, match="did you mean torch-flash"):  # noqa: SIM117
+        with use_kernel("torch-flas"):
+            pass
+    if not torch.cuda.is_available():
+        with pytest.raises(KernelNameError, match="torch-cudnn cannot run on cpu"):  # noqa: SIM117
+            with use_kernel("torch-cudnn"):
+                pass
+
+
+def test_a_model_is_the_same_afterwards_to_the_last_bit(doubling: str) -> None:
+    """Its outputs, and all that hangs on its modules: forwards on instances, hooks, buffers."""
+    runnable = models.load("llama", size="tiny", weights="random", device="cpu", steps=2)
+
+    def outputs() -> dict[str, Tensor]:
+        return runnable.outputs(runnable.run()).tensors
+
+    def insides() -> list[dict[str, object]]:
+        return [
+            {name: dict(each) if isinstance(each, dict) else each for name, each in parts.items()}
+            for module in runnable.roots[""].modules()
+            for parts in [vars(module)]
+        ]
+
+    sdpa, inside, before = F.scaled_dot_product_attention, insides(), outputs()
+    layer = next(path for path, _ in runnable.roots[""].named_modules() if "self_attn" in path)
+    budget = Budget("cosine", 0.9)
+    choice = Choice(layer, "prefill", doubling, True, True, None, None, None, 0.0, 1, 1)
+    for swapped in (
+        use_kernel(doubling),
+        use_plan(Plan("llama", "", budget, "torch-default", [choice]), runnable.roots[""]),
+    ):
+        with swapped as swap:
+            during = outputs()
+        assert swap.hits
+        assert not torch.equal(during["logits"], before["logits"])
+        assert F.scaled_dot_product_attention is sdpa
+        after = outputs()
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert [each.keys() for each in insides()] == [each.keys() for each in inside]
+        assert all(
+            held is was or held == was
+            for now, then in zip(insides(), inside, strict=True)
+            for name, was in then.items()
+            for held in [now[name]]
+        )

@@ -1,0 +1,443 @@
+"""Kernels by module and phase: the right ones at the right places, eagerly and compiled."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from capture import load, record
+from capture.interceptor import TORCH_SDPA
+from replay import register_kernel, use_kernel, use_plan
+from replay.kernels import registry
+from replay.kernels.registry import KernelNameError
+from replay.patch.routing import PlaceError
+from replay.patch.use_kernel import Swap
+from replay.plan.plan import Budget, Choice, Plan, PlanError
+
+
+def plan_of(*choices: tuple[str, str, str]) -> Plan:
+    """A plan of (module, phase, kernel)."""
+    return Plan(
+        "model",
+        "random",
+        Budget("cosine", 0.9),
+        "torch-math",
+        [
+            Choice(
+                module,
+                phase,
+                kernel,
+                covered=True,
+                inside=True,
+                worst=None,
+                time_ms=None,
+                baseline_ms=None,
+                saved_ms=0.0,
+                calls=1,
+                captured=1,
+            )
+            for module, phase, kernel in choices
+        ],
+    )
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
+
+    def forward(self, states: Tensor) -> Tensor:
+        batch, length, _ = states.shape
+        heads = self.inward(states).view(batch, length, 2, 8).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(heads, heads, heads)
+        normed: Tensor = self.norm(attended.transpose(1, 2).reshape(batch, length, 16))
+        return normed
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = Attention()
+
+    def forward(self, states: Tensor) -> Tensor:
+        attended: Tensor = self.attn(states)
+        return states + attended
+
+
+class Transformer(nn.Module):
+    """Denoises: takes a timestep."""
+
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+
+    def forward(self, states: Tensor, timestep: Tensor) -> Tensor:
+        for block in self.blocks:
+            states = block(states)
+        return states * timestep
+
+
+STATES, TIMESTEP = torch.randn(2, 5, 16), torch.tensor(0.5)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+def graphs() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+@pytest.fixture
+def transformer() -> Transformer:
+    return Transformer().eval()
+
+
+@pytest.fixture
+def scaled() -> Iterator[None]:
+    """Kernels `twice` and `thrice`, whose outputs are that many times the right one."""
+
+    def scaling(factor: int) -> Callable[..., Tensor]:
+        return lambda *args, **kwargs: factor * TORCH_SDPA(*args, **kwargs)
+
+    for name, factor in (("twice", 2), ("thrice", 3)):
+        register_kernel(name)(scaling(factor))
+    yield
+    for name in ("twice", "thrice"):
+        del registry._kernels[name]
+
+
+def scaled_by_hand(model: Transformer, *factors: int) -> Tensor:
+    """What the model returns with the attention output of each block scaled."""
+    states = STATES
+    for block, factor in zip(model.blocks, factors, strict=True):
+        assert isinstance(block, Block)
+        attn = block.attn
+        heads = attn.inward(states).view(2, 5, 2, 8).transpose(1, 2)
+        attended = factor * TORCH_SDPA(heads, heads, heads)
+        states = states + attn.norm(attended.transpose(1, 2).reshape(2, 5, 16))
+    return states * TIMESTEP
+
+
+MIXED = (
+    ("transformer.blocks.0.attn", "denoise", "twice"),
+    ("transformer.blocks.1.attn", "denoise", "thrice"),
+    ("transformer.blocks.3.attn", "denoise", "twice"),
+)
+
+
+def check_mixed(swap: Swap, output: Tensor, model: Transformer, runs: int = 1) -> None:
+    torch.testing.assert_close(output, scaled_by_hand(model, 2, 3, 1, 2))
+    assert {name: tally.hits for name, tally in swap.kernels.items()} == {
+        "twice": 2 * runs,
+        "thrice": runs,
+    }
+    assert swap.not_planned == runs
+    assert swap.fallbacks == {"not in the plan": runs}
+    assert swap.missing == []
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("scaled")
+@pytest.mark.parametrize("given", ["nothing", "module", "pipeline", "file"])
+def test_each_module_gets_its_kernel(given: str, transformer: Transformer, tmp_path: Path) -> None:
+    plan: Any = plan_of(*MIXED)
+    if given == "file":
+        plan.save(tmp_path / "plan.json")
+        plan = str(tmp_path / "plan.json")
+    watched = {"module": transformer, "pipeline": {"vae": nn.Linear(2, 2), "transformer": None}}
+    watched["pipeline"]["transformer"] = transformer
+    before = transformer(STATES, timestep=TIMESTEP)
+    with use_plan(plan, watched.get(given)) as swap:
+        check_mixed(swap, transformer(STATES, timestep=TIMESTEP), transformer)
+    assert str(swap) == "twice: 2 calls\nthrice: 1 calls\nnot in the plan: 1 calls"
+    assert torch.equal(transformer(STATES, timestep=TIMESTEP), before)
+    assert not any("forward" in vars(module) for module in transformer.modules())
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("scaled")
+def test_a_model_that_is_gone_does_not_answer(transformer: Transformer) -> None:
+    """Of the same paths as the live one's, and still in memory: a cycle holds it."""
+    gone = nn.Module()
+    gone.transformer = Transformer()
+    gone.itself = [gone]
+    gc.disable()
+    try:
+        del gone
+        with use_plan(plan_of(*MIXED)) as swap:
+            check_mixed(swap, transformer(STATES, TIMESTEP), transformer)
+    finally:
+        gc.enable()
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("scaled")
+def test_paths_of_a_bare_module_fit_a_pipeline(transformer: Transformer) -> None:
+    bare = [(path.partition(".")[2], phase, kernel) for path, phase, kernel in MIXED]
+    for watched in (None, transformer, {"transformer": transformer}):
+        with use_plan(plan_of(*bare), watched) as swap:
+            check_mixed(swap, transformer(STATES, TIMESTEP), transformer)
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("scaled")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_model_compiled_before_is_one_graph_with_its_kernels(
+    backend: str, transformer: Transformer
+) -> None:
+    compiled = torch.compile(transformer, backend=backend, fullgraph=True)
+    before = compiled(STATES, TIMESTEP)
+    for _ in range(2):
+        with use_plan(plan_of(*MIXED), transformer) as swap:
+            for _ in range(2):
+                output = compiled(STATES, TIMESTEP)
+            check_mixed(swap, output, transformer, runs=2)
+        assert torch.equal(compiled(STATES, TIMESTEP), before)
+    assert graphs() == 2
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("scaled")
+@pytest.mark.parametrize("how", ["in place", "wrapped"])
+def test_blocks_compiled_alone_share_the_graphs_of_their_choice(
+    how: str, transformer: Transformer
+) -> None:
+    for number, block in enumerate(transformer.blocks):
+        if how == "in place":
+            block.compile(backend="aot_eager", fullgraph=True)
+        else:
+            transformer.blocks[number] = torch.compile(block, backend="aot_eager", fullgraph=True)
+    plain = Transformer().eval()
+    plain.load_state_dict(
+        {name.replace("_orig_mod.", ""): held for name, held in transformer.state_dict().items()}
+    )
+    before = transformer(STATES, TIMESTEP)
+    for _ in range(2):
+        with use_plan(plan_of(*MIXED), {"transformer": transformer}) as swap:
+            check_mixed(swap, transformer(STATES, TIMESTEP), plain)
+        assert torch.equal(transformer(STATES, TIMESTEP), before)
+    assert graphs() == 1 + 3  # without a plan; twice, thrice, and not in the plan
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("scaled")
+def test_another_plan_is_another_graph(transformer: Transformer) -> None:
+    compiled = torch.compile(transformer, backend="aot_eager", fullgraph=True)
+    path = "blocks.0.attn"
+    for name, factor in (("twice", 2), ("thrice", 3), ("twice", 2)):
+        with use_plan(plan_of((path, "denoise", name)), transformer):
+            output = compiled(STATES, TIMESTEP)
+        torch.testing.assert_close(output, scaled_by_hand(transformer, factor, 1, 1, 1))
+    with use_kernel("thrice"):
+        output = compiled(STATES, TIMESTEP)
+    torch.testing.assert_close(output, scaled_by_hand(transformer, 3, 3, 3, 3))
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("scaled")
+def test_a_compiled_function_inside_a_planned_module_finds_its_place(
+    transformer: Transformer,
+) -> None:
+    for block in transformer.blocks:
+        assert isinstance(block, Block)
+        attn = block.attn
+        attn.forward = torch.compile(attn.forward, backend="eager", fullgraph=True)  # type: ignore[method-assign]
+    forwards = [vars(block.attn)["forward"] for block in transformer.blocks]  # type: ignore[arg-type]
+    with use_plan(plan_of(*MIXED), transformer) as swap:
+        check_mixed(swap, transformer(STATES, TIMESTEP), transformer)
+    assert [vars(block.attn)["forward"] for block in transformer.blocks] == forwards  # type: ignore[arg-type]
+
+
+class Breaking(Attention):
+    def forward(self, states: Tensor) -> Tensor:
+        batch, length, _ = states.shape
+        heads = self.inward(states).view(batch, length, 2, 8).transpose(1, 2)
+        torch._dynamo.graph_break()
+        attended = F.scaled_dot_product_attention(heads, heads, heads)
+        normed: Tensor = self.norm(attended.transpose(1, 2).reshape(batch, length, 16))
+        return normed
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("scaled")
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_graph_break_does_not_lose_the_place(earlier: bool, transformer: Transformer) -> None:
+    for block in transformer.blocks:
+        assert isinstance(block, Block)
+        weights = block.attn.state_dict()
+        block.attn = Breaking().eval()
+        block.attn.load_state_dict(weights)
+    compiled = torch.compile(transformer, backend="eager")
+    if earlier:
+        compiled(STATES, TIMESTEP)
+    with use_plan(plan_of(*MIXED), transformer) as swap:
+        check_mixed(swap, compiled(STATES, TIMESTEP), transformer)
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("scaled")
+def test_threads_keep_their_places(transformer: Transformer) -> None:
+    plan = plan_of(*MIXED)
+    outputs: list[Tensor] = []
+
+    @torch.no_grad()
+    def run() -> None:
+        outputs.extend(transformer(STATES, TIMESTEP) for _ in range(20))
+
+    with use_plan(plan, transformer) as swap:
+        threads = [threading.Thread(target=run) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(outputs) == 80
+    check_mixed(swap, outputs[0], transformer, runs=80)
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("scaled")
+def test_a_forward_that_raises_leaves_no_place_behind(transformer: Transformer) -> None:
+    plan = plan_of(*MIXED)
+    forward = transformer.blocks[1].attn.norm.forward  # type: ignore[union-attr]
+    heads = torch.randn(1, 2, 5, 8)
+    with use_plan(plan, transformer) as swap:
+        transformer.blocks[1].attn.norm.forward = None  # type: ignore[union-attr,assignment]
+        with pytest.raises(TypeError):
+            transformer(STATES, TIMESTEP)
+        F.scaled_dot_product_attention(heads, heads, heads)
+        assert swap.fallbacks == {"not in the plan": 1}
+        transformer.blocks[1].attn.norm.forward = forward  # type: ignore[union-attr]
+    with pytest.raises(ZeroDivisionError), use_plan(plan, transformer):
+        raise ZeroDivisionError
+    assert F.scaled_dot_product_attention is TORCH_SDPA
+    assert "forward" not in vars(transformer.blocks[0].attn)  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("scaled")
+def test_a_module_below_a_planned_one_is_not_the_planned_one() -> None:
+    class Outer(Attention):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Attention()
+
+        def forward(self, states: Tensor) -> Tensor:
+            mixed: Tensor = self.inner(super().forward(states))
+            return mixed
+
+    model = nn.Sequential(Outer()).eval()
+    with use_plan(plan_of(("0", "encode", "twice")), model) as swap:
+        model(STATES)
+    assert (swap.hits, swap.not_planned) == (1, 1)
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("scaled")
+def test_what_the_model_lacks_is_told(transformer: Transformer) -> None:
+    choices = [*MIXED, ("transformer.blocks.9.attn", "denoise", "twice")]
+    with use_plan(plan_of(*choices), transformer) as swap:
+        transformer(STATES, TIMESTEP)
+    assert swap.missing == ["transformer.blocks.9.attn"]
+    assert str(swap).endswith("\nnot in the model: transformer.blocks.9.attn")
+
+
+@pytest.mark.usefixtures("scaled")
+def test_what_cannot_be_used_is_one_sentence(transformer: Transformer, tmp_path: Path) -> None:
+    def refused(error: type[Exception], match: str, plan: Any, module: Any = transformer) -> None:
+        with pytest.raises(error, match=match), use_plan(plan, module):
+            pass
+        assert F.scaled_dot_product_attention is TORCH_SDPA
+
+    path = "transformer.blocks.0.attn"
+    refused(PlanError, "nowhere.json", tmp_path / "nowhere.json")
+    refused(KernelNameError, "no kernel 'twic'", plan_of((path, "denoise", "twic")))
+    refused(PlaceError, "nothing in Linear is called 'tr", plan_of(*MIXED), nn.Linear(2, 2))
+    refused(PlaceError, "no live module is called 'x.y'", plan_of(("x.y", "encode", "twice")), None)
+    refused(PlaceError, "names no module", plan_of())
+    refused(TypeError, "nothing to watch in str", plan_of(*MIXED), "transformer")
+    twins = plan_of((path, "denoise", "twice"), (f"another{path[11:]}", "denoise", "thrice"))
+    refused(PlaceError, "differ in their component only", twins, None)
+    with use_plan(plan_of(*MIXED), transformer):
+        refused_inside = pytest.raises(RuntimeError, match="already intercepted")
+        with refused_inside, use_kernel("twice"):
+            pass
+        assert F.scaled_dot_product_attention is not TORCH_SDPA
+
+
+def llama(layers: int = 2) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        bos_token_id=1,
+        eos_token_id=None,
+        attn_implementation="sdpa",
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("scaled")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_language_model_has_a_kernel_for_each_phase(compiled: bool, tmp_path: Path) -> None:
+    model, prompt = llama(), torch.arange(7)[None]
+
+    def generate() -> Tensor:
+        tokens: Tensor = model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        return tokens
+
+    before = generate()
+    with record(model, out=tmp_path, max=100):
+        generate()
+    recorded = {(call.origin.module, call.origin.phase) for call in load(tmp_path)}
+    kernels = {"prefill": "twice", "decode": "thrice"}
+    plan = plan_of(*((module, phase, kernels[phase]) for module, phase in sorted(recorded)))
+    assert len(plan.choices) == 4
+    if compiled:
+        model.compile(backend="eager")
+    with use_plan(plan, model) as swap:
+        generate()
+    assert {name: tally.hits for name, tally in swap.kernels.items()} == {"twice": 2, "thrice": 6}
+    assert swap.not_planned == 0
+    assert torch.equal(generate(), before)
+
+
+@torch.no_grad()
+def test_a_compiled_llama_is_one_graph_a_phase() -> None:
+    model, prompt = llama(), torch.arange(7)[None]
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    wanted = compiled(prompt).logits
+    plan = plan_of(
+        ("model.layers.0.self_attn", "prefill", "torch-math"),
+        ("model.layers.1.self_attn", "prefill", "torch-flash"),
+    )
+    with use_plan(plan, model) as swap:
+        output = compiled(prompt).logits
+    torch.testing.assert_close(output, wanted)
+    assert {name: tally.hits for name, tally in swap.kernels.items()} == {
+        "torch-math": 1,
+        "torch-flash": 1,
+    }
+    assert graphs() == 2
+    assert not counters["graph_break"]

@@ -1,0 +1,292 @@
+"""What a reader is told, in 80 columns: nothing lost, nothing claimed that was not found."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from rich.console import Console
+
+from capture.call import Shape
+from replay.accuracy.errors import compare
+from replay.report.groups import group_rows, pooled_speedup
+from replay.report.table import print_report
+from replay.rows.row import Accuracy, CallFacts, Comparison, Errors, Row, Speedup, Status
+from replay.timing.statistics import paired_speedup, summarize
+
+WIDTH = 80
+
+
+def errors(size: float, where: tuple[int, int, int] = (0, 0, 0)) -> Errors:
+    """Of an output that is off by `size` in one row."""
+    reference = torch.ones(2, 3, 4, 8)
+    output = reference.clone()
+    output[where] += size
+    return compare(output, reference)
+
+
+def call(
+    name: str = "call",
+    *,
+    module: str = "layers.0",
+    phase: str = "denoise",
+    kv_len: int = 64,
+    step: int = 0,
+) -> CallFacts:
+    shape = Shape(1, 2, 2, 1 if phase == "decode" else 64, kv_len, 32, 32)
+    return CallFacts(name, "model", "random, seed 0", module, phase, step, 0, shape, "bfloat16")
+
+
+def row(
+    kernel: str,
+    facts: CallFacts,
+    ms: Sequence[float] = (1.0, 1.0, 1.0),
+    *,
+    status: Status = "ok",
+    reason: str = "",
+    against: Sequence[float] | None = None,
+    error: Errors | None = None,
+    flags: Sequence[str] = (),
+    changed_inputs: Sequence[str] = (),
+) -> Row:
+    """A row with times `ms`; `against` are the times of the baseline `base` in the same rounds."""
+    produced = Row(kernel, facts, status, reason, flags=list(flags))
+    produced.changed_inputs = list(changed_inputs)
+    if status in ("ok", "inaccurate"):
+        produced.time_ms = summarize(ms)
+        produced.tflops = produced.gb_per_s = produced.flop_per_byte = 123.456
+        produced.first_call_ms = 1234.5678
+        produced.peak_bytes = 10**9
+        produced.accuracy = Accuracy(error or errors(1e-3), noise_floor=errors(1e-4))
+    if against is not None:
+        produced.comparison = Comparison("base", paired_speedup(against, ms))
+    return produced
+
+
+def report(
+    rows: Sequence[Row], metrics: Sequence[str] = ("all",), *, per_call: bool = False
+) -> str:
+    file = io.StringIO()
+    console = Console(file=file, width=WIDTH, highlight=False)
+    print_report(rows, console, metrics=metrics, per_call=per_call)
+    return file.getvalue()
+
+
+def unwrapped(text: str) -> str:
+    return re.sub(r"\s+", "", text)
+
+
+def kernels_in_order(text: str, names: Sequence[str]) -> list[str]:
+    """The names by where they first stand at the start of a line."""
+    found = {name: re.search(rf"^{re.escape(name)}\b", text, re.MULTILINE) for name in names}
+    present = {name: match.start() for name, match in found.items() if match}
+    return sorted(present, key=lambda name: present[name])
+
+
+def test_no_line_is_longer_than_the_terminal_and_no_name_is_lost() -> None:
+    kernel = "hub:some-organisation/a-very-long-kernel-name-with-every-option-spelled-out-fp8-e4m3"
+    module = "transformer.transformer_blocks." + "a_module_with_a_long_name." * 5 + "attn1"
+    facts = [call(f"call-{number}", module=module, kv_len=64 + number) for number in range(2)]
+    rows = []
+    for each in facts:
+        rows += [
+            row("base", each),
+            row(kernel, each, (2.0, 2.0, 2.0), against=(1.0, 1.0, 1.0)),
+            row(f"{kernel}-2", each, status="inaccurate", reason="max abs error 3 exceeds 1"),
+            row(f"{kernel}-3", each, status="error", reason="word " * 60),
+            row(f"{kernel}-4", each, status="unavailable", reason="not installed: pip install x"),
+        ]
+    for per_call in (False, True):
+        text = report(rows, per_call=per_call)
+        assert max(map(len, text.splitlines())) <= WIDTH
+        assert "…" not in text.replace("64…", "")
+        # A cell folds; its parts are in the first columns of consecutive lines.
+        firsts = unwrapped("".join(line[:30] for line in text.splitlines()))
+        assert kernel[:12] in firsts
+        for suffix in ("-2:", "-3:", "-4"):
+            assert unwrapped(f"{kernel}{suffix}") in unwrapped(text)
+        assert unwrapped(module) in unwrapped(text)
+
+
+def test_the_worst_call_is_named() -> None:
+    rows = [
+        row("base", call("a")),
+        row("base", call("b", module="layers.7", step=3)),
+        row("mine", call("a"), status="inaccurate", reason="small", error=errors(0.1)),
+        row(
+            "mine",
+            call("b", module="layers.7", step=3),
+            status="inaccurate",
+            reason="max abs error 9 exceeds 1",
+            error=errors(9.0, (1, 2, 3)),
+        ),
+    ]
+    text = " ".join(report(rows).split())
+    assert "max abs error 9 exceeds 1" in text
+    assert "step 3 layers.7, batch 1 head 2" in text
+    assert "2 inaccurate" in text or "inaccurate" in text
+
+
+def test_incorrect_kernels_are_never_the_fastest() -> None:
+    rows = []
+    for name in ("a", "b"):
+        facts = call(name, kv_len=64 if name == "a" else 128)
+        rows += [
+            row("quick-zeros", facts, (0.1, 0.1, 0.1), status="inaccurate", reason="exceeds"),
+            row("base", facts, (1.0, 1.0, 1.0)),
+            row("mine", facts, (0.5, 0.5, 0.5), against=(1.0, 1.0, 1.0)),
+        ]
+    text = report(rows)
+    names = ["quick-zeros", "base", "mine"]
+    for table in text.split("kernel")[1:3]:
+        assert kernels_in_order(table, names) == ["mine", "base", "quick-zeros"]
+    fastest = text.partition("fastest correct kernel")[2]
+    assert fastest.count("mine") == 2
+    assert "2.00×" in fastest
+    assert "quick-zeros" not in fastest
+
+
+def test_a_kernel_wrong_on_one_call_of_a_group_is_not_the_fastest() -> None:
+    rows = [
+        *(row("base", call(name)) for name in ("a", "b")),
+        row("mine", call("a"), (0.5, 0.5, 0.5), against=(1.0, 1.0, 1.0)),
+        row("mine", call("b"), (0.5, 0.5, 0.5), status="inaccurate", reason="exceeds"),
+        row("base", call("c", kv_len=999)),
+    ]
+    text = report(rows)
+    assert "1 ok, 1" in text
+    assert "mine" not in text.partition("fastest correct kernel")[2]
+
+
+def test_a_sparse_kernel_says_how_much_it_keeps_and_is_not_the_fastest() -> None:
+    rows = []
+    for name in ("call-0", "call-1"):
+        sparse = row("sparse", call(name), (0.1, 0.1, 0.1), reason="on the keys that it chose, …")
+        sparse.kept = 0.02
+        rows += [row("base", call(name)), row("exact", call(name), (0.5, 0.5, 0.5)), sparse]
+    rows += [row("base", call("other", kv_len=128)), row("exact", call("other", kv_len=128))]
+    text = report(rows)
+    assert re.search(r"^kernel .* kept +verdict", text, re.MULTILINE)
+    assert re.search(r"^sparse .* 0\.02 +ok", text, re.MULTILINE)
+    assert "sparse: errors are against attention to all keys; its verdict is on the keys" in text
+    fastest = text.partition("fastest correct kernel")[2]
+    assert "exact" in fastest
+    assert "sparse" not in fastest
+    assert "kept" not in report(rows[:2])
+
+
+def test_nothing_is_the_fastest_where_nothing_is_correct() -> None:
+    wrong = row("mine", call("b", kv_len=128), status="inaccurate", reason="exceeds")
+    fastest = report([row("base", call("a")), wrong]).partition("fastest correct kernel")[2]
+    assert "base" in fastest
+    assert "mine" not in fastest
+
+
+def test_a_tie_is_a_tie() -> None:
+    before, after = (1.0, 1.1, 0.9, 1.05), (1.0, 1.0, 1.0, 1.0)
+    rows = [row("base", call(), before), row("mine", call(), after, against=before)]
+    assert paired_speedup(before, after).verdict == "tie"
+    text = report(rows, ["time"])
+    assert "tie" in text
+    assert "baseline" in text
+    faster = report([row("base", call()), row("mine", call(), (0.5,) * 3, against=(1.0,) * 3)])
+    assert "tie" not in faster
+    assert re.search(r"2\.00× +\(2\.00-2\.00\)", " ".join(faster.split()))
+
+
+def test_rounds_of_two_processes_are_not_paired() -> None:
+    """`alone` is compared with a baseline beside it, and not with the one that has a row."""
+    calls = [call(name) for name in ("a", "b", "c")]
+    rows = []
+    for facts, beside in zip(calls, (1.0, 2.0, 3.0), strict=True):
+        rows += [
+            row("base", facts, (1.0,) * 3),
+            row("mine", facts, (0.4,) * 3, against=(1.0,) * 3),
+            row("alone", facts, (0.5,) * 3, against=(beside,) * 3),
+        ]
+    (group,) = group_rows(rows)
+    assert pooled_speedup(group, "alone") == Speedup(4.0, 4.0, 4.0, "faster")
+    assert pooled_speedup(group, "mine") == Speedup(2.5, 2.5, 2.5, "faster")
+    assert pooled_speedup(group, "mine", over="alone") is None
+    assert pooled_speedup(group, "alone", over="mine") is None
+
+
+def test_decode_calls_with_a_growing_cache_are_one_group() -> None:
+    rows = [
+        row("base", call(f"d{length}", phase="decode", kv_len=length)) for length in (65, 66, 80)
+    ]
+    groups = group_rows(rows)
+    assert len(groups) == 1
+    assert "65…80" in groups[0].title
+    assert "3 calls" in groups[0].title
+    prefill = [row("base", call(f"p{length}", kv_len=length)) for length in (65, 66)]
+    assert len(group_rows(prefill)) == 2
+    assert len(group_rows(rows, per_call=True)) == 3
+    assert [group.title.count("layers.0") for group in group_rows(rows, per_call=True)] == [1] * 3
+
+
+def test_calls_that_differ_are_not_one_group() -> None:
+    facts = call()
+    kinds = [
+        facts,
+        CallFacts(**{**vars(facts), "name": "b", "dtype": "float16"}),
+        CallFacts(**{**vars(facts), "name": "c", "is_causal": True}),
+        CallFacts(**{**vars(facts), "name": "d", "mask": "bool 1×1×64×64"}),
+        CallFacts(**{**vars(facts), "name": "e", "model": "other"}),
+        CallFacts(**{**vars(facts), "name": "f", "step": 4, "module": "layers.9"}),
+    ]
+    groups = group_rows([row("base", each) for each in kinds])
+    assert [len(group.calls) for group in groups] == [2, 1, 1, 1, 1]
+    assert "bool 1×1×64×64 mask" in groups[3].title
+
+
+def test_metrics_choose_columns() -> None:
+    rows = [row("base", call())]
+    headings = {
+        "time": "time ms",
+        "throughput": "TFLOPS",
+        "bandwidth": "GB/s",
+        "arithmetic_intensity": "FLOP/B",
+        "accuracy": "cosine",
+        "memory": "peak MB",
+    }
+    everything = report(rows)
+    for metric, heading in headings.items():
+        text = report(rows, [metric])
+        assert heading in text
+        assert heading in everything
+        assert not any(other in text for other in headings.values() if other != heading)
+
+
+def test_what_did_not_run_says_why() -> None:
+    rows = [
+        row("base", call()),
+        row("picky", call(), status="unsupported", reason="head_dim 72"),
+        row("absent", call(), status="unavailable", reason="not installed: pip install absent"),
+        row("careless", call(), changed_inputs=["key"], flags=["no core time"]),
+    ]
+    text = report(rows)
+    assert "picky: unsupported: head_dim 72" in text
+    assert "not installed: pip install absent: absent" in text
+    assert "careless: changes its key, no core time" in text
+    assert "noise floor: the recorded output itself has rel L1" in text
+
+
+def test_a_call_that_could_not_be_read_is_no_group() -> None:
+    assert group_rows([Row("", CallFacts("broken"), "error", "altered")]) == []
+
+
+def test_what_spoils_later_calls_is_not_called_the_fastest() -> None:
+    rows = []
+    for phase in ("decode", "denoise"):
+        facts = replace(call(), phase=phase)
+        rows += [row("base", facts), row("careless", facts, (0.5,) * 3, against=(1.0,) * 3)]
+        rows[-1].changed_inputs = ["key"]
+    text = report(rows)
+    decode, denoise = text.partition("fastest correct kernel")[2].strip().splitlines()
+    assert (": base" in decode, ": careless" in denoise) == (True, True)
+    assert text.count("careless: changes its key, which later calls read again") == 1
+    assert text.count("careless: changes its key") == 2

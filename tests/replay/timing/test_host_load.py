@@ -1,0 +1,16 @@
+"""The work between two timed launches."""
+
+from __future__ import annotations
+
+import torch
+
+from replay.timing.host_load import WIDTH, RestOfLayer
+
+
+def test_it_computes_one_token_and_draws_nothing() -> None:
+    before = torch.get_rng_state()
+    output = RestOfLayer(torch.device("cpu"))()
+    assert output.shape == (1, 1, WIDTH)
+    assert output.isfinite().all()
+    assert not output.requires_grad
+    assert torch.equal(torch.get_rng_state(), before)

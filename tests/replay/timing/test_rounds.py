@@ -1,0 +1,258 @@
+"""Order, pairing, dropping and budgets, with functions that only record that they were called."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import traceback
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+from replay.bench.resources import peak_bytes
+from replay.timing import rounds
+from replay.timing.gpu_state import read_gpu_state, throttle_reasons
+from replay.timing.rounds import measure, run_rounds, warm_up
+from replay.timing.timer import Candidate, first_call
+
+
+class FakeTimer:
+    """Times are what the functions return; samples arrive at `collect`, as on a GPU."""
+
+    def __init__(self) -> None:
+        self.order: list[Candidate] = []
+        self.pending: list[tuple[Candidate, float]] = []
+        self.rounds: list[list[Candidate]] = []
+        self.lost = False
+
+    def warm_up_ms(self, function: Callable[[], object]) -> float:
+        milliseconds = function()
+        assert isinstance(milliseconds, float)
+        return milliseconds
+
+    def calibrate(self, candidate: Candidate) -> float:
+        return min(candidate.warm_up_ms)
+
+    def sample(self, candidate: Candidate) -> None:
+        self.pending.append((candidate, self.warm_up_ms(candidate.function)))
+
+    def collect(self) -> None:
+        self.rounds.append([candidate for candidate, _ in self.pending])
+        for candidate, milliseconds in self.pending:
+            candidate.ms.append(milliseconds)
+        self.pending.clear()
+
+    def state(self) -> None:
+        return None
+
+    def is_lost(self) -> bool:
+        return self.lost
+
+
+def silent(stage: str, done: int, total: int) -> None:
+    pass
+
+
+def raising_at(call: int) -> Callable[[], float]:
+    calls = 0
+
+    def function() -> float:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise RuntimeError(f"call {call}")
+        return 10.0
+
+    return function
+
+
+def constant(milliseconds: float) -> Callable[[], float]:
+    return lambda: milliseconds
+
+
+def test_every_candidate_is_sampled_once_a_round_in_shuffled_order() -> None:
+    timer = FakeTimer()
+    candidates = [Candidate(constant(index + 1.0), rounds=20) for index in range(4)]
+    run_rounds(candidates, timer, seed=3, report=silent)
+    assert len(timer.rounds) == 20
+    assert all(set(order) == set(candidates) for order in timer.rounds)
+    assert all(len(order) == 4 for order in timer.rounds)
+    assert len(set(map(tuple, timer.rounds))) > 5
+    firsts = Counter(candidates.index(order[0]) for order in timer.rounds)
+    assert set(firsts) == {0, 1, 2, 3}
+    assert [candidate.ms for candidate in candidates] == [[n + 1.0] * 20 for n in range(4)]
+
+
+def test_the_seed_decides_the_order() -> None:
+    def orders(seed: int) -> list[list[int]]:
+        timer = FakeTimer()
+        candidates = [Candidate(constant(1.0), rounds=8) for _ in range(5)]
+        run_rounds(candidates, timer, seed, silent)
+        return [[candidates.index(each) for each in order] for order in timer.rounds]
+
+    assert orders(1) == orders(1)
+    assert orders(1) != orders(2)
+
+
+def test_fewer_rounds_are_the_first_ones() -> None:
+    timer = FakeTimer()
+    quick, slow = Candidate(constant(1.0), rounds=10), Candidate(constant(9.0), rounds=3)
+    run_rounds([quick, slow], timer, 0, silent)
+    assert [slow in order for order in timer.rounds] == [True] * 3 + [False] * 7
+    assert (len(quick.ms), len(slow.ms)) == (10, 3)
+
+
+def test_one_that_raises_is_dropped_and_the_others_go_on() -> None:
+    timer = FakeTimer()
+    sound, failing = Candidate(constant(1.0), rounds=6), Candidate(raising_at(3), rounds=6)
+    run_rounds([sound, failing], timer, 0, silent)
+    assert len(sound.ms) == 6
+    assert failing.ms == [10.0, 10.0]
+    assert str(failing.error) == "call 3"
+
+
+def test_a_dropped_candidate_keeps_no_tensors_alive() -> None:
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def function() -> object:
+        workspace = torch.zeros(10)
+        alive.append(weakref.ref(workspace))
+        raise RuntimeError("after allocating")
+
+    candidate = Candidate(function)
+    warm_up(candidate, FakeTimer(), rounds=5, max_seconds=1)
+    assert alive[0]() is None
+    assert candidate.error is not None
+    assert "after allocating" in "".join(traceback.format_exception(candidate.error))
+    assert candidate.rounds == 0
+
+
+def test_interrupts_are_not_swallowed() -> None:
+    def function() -> object:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure({"interrupted": function}, "cpu", cache="warm")
+
+
+def test_warm_up_ends_when_calls_no_longer_get_faster() -> None:
+    times = iter([900.0, 30.0, 20.0, 10.0, 10.0, 10.0, 10.0, 10.0])
+    candidate = Candidate(lambda: next(times))
+    warm_up(candidate, FakeTimer(), rounds=30, max_seconds=100)
+    assert candidate.warm_up_ms == [900.0, 30.0, 20.0, 10.0, 10.0, 10.0, 10.0]
+    assert candidate.rounds == 30
+
+
+def test_warm_up_goes_on_until_a_clock_had_time_to_rise() -> None:
+    candidate = Candidate(constant(0.5))
+    warm_up(candidate, FakeTimer(), 30, 100)
+    assert len(candidate.warm_up_ms) == 1 + rounds.MINIMUM_WARM_UP_MS / 0.5
+
+
+def test_warm_up_is_bounded_in_time_and_calls() -> None:
+    slow = Candidate(constant(60_000.0))
+    warm_up(slow, FakeTimer(), rounds=30, max_seconds=20)
+    assert len(slow.warm_up_ms) == 2
+    tiny = Candidate(constant(1e-6))
+    warm_up(tiny, FakeTimer(), 30, 20)
+    assert len(tiny.warm_up_ms) == rounds.MAXIMUM_WARM_UP_CALLS
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "asked", "rounds"),
+    [(100.0, 30, 30), (1000.0, 30, 20), (60_000.0, 30, 3), (60_000.0, 2, 2)],
+)
+def test_rounds_shrink_to_what_there_is_time_for(
+    milliseconds: float, asked: int, rounds: int
+) -> None:
+    candidate = Candidate(constant(milliseconds))
+    warm_up(candidate, FakeTimer(), asked, max_seconds=20)
+    assert candidate.rounds == rounds
+
+
+def test_measure_on_the_cpu() -> None:
+    small, large = torch.randn(8, 8), torch.randn(300, 300)
+    progress: list[tuple[str, int, int]] = []
+    samples = measure(
+        {"small": lambda: small @ small, "large": lambda: large @ large, "bad": raising_at(1)},
+        "cpu",
+        cache="warm",
+        rounds=4,
+        on_progress=lambda *step: progress.append(step),
+    )
+    assert list(samples) == ["small", "large", "bad"]
+    assert len(samples["small"].ms) == len(samples["large"].ms) == 4
+    assert min(samples["small"].ms) > 0
+    assert samples["small"].host_ms is None
+    assert samples["small"].warm_up_calls > rounds.STEADY_CALLS
+    assert samples["small"].gpu_before is None
+    assert samples["bad"].ms == ()
+    assert str(samples["bad"].error) == "call 1"
+    assert progress == [("warm-up", n, 3) for n in (1, 2, 3)] + [
+        ("round", n, 4) for n in range(1, 5)
+    ]
+
+
+def test_each_sample_follows_calls_of_the_same_function() -> None:
+    calls: list[str] = []
+
+    def slow(name: str) -> None:
+        time.sleep(0.002)
+        calls.append(name)
+
+    functions = {name: partial(slow, name) for name in ("a", "b")}
+    measured = measure(functions, "cpu", cache="warm", rounds=5, calls_before=2)
+    in_rounds = calls[sum(each.warm_up_calls for each in measured.values()) :]
+    runs = [(name, len(list(run))) for name, run in itertools.groupby(in_rounds)]
+    assert all(count % 3 == 0 for _, count in runs)
+    assert Counter(in_rounds) == {"a": 15, "b": 15}
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    with pytest.raises(ValueError, match='the cache is always warm: ask for cache="warm"'):
+        measure({}, "cpu", cache="cold")
+    with pytest.raises(ValueError, match="cannot time on meta"):
+        measure({}, "meta")
+    with pytest.raises(ValueError, match="0 rounds measure nothing"):
+        measure({}, "cpu", cache="warm", rounds=0)
+
+
+def test_nothing_to_measure() -> None:
+    assert measure({}, "cpu", cache="warm") == {}
+
+
+def test_first_call_returns_the_result() -> None:
+    result, milliseconds = first_call(lambda: torch.ones(3), "cpu")
+    assert torch.equal(result, torch.ones(3))
+    assert milliseconds > 0
+
+
+def test_memory_and_gpu_state_are_not_measured_on_the_cpu() -> None:
+    assert peak_bytes(lambda: torch.ones(3), "cpu") is None
+    assert read_gpu_state("cpu") is None
+
+
+def test_throttle_reasons_have_names() -> None:
+    assert throttle_reasons(0) == ()
+    assert throttle_reasons(0x4 | 0x40) == ("software power cap", "hardware thermal slowdown")
+    assert throttle_reasons(0x1 | 0x1000) == ("idle", "0x1000")
+
+
+def test_a_device_that_is_lost_ends_the_measurement_at_its_culprit() -> None:
+    def breaks() -> float:
+        timer.lost = True
+        raise RuntimeError("an illegal memory access was encountered")
+
+    timer = FakeTimer()
+    culprit = Candidate(breaks, "culprit", rounds=2)
+    others = [Candidate(lambda: 1.0, name, rounds=2) for name in ("one", "two")]
+    named: list[str] = []
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        run_rounds([*others, culprit], timer, 0, silent, named.append)
+    assert named[-1] == "culprit"
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        warm_up(culprit, timer, rounds=2, max_seconds=1.0)

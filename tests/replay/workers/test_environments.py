@@ -1,0 +1,540 @@
+"""Kernels of several Pythons in one table, each with what is installed for it and no other."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import replay as replay_package
+from replay.bench.runner import LOADING, REFERENCE, TIMING
+from replay.bench.settings import Settings
+from replay.kernels.registry import Kernel
+from replay.rows.row import CallFacts, Row
+from replay.workers.environments import (
+    MAXIMUM_DEATHS,
+    Environment,
+    Found,
+    WorkerError,
+    assign,
+    interpreters,
+    replay_in_workers,
+)
+from replay.workers.process import CannotStart, Died
+from replay.workloads.recorded import Workload
+
+REPOSITORY = Path(replay_package.__file__).resolve().parent.parent
+QUICK = ("--rounds", "3", "--max-seconds", "0.01", "--device", "cpu")
+
+RunCli = Callable[..., tuple[int, str, str]]
+Answers = list[Any]
+
+STAND_IN = '''
+import importlib.util
+from torch.nn.functional import scaled_dot_product_attention
+from replay.kernels.registry import register_kernel
+
+def unavailable(device):
+    return None if importlib.util.find_spec("stand_in_library") else "not installed"
+
+@register_kernel("stand_in_kernel", unavailable=unavailable, library="stand-in",
+                 install="pip install stand-in")
+def attention(query, key, value, *others, **options):
+    """Attention of a library that only one environment has."""
+    import stand_in_library
+    return scaled_dot_product_attention(query, key, value, *others, **options)
+'''
+SPY = """
+import json, sys
+import clash
+from replay.kernels.registry import register_kernel
+
+def tell(call):
+    return json.dumps({"clash": clash.WHOSE, "path": sys.path, "rich": "rich" in sys.modules})
+
+@register_kernel("spy", unsupported=tell)
+def attention(query, key, value, *others, **options): ...
+"""
+
+
+@pytest.fixture
+def ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory of packages that the environment `this` has."""
+    directory = tmp_path / "ours"
+    _install_kernel(directory)
+    (directory / "clash.py").write_text("WHOSE = 'ours'\n")
+    monkeypatch.setenv("PYTHONPATH", str(directory))
+    monkeypatch.syspath_prepend(directory)
+    return directory
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Path:
+    """An interpreter with other packages; its path has a space, and its rich is broken."""
+    directory = tmp_path / "theirs"
+    _install_kernel(directory)
+    (directory / "clash.py").write_text("WHOSE = 'theirs'\n")
+    (directory / "rich").mkdir()
+    (directory / "rich" / "__init__.py").write_text("raise ImportError('no rich here')\n")
+    (directory / "stand_in_library.py").touch()
+    _install(directory, "stand-in", "2.5")
+    return _interpreter(tmp_path / "their place", f'PYTHONPATH="{directory}"')
+
+
+def _install_kernel(directory: Path) -> None:
+    directory.mkdir()
+    (directory / "stand_in_kernel.py").write_text(STAND_IN)
+    points = "[attention_replay.kernels]\nstand-in-kernel = stand_in_kernel:attention\n"
+    (_install(directory, "stand-in-kernel", "1.0") / "entry_points.txt").write_text(points)
+
+
+def _install(directory: Path, name: str, version: str) -> Path:
+    information = directory / f"{name.replace('-', '_')}-{version}.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+    return information
+
+
+def _interpreter(directory: Path, variables: str = "", options: str = "") -> Path:
+    """This one, with other variables and options."""
+    directory.mkdir()
+    python = directory / "python"
+    python.write_text(f'#!/bin/sh\n{variables} exec "{sys.executable}" {options} "$@"\n')
+    python.chmod(0o755)
+    return python
+
+
+@pytest.mark.usefixtures("ours", "kernels")
+def test_a_library_that_only_the_other_environment_has_is_listed(
+    run_cli: RunCli, theirs: Path
+) -> None:
+    code, out, err = run_cli("--list-kernels", "--device", "cpu", "--env", f"theirs={theirs}")
+    assert (code, err) == (0, "")
+    text = " ".join(out.split())
+    assert (
+        "stand-in-kernel from stand_in_kernel:attention "
+        "this: not installed: pip install stand-in theirs: available 2.5" in text
+    )
+    assert f"this: available {torch.__version__} theirs: available {torch.__version__}" in text
+
+
+@pytest.mark.usefixtures("kernels")
+def test_one_table(
+    run_cli: RunCli,
+    ours: Path,
+    theirs: Path,
+    recorded: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spy = tmp_path / "spy.py"
+    spy.write_text(SPY)
+    toml = tmp_path / "kernels.toml"
+    toml.write_text(f"[environments]\ntheirs = '{theirs}'\n")
+    truncated = recorded / "model-000000.safetensors"
+    truncated.write_bytes(truncated.read_bytes()[:1000])
+    (recorded / "model-000002.safetensors").unlink()
+    monkeypatch.chdir(REPOSITORY)  # where `models` and `tests` would be found
+    written = tmp_path / "rows.jsonl"
+    code, out, err = run_cli(
+        *(
+            "--dir",
+            str(recorded),
+            *QUICK,
+            "--kernels",
+            f"stand-in-kernel,torch-flash,{spy}:attention",
+        ),
+        *("--env-file", str(toml), "--json", str(written), "--save-output", str(tmp_path / "kept")),
+    )
+
+    # A file that cannot be read is one row, not one per environment, and the others run.
+    assert code == 1
+    lines = err.strip().splitlines()
+    assert [re.search(r"model-\d+", line).group() for line in lines] == [  # type: ignore[union-attr]
+        "model-000000",
+        "model-000002",
+    ]
+    rows = [json.loads(line) for line in written.read_text().splitlines()]
+    (first, second) = (row for row in rows if not row["kernel"])
+    assert (first["call"]["name"], first["status"]) == ("model-000000", "error")
+    assert (second["call"]["name"], second["status"]) == ("model-000002", "error")
+
+    found = {(row["environment"], row["kernel"]): row for row in rows if row["kernel"]}
+    attention = f"{spy}:attention"
+    assert list(found) == [
+        ("this", "torch-flash"),
+        ("this", attention),
+        ("this", "torch-math"),
+        ("theirs", "stand-in-kernel"),
+        ("theirs", attention),
+        ("theirs", "torch-math"),
+    ]
+    assert "stand-in-kernel@theirs" in out
+
+    # Speed-ups are paired with the baseline of the same process.
+    row, baseline = found["theirs", "stand-in-kernel"], found["theirs", "torch-math"]
+    samples = (baseline["time_ms"]["samples"], row["time_ms"]["samples"])
+    ratio = statistics.median(before / after for before, after in zip(*samples, strict=True))
+    assert (row["speedup"]["vs"], row["speedup"]["ratio"]) == ("torch-math", pytest.approx(ratio))
+
+    # Each interpreter sees its own packages and ours, and nothing that lies beside ours.
+    told = {name: json.loads(found[name, attention]["reason"]) for name in ("this", "theirs")}
+    assert told["this"]["clash"] == "ours"
+    assert told["theirs"]["clash"] == "theirs"
+    assert str(ours) in told["this"]["path"]
+    assert str(ours) not in told["theirs"]["path"]
+    for each in told.values():
+        assert not {"", ".", str(REPOSITORY), str(REPOSITORY.parent)} & set(each["path"])
+        assert not each["rich"]
+
+    # Outputs of the two are not written over one another.
+    kept = {str(path.relative_to(tmp_path / "kept")) for path in tmp_path.rglob("kept/**/*.saf*")}
+    assert kept == {
+        "model-000001/torch-flash.safetensors",
+        "model-000001/torch-math.safetensors",
+        "theirs/model-000001/stand-in-kernel.safetensors",
+        "theirs/model-000001/torch-math.safetensors",
+    }
+
+
+def test_an_interpreter_without_torch(run_cli: RunCli, tmp_path: Path) -> None:
+    bare = _interpreter(tmp_path / "bare", "PYTHONPATH=", "-S")
+    code, out, err = run_cli("--list-kernels", *QUICK, "--env", f"bare={bare}")
+    assert (code, out) == (2, "")
+    assert err == (
+        f"replay: environment bare ({bare}) does not work: the worker exited with code 1: "
+        "ModuleNotFoundError: No module named 'torch'; it needs torch and safetensors\n"
+    )
+
+
+def test_what_is_no_python(tmp_path: Path) -> None:
+    environment = Environment("odd", "/bin/echo", 5)
+    with pytest.raises(WorkerError, match=r"environment odd \(/bin/echo\) does not work: .*code 0"):
+        environment.probe([_kernel("a")], "cpu")
+
+
+def test_environments_need_workers(run_cli: RunCli) -> None:
+    code, _, err = run_cli("--random", *QUICK, "--in-process", "--env", f"other={sys.executable}")
+    assert code == 2
+    assert "needs a worker process" in err
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "soon"])
+def test_a_timeout_is_positive(run_cli: RunCli, seconds: str) -> None:
+    assert run_cli("--random", f"--timeout={seconds}")[0] == 2
+
+
+def test_interpreters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    mine = _interpreter(tmp_path / "mine")
+    toml = tmp_path / "größe.toml"
+    toml.write_text('[environments]\na = "~/mine/python"\nb = "/bin/sh"\n', "utf-8")
+    assert interpreters([], None) == {}
+    assert interpreters([f"b={mine}", "c=~/mine/python"], str(toml)) == dict.fromkeys(
+        ("a", "b", "c"), str(mine)
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "sentence"),
+    [
+        (["fa4"], "", "--env fa4: write NAME=PATH/TO/python"),
+        (["=python"], "", "write NAME=PATH/TO/python"),
+        (["fa4="], "", "write NAME=PATH/TO/python"),
+        (["this=/bin/sh"], "", "'this' is taken"),
+        (["fa4=/no/such/python"], "", "--env fa4: there is no Python at /no/such/python"),
+        (["fa4=/tmp"], "", "--env fa4: there is no Python at /tmp"),
+        ([], "environments = 3", r"needs \[environments\] with lines"),
+        ([], "[environments]\nfa4 = 3", r"needs \[environments\] with lines"),
+        ([], "[elsewhere]\nfa4 = 'x'", r"needs \[environments\] with lines"),
+        ([], "not TOML", r"kernels.toml: "),
+        ([], None, "kernels.toml: .*No such file"),
+    ],
+)
+def test_interpreters_that_are_not_as_they_should_be(
+    tmp_path: Path, options: list[str], text: str | None, sentence: str
+) -> None:
+    file = tmp_path / "kernels.toml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(WorkerError, match=sentence):
+        interpreters(options, None if text == "" else str(file))
+
+
+def _kernel(name: str, library: str = "") -> Kernel:
+    return Kernel(name, lambda **arguments: torch.zeros(1), library=library)
+
+
+def test_kernels_run_where_their_library_is() -> None:
+    kernels = [_kernel("torch-math", "torch"), *map(_kernel, ("both", "there", "nowhere", "here"))]
+    yes, no = Found(None), Found("not installed")
+    found = {
+        "this": {"torch-math": yes, "both": yes, "there": no, "nowhere": no, "here": yes},
+        "that": {"torch-math": yes, "both": yes, "there": yes, "nowhere": no, "here": no},
+        "bare": dict.fromkeys(("torch-math", "both", "there", "nowhere", "here"), no),
+    }
+    assigned = {name: [each.name for each in run] for name, run in assign(kernels, found).items()}
+    assert assigned == {
+        "this": ["torch-math", "both", "nowhere", "here"],
+        "that": ["both", "there"],
+        "bare": [],
+    }
+
+
+def test_kernels_whose_library_is_common_run_in_one_environment() -> None:
+    kernels = [_kernel("torch-math", "torch"), _kernel("ours", "triton"), _kernel("new", "triton")]
+    yes, no = Found(None), Found("not installed")
+    found = {
+        "this": {"torch-math": yes, "ours": no, "new": no},
+        "that": {"torch-math": yes, "ours": yes, "new": no},
+        "more": {"torch-math": yes, "ours": yes, "new": no},
+    }
+    assigned = {name: [each.name for each in run] for name, run in assign(kernels, found).items()}
+    assert assigned == {"this": ["torch-math", "new"], "that": ["ours"], "more": []}
+
+
+class FakeProcess:
+    """Answers with what is written down; an exception among the answers is raised."""
+
+    python = "python"
+
+    def __init__(self, answers: list[Answers]) -> None:
+        self.answers = answers
+        self.requests: list[dict[str, Any]] = []
+
+    def ask(self, **request: Any) -> Iterator[dict[str, Any]]:
+        self.requests.append(request)
+        for answer in self.answers.pop(0):
+            if isinstance(answer, Exception):
+                raise answer
+            yield dict(answer)
+
+    def kernels(self) -> list[list[str]]:
+        return [request["kernels"] for request in self.requests]
+
+
+def died(kernel: str) -> Died:
+    return Died("crash", "gone", kernel, "its last words")
+
+
+def row_of(name: str) -> dict[str, Any]:
+    return {
+        "row": {"kernel": name, "call": {"name": "call"}, "status": "ok", "machine": {"m": "x"}}
+    }
+
+
+ASKED = ("a", "b", "c")
+CALL = {"call": {"name": "call", "model": "model"}}
+
+
+@pytest.fixture
+def ask(quick: Settings) -> Callable[..., tuple[list[Row], FakeProcess]]:
+    """Rows of the kernels a, b and c, and the requests, given a worker's answers."""
+
+    def run(
+        *answers: Answers,
+        device: str = "cpu",
+        environment: Environment | None = None,
+        **settings: Any,
+    ) -> tuple[list[Row], FakeProcess]:
+        process = FakeProcess(list(answers))
+        environment = environment or Environment("other", "python", 5)
+        environment._process = process  # type: ignore[assignment]
+        rows = environment.replay(
+            Workload("call", lambda device: pytest.fail("loaded here")),
+            [_kernel(name) for name in ASKED],
+            replace(quick, device=torch.device(device), **settings),
+            lambda stage: None,
+        )
+        assert not process.answers
+        assert {row.environment for row in rows} == {"other"}
+        return rows, process
+
+    return run
+
+
+Ask = Callable[..., tuple[list[Row], FakeProcess]]
+
+
+def test_a_death_costs_a_row_in_its_place(ask: Ask) -> None:
+    rows, process = ask(
+        [{"at": LOADING}, CALL, {"at": "a"}, {"at": "b"}, died("b")],
+        [CALL, row_of("a"), row_of("c"), row_of("torch-default")],
+    )
+    assert process.kernels() == [["a", "b", "c"], ["a", "c"]]
+    assert process.requests[1]["settings"]["excluded"] == ("b",)
+    assert [(row.kernel, row.status) for row in rows] == [
+        ("a", "ok"),
+        ("b", "crash"),
+        ("c", "ok"),
+        ("torch-default", "ok"),
+    ]
+    assert (rows[1].reason, rows[1].log) == ("gone", "its last words")
+    assert rows[1].call.model == "model"
+    assert all(row.machine == {"m": "x"} for row in rows)
+
+
+@pytest.mark.parametrize("stage", [LOADING, REFERENCE, TIMING, ""])
+def test_a_death_that_no_kernel_caused_costs_the_call(ask: Ask, stage: str) -> None:
+    rows, _ = ask([died(stage)])
+    assert [(row.kernel, row.status) for row in rows] == [("", "crash")]
+    assert rows[0].reason == f"call: gone while {stage or 'starting'}"
+
+
+def test_on_a_gpu_who_died_in_the_timing_is_found_out_first(ask: Ask) -> None:
+    """Its samples are enqueued: `c` may only have been the next."""
+    rows, process = ask(
+        [CALL, {"at": TIMING}, {"at": "c"}, died("c")],
+        [CALL, {"at": TIMING}, {"at": "b"}, died("b")],
+        [CALL, row_of("a"), row_of("c")],
+        device="cuda",
+    )
+    assert [request["settings"]["synchronous"] for request in process.requests] == [
+        False,
+        True,
+        True,
+    ]
+    assert process.kernels() == [["a", "b", "c"], ["a", "b", "c"], ["a", "c"]]
+    assert [row.status for row in rows] == ["ok", "crash", "ok"]
+
+
+def test_given_up(ask: Ask) -> None:
+    environment = Environment("other", "python", 5)
+    alive = [CALL, row_of("a"), row_of("c")]
+    for death in range(1, MAXIMUM_DEATHS + 1):
+        rows, _ = ask([CALL, {"at": "b"}, died("b")], alive, environment=environment)
+        assert ("not tried again" in rows[1].reason) == (death == MAXIMUM_DEATHS)
+    rows, process = ask(alive, environment=environment)
+    assert process.kernels() == [["a", "c"]]
+    assert not process.requests[0]["settings"]["synchronous"]
+    assert rows[1].reason == "gone; not tried again, it ended 3 workers"
+
+
+@pytest.fixture
+def apart(quick: Settings) -> Iterator[Callable[..., tuple[list[Row], list[FakeProcess]]]]:
+    """Rows of a, b and c, where b wants its own process, given both workers' answers."""
+    environment = Environment("other", "python", 5)
+    own = environment._worker_of(_kernel("b"))
+
+    def run(
+        common: list[Answers], alone: list[Answers], **settings: Any
+    ) -> tuple[list[Row], list[FakeProcess]]:
+        processes = [FakeProcess(common), FakeProcess(alone)]
+        environment._process, own._process = processes  # type: ignore[assignment]
+        rows = environment.replay(
+            Workload("call", lambda device: pytest.fail("loaded here")),
+            [replace(_kernel(name), own_process=name == "b") for name in ASKED],
+            replace(quick, **settings),
+            lambda stage: None,
+        )
+        assert not common
+        assert not alone
+        assert {row.environment for row in rows} == {"other"}
+        return rows, processes
+
+    with pytest.MonkeyPatch.context() as patch:
+        others = {"b": _kernel("b"), "d": replace(_kernel("d"), own_process=True)}
+        patch.setattr("replay.workers.environments.catalogue", lambda: others)
+        yield run
+
+
+Apart = Callable[..., tuple[list[Row], list[FakeProcess]]]
+CAN_RUN = [{"probed": "b", "reason": None}]
+BASELINE = row_of("torch-default")
+
+
+def test_one_with_its_own_process_has_its_row_in_its_place(apart: Apart) -> None:
+    elsewhere = {"row": {**BASELINE["row"], "reason": "of the other process"}}
+    common = [CALL, row_of("a"), row_of("c"), BASELINE]
+    alone = [CALL, row_of("b"), elsewhere]
+    rows, (first, second) = apart([CAN_RUN, common], [alone])
+    assert [row.kernel for row in rows] == ["a", "b", "c", "torch-default"]
+    assert rows[-1].reason == ""
+    assert first.kernels() == [["b"], ["a", "c"]]
+    assert second.kernels() == [["b"]]
+    assert first.requests[1]["settings"]["excluded"] == ()
+    assert second.requests[0]["settings"]["excluded"] == ("d",)  # not as the reference either
+    assert apart([common], [alone])[1][0].kernels() == [["a", "c"]]  # asked once whether it can run
+
+
+def test_a_death_in_its_own_process_is_counted_there(apart: Apart) -> None:
+    common = [CALL, row_of("a"), row_of("c"), BASELINE]
+    for death in range(1, MAXIMUM_DEATHS + 1):
+        asked = [CAN_RUN] if death == 1 else []
+        rows, _ = apart([*asked, common], [[CALL, {"at": "b"}, died("b")], [CALL, BASELINE]])
+        assert [row.status for row in rows] == ["ok", "crash", "ok", "ok"]
+        assert ("not tried again" in rows[1].reason) == (death == MAXIMUM_DEATHS)
+    rows, (_, second) = apart([common], [[CALL, BASELINE]])
+    assert second.kernels() == [[]]
+    assert rows[1].reason == "gone; not tried again, it ended 3 workers"
+
+
+def test_a_process_of_its_own_is_not_started_in_vain(apart: Apart) -> None:
+    everyone = [CALL, *map(row_of, ASKED)]
+    for name in ("baseline", "reference"):  # which every process has
+        assert [row.kernel for row in apart([everyone], [], **{name: "b"})[0]] == [*ASKED]
+    unreadable = [{"unreadable": "cut short"}]
+    (row,), _ = apart([CAN_RUN, unreadable], [])
+    assert (row.kernel, row.reason) == ("", "cut short")
+
+
+def test_what_cannot_run_needs_no_process_of_its_own(apart: Apart) -> None:
+    everyone = [CALL, *map(row_of, ASKED)]
+    apart([[{"probed": "b", "reason": "not installed"}], everyone], [])
+
+
+def test_a_defect_in_the_worker_is_no_kernels(ask: Ask) -> None:
+    with pytest.raises(WorkerError, match="OSError: disk full") as error:
+        ask([{"failed": "OSError: disk full", "traceback": "Traceback …"}])
+    assert "Traceback …" in str(error.value.__cause__)
+
+
+def test_a_worker_that_no_longer_starts(ask: Ask) -> None:
+    with pytest.raises(WorkerError, match=r"environment other .* does not work: no torch"):
+        ask([CannotStart("no torch")])
+
+
+def test_asking_what_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = Environment("other", "python", 5)
+    answers = [
+        [{"at": "a"}, {"probed": "a", "reason": None, "version": "1"}, {"at": "b"}, died("b")],
+        [{"at": "c"}, {"probed": "c", "reason": "no"}],
+    ]
+    monkeypatch.setattr(environment, "_process", FakeProcess(answers))
+    assert environment.probe([_kernel(name) for name in ASKED], "cpu") == {
+        "a": Found(None, "1"),
+        "b": Found("crash when asked: gone"),
+        "c": Found("no"),
+    }
+
+
+def test_only_an_unreadable_file_is_left_out_elsewhere(quick: Settings) -> None:
+    class Fixed(Environment):
+        def __init__(self, name: str, row: Row) -> None:
+            super().__init__(name, "python", 5)
+            self.row = row
+
+        def replay(self, *_: Any, **__: Any) -> list[Row]:
+            return [self.row]
+
+    facts = CallFacts("call")
+    kernels = {"one": [_kernel("a")], "two": [_kernel("a")], "three": []}
+    workload = Workload("call", lambda device: pytest.fail("loaded here"))
+    ok = Row("a", facts, "ok")
+    for first, count in (
+        (Row("", facts, "error"), 1),
+        (Row("", facts, "crash"), 2),
+        (Row("", facts, "out-of-memory"), 2),
+        (Row("a", facts, "error"), 2),
+    ):
+        environments = {"one": Fixed("one", first), "two": Fixed("two", ok), "three": Fixed("", ok)}
+        rows = list(replay_in_workers([workload], kernels, quick, environments))
+        assert len(rows) == count

@@ -1,0 +1,475 @@
+"""A kernel with any fault costs its row, and nothing else, and nothing of it stays behind."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import replay as replay_package
+from capture.dataset import Dataset, PackedCall
+from replay.bench.settings import Settings
+from replay.kernels.registry import Kernel, find
+from replay.workers.environments import Environment
+from replay.workers.process import LOG_BYTES, CannotStart, Died, Process
+from replay.workloads.random_calls import Spec
+from replay.workloads.random_calls import workload as synthetic_workload
+
+REPOSITORY = Path(replay_package.__file__).resolve().parent.parent
+BAD = Path(__file__).with_name("bad_kernels.py")
+COMMAND = (
+    f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from replay.cli.main import main; main()"
+)
+SHAPE = ("--random", "-b", "1", "-hq", "2", "-sq", "64", "-d", "32", "--dtype", "float32")
+QUICK = ("--rounds", "3", "--max-seconds", "0.01", "--device", "cpu")
+
+RunCli = Callable[..., tuple[int, str, str]]
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="counts processes in /proc, and limits memory as Linux does"
+)
+
+
+class Surroundings(NamedTuple):
+    """What a command gets, so that what it leaves behind can be found."""
+
+    environment: dict[str, str]
+    temporary: Path
+    mark: str
+
+    @classmethod
+    def under(cls, directory: Path) -> Surroundings:
+        temporary = directory / "temporary"
+        temporary.mkdir()
+        mark = uuid.uuid4().hex
+        return cls({**os.environ, "TMPDIR": str(temporary), "MARK": mark}, temporary, mark)
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-c", COMMAND, *arguments],
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # Where the tests run in the background of a shell, Ctrl-C is ignored, by heritage.
+            preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+        )
+
+    def processes(self) -> list[int]:
+        """Those that have the mark in their environment, which children inherit."""
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                marked = f"MARK={self.mark}".encode() in (entry / "environ").read_bytes()
+                alive = ") Z " not in (entry / "stat").read_text()
+            except OSError:
+                continue
+            if marked and alive:
+                found.append(int(entry.name))
+        return found
+
+    def left_files(self) -> list[str]:
+        """Torch keeps a cache of its own there."""
+        names = [path.name for path in self.temporary.iterdir()]
+        return [name for name in names if not name.startswith("torchinductor_")]
+
+    def wait_until_nothing_runs(self, seconds: float = 5) -> bool:
+        deadline = time.monotonic() + seconds
+        while self.processes() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return not self.processes()
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} does not come"
+        time.sleep(0.05)
+
+
+def rows_of(text: str) -> dict[str, dict[str, Any]]:
+    """By the kernel's name, a user's without its file."""
+    rows = [json.loads(line) for line in text.splitlines()]
+    return {row["kernel"].rpartition(":")[2]: row for row in rows}
+
+
+NAN = "1 elements are NaN or infinite"
+FAULTS: dict[str, tuple[str, str, str]] = {
+    "segfault": ("crash", "ended by SIGSEGV", "the last words of segfault"),
+    "sigkill": ("crash", "ended by SIGKILL, perhaps by a system out of memory", "the last words"),
+    "abort": ("crash", "ended by SIGABRT", "the last words of abort, cut � short"),
+    "hang": ("timeout", r"no sign of life for 4 s \(--timeout\)", "the last words of hang"),
+    "exit_at_once": ("crash", "exited with code 7", ""),
+    "exit_politely": ("crash", "exited with code 0", ""),
+    "real_time_signal": ("crash", r"ended by signal \d+", ""),
+    "fork_and_die": ("crash", "ended by SIGKILL", ""),
+    "close_pipes": ("crash", "exited with code 1", "Bad file descriptor"),
+    "print_and_die": ("crash", "exited with code 1", "the last words of print_and_die"),
+    "exits_when_imported": ("crash", "exited with code 3", "the last words of an import"),
+    "fails_when_imported": ("error", "RuntimeError: built for another PyTorch", ""),
+    "segfault_when_timed": ("crash", "ended by SIGSEGV", "in segfault_when_timed"),
+    "hang_when_timed": ("timeout", "no sign of life", ""),
+    "take_memory": ("out-of-memory", "can't allocate memory", ""),
+    "keep_memory": ("out-of-memory", "all of it is kept; it keeps the memory it took", ""),
+    "too_large": ("out-of-memory", "can't allocate memory", ""),
+    "unwritten": ("inaccurate", "are NaN or infinite in the output", ""),
+    "one_nan": ("inaccurate", NAN, ""),
+    "one_infinity": ("inaccurate", NAN, ""),
+    "wrong_shape": ("error", r"returned shape \(1, 64, 2, 32\)", ""),
+    "wrong_dtype": ("error", "returned float64 where float32 is right", ""),
+    "nothing": ("error", "returned NoneType, not a tensor", ""),
+    "wrong_signature": ("error", r"TypeError: wrong_signature\(\) got an unexpected", ""),
+    "fail": ("error", "ValueError: no such tile$", ""),
+    "fail_at_length": ("error", r"ValueError: größer  \[31m +x{400,500}$", ""),
+    "no_such_function": ("error", "has no function 'no_such_function'", ""),
+    "change_key": ("ok", "is within", ""),
+    "never_the_same": ("ok", "is within", ""),
+    "print_a_megabyte": ("ok", "is within", ""),
+}
+FLAGS = {
+    "unwritten": r"leaves \d+ output elements unwritten",
+    "never_the_same": "not deterministic: calls differ by up to",
+}
+
+
+class Finished(NamedTuple):
+    code: int
+    rows: dict[str, dict[str, Any]]
+    stderr: str
+    surroundings: Surroundings
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """One run of every fault between two good kernels: starting a worker takes seconds."""
+    directory = tmp_path_factory.mktemp("faults")
+    exits = directory / "exits.py"
+    exits.write_text("import os\nprint('the last words of an import')\nos._exit(3)\n")
+    fails = directory / "fails.py"
+    fails.write_text("raise RuntimeError('built for another PyTorch')\n")
+    elsewhere = {"exits_when_imported": exits, "fails_when_imported": fails}
+    kernels = [f"{elsewhere.get(name, BAD)}:{name}" for name in FAULTS]
+    surroundings = Surroundings.under(directory)
+    chosen = ",".join([f"{BAD}:good", *kernels, "torch-math"])
+    process = surroundings.start(
+        *SHAPE, *QUICK, "--timeout", "4", "--kernels", chosen, "--json", "-"
+    )
+    out, err = process.communicate(timeout=250)
+    return Finished(process.returncode, rows_of(out), err, surroundings)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_classified(everything: Finished, name: str) -> None:
+    status, reason, log = FAULTS[name]
+    row = everything.rows[name]
+    assert row["status"] == status, row["reason"]
+    assert re.search(reason, row["reason"]), row["reason"]
+    assert log in row["log"]
+    assert len(row["log"].encode()) <= 2 * LOG_BYTES
+    assert [bool(re.match(FLAGS.get(name, "none"), flag)) for flag in row["flags"]] == [
+        True for _ in range(name in FLAGS)
+    ]
+    assert row["changed_inputs"] == (["key"] if name == "change_key" else [])
+    assert (row["time_ms"] is not None) == (status in ("ok", "inaccurate"))
+    assert (row["speedup"] is not None) == (status == "ok")
+    assert row["machine"]["torch"]
+    assert row["call"]["shape"]["q_len"] == 64
+
+
+def test_the_other_rows_are_unaffected(everything: Finished) -> None:
+    assert list(everything.rows) == ["good", *FAULTS, "torch-math", "torch-default"]
+    for name in ("good", "torch-math", "torch-default"):
+        row = everything.rows[name]
+        assert (row["status"], row["flags"], row["log"]) == ("ok", [], "")
+        assert row["time_ms"]["n"] == 3
+        assert (row["speedup"] is None) == (name == "torch-default")
+    assert everything.code == 0
+    assert everything.stderr.strip() == ""
+
+
+def test_nothing_stays_behind(everything: Finished) -> None:
+    assert everything.surroundings.processes() == []
+    assert everything.surroundings.left_files() == []
+
+
+def test_given_up_after_three_workers_and_no_baseline(run_cli: RunCli, recorded: Path) -> None:
+    """The baseline crashes on every call: nobody has a speed-up, and the run does not fail.
+
+    It is the reference too, which is needed before any row is begun.
+    """
+    dataset = Dataset.open(recorded)
+    path = recorded / "model-000003.safetensors"
+    dataset.entries.append(PackedCall.of(dataset[0]).write(path))
+    dataset.save_manifest()
+    crashing = f"{BAD}:exit_at_once"
+    code, out, err = run_cli(
+        *("--dir", str(recorded), *QUICK, "--kernels", "torch-math", "--json", "-"),
+        *("--baseline-kernel", crashing, "--reference", crashing, "--check"),
+    )
+    assert (code, err.strip()) == (1, f"replay: failed: {crashing} (crash)")
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert [row["kernel"] for row in rows] == ["torch-math", crashing] * 4
+    assert [row["status"] for row in rows] == ["ok", "crash"] * 4
+    assert all(row["time_ms"] and not row["speedup"] for row in rows[::2])
+    assert all(row["accuracy"]["reference"] is None for row in rows[::2])
+    told = "not tried again, it ended 3 workers"
+    assert [told in row["reason"] for row in rows[1::2]] == [False, False, True, True]
+
+
+ALONE = """
+import os, pathlib
+from torch.nn.functional import scaled_dot_product_attention
+here = pathlib.Path(__file__).parent
+served = set()
+
+def serve(name, *arguments, **options):
+    served.add(name)
+    (here / name).write_text(str(os.getpid()))
+    if len(served) > 1:
+        raise RuntimeError(f"one process, and {len(served)} of its kernels")
+    return scaled_dot_product_attention(*arguments, **options)
+
+def first(*arguments, **options): return serve("first", *arguments, **options)
+def second(*arguments, **options): return serve("second", *arguments, **options)
+def crash(*arguments, **options): os._exit(9)
+"""
+
+
+def test_kernels_that_want_a_process_of_their_own(tmp_path: Path, quick: Settings) -> None:
+    """Together `second` would fail, and a crash would end what `first` is in."""
+    file = tmp_path / "alone.py"
+    file.write_text(ALONE)
+    alone = [
+        Kernel(f"{file}:{name}", find("torch-math").attention, own_process=True)
+        for name in ("first", "crash", "second")
+    ]
+    asked = [alone[0], find("torch-math"), *alone[1:]]
+    call = synthetic_workload("call", "random", Spec(1, 2, 2, 64, 64, 32, 32), seed=0)
+    environment = Environment("this", sys.executable, 60)
+    try:
+        rows = environment.replay(call, asked, quick, lambda stage: None)
+        pids = [int((tmp_path / name).read_text()) for name in ("first", "second")]
+        assert len(set(pids)) == 2
+        assert all(Path(f"/proc/{pid}").exists() for pid in pids)
+    finally:
+        environment.close()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+    assert [row.kernel for row in rows] == [*(kernel.name for kernel in asked), "torch-default"]
+    assert [row.status for row in rows] == ["ok", "ok", "crash", "ok", "ok"]
+    assert rows[2].reason == "the worker exited with code 9"
+    assert all(row.environment == "this" and row.machine["torch"] for row in rows)
+    assert [row.comparison and row.comparison.vs for row in rows] == [
+        *("torch-default", "torch-default", None, "torch-default", None)
+    ]
+
+
+STALLS = """
+import pathlib, time
+from torch.nn.functional import scaled_dot_product_attention
+here = pathlib.Path(__file__).parent
+count = 0
+
+def stall(query, key, value, *others, **options):
+    global count
+    if float(query[0, 0, 0, 0]) == float((here / "first").read_text()):
+        return scaled_dot_product_attention(query, key, value, *others, **options)
+    if not (here / "go on").exists():
+        (here / "stalled").touch()
+        time.sleep(3600)
+    return scaled_dot_product_attention(query, key, value, *others, **options)
+"""
+
+
+@pytest.fixture
+def stalling(recorded: Path, tmp_path: Path) -> Path:
+    """A kernel that hangs on every call but the first."""
+    file = tmp_path / "stalls.py"
+    file.write_text(STALLS)
+    (tmp_path / "first").write_text(str(float(Dataset.open(recorded)[0].query[0, 0, 0, 0])))
+    return file
+
+
+@pytest.fixture
+def begun(
+    recorded: Path, stalling: Path, tmp_path: Path
+) -> Iterator[tuple[subprocess.Popen[str], Surroundings, tuple[str, ...]]]:
+    """A command that has written its first call's rows and hangs in the second."""
+    surroundings = Surroundings.under(tmp_path)
+    rows = str(tmp_path / "rows.jsonl")
+    arguments = ("--dir", str(recorded), *QUICK, "--kernels", f"{stalling}:stall", "--json", rows)
+    process = surroundings.start(*arguments)
+    try:
+        wait_for(tmp_path / "stalled")
+        yield process, surroundings, arguments
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_ctrl_c_ends_the_run_and_its_children(
+    begun: tuple[subprocess.Popen[str], Surroundings, tuple[str, ...]],
+) -> None:
+    process, surroundings, _ = begun
+    assert len(surroundings.processes()) == 2
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out) == (130, "")
+    assert err.strip().endswith("replay: interrupted")
+    assert "Traceback" not in err
+    assert surroundings.wait_until_nothing_runs()
+    assert surroundings.left_files() == []
+
+
+def test_a_killed_run_leaves_no_child_and_is_continued(
+    begun: tuple[subprocess.Popen[str], Surroundings, tuple[str, ...]],
+    run_cli: RunCli,
+    tmp_path: Path,
+) -> None:
+    process, surroundings, arguments = begun
+    process.kill()
+    process.communicate()
+    assert surroundings.wait_until_nothing_runs()
+    assert surroundings.left_files() == []
+
+    rows = tmp_path / "rows.jsonl"
+    before = rows.read_text().splitlines()
+    assert len(before) == 2
+    (tmp_path / "go on").touch()
+    code, out, _ = run_cli(*arguments, "--resume")
+    assert code == 0
+    after = rows.read_text().splitlines()
+    assert after[:2] == before
+    names = [json.loads(line)["call"]["name"] for line in after]
+    assert names == [f"model-{index:06d}" for index in range(3) for _ in range(2)]
+    assert "3 calls" in out
+
+
+SCRIPTS = {
+    "talks-nonsense": "say(ready=True); receive(); os.write(replies, b'nonsense\\n'); rest()",
+    "dies-idle": "say(ready=True); receive(); say(at='a'); say(done=True); os._exit(4)",
+    "slow-and-partial": (
+        "say(ready=True); receive(); line = b'{\"at\": \"' + 'é'.encode() * 10**6 + b'\"}\\n'\n"
+        "for piece in (line[:7], line[7:100001], line[100001:]):\n"
+        "    time.sleep(0.1)\n"
+        "    while piece: piece = piece[os.write(replies, piece):]\n"
+        "say(done=True); rest()"
+    ),
+    "prints-for-ever": (
+        "say(ready=True); receive(); say(at='a')\nwhile True: os.write(1, b'y' * 65536)"
+    ),
+    "closes-its-output": (
+        "say(ready=True); receive(); os.close(1); os.close(2); say(at='a'); time.sleep(0.3)\n"
+        "say(done=True); rest()"
+    ),
+    "never-ready": "print('not a worker'); sys.exit(5)",
+    "shuts-its-mouth": "say(ready=True); receive(); say(at='a'); os.close(replies); rest()",
+}
+PRELUDE = """
+import json, os, sys, time
+requests, replies = int(sys.argv[-3]), int(sys.argv[-2])
+def say(**message): os.write(replies, json.dumps(message).encode() + b"\\n")
+def receive(): os.read(requests, 65536)
+def rest(): time.sleep(3600)
+"""
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Callable[..., Process]]:
+    """`worker(script)`: a process that runs one of `SCRIPTS` in place of the worker."""
+    started: list[Process] = []
+
+    def make(name: str, timeout: float = 5) -> Process:
+        script = tmp_path / f"{name}.py"
+        script.write_text(PRELUDE + SCRIPTS[name])
+        python = tmp_path / f"an interpreter for {name}"
+        python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "{script}" "$@"\n')
+        python.chmod(0o755)
+        started.append(Process(str(python), timeout))
+        return started[-1]
+
+    yield make
+    for process in started:
+        process.close()
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "reason", "timeout"),
+    [
+        ("talks-nonsense", "crash", "something else wrote into the worker's replies", 5),
+        ("prints-for-ever", "timeout", "no sign of life for 0.5 s", 0.5),
+        ("shuts-its-mouth", "crash", "closed its pipe and did not end", 5),
+    ],
+)
+def test_deaths(
+    worker: Callable[..., Process],
+    monkeypatch: pytest.MonkeyPatch,
+    script: str,
+    status: str,
+    reason: str,
+    timeout: float,
+) -> None:
+    monkeypatch.setattr("replay.workers.process.ENDING_SECONDS", 0.2)
+    process = worker(script, timeout)
+    before = open_descriptors()
+    for _ in range(2):  # it is started again
+        with pytest.raises(Died) as died:
+            list(process.ask(do="something"))
+        assert died.value.status == status
+        assert reason in died.value.reason
+        assert len(died.value.log) <= LOG_BYTES
+    assert open_descriptors() == before
+
+
+def test_a_death_while_idle_is_nobodys(worker: Callable[..., Process]) -> None:
+    process = worker("dies-idle")
+    for _ in range(3):
+        assert list(process.ask(do="something")) == [{"at": "a"}]
+        time.sleep(0.2)
+
+
+def test_a_long_line_in_pieces(worker: Callable[..., Process]) -> None:
+    (message,) = worker("slow-and-partial").ask(do="something")
+    assert message["at"] == "é" * 10**6
+
+
+def test_a_worker_without_output(worker: Callable[..., Process]) -> None:
+    assert list(worker("closes-its-output").ask(do="something")) == [{"at": "a"}]
+
+
+def test_who_stops_listening_leaves_no_answers_behind(worker: Callable[..., Process]) -> None:
+    process = worker("slow-and-partial")
+    answers = process.ask(do="something")
+    next(answers)
+    answers.close()  # type: ignore[attr-defined]
+    (message,) = process.ask(do="something")
+    assert message["at"].startswith("é")
+
+
+def test_a_worker_that_cannot_start(worker: Callable[..., Process], tmp_path: Path) -> None:
+    before = open_descriptors()
+    for _ in range(2):
+        with pytest.raises(CannotStart, match="exited with code 5: not a worker"):
+            list(worker("never-ready").ask(do="something"))
+        with pytest.raises(CannotStart, match="No such file"):
+            list(Process(str(tmp_path / "nothing"), 5).ask(do="something"))
+        (tmp_path / "text").write_text("no program")
+        (tmp_path / "text").chmod(0o755)
+        with pytest.raises(CannotStart, match="Exec format error"):
+            list(Process(str(tmp_path / "text"), 5).ask(do="something"))
+    assert open_descriptors() == before

@@ -1,0 +1,136 @@
+"""The published shapes, values that a seed reproduces, and sizes that are refused in time."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, replace
+
+import pytest
+import torch
+
+from capture.call import AttentionCall, Origin
+from replay.cli.arguments import SUITES as SUITE_NAMES
+from replay.workloads.random_calls import SUITES, ShapeError, Spec, suite, twin, workloads
+from replay.workloads.recorded import Workload
+
+CPU = torch.device("cpu")
+SMALL = Spec(1, 4, 2, 5, 7, 8, 16)
+
+
+def shapes(name: str) -> list[tuple[int, ...]]:
+    """(B, Hq, Hkv, Sq, Sk, D, Dv, causal) of a suite."""
+    return [astuple(spec)[:8] for spec in SUITES[name][1]]
+
+
+def test_the_command_line_offers_every_suite() -> None:
+    assert set(SUITE_NAMES) == set(SUITES)
+
+
+def test_flux_shapes() -> None:
+    assert shapes("flux") == [
+        (1, 24, 24, length, length, 128, 128, False)
+        for length in (4224, 4352, 4416, 4480, 4544, 4608)
+    ]
+
+
+def test_sage_shapes() -> None:
+    assert set(shapes("sage")) == {
+        (4, 32, 32, length, length, dim, dim, causal)
+        for length in (1024, 2048, 4096, 8192, 16384, 32768)
+        for dim in (64, 128)
+        for causal in (False, True)
+    }
+    assert len(shapes("sage")) == 24
+
+
+def test_aiter_shapes() -> None:
+    assert [(b, h, s) for b, h, _, s, *_ in shapes("aiter")] == [
+        (1, 5, 75600),
+        (1, 24, 16452),
+        (1, 3, 118808),
+        (2, 2, 29760),
+    ]
+    assert {row[5:] for row in shapes("aiter")} == {(128, 128, False)}
+
+
+def test_video_and_language_shapes() -> None:
+    assert (2, 30, 30, 17776, 17776, 64, 64, False) in shapes("cogvideo")
+    assert shapes("llama") == [
+        (1, 32, 32, 4096, 4096, 128, 128, True),
+        (1, 32, 8, 8192, 8192, 128, 128, True),
+        (8, 64, 16, 1024, 1024, 64, 64, True),
+        (8, 32, 8, 1, 32768, 128, 128, False),
+        (8, 64, 16, 1, 1024, 64, 64, False),
+    ]
+
+
+def test_a_suite_in_another_dtype_and_shorter() -> None:
+    assert all(spec.dtype == torch.bfloat16 for spec in suite("sage"))
+    assert all(spec.dtype == torch.float16 for spec in suite("sage", "float16"))
+    assert {spec.longest for spec in suite("sage", longest=2048)} == {1024, 2048}
+    with pytest.raises(ShapeError, match=r"--max-seq 100 leaves nothing of flux.* 4224"):
+        suite("flux", longest=100)
+
+
+def test_a_call_has_the_shape_it_was_asked_for() -> None:
+    call = replace(SMALL, is_causal=True, dtype=torch.float16).call("cpu", name="mine")
+    assert call.shape == (1, 4, 2, 5, 7, 8, 16)
+    assert (call.dtype, call.is_causal, call.enable_gqa) == (torch.float16, True, True)
+    assert (call.origin.model, call.origin.phase) == ("mine", "synthetic")
+    assert not replace(SMALL, kv_heads=4).call("cpu").enable_gqa
+    assert SMALL.call("meta").query.is_meta
+
+
+def test_values_are_standard_normal() -> None:
+    call = Spec(1, 8, 8, 512, 512, 64, 64, dtype=torch.float32).call("cpu")
+    assert float(call.key.mean()) == pytest.approx(0, abs=0.02)
+    assert float(call.key.std()) == pytest.approx(1, abs=0.02)
+
+
+def test_a_seed_reproduces_and_every_call_differs() -> None:
+    first, second = workloads("random", [SMALL, SMALL], seed=5)
+    assert (first.name, second.name) == ("random-00", "random-01")
+    again = workloads("random", [SMALL, SMALL], seed=5)[0]
+    other = workloads("random", [SMALL, SMALL], seed=7)[0]
+    values = first.load(CPU).query
+    assert torch.equal(values, again.load(CPU).query)
+    assert torch.equal(values, first.load(CPU).query)
+    assert not torch.equal(values, second.load(CPU).query)
+    assert not torch.equal(values, other.load(CPU).query)
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"batch": 0}, "-b must be at least 1, not 0"),
+        ({"kv_len": -3}, "-sk must be at least 1, not -3"),
+        ({"v_head_dim": 0}, "-dv must be at least 1, not 0"),
+        ({"q_heads": 6, "kv_heads": 4}, "-hq 6 is not a multiple of -hk 4"),
+    ],
+)
+def test_sizes_that_no_call_can_have(changed: dict[str, int], sentence: str) -> None:
+    with pytest.raises(ShapeError, match=sentence):
+        replace(SMALL, **changed)  # type: ignore[arg-type]
+
+
+def test_a_twin_has_everything_of_a_call_but_its_values() -> None:
+    fused = torch.randn(2, 9, 4, 3, 8).to(torch.bfloat16)
+    query, key, value = (fused[:, :, :, part].transpose(1, 2) for part in range(3))
+    key = key[:, :1].expand(2, 4, 9, 8)
+    mask = torch.rand(2, 1, 1, 9) > 0.5
+    origin = Origin(
+        model="model", weights="a checkpoint", module="layers.3", step=7, phase="decode"
+    )
+    call = AttentionCall(query, key, value, mask, query.clone(), scale=0.3, origin=origin)
+    recorded = Workload("call", lambda device: call)
+    found = twin(recorded, 5).load(CPU)
+    for name in ("query", "key", "value"):
+        one, other = getattr(call, name), getattr(found, name)
+        assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+        assert not torch.equal(one, other)
+        assert 0.7 < float(other.float().std()) < 1.3
+    assert found.attn_mask is mask
+    assert (found.scale, found.is_causal, found.output) == (0.3, False, None)
+    assert found.origin == replace(origin, weights="none: random values, standard normal")
+    assert torch.equal(found.query, twin(recorded, 5).load(CPU).query)
+    assert not torch.equal(found.query, twin(recorded, 6).load(CPU).query)
+    assert twin(recorded, 5).name == "call-random"

@@ -1,0 +1,129 @@
+"""Directories of calls, ours and the older pickled ones, which must not run code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from capture.call import AttentionCall
+from capture.dataset import PackedCall
+from capture.errors import DatasetError
+from replay.workloads.recorded import from_directory
+
+CPU = torch.device("cpu")
+
+
+def save_pickled(path: Path, **replaced: Any) -> dict[str, Any]:
+    data = {
+        "q": torch.randn(1, 4, 5, 8, dtype=torch.bfloat16),
+        "k": torch.randn(1, 2, 7, 8, dtype=torch.bfloat16),
+        "v": torch.randn(1, 2, 7, 8, dtype=torch.bfloat16),
+        "kwargs": {"is_causal": True, "scale": 0.5, "dropout_p": 0.0},
+        "call_idx": 6,
+        **replaced,
+    }
+    torch.save(data, path)
+    return data
+
+
+class Trojan:
+    """Unpickled carelessly, it creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return (Path.touch, (self.path,))
+
+
+def test_older_recordings_come_back_as_they_were(tmp_path: Path) -> None:
+    data = save_pickled(tmp_path / "cogvideo_input_6.pt")
+    workloads, note = from_directory(tmp_path)
+    assert ([workload.name for workload in workloads], note) == (["cogvideo_input_6"], "")
+    call = workloads[0].load(CPU)
+    for tensor, name in ((call.query, "q"), (call.key, "k"), (call.value, "v")):
+        assert torch.equal(tensor, data[name])
+    assert (call.is_causal, call.scale, call.enable_gqa) == (True, 0.5, True)
+    assert (call.origin.model, call.origin.call_index) == ("cogvideo", 6)
+    assert (call.output, call.attn_mask) == (None, None)
+
+
+def test_older_recordings_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    for number in (10, 2, 0, 1):
+        save_pickled(tmp_path / f"flux_input_{number}.pt")
+    save_pickled(tmp_path / "a_input_3.pt")
+    (tmp_path / "notes_input_final.pt").write_text("no number, no recording")
+    names = [workload.name for workload in from_directory(tmp_path)[0]]
+    assert names == ["a_input_3", *(f"flux_input_{number}" for number in (0, 1, 2, 10))]
+
+
+def test_mask_and_missing_options(tmp_path: Path) -> None:
+    mask = torch.ones(5, 7, dtype=torch.bool)
+    save_pickled(tmp_path / "m_input_0.pt", kwargs={"attn_mask": mask})
+    save_pickled(tmp_path / "m_input_1.pt", kwargs=None)
+    masked, plain = (workload.load(CPU) for workload in from_directory(tmp_path)[0])
+    assert masked.attn_mask is not None
+    assert torch.equal(masked.attn_mask, mask)
+    assert (plain.attn_mask, plain.is_causal, plain.scale) == (None, False, None)
+
+
+def test_code_in_a_pickle_is_refused_and_never_run(tmp_path: Path) -> None:
+    trace = tmp_path / "executed"
+    path = tmp_path / "evil_input_0.pt"
+    save_pickled(path, kwargs=Trojan(trace))
+    with pytest.raises(DatasetError, match=r"evil_input_0\.pt: not a readable recording"):
+        from_directory(tmp_path)[0][0].load(CPU)
+    assert not trace.exists()
+    torch.load(path, weights_only=False)  # the test can fail: read carelessly, it does run
+    assert trace.exists()
+
+
+@pytest.mark.parametrize(
+    ("replaced", "sentence"),
+    [
+        ({"q": torch.zeros(2, 3)}, r"q, k and v must be tensors \(B, H, S, D\)"),
+        ({"k": "text"}, r"q, k and v must be tensors \(B, H, S, D\)"),
+        ({"call_idx": "first"}, "not a readable recording"),
+        ({"kwargs": 3}, "not a readable recording"),
+    ],
+)
+def test_what_is_no_recording_is_named(
+    tmp_path: Path, replaced: dict[str, Any], sentence: str
+) -> None:
+    save_pickled(tmp_path / "x_input_0.pt", **replaced)
+    with pytest.raises(DatasetError, match=rf"x_input_0\.pt: {sentence}"):
+        from_directory(tmp_path)[0][0].load(CPU)
+
+
+def test_truncated_files_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "x_input_0.pt"
+    save_pickled(path)
+    path.write_bytes(path.read_bytes()[:500])
+    with pytest.raises(DatasetError, match=r"x_input_0\.pt: not a readable recording"):
+        from_directory(tmp_path)[0][0].load(CPU)
+
+
+def test_our_own_recordings(tmp_path: Path, make_call: Callable[..., AttentionCall]) -> None:
+    save_pickled(tmp_path / "older_input_0.pt")  # ours win where both are
+    call = make_call(origin={"call_index": 3}, with_output=True)
+    PackedCall.of(call).write(tmp_path / "model-000003.safetensors")
+    workloads, note = from_directory(tmp_path)
+    assert [workload.name for workload in workloads] == ["model-000003"]
+    assert "manifest.json is missing" in note
+    loaded = workloads[0].load(CPU)
+    assert torch.equal(loaded.query, call.query)
+    path = tmp_path / "model-000003.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(DatasetError, match=r"model-000003\.safetensors: "):
+        workloads[0].load(CPU)
+
+
+def test_directories_without_recordings(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="holds no recorded call"):
+        from_directory(tmp_path)
+    with pytest.raises(DatasetError, match="no such directory"):
+        from_directory(tmp_path / "missing")
