@@ -10,6 +10,7 @@ import torch
 
 import capture.cli
 from capture import load
+from replay.cli import main as replay_main
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -46,7 +47,7 @@ def test_replays_every_eager_torch_kernel(recorded: Path, tmp_path: Path) -> Non
     kernels = "torch-default,torch-math,torch-flash,torch-efficient,torch-cudnn,flex"
     arguments = ["--dir", str(recorded), "--rounds", "5", "--kernels", kernels]
     arguments += ["--json", str(rows_file)]
-    _exits(0, cli.main, [*arguments, "--metric", "all"])
+    _exits(0, replay_main.main, [*arguments, "--metric", "all"])
     rows = [json.loads(line) for line in rows_file.read_text().splitlines()]
     ran = {row["kernel"] for row in rows if row["status"] == "ok"}
     assert {"torch-math", "torch-flash", "torch-cudnn", "torch-default", "flex"} <= ran
@@ -62,7 +63,7 @@ def test_compiled_kernels_run_the_backend_they_name(tmp_path: Path) -> None:
     kernels = "torch-flash,torch-flash-compiled,torch-flash-autotuned,torch-cudnn-compiled"
     outputs = tmp_path / "outputs"
     arguments = [*shape, "--kernels", kernels, "--json", str(rows_file)]
-    _exits(0, cli.main, [*arguments, "--save-output", str(outputs)])
+    _exits(0, replay_main.main, [*arguments, "--save-output", str(outputs)])
     from safetensors.torch import load_file
 
     saved = {path.stem: load_file(path)["output"] for path in outputs.rglob("*.safetensors")}
