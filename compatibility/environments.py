@@ -45,7 +45,10 @@ ENVIRONMENTS = (
     Environment(
         "an inference server's",
         "3.12",
-        ("torch==2.11.0", "transformers==5.3.0", "diffusers==0.37.0", "accelerate==1.10.0"),
+        (
+            *("torch==2.11.0", "transformers==5.3.0", "diffusers==0.37.0", "accelerate==1.10.0"),
+            "numpy==2.2.6",  # the interpreter of Triton 3.6 fails on 2.4
+        ),
     ),
     Environment("the one that `make` installs", "3.13", ("-c", "constraints.txt", ".[dev]")),
     Environment("the newest of everything", "3.12", (".",)),
