@@ -1,5 +1,7 @@
 # make demo           set up from nothing, capture the three built-in models, replay what was recorded
-# make test           set up, then lint, types and all tests
+# make test           set up, then lint, types, the docs' tables and the quick tests
+# make test-all       the same with the slow tests too, as CI
+# make docs           the docs as a site, in site/; a dead link fails
 # make compatibility  try old, middle and new libraries, and write docs/compatibility.md
 # make dist           build a release in dist/, check it, and try the wheel in a clean environment
 # make clean          forget the environments, the recordings and the release
@@ -10,18 +12,28 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test compatibility dist clean
+.PHONY: demo test test-all lint docs compatibility dist clean
 demo: $(READY)
 	$(BIN)/capture --model cogvideo --size tiny --max 5 --overwrite
 	$(BIN)/capture --model flux --size tiny --max 5 --overwrite
 	$(BIN)/capture --model llama --size tiny --max 5 --overwrite
 	$(BIN)/replay --dir captured_inputs --metric all
 
-test: $(READY)
+test: lint
+	$(BIN)/pytest -n auto --maxprocesses 8 -m 'not slow'
+
+test-all: lint
+	$(BIN)/pytest -n auto --maxprocesses 8
+
+lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n auto
+	$(BIN)/python -m benchmarks.tables --check
+
+docs: $(READY)
+	$(BIN)/python -m benchmarks.picture
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 compatibility: $(READY)
 	$(BIN)/python -m compatibility
@@ -40,4 +52,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) captured_inputs build dist
+	rm -rf $(VENV) captured_inputs build dist site

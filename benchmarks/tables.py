@@ -1,6 +1,6 @@
-"""Writes the README's tables from `benchmarks/results/` and from the code's own field list.
+"""Writes the docs' tables from `benchmarks/results/` and from the code's own field list.
 
-python -m benchmarks.tables            rewrite the marked blocks of README.md
+python -m benchmarks.tables            rewrite the marked blocks of README.md and docs/*.md
 python -m benchmarks.tables --check    exit 1 if they are not up to date
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,16 +17,25 @@ from benchmarks import results
 from replay.report.table import columns
 from replay.rows.fields import FIELDS
 
-README = Path(__file__).parent.parent / "README.md"
+REPOSITORY = Path(__file__).parent.parent
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def main() -> None:
-    text = README.read_text()
-    wanted = BLOCK.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}{match[3]}", text)
+    written = {page: page.read_text(encoding="utf-8") for page in PAGES}
+    wanted = {page: with_tables(text) for page, text in written.items()}
+    stale = [page for page in PAGES if written[page] != wanted[page]]
     if "--check" in sys.argv[1:]:
-        sys.exit(0 if text == wanted else "README.md: run `python -m benchmarks.tables`")
-    README.write_text(wanted)
+        names = ", ".join(str(page.relative_to(REPOSITORY)) for page in stale)
+        sys.exit(f"{names}: run `python -m benchmarks.tables`" if stale else 0)
+    for page in stale:
+        page.write_text(wanted[page], encoding="utf-8")
+
+
+def with_tables(text: str) -> str:
+    """A page with its marked blocks written anew."""
+    return BLOCK.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}{match[3]}", text)
 
 
 def glossary() -> str:
@@ -42,14 +51,14 @@ def glossary() -> str:
 
 
 def fields() -> str:
-    """Every field of a row; the four sets of errors are listed once."""
+    """Every field of a row; the five sets of errors are listed once."""
     lines = ["| field | unit | meaning |", "|---|---|---|"]
     for item in FIELDS:
         path, meaning = item.path, item.meaning
         if path.startswith("accuracy."):
             if not path.startswith("accuracy.gold."):
                 continue
-            path = path.replace("gold", "{gold,captured,reference,noise_floor}")
+            path = path.replace("gold", "{gold,captured,reference,noise_floor,chosen}")
             meaning = meaning.partition(";")[0]
         lines.append(f"| `{path}` | {item.unit} | {_escaped(meaning)} |")
     return "\n".join(lines) + "\n"
@@ -140,8 +149,10 @@ SCENES = {
 }
 
 
-def end_to_end() -> str:
-    """Predicted / measured speed-up of a model's step, and how far apart they are."""
+def end_to_end(kernels: Sequence[str] = ()) -> str:
+    """Predicted / measured speed-up of a model's step, and how far apart they are; of some kernels,
+    or of all.
+    """
     rows = results.read(results.DIRECTORY / "end_to_end.csv")
     found = {(row["model"], row["span"], row["kernel"]): row for row in rows}
     scenes = [scene for scene in SCENES if any(key[:2] == scene for key in found)]
@@ -152,6 +163,7 @@ def end_to_end() -> str:
             for kernel in dict.fromkeys(
                 row["kernel"] for row in rows if row["predicted.speedup.low"]
             )
+            if not kernels or kernel in kernels
         },
     }
     return _table(["kernel", *(SCENES[scene] for scene in scenes)], lines) + _machine(rows)
@@ -316,6 +328,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "triton_prefill": partial(by_shape, "triton_kernels.csv", decode=False),
     "triton_decode": partial(by_shape, "triton_kernels.csv", decode=True),
     "end_to_end": end_to_end,
+    "end_to_end_short": partial(
+        end_to_end, ("torch-flash", "sage1", "triton-fa3", "triton-fp8", "fa4@fa4")
+    ),
     "end_to_end_printed": end_to_end_printed,
     "attention_structure": attention_structure,
     "trained_weights": trained_weights,

@@ -25,7 +25,7 @@ from replay.workloads.random_calls import NO_WEIGHTS
 
 MODELS = ("cogvideo", "flux", "llama")
 KERNELS = (
-    "torch-default,torch-flash,?age1,triton-sage,triton-sage[smooth_k=off],"
+    "torch-default,torch-flash,flashinfer-fa3,triton-fa2,triton-fa3,?age1,triton-sage,triton-sage[smooth_k=off],"
     "triton-fp8,triton-fp8[smooth_k=off],triton-sage-fp8,triton-sage-fp8[smooth_k=off],"
     "triton-sparse-decode"
 )

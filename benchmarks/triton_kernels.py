@@ -2,7 +2,7 @@
 
     python -m benchmarks.triton_kernels [--phase decode] [--env NAME=PYTHON] [--out FILE]
 
-Prefill and decode at the shapes of our targets (benchmarks/NOTES.md), decode with a cold and a warm
+Prefill and decode at the shapes of our targets (docs/notes.md), decode with a cold and a warm
 L2. Writes `benchmarks/results/triton_kernels.csv`.
 """
 

@@ -54,8 +54,7 @@ def _wheel(directory: Path) -> Path:
     command = [
         sys.executable,
         "-m",
-        "build",
-        "--wheel",
+        "build",  # by way of an sdist: a build/ that lies here would bring modules of yesterday
         "--outdir",
         str(directory),
         str(REPOSITORY),

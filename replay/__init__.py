@@ -14,13 +14,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from replay.bench.runner import replay
     from replay.bench.settings import Settings
+    from replay.kernels.chosen_keys import mask_of_tokens
     from replay.kernels.registry import register_kernel, select
     from replay.patch.use_kernel import use_kernel, use_plan
+    from replay.workloads.recorded import from_directory
 
-__all__ = ["Settings", "register_kernel", "replay", "select", "use_kernel", "use_plan"]
+__all__ = [
+    "Settings",
+    "from_directory",
+    "mask_of_tokens",
+    "register_kernel",
+    "replay",
+    "select",
+    "use_kernel",
+    "use_plan",
+]
 
 _HOMES = {
     "Settings": "replay.bench.settings",
+    "from_directory": "replay.workloads.recorded",
+    "mask_of_tokens": "replay.kernels.chosen_keys",
     "register_kernel": "replay.kernels.registry",
     "replay": "replay.bench.runner",
     "select": "replay.kernels.registry",

@@ -85,7 +85,7 @@ class Kernel:
 
     chosen: Callable[[AttentionCall], Tensor] | None = None
     """Which keys a `sparse` kernel attends to, the same each time: bool, True = attended,
-    broadcasts to (B, Hq, Sq, Sk). `replay.kernels.chosen_keys` makes it from indices."""
+    broadcasts to (B, Hq, Sq, Sk). `replay.mask_of_tokens` makes it from indices."""
     options: Callable[..., Kernel] | None = None
     """Makes this kernel with other options, which are its keyword arguments: each has a default,
     of the type that a value must have. `name[option=value,…]` is then a name, and it raises

@@ -94,6 +94,7 @@ def data(recorded_and_noted: tuple[Path, dict[str, Any]]) -> Dataset:
     return load(recorded_and_noted[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_exactly_ten_files_and_every_call_counted(
     recorded_and_noted: tuple[Path, dict[str, Any]], data: Dataset, name: str

@@ -35,6 +35,7 @@ def parameters(runnable: models.Runnable) -> torch.Tensor:
     return torch.cat([p.flatten() for root in runnable.roots.values() for p in root.parameters()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", models.NAMES)
 def test_two_runs_are_equal_and_finite(tiny: Tiny, name: str) -> None:
     runnable = tiny(name)
@@ -104,12 +105,14 @@ def sizes(calls: Calls) -> dict[Any, int]:
     return dict(Counter((tuple(query.shape), tuple(key.shape)) for query, key in calls))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", UNTRAINED)
 def test_every_attention_call_of_an_untrained_model(attention_calls: Calls, name: str) -> None:
     models.load(name, size="tiny", device="cpu").run()
     assert sizes(attention_calls) == UNTRAINED_CALLS[name.partition("-")[0]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINED)
 def test_every_attention_call_is_of_the_same_size_with_random_weights(
     tiny: Tiny, attention_calls: Calls, name: str
@@ -143,6 +146,7 @@ def mean_entropy(calls: Calls, *, causal: bool) -> float:
     return sum(found) / len(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cogvideo-5b", "flux-schnell", "llama-3.1-8b"])
 def test_random_attention_is_neither_uniform_nor_one_hot(
     tiny: Tiny, attention_calls: Calls, name: str
@@ -151,6 +155,7 @@ def test_random_attention_is_neither_uniform_nor_one_hot(
     assert 0.3 < mean_entropy(attention_calls, causal=name.startswith("llama")) < 0.99
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINED)
 def test_trained_attention_is_more_structured_than_random(
     tiny: Tiny, attention_calls: Calls, name: str
@@ -197,6 +202,7 @@ def test_more_positions_than_the_trained_language_model_knows() -> None:
         models.load("llama", size="tiny", device="cpu", prompt="return " * 2000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "whole"), [("flux", "images"), ("cogvideo", "frames")])
 def test_the_trained_pictures_are_what_the_caption_says(name: str, whole: str) -> None:
     runnable = models.load(name, size="tiny", device="cpu")

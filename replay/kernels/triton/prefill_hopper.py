@@ -393,7 +393,7 @@ def _prefill(
 
 
 class Schedule(NamedTuple):
-    """How a call is cut up; measured on an H200 (benchmarks/NOTES.md)."""
+    """How a call is cut up; measured on an H200 (docs/notes.md)."""
 
     consumers: int
     """Warp groups that compute, 2 to 4."""

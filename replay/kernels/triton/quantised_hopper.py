@@ -565,7 +565,7 @@ class Tile(NamedTuple):
 
 def tile_for(head_dim: int, group: int, kv_len: int) -> Tile:
     """The tile for a padded head dimension and `group` query heads a key head, as measured on an
-    H200 (benchmarks/NOTES.md)."""
+    H200 (docs/notes.md)."""
     if head_dim > 64:
         return Tile(2, 1, 128, 2, 240, True)
     if kv_len <= SHORT:

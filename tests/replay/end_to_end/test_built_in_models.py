@@ -37,6 +37,7 @@ def checked(model: str, steps: int, place: Path, *options: str) -> dict[str, Any
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "frames"), [("cogvideo", 9), ("flux", 1)])
 def test_pictures_survive_a_slight_error(tmp_path: Path, model: str, frames: int) -> None:
     drift = checked(model, 1, tmp_path, "--save-output", str(tmp_path / "shown"))["drift"]
@@ -48,6 +49,7 @@ def test_pictures_survive_a_slight_error(tmp_path: Path, model: str, frames: int
     assert len(list((tmp_path / "shown").rglob("*.png"))) >= 2 * frames
 
 
+@pytest.mark.slow
 def test_a_text_survives_a_slight_error(tmp_path: Path) -> None:
     text = tmp_path / "text.py"
     text.write_text("def add(left: int, right: int) -> int:\n    return left + right\n" * 4)
@@ -59,6 +61,7 @@ def test_a_text_survives_a_slight_error(tmp_path: Path) -> None:
     assert drift["generated_tokens"] == 3
 
 
+@pytest.mark.slow
 def test_a_spoilt_cache_shows_in_the_text_alone(tmp_path: Path) -> None:
     (tmp_path / "kernels.py").write_text(KERNELS)
     told = tmp_path / "told.jsonl"

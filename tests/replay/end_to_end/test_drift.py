@@ -252,6 +252,7 @@ def test_a_slightly_wrong_kernel_shows_in_a_language_model(wrong_kernels: str) -
     assert wrong["nan_count"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cogvideo", "flux"])
 def test_a_slightly_wrong_kernel_shows_in_a_diffusion_model(name: str, wrong_kernels: str) -> None:
     itself, wrong = drifts(name, f"{wrong_kernels}:noisy")

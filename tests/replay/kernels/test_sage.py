@@ -407,6 +407,7 @@ def test_sage2(verify: Verify, sage_2: Calls, kind: str, function: sage2.Functio
     assert verify(function.kernel, kind) == refused.get(kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", [function.kernel for function in sage2.FUNCTIONS])
 def test_every_variant_passes_its_options(verify: Verify, sage_2: Calls, base: str) -> None:
     function = next(each for each in sage2.FUNCTIONS if each.kernel == base)

@@ -106,6 +106,7 @@ def test_math_refuses_what_would_not_fit(
     assert catalogue()["torch-math"].unsupported(call) is None
 
 
+@pytest.mark.slow
 def test_a_compiled_kernel_runs_its_own_backend(make_call: MakeCall) -> None:
     """PyTorch's compile cache must not answer `torch-math-compiled` with flash's graph.
 

@@ -154,6 +154,7 @@ def test_strides(verify: Verify, layout: str, head_dim: int) -> None:
     verify(call.with_tensors({name: LAYOUTS[layout](x) for name, x in call.tensors().items()}))
 
 
+@pytest.mark.slow
 @settings(
     max_examples=60,
     deadline=None,

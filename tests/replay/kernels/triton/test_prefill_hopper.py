@@ -49,6 +49,7 @@ SCHEDULES = [(64, 1, 1024), (64, 4, 1024), (64, 1, 4096), (128, 1, 4096)]
 """head_dim, group and kv_len of calls that are cut up in different ways."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("head_dim", "group", "kv_len"), SCHEDULES)
 def test_it_compiles_for_hopper(head_dim: int, group: int, kv_len: int) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
