@@ -31,12 +31,32 @@ class Group:
 
 def group_rows(rows: Iterable[Row], *, per_call: bool = False) -> list[Group]:
     """Groups in the order of their first call; with `per_call` every call is its own."""
+    rows = [row for row in rows if row.kernel]
+    shortest = _shortest_caches(row.call for row in rows)
     grouped: dict[object, list[Row]] = {}
     for row in rows:
-        if row.kernel:
-            key = row.call.name if per_call else _kind(row.call)
-            grouped.setdefault(key, []).append(row)
+        key = row.call.name if per_call else (_kind(row.call), shortest[row.call])
+        grouped.setdefault(key, []).append(row)
     return [_group(members) for members in grouped.values()]
+
+
+def _shortest_caches(calls: Iterable[CallFacts]) -> dict[CallFacts, int]:
+    """The key length of the shortest call of a kind that another may be grouped with.
+
+    A cache grows by a token a step, which changes a decode's cost little; one that is more than
+    twice as long is another case.
+    """
+    kinds: dict[object, set[CallFacts]] = {}
+    for call in calls:
+        kinds.setdefault(_kind(call), set()).add(call)
+    shortest: dict[CallFacts, int] = {}
+    for alike in kinds.values():
+        first = 0
+        for call in sorted(alike, key=lambda call: call.shape.kv_len):
+            if call.shape.kv_len > 2 * first:
+                first = call.shape.kv_len
+            shortest[call] = first
+    return shortest
 
 
 class Percentiles(NamedTuple):

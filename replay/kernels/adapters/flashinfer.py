@@ -38,6 +38,7 @@ from replay.kernels.constraints import (
 )
 from replay.kernels.layout import refuse, unit_stride
 from replay.kernels.library import Library
+from replay.kernels.pages import DEFAULT_PAGE_SIZE, check_page_size
 from replay.kernels.registry import Attention, Kernel, register
 
 LIBRARY = Library(
@@ -53,8 +54,6 @@ LIBRARY = Library(
 
 WORKSPACE_BYTES = 128 * 2**20
 """What FlashInfer recommends."""
-PAGE_SIZE = 16
-"""Keys in a page; the usual size of serving engines."""
 
 _limits = (no_dropout, half_precision, same_value_dim, head_dims(64, 128, 256))
 
@@ -192,34 +191,36 @@ def _prepare_prefill(call: AttentionCall, backend: str) -> Callable[[], Tensor]:
     return lambda: _single(query, key, value, call.scale, call.is_causal, backend, **mask)
 
 
-def _paged(tensor_BHSD: Tensor) -> Tensor:
-    """(pages, PAGE_SIZE, H, D), those of a batch element in a row; the last page's rest is zeros.
+def _paged(tensor_BHSD: Tensor, page_size: int) -> Tensor:
+    """(pages, page_size, H, D), those of a batch element in a row; the last page's rest is zeros.
 
     That rest is never read: the wrapper is told how long the last page is.
     """
     batch, heads, length, head_dim = tensor_BHSD.shape
-    pages = -(-length // PAGE_SIZE)
-    cache = tensor_BHSD.new_zeros(batch, pages * PAGE_SIZE, heads, head_dim)
+    pages = -(-length // page_size)
+    cache = tensor_BHSD.new_zeros(batch, pages * page_size, heads, head_dim)
     cache[:, :length] = tensor_BHSD.transpose(1, 2)
-    return cache.view(batch * pages, PAGE_SIZE, heads, head_dim)
+    return cache.view(batch * pages, page_size, heads, head_dim)
 
 
 DECODE = "BatchDecodeWithPagedKVCacheWrapper"
 
 
-def _plan_decode(wrapper: Any, query: Tensor, key: Tensor, scale: float | None) -> None:
+def _plan_decode(
+    wrapper: Any, query: Tensor, key: Tensor, scale: float | None, page_size: int
+) -> None:
     batch, heads, _, head_dim = query.shape
     kv_heads, length = key.shape[1:3]
-    pages = -(-length // PAGE_SIZE)
+    pages = -(-length // page_size)
     device = query.device
     wrapper.plan(
         _offsets(batch, pages, device),
         torch.arange(batch * pages, dtype=torch.int32, device=device),
-        torch.full((batch,), length - (pages - 1) * PAGE_SIZE, dtype=torch.int32, device=device),
+        torch.full((batch,), length - (pages - 1) * page_size, dtype=torch.int32, device=device),
         heads,
         kv_heads,
         head_dim,
-        PAGE_SIZE,
+        page_size,
         q_data_type=query.dtype,
         kv_data_type=key.dtype,
         sm_scale=scale,
@@ -241,21 +242,23 @@ def decode(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    page_size: int = DEFAULT_PAGE_SIZE,
 ) -> Tensor:
     """Paged decode: paging, planning and running."""
     refuse(attn_mask, dropout_p)
     wrapper = _wrapper(DECODE, query.device, False, use_tensor_cores=_tensor_cores(query, key))
-    _plan_decode(wrapper, query, key, scale)
-    return wrapper.run(unit_stride(query)[:, :, 0], (_paged(key), _paged(value)))[:, :, None]
+    _plan_decode(wrapper, query, key, scale, page_size)
+    cache = (_paged(key, page_size), _paged(value, page_size))
+    return wrapper.run(unit_stride(query)[:, :, 0], cache)[:, :, None]
 
 
-def _prepare_decode(call: AttentionCall) -> Callable[[], Tensor]:
+def _prepare_decode(call: AttentionCall, page_size: int) -> Callable[[], Tensor]:
     wrapper = _new_wrapper(
         DECODE, call.device, use_tensor_cores=_tensor_cores(call.query, call.key)
     )
-    _plan_decode(wrapper, call.query, call.key, call.scale)
+    _plan_decode(wrapper, call.query, call.key, call.scale, page_size)
     query = call.query[:, :, 0].contiguous()
-    cache = (_paged(call.key), _paged(call.value))
+    cache = (_paged(call.key, page_size), _paged(call.value, page_size))
     return lambda: wrapper.run(query, cache)[:, :, None]
 
 
@@ -277,15 +280,21 @@ for _backend, _library, _mask in (
             install=LIBRARY.install,
         )
     )
-register(
-    Kernel(
+
+
+def _decode_kernel(page_size: int = DEFAULT_PAGE_SIZE) -> Kernel:
+    check_page_size(page_size)
+    return Kernel(
         "flashinfer-decode",
-        decode,
+        partial(decode, page_size=page_size),
         unavailable=LIBRARY.unavailable,
         unsupported=all_of(*_limits, decode_only, no_mask, causal_only_square),
-        prepare=_prepare_decode,
-        about="FlashInfer's decode over a paged cache",
+        prepare=partial(_prepare_decode, page_size=page_size),
+        about=f"FlashInfer's decode over a cache of pages of {page_size} keys",
         library=LIBRARY.package,
         install=LIBRARY.install,
+        options=_decode_kernel,
     )
-)
+
+
+register(_decode_kernel())

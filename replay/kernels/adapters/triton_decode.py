@@ -26,6 +26,7 @@ from replay.kernels.constraints import (
 )
 from replay.kernels.layout import padding_keys, refuse
 from replay.kernels.library import TRITON_INSTALL, triton_unavailable
+from replay.kernels.pages import DEFAULT_PAGE_SIZE, check_page_size
 from replay.kernels.registry import Attention, Kernel, register
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 
 MAXIMUM_QUERIES = 16
 """With more, a prefill kernel is the one to compare."""
-DEFAULT_PAGE_SIZE = 16
-"""Keys in a page; the usual size of serving engines."""
 
 
 def few_queries(call: AttentionCall) -> str | None:
@@ -108,12 +107,6 @@ def _prepare_paged(call: AttentionCall, page_size: int) -> Callable[[], Tensor]:
 
     cache, _ = paged(call.key, call.value, call.attn_mask, page_size)
     return lambda: paged_decode(call.query, *cache, scale=call.scale)
-
-
-def check_page_size(page_size: int) -> None:
-    """Raise ValueError where pages hold nothing."""
-    if page_size < 1:
-        raise ValueError(f"a page holds at least one key, not {page_size}")
 
 
 def _paged_kernel(page_size: int = DEFAULT_PAGE_SIZE) -> Kernel:

@@ -20,14 +20,13 @@ from torch import Tensor
 from capture.call import AttentionCall
 from replay.kernels.adapters.triton_decode import (
     DECODE_LIMITS,
-    DEFAULT_PAGE_SIZE,
-    check_page_size,
     paged,
 )
 from replay.kernels.chosen_keys import mask_of_tokens
 from replay.kernels.constraints import all_of, no_causal, padding_mask_only
 from replay.kernels.layout import padding_keys, refuse
 from replay.kernels.library import TRITON_INSTALL, triton_unavailable
+from replay.kernels.pages import DEFAULT_PAGE_SIZE, check_page_size
 from replay.kernels.registry import Kernel, register
 
 DEFAULT_KEEP = 0.02

@@ -23,7 +23,7 @@ from replay.accuracy.reference import attention, same_dtype
 from replay.accuracy.tolerance import judge, tolerance
 from replay.kernels import library
 from replay.kernels.adapters import hub, torch_activated, transformer_engine
-from replay.kernels.registry import catalogue
+from replay.kernels.registry import catalogue, find
 
 
 def textbook(
@@ -210,7 +210,7 @@ def verify(make_call: Callable[..., AttentionCall]) -> Callable[..., str | None]
         mask = call.attn_mask
         if mask is not None and mask.is_floating_point():
             call = call.with_tensors({"attn_mask": mask.to(call.dtype)})
-        kernel = catalogue()[name]
+        kernel = find(name)
         if reason := kernel.unsupported(call):
             return reason
         rule = kernel.accuracy_class if name == "fa3-fp8" else "exact"

@@ -414,6 +414,22 @@ def test_flashinfer_decode(verify: Verify, planned: list[str], kind: str) -> Non
         assert reason is not None
 
 
+def test_flashinfer_decodes_pages_of_the_wanted_size(
+    verify: Verify, planned: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = []
+    real = flashinfer._paged
+
+    def paged(tensor: Tensor, page_size: int) -> Tensor:
+        pages = real(tensor, page_size)
+        sizes.append(pages.shape[1])
+        return pages
+
+    monkeypatch.setattr(flashinfer, "_paged", paged)
+    assert verify("flashinfer-decode[page_size=7]", "decode") is None
+    assert set(sizes) == {7}
+
+
 @pytest.fixture
 def kernels_package(
     install: Install, formula: Formula, monkeypatch: pytest.MonkeyPatch

@@ -214,6 +214,15 @@ def test_rounds_of_two_processes_are_not_paired() -> None:
     assert pooled_speedup(group, "alone", over="mine") is None
 
 
+def test_decode_calls_of_very_different_caches_are_apart() -> None:
+    """A kernel that is twice as fast at 16 keys and slower at 32,768 has no one speed-up."""
+    lengths = (32768, 16, 17, 32, 33, 30000)
+    rows = [row("base", call(f"d{each}", phase="decode", kv_len=each)) for each in lengths]
+    groups = group_rows(rows)
+    found = [sorted(each.shape.kv_len for each in group.calls) for group in groups]
+    assert found == [[30000, 32768], [16, 17, 32], [33]]
+
+
 def test_decode_calls_with_a_growing_cache_are_one_group() -> None:
     rows = [
         row("base", call(f"d{length}", phase="decode", kv_len=length)) for length in (65, 66, 80)
