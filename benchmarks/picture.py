@@ -3,7 +3,7 @@
     python -m benchmarks.picture
 
 One dot a kernel: the measured speed-up of a denoising step of full-size CogVideoX-2b
-(`end_to_end.csv`) against the worst relative L1 error on calls recorded from a trained CogVideoX
+(`end_to_end.csv`) against the worst relative L1 error on calls of the small trained CogVideoX
 (`trained_weights.csv`). Writes docs/pictures/speedup_and_error.svg.
 """
 
@@ -67,7 +67,7 @@ def main() -> None:
         axes.plot([], [], "o", color=colour, label=f"{name} kernels")
     axes.legend(frameon=False, loc="lower right")
     axes.set_xscale("log")
-    axes.set_xlabel("worst relative L1 error of a recorded call (trained weights)")
+    axes.set_xlabel("worst relative L1 error of a recorded call (small trained CogVideoX)")
     axes.set_ylabel("measured speed-up of a denoising step")
     axes.set_title("CogVideoX-2b, NVIDIA H200")
     axes.spines[["top", "right"]].set_visible(False)
