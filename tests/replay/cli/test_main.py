@@ -90,7 +90,10 @@ def test_random_shape(run_cli: RunCli) -> None:
         (("--random", "-sq", "0"), ("-sq must be at least 1",)),
         ((*SHAPE, "--also-random"), ("--also-random goes with recorded calls", "--dir")),
         ((*SHAPE, "--keep", "0.1"), ("--keep is for triton-sparse-decode", "--kernels")),
-        ((*SHAPE, "--page-size", "8", "--kernels", "flex"), ("--page-size is for triton-paged",)),
+        (
+            (*SHAPE, "--page-size", "8", "--kernels", "flex"),
+            ("--page-size is for flashinfer-decode, triton-paged",),
+        ),
         ((*SHAPE, "--kernels", "triton-sparse-decode[keep=2]"), ("at most 1, not 2",)),
         (("--dir", "missing"), ("missing: no such directory", "capture --model")),
         (("--suite", "llama", "--max-seq", "10"), ("--max-seq 10 leaves nothing of llama", "1024")),
