@@ -15,8 +15,8 @@ from pathlib import Path
 
 __version__ = "0.1.0"
 
-PACKAGES = ("capture", "replay")
-"""What must be ours. `models` is loaded by its path, whatever else has that name."""
+PACKAGES = {"capture": ("capture",), "replay": ("capture", "replay")}
+"""What must be ours, by command. `models` is loaded by its path, whatever else has that name."""
 
 MAINS = {"capture": "capture.cli", "replay": "replay.cli.main"}
 """The module whose `main` each command is."""
@@ -33,7 +33,7 @@ def replay() -> None:
 
 
 def _start(command: str) -> None:
-    for package in PACKAGES:
+    for package in PACKAGES[command]:
         if (hiding := _hiding(package)) is not None:
             _refuse(
                 command,
@@ -43,7 +43,7 @@ def _start(command: str) -> None:
     try:
         cli = importlib.import_module(MAINS[command])
     except ImportError as error:
-        for package in PACKAGES:
+        for package in PACKAGES[command]:
             if others := _also_installed_as(package):
                 _refuse(
                     command,
