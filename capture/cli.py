@@ -223,8 +223,7 @@ def _explain(error: Exception) -> int:
     from capture.errors import CaptureError, DatasetError, MissingPackage
     from capture.models_package import import_models
 
-    if isinstance(error, ModuleNotFoundError):
-        error = MissingPackage(error)
+    error = MissingPackage.behind(error)
     known: tuple[type[Exception], ...] = (
         CaptureError,
         DatasetError,

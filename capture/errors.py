@@ -4,9 +4,15 @@
 class MissingPackage(Exception):
     """A package that a command needs and this environment lacks."""
 
-    def __init__(self, error: ModuleNotFoundError) -> None:
-        name = (error.name or str(error)).partition(".")[0]
-        super().__init__(f"{name} is not installed, and this needs it: pip install {name}")
+    @classmethod
+    def behind(cls, error: Exception) -> Exception:
+        """What to tell for an error: this one for a missing package, itself for any other.
+
+        A part of an installed package that is missing, ours too, is a defect and not for pip.
+        """
+        if not isinstance(error, ModuleNotFoundError) or error.name is None or "." in error.name:
+            return error
+        return cls(f"{error.name} is not installed, and this needs it: pip install {error.name}")
 
 
 class CaptureError(Exception):

@@ -47,7 +47,7 @@ ENVIRONMENTS = (
         "3.12",
         (
             *("torch==2.11.0", "transformers==5.3.0", "diffusers==0.37.0", "accelerate==1.10.0"),
-            "numpy==2.2.6",  # the interpreter of Triton 3.6 fails on 2.4
+            "numpy==2.2.6",  # the interpreter of Triton 3.6 fails with the newest
         ),
     ),
     Environment("the one that `make` installs", "3.13", ("-c", "constraints.txt", ".[dev]")),

@@ -443,8 +443,7 @@ def _explain(error: Exception) -> int:
     from replay.workers.environments import WorkerError
     from replay.workloads.random_calls import ShapeError
 
-    if isinstance(error, ModuleNotFoundError):
-        error = MissingPackage(error)
+    error = MissingPackage.behind(error)
     replaying = (UsageError, DatasetError, MissingPackage, KernelNameError, ShapeError, WorkerError)
     of_models = (CheckError, CensusError, PlanError, ModelRefused, RunFailed, NotRebuildable)
     known: tuple[type[Exception], ...] = replaying + of_models

@@ -9,8 +9,8 @@ A kernel is one function with SDPA's own arguments, registered under a name:
              *, scale=None, enable_gqa=False):
         ...
 
-Every file in `replay/kernels/` registers its kernels when imported; adding one is adding a file. A
-library is imported when its kernel is first asked for, never with the file.
+Every file in `replay/kernels/adapters/` registers its kernels when imported; adding one is adding a
+file. A library is imported when its kernel is first asked for, never with the file.
 """
 
 from __future__ import annotations

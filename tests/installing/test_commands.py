@@ -151,6 +151,18 @@ def test_a_missing_library_is_one_sentence(tmp_path: Path, missing: str, sentenc
     assert done.stderr.strip() == sentence
 
 
+def test_a_missing_part_of_ours_is_no_missing_package(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(arguments: object) -> int:
+        raise ModuleNotFoundError("No module named 'capture.gone'", name="capture.gone")
+
+    monkeypatch.setattr("capture.cli._capture", broken)
+    with pytest.raises(SystemExit, match="1"):
+        capture_main(["--model", "llama"])
+    assert "failed with ModuleNotFoundError" in capsys.readouterr().err
+
+
 def test_an_own_function_needs_neither_diffusers_nor_transformers(tmp_path: Path) -> None:
     (tmp_path / "my.py").write_text(
         "import torch\n"
