@@ -15,6 +15,11 @@ from pathlib import Path
 
 __version__ = "0.1.0"
 
+
+class Error(Exception):
+    """Something the user can remedy, said in one sentence. Every error meant for users is one."""
+
+
 PACKAGES = {"capture": ("capture",), "replay": ("capture", "replay")}
 """What must be ours, by command. `models` is loaded by its path, whatever else has that name."""
 

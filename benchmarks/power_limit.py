@@ -80,9 +80,7 @@ def main() -> None:
                         f"{statistics.median(readings):.0f}",
                     ]
                 machine = describe(device)
-                writer.writerow(
-                    [shape, name, *cells, f"{machine['device']}, torch {machine['torch']}"]
-                )
+                writer.writerow([shape, name, *cells, f"{machine.device}, torch {machine.torch}"])
 
 
 @contextmanager

@@ -57,7 +57,7 @@ def sweep(
             print(f"{call.name}: {time.monotonic() - began:.0f} s", flush=True)
             for row in new:
                 speed = row.time_ms and f"{row.time_ms.p50:.4f} ms, {row.tflops:.0f} TFLOPS"
-                print(f"    {row.label}: {row.status} {speed or row.reason}", flush=True)
+                print(f"    {row.id}: {row.status} {speed or row.reason}", flush=True)
             results.write(rows, arguments.out)  # each time: a run cut short keeps the rest
 
 

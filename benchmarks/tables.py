@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import results
-from replay.report.table import columns
-from replay.rows.fields import FIELDS
+from replay.rows.fields import COLUMNS, FIELDS
+from replay.rows.meaning import OVER_CALLS
 
 REPOSITORY = Path(__file__).parent.parent
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -42,11 +42,9 @@ def glossary() -> str:
     """Every column of `replay --metric all` in the words of the field it comes from."""
     meaning = {item.path: item.meaning for item in FIELDS}
     lines = ["| column | meaning | over several calls |", "|---|---|---|"]
-    for table in columns(["all"]):
-        lines += [
-            f"| {column.heading} | {_escaped(meaning[column.field])} | {column.over_calls} |"
-            for column in table
-        ]
+    for path, column in COLUMNS.items():
+        over_calls = OVER_CALLS[column.over_calls]
+        lines.append(f"| {column.heading} | {_escaped(meaning[path])} | {over_calls} |")
     return "\n".join(lines) + "\n"
 
 
@@ -56,9 +54,9 @@ def fields() -> str:
     for item in FIELDS:
         path, meaning = item.path, item.meaning
         if path.startswith("accuracy."):
-            if not path.startswith("accuracy.gold."):
+            if not path.startswith("accuracy.reference."):
                 continue
-            path = path.replace("gold", "{gold,captured,reference,noise_floor,chosen}")
+            path = path.replace("reference", "{reference,captured,kernel,noise_floor,chosen}")
             meaning = meaning.partition(";")[0]
         lines.append(f"| `{path}` | {item.unit} | {_escaped(meaning)} |")
     return "\n".join(lines) + "\n"

@@ -100,7 +100,7 @@ def summary(
             values = "random values" if call["weights"] == NO_WEIGHTS else row["of"]
             groups[call["model"], call["phase"], values, row["kernel"]].append(row)
     for (model, phase, values, kernel), group in groups.items():
-        errors = [row["accuracy"]["gold"] for row in group if row["accuracy"]]
+        errors = [row["accuracy"]["reference"] for row in group if row["accuracy"]]
         if not errors:
             continue
         machine = group[0]["machine"]

@@ -1,45 +1,15 @@
-"""The vocabulary: one recorded call of `scaled_dot_product_attention` and where it came from.
-
-Letters used for shapes everywhere in this project: B batch, Hq query heads, Hkv key/value heads
-(Hq is a multiple of Hkv), Sq query length, Sk key length, D head dimension, Dv the value's.
-"""
+"""The vocabulary: one recorded call of `scaled_dot_product_attention` and where it came from."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from capture.shape import Shape
 from capture.strides import copy_with_strides
-
-
-class Shape(NamedTuple):
-    """The sizes of one attention call."""
-
-    batch: int
-    q_heads: int
-    kv_heads: int
-    q_len: int
-    kv_len: int
-    head_dim: int
-    v_head_dim: int
-
-    def __str__(self) -> str:
-        """`2×30/6×17776/226×64`: batch, heads (query/kv), lengths (query/key), head dim (qk/v)."""
-
-        def pair(a: int, b: int) -> str:
-            return str(a) if a == b else f"{a}/{b}"
-
-        return "×".join(
-            (
-                str(self.batch),
-                pair(self.q_heads, self.kv_heads),
-                pair(self.q_len, self.kv_len),
-                pair(self.head_dim, self.v_head_dim),
-            )
-        )
 
 
 @dataclass(frozen=True)

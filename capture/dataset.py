@@ -24,8 +24,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from capture.call import AttentionCall, Origin, Shape
+from capture.call import AttentionCall, Origin
 from capture.errors import DatasetError
+from capture.shape import Shape
 from capture.strides import Layout, pack, unpack
 from capture.tensor_file import write_safetensors
 

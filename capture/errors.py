@@ -1,7 +1,11 @@
 """What goes wrong for a reason the user can remedy; command lines print it as one sentence."""
 
+from __future__ import annotations
 
-class MissingPackage(Exception):
+from attention_replay import Error
+
+
+class MissingPackage(Error):
     """A package that a command needs and this environment lacks."""
 
     @classmethod
@@ -15,7 +19,7 @@ class MissingPackage(Exception):
         return cls(f"{error.name} is not installed, and this needs it: pip install {error.name}")
 
 
-class CaptureError(Exception):
+class CaptureError(Error):
     """A recording that cannot start or holds nothing; the message names the remedy.
 
     `record`'s arguments stand in it as `out=` or `overwrite=True`, in backquotes, so that the
@@ -23,5 +27,5 @@ class CaptureError(Exception):
     """
 
 
-class DatasetError(Exception):
+class DatasetError(Error):
     """A dataset, or one file of it, that cannot be read; the message names the file."""

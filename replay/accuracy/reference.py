@@ -35,11 +35,13 @@ NVIDIA's CUDA C++ Programming Guide.
 """
 
 
-def gold_dtype(device: torch.device | str, call_dtype: torch.dtype = torch.bfloat16) -> torch.dtype:
-    """The dtype of the gold output on `device`: float64 where that is fast, else float32.
+def reference_dtype(
+    device: torch.device | str, call_dtype: torch.dtype = torch.bfloat16
+) -> torch.dtype:
+    """The dtype of the reference output on `device`: float64 where that is fast, else float32.
 
-    Calls of 32 bits or more get float64 on any CUDA device: a gold of their own precision would
-    measure nothing.
+    Calls of 32 bits or more get float64 on any CUDA device: a reference of their own precision
+    would measure nothing.
     """
     device = torch.device(device)
     if device.type == "cpu":
@@ -56,7 +58,7 @@ def same_dtype(call: AttentionCall, block_elements: int = BLOCK_ELEMENTS) -> Ten
     Q√scale, K√scale, scores, probabilities and output are each rounded to that dtype, which is what
     a model's eager attention does, and torch's math backend when it may reduce in 16 bits
     (`torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp`; by default it computes in float32
-    inside). Its distance from the gold is the error that the exactness rule allows twice.
+    inside). Its distance from the reference is the error that the exactness rule allows twice.
     """
     return attention(call, call.dtype, block_elements)
 

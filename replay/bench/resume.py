@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-from capture.call import Shape
 from capture.dataset import FileEntry
 from capture.errors import DatasetError
+from capture.shape import Shape
 from replay.bench.settings import Settings
 from replay.kernels.registry import Kernel
-from replay.rows.files import row_from_json, write_jsonl
-from replay.rows.row import HERE, CallFacts, Row
+from replay.rows.files import OtherSchema, row_from_json, write_jsonl
+from replay.rows.row import HERE, CallFacts, Machine, Row
 from replay.workloads.recorded import Workload
 
-BEGINNING = '{"kernel": '
+BEGINNING = '{"schema": '
 """Of every line that `replay --json` writes."""
 
 
@@ -24,7 +25,7 @@ def finished_rows(
     path: Path,
     workloads: Sequence[Workload],
     assigned: Mapping[str, Sequence[Kernel]],
-    machine: Mapping[str, str],
+    machine: Machine,
     settings: Settings,
 ) -> tuple[list[Row], list[Workload]]:
     """The rows of the calls that are complete in a file, and the calls that are not.
@@ -64,7 +65,7 @@ def finished_rows(
 
 def _is_complete(rows: list[Row], wanted: set[tuple[str, str]]) -> bool:
     """Whether every kernel that was wanted has a row, and so has what it is compared with."""
-    partners = {(row.environment, row.comparison.vs) for row in rows if row.comparison}
+    partners = {(row.environment, row.speedup.vs) for row in rows if row.speedup}
     return wanted | partners <= {(row.environment, row.kernel) for row in rows}
 
 
@@ -99,6 +100,11 @@ def _read(path: Path) -> list[Row]:
     for number, line in enumerate(lines, start=1):
         try:
             rows.append(row_from_json(json.loads(line)))
+        except OtherSchema as error:
+            raise ValueError(
+                f"{path} holds {error}: finish it with the version that began it, or name another "
+                "file"
+            ) from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{path}, line {number}: not a row of `replay --json`, or one of another version: "
@@ -110,20 +116,23 @@ def _read(path: Path) -> list[Row]:
     return [row for row in rows if row.call.name not in cut]
 
 
-def _unlike(row: Row, machine: Mapping[str, str], settings: Settings) -> str:
+def _unlike(row: Row, machine: Machine, settings: Settings) -> str:
     """What was different when a row was measured; empty for nothing.
 
     Versions in another environment than this are its own.
     """
-    names = machine if row.environment == HERE else ["device"]
-    there = {name: row.machine.get(name) for name in names if row.machine}
-    here: dict[str, object] = {name: machine[name] for name in there}
+    there: dict[str, object] = asdict(row.machine)
+    here: dict[str, object] = asdict(machine)
+    if row.environment != HERE:
+        there = {"device": row.machine.device}
+    if not row.machine.device:  # its worker died before it could say
+        there = {}
     if row.time_ms is not None:
-        there |= {"--cache": row.cache, "--calls-before": str(row.calls_before)}
-        here |= {"--cache": settings.cache, "--calls-before": str(settings.calls_before)}
+        there |= {"--cache": row.cache, "--calls-before": row.calls_before}
+        here |= {"--cache": settings.cache, "--calls-before": settings.calls_before}
     for name, value in there.items():
         if value != here[name]:
-            return f"{name} {value} (now {here[name]})"
+            return f"{name} {value or 'none'} (now {here[name] or 'none'})"
     return ""
 
 

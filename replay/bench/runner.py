@@ -1,9 +1,11 @@
-"""Runs kernels on calls: check every one, time those that ran, a row each."""
+"""Runs kernels on calls: check every one, time those that ran, judge them again, a row each."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,36 +13,32 @@ from torch import Tensor
 from capture.call import AttentionCall
 from capture.dataset import dtype_name
 from capture.errors import DatasetError
-from replay.bench.check import (
-    REFERENCE,
-    Attempt,
-    ContextLost,
-    Judge,
-    check,
-    check_again,
-    classify,
-    core_fault,
-    refusal,
-    set_status,
-    stderr_apart,
-)
-from replay.bench.settings import Settings
-from replay.kernels.library import is_interpreted
+from replay.bench.check import Checker, Targets, output_of, refusal, stderr_apart
+from replay.bench.failures import ContextLost, classify
+from replay.bench.inputs import Inputs
+from replay.bench.settings import Settings, WorkerOptions
+from replay.bench.stages import Checked, Timed, make_row
 from replay.kernels.registry import Kernel, catalogue, find
-from replay.rows.row import CallFacts, Comparison, Row
-from replay.timing import flops
+from replay.rows.row import HERE, CallFacts, Machine, Mask, Row, Status
 from replay.timing.gpu_state import gpu_is_lost
 from replay.timing.machine import describe
 from replay.timing.rounds import measure
-from replay.timing.statistics import MINIMUM_PAIRS, paired_speedup, summarize
 from replay.workloads.recorded import Workload
 
 DEFAULT_BASELINE = "torch-default"
 
 LOADING = "loading the call"
+REFERENCE = "computing the reference"
 TIMING = "preparing to time"
 STAGES = (LOADING, REFERENCE, TIMING)
 """What progress reports while no kernel is at work; otherwise they are the kernel's name."""
+
+
+class Loaded(NamedTuple):
+    """What is known of a call before any kernel ran on it."""
+
+    facts: CallFacts
+    machine: Machine
 
 
 def replay(
@@ -48,170 +46,182 @@ def replay(
     kernels: Sequence[Kernel],
     settings: Settings,
     on_progress: Callable[[Workload, str], None] | None = None,
-    on_loaded: Callable[[CallFacts], None] | None = None,
+    on_loaded: Callable[[Loaded], None] | None = None,
+    options: WorkerOptions = WorkerOptions(),  # noqa: B008 - it is immutable
 ) -> Iterator[Row]:
     """Rows of every kernel on every call, in order; a call that cannot be read is one error row.
 
     Everything runs in this process: a kernel that crashes takes it along
     (`replay.workers.environments.replay_in_workers` is the same with workers).
 
-    Kernels never share a result: each output is checked against the gold before anything is timed,
-    all kernels of a call are timed together, in shuffled rounds, and what they return then is
-    checked again.
+    Kernels never share a result: each output is checked against the reference before anything is
+    timed, all kernels of a call are timed together, in shuffled rounds, and what they return then
+    is checked again.
 
     Raises:
         ContextLost: a kernel made the GPU unusable for this process.
     """
     report = on_progress or (lambda workload, stage: None)
     machine = describe(settings.device)
+
+    def unreadable(workload: Workload, status: Status, reason: str) -> Row:
+        facts = CallFacts(workload.name)
+        return Row("", facts, status, reason, options.environment, machine=machine)
+
     for workload in workloads:
         report(workload, LOADING)
-        rows: list[Row]
         try:
             call = workload.load(settings.device)
+            loaded = Loaded(_facts(workload, call), machine)
             if on_loaded is not None:
-                on_loaded(_facts(workload, call))
+                on_loaded(loaded)
+            stage = functools.partial(report, workload)
             with torch.no_grad():  # as models run: inference mode would make launches cheaper
-                rows = _replay_call(workload, call, kernels, settings, report)
+                rows = _replay_call(call, loaded, kernels, settings, options, stage)
         except DatasetError as error:
-            rows = [Row("", CallFacts(workload.name), "error", str(error))]
+            rows = [unreadable(workload, "error", str(error))]
         except (RuntimeError, MemoryError) as error:
+            finding = classify(error)
             if gpu_is_lost(settings.device):
-                raise ContextLost(classify(error)[1]) from error
-            status, reason = classify(error)
-            if status != "out-of-memory":
+                raise ContextLost(finding.reason) from error
+            if finding.status != "out-of-memory":
                 raise
-            rows = [Row("", CallFacts(workload.name), status, f"{workload.name}: {reason}")]
-        for row in rows:
-            row.machine = machine
-            yield row
+            reason = f"{workload.name}: {finding.reason}"
+            rows = [unreadable(workload, finding.status, reason)]
+        yield from rows
 
 
 def _replay_call(
-    workload: Workload,
     call: AttentionCall,
+    loaded: Loaded,
     kernels: Sequence[Kernel],
     settings: Settings,
-    report: Callable[[Workload, str], None],
+    options: WorkerOptions,
+    report: Callable[[str], None],
 ) -> list[Row]:
-    baseline = _baseline(call, settings, lambda name: report(workload, name))
-    everyone = {kernel.name: kernel for kernel in (*kernels, *_extra(baseline, settings))}
-    judged = Judge.of(call, settings, everyone, lambda stage: report(workload, stage))
-    attempts = []
-    facts = _facts(workload, call)
-    for kernel in everyone.values():
-        alive = functools.partial(report, workload, kernel.name)
-        alive()
-        attempts.append(check(facts, call, kernel, judged, settings, alive))
-    report(workload, TIMING)
-    timed = [attempt for attempt in attempts if not _is_only_checked(attempt)]
-    _time(call, timed, judged, baseline, settings, lambda name: report(workload, name))
-    return [attempt.row for attempt in attempts]
+    baseline = _baseline(call, settings, options, report)
+    everyone = {kernel.name: kernel for kernel in kernels}
+    for name in (baseline, settings.compared_kernel):
+        if name is not None and name not in options.excluded:
+            everyone.setdefault(name, find(name))
+    checker = _checker(call, loaded, everyone, settings, options, report)
+    checked = []
+    for name, kernel in everyone.items():
+        report(name)
+        checked.append(checker.check(kernel, functools.partial(report, name)))
+    report(TIMING)
+    confirmed = {}
+    for timed in time_together(checked, settings, options, report):
+        name = timed.checked.kernel.name
+        if timed.samples is not None:
+            report(name)
+        confirmed[name] = checker.confirm(timed)
+    return [
+        make_row(each, confirmed.get(baseline), loaded.facts, settings, options, loaded.machine)
+        for each in confirmed.values()
+    ]
 
 
-def _baseline(call: AttentionCall, settings: Settings, report: Callable[[str], None]) -> str:
+def _baseline(
+    call: AttentionCall,
+    settings: Settings,
+    options: WorkerOptions,
+    report: Callable[[str], None],
+) -> str:
     """The kernel to compare with; PyTorch's default where the model's own cannot run here."""
     if settings.baseline is not None:
         return settings.baseline
     kernel = catalogue().get(call.origin.backend)
-    if kernel is None or kernel.name in settings.excluded:
+    if kernel is None or kernel.name in options.excluded:
         return DEFAULT_BASELINE
     report(kernel.name)
     return DEFAULT_BASELINE if refusal(kernel, call, settings.device) else kernel.name
 
 
-def _extra(baseline: str, settings: Settings) -> Iterator[Kernel]:
-    """Kernels that must run although they were not asked for."""
-    for name in (baseline, settings.reference):
-        if name not in ("gold", "captured", *settings.excluded):
-            yield find(name)
-
-
-def _is_only_checked(attempt: Attempt) -> bool:
-    """Whether Triton's interpreter ran the kernel; then its row gets no time of any kind."""
-    if attempt.kernel.library != "triton" or not is_interpreted():
-        return False
-    row = attempt.row
-    row.first_call_ms = None
-    if row.status == "ok":
-        set_status(attempt, "not-timed", f"Triton's interpreter ran it; {row.reason}")
-    return True
-
-
-def _time(
+def _checker(
     call: AttentionCall,
-    attempts: list[Attempt],
-    judged: Judge,
-    baseline: str,
+    loaded: Loaded,
+    kernels: dict[str, Kernel],
     settings: Settings,
-    on_sample: Callable[[str], None],
-) -> None:
-    """Fill in the times of the kernels that ran; the incorrect are timed, never compared."""
-    running = {
-        each.kernel.name: each for each in attempts if each.row.status in ("ok", "inaccurate")
-    }
-    candidates: dict[str, Callable[[], Tensor]] = {name: each.run for name, each in running.items()}
-    for name, each in running.items():
+    options: WorkerOptions,
+    report: Callable[[str], None],
+) -> Checker:
+    inputs = Inputs(call)
+    compared = kernels.get(settings.compared_kernel or "")
+    output = None
+    if compared is not None:
+        report(compared.name)
+        output = output_of(compared, call, inputs)
+    report(REFERENCE)
+    targets = Targets.of(call, output)
+    return Checker(
+        call, inputs, targets, settings, options, _save_to(settings, options, loaded.facts)
+    )
+
+
+def _save_to(settings: Settings, options: WorkerOptions, facts: CallFacts) -> Path | None:
+    if settings.save_output is None:
+        return None
+    elsewhere = () if options.environment == HERE else (options.environment,)
+    return settings.save_output.joinpath(*elsewhere, facts.name)
+
+
+class _Part(NamedTuple):
+    """A kernel as a model calls it, or its core alone."""
+
+    kernel: str
+    is_core: bool = False
+
+
+def time_together(
+    checked: Sequence[Checked],
+    settings: Settings,
+    options: WorkerOptions,
+    report: Callable[[str], None],
+) -> list[Timed]:
+    """Time the kernels that ran, and their cores, in the same shuffled rounds."""
+    functions: dict[_Part, Callable[[], Tensor]] = {}
+    faults: dict[str, str] = {}
+    for each in checked:
+        name = each.kernel.name
+        if not each.ran or each.is_interpreted:
+            continue
+        functions[_Part(name)] = each.run
         if each.kernel.prepare is not None:
-            on_sample(name)
+            report(name)
             try:
-                candidates[f"{name} core"] = each.kernel.prepare(each.call)
+                functions[_Part(name, is_core=True)] = each.kernel.prepare(each.call)
             except Exception as error:
-                each.row.flags.append(f"no core time: {classify(error)[1]}")
-    with stderr_apart(settings):
+                faults[name] = classify(error).reason
+    with stderr_apart(options):
         measured = measure(
-            candidates,
+            functions,
             settings.device,
             cache=settings.cache,
             rounds=settings.rounds,
             calls_before=settings.calls_before,
             seed=settings.seed,
             max_seconds=settings.max_seconds,
-            on_sample=lambda name: on_sample(name.removesuffix(" core")),
-            synchronous=settings.synchronous,
+            on_sample=lambda part: report(part.kernel),
+            synchronous=options.synchronous,
         )
-    for name, each in running.items():
-        if each.row.is_correct and measured[name].error is None:
-            on_sample(name)
-            check_again(each, judged)
-    baseline_ms: tuple[float, ...] = ()
-    if baseline in running and running[baseline].row.is_correct:
-        baseline_ms = measured[baseline].ms
-    for name, each in running.items():
-        samples, row = measured[name], each.row
-        row.gpu_before, row.gpu_during = samples.gpu_before, samples.gpu_during
-        if samples.error is not None:
-            set_status(each, *classify(samples.error))
-        if each.row.status not in ("ok", "inaccurate"):
-            continue
-        row.time_ms = summarize(samples.ms)
-        row.cache, row.calls_before = settings.cache, settings.calls_before
-        row.host_ms = samples.host_ms
-        if samples.layer_host_ms:
-            row.layer_host_ms = summarize(samples.layer_host_ms)
-        row.tflops = flops.tflops(call, row.time_ms.p50)
-        row.gb_per_s = flops.gb_per_s(call, row.time_ms.p50)
-        if (core := measured.get(f"{name} core")) is not None:
-            on_sample(name)
-            fault = classify(core.error)[1] if core.error is not None else ""
-            if not fault and row.is_correct:
-                fault = core_fault(each, candidates[f"{name} core"], judged)
-            if fault:
-                row.flags.append(f"no core time: {fault}")
-            else:
-                row.core_time_ms = summarize(core.ms)
-        pairs = min(len(baseline_ms), len(samples.ms))
-        if row.is_correct and name != baseline and pairs >= MINIMUM_PAIRS:
-            ratio = paired_speedup(baseline_ms, samples.ms, settings.seed)
-            row.comparison = Comparison(baseline, ratio)
+    return [
+        Timed(
+            each,
+            measured.get(_Part(each.kernel.name)),
+            functions.get(_Part(each.kernel.name, is_core=True)),
+            measured.get(_Part(each.kernel.name, is_core=True)),
+            faults.get(each.kernel.name, ""),
+        )
+        for each in checked
+    ]
 
 
 def _facts(workload: Workload, call: AttentionCall) -> CallFacts:
     origin, mask = call.origin, call.attn_mask
-    described = ""
+    described = None
     if mask is not None:
-        kind = "bool" if mask.dtype == torch.bool else "float"
-        described = f"{kind} {'×'.join(map(str, mask.shape))}"
+        described = Mask("bool" if mask.dtype == torch.bool else "float", tuple(mask.shape))
     return CallFacts(
         name=workload.name,
         model=origin.model,

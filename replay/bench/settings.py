@@ -1,42 +1,43 @@
-"""How a replay runs."""
+"""How a replay runs: what a user asks for, and what the parent of a worker adds."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from replay.rows.row import HERE
+from replay.timing.defaults import ROUNDS, SECONDS
 from replay.timing.timer import Cache
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a replay runs."""
+    """What a user asks for."""
 
     device: torch.device
     cache: Cache
-    rounds: int = 30
-    max_seconds: float = 20.0
+    rounds: int = ROUNDS
+    max_seconds: float = SECONDS
     """Time for the samples of one kernel on one call; a slow kernel gets fewer rounds."""
     calls_before: int = 0
     """Untimed calls of the same kernel before each sample, as a model's other layers make them."""
     seed: int = 0
     baseline: str | None = None
     """Kernel the speed-ups are against; None is the backend the model used."""
-    reference: str = "gold"
-    """`gold`, `captured` or a kernel: an output to compare with beside the first two."""
+    errors_against: str = "reference"
+    """`reference`, `captured` or a kernel: an output to compare with beside the first two."""
     compare_stats: bool = False
     save_output: Path | None = None
     resources: bool = False
     """Note the registers and shared memory of Triton programs."""
-    synchronous: bool = False
-    """Wait for every sample before the next, so that what kills the process is known by name."""
-    in_worker: bool = False
-    """Whether this process is for kernels only, and somebody keeps what they print."""
-    excluded: tuple[str, ...] = ()
-    """Kernels that must not run, not even as the baseline."""
+
+    @property
+    def compared_kernel(self) -> str | None:
+        """The kernel that `errors_against` names, if it names one."""
+        return None if self.errors_against in ("reference", "captured") else self.errors_against
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON for a worker."""
@@ -45,12 +46,29 @@ class Settings:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Settings:
-        save_output = data["save_output"]
-        return cls(
-            **{
-                **data,
-                "device": torch.device(data["device"]),
-                "save_output": None if save_output is None else Path(save_output),
-                "excluded": tuple(data["excluded"]),
-            }
-        )
+        save_output = None if data["save_output"] is None else Path(data["save_output"])
+        device = torch.device(data["device"])
+        return cls(**{**data, "device": device, "save_output": save_output})
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """What the parent of a worker tells it; the defaults are for a replay without workers."""
+
+    in_worker: bool = False
+    """Whether this process is for kernels only, and its parent keeps what they print."""
+    environment: str = HERE
+    process: str = ""
+    """The kernel whose own worker this is; empty for the one that kernels share."""
+    synchronous: bool = False
+    """Wait for every sample before the next, so that what kills the process is known by name."""
+    excluded: tuple[str, ...] = ()
+    """Kernels that must not run, not even as the baseline."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON for a worker."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> WorkerOptions:
+        return cls(**{**data, "excluded": tuple(data["excluded"])})

@@ -6,7 +6,8 @@ import argparse
 
 from capture.arguments import OneSentenceParser, natural, positive
 from replay.cli.end_to_end_arguments import add_arguments
-from replay.report import METRICS
+from replay.rows.fields import METRICS
+from replay.timing.defaults import CALLS_BEFORE_IN_MODELS, CPU_SECONDS, ROUNDS, SECONDS
 
 SUITES = ("flux", "sage", "aiter", "cogvideo", "llama")
 
@@ -77,19 +78,22 @@ def parser() -> argparse.ArgumentParser:
 
     how = made.add_argument_group("how to measure")
     how.add_argument("--cache", choices=["cold", "warm"], help="L2 cache (default: cold on a GPU)")
-    how.add_argument("--rounds", type=positive, default=30, help="samples a kernel (default 30)")
+    how.add_argument(
+        "--rounds", type=positive, default=ROUNDS, help=f"samples per kernel (default {ROUNDS})"
+    )
     how.add_argument(
         "--calls-before",
         type=natural,
         metavar="N",
         help="untimed calls of the same kernel before each sample, as in a model (default 0; on a "
-        "GPU with --e2e or --plan 4)",
+        f"GPU with --e2e or --plan {CALLS_BEFORE_IN_MODELS})",
     )
     how.add_argument(
         "--max-seconds",
         type=float,
         metavar="S",
-        help="per kernel and call; then fewer rounds (default 20, on CPUs 1)",
+        help="per kernel and call; then fewer rounds "
+        f"(default {SECONDS:g}, on CPUs {CPU_SECONDS:g})",
     )
     how.add_argument(
         "--baseline-kernel", metavar="K", help="speed-ups are against it (default: the model's own)"
@@ -122,10 +126,10 @@ def parser() -> argparse.ArgumentParser:
         "--metric", default="time,throughput,accuracy", metavar="M", help=", ".join(METRICS)
     )
     report.add_argument(
-        "--reference",
-        default="gold",
-        metavar="R",
-        help="errors against gold (high precision, default), captured, or a kernel",
+        "--errors-against",
+        default="reference",
+        metavar="WHAT",
+        help="reference (high precision, default), captured (the recorded output), or a kernel",
     )
     report.add_argument(
         "--compare-stats", action="store_true", help="min, max, mean, std of outputs"

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+from attention_replay import Error
 from capture.dataset import CaptureRecord, Dataset
 from replay.bench.settings import Settings
 from replay.end_to_end.check import Checked, check
@@ -18,11 +19,11 @@ from replay.end_to_end.model_process import OWN, ModelProcess, ModelRefused, Var
 from replay.end_to_end.rebuild import load_arguments
 from replay.kernels.registry import Kernel
 from replay.plan.plan import Budget, Plan, parse_budget
-from replay.rows.row import HERE, Row
+from replay.rows.row import HERE, KernelId, Row
 from replay.workers.execution import Assignment
 
 
-class CheckError(Exception):
+class CheckError(Error):
     """What was asked of whole models cannot be done: one sentence that names the remedy."""
 
 
@@ -121,7 +122,7 @@ def check_models(
         if wanted.plan is not None and wanted.plan.model == capture.model:
             path = Path(arguments.use_plan)
             groups[0].append(Variant(path.name, plan=path))
-            kernel_at[path.name] = wanted.plan.kernel_at
+            kernel_at[path.name] = partial(_planned, wanted.plan)
         found: list[Checked] = []
         for variants in groups:
             process = ModelProcess(
@@ -144,6 +145,10 @@ def check_models(
             # Each was held against the model's own attention in its process; one is shown.
             found += checks[1:] if found else checks
         yield [*found, *failed]
+
+
+def _planned(plan: Plan, module: str, phase: str) -> KernelId:
+    return KernelId(plan.kernel_at(module, phase))
 
 
 def _report(report: Callable[[str], None], model: str, stage: str) -> None:
@@ -175,14 +180,16 @@ def _variants(
             own_rows = _tried(rows, environment, kernel)
             if not own_rows or kernel.name == OWN:
                 continue
-            name = own_rows[0].label
+            name = str(own_rows[0].id)
             if all(row.status in ("crash", "timeout", "error") for row in own_rows):
                 status, reason = own_rows[0].status, own_rows[0].reason
                 reason = f"not tried in the model, since it failed in the replay: {reason}"
                 failed.append(Checked(name, capture.model, capture.weights, status, reason))
                 continue
             process = (environment, kernel.name if kernel.own_process else "")
-            variant = Variant(name, kernel.name, path=path, refused=refused)
+            variant = Variant(
+                name, kernel.name, environment=environment, path=path, refused=refused
+            )
             groups.setdefault(process, []).append(variant)
     return list(groups.values()), failed
 

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from attention_replay import Error
 from replay.cli.arguments import parser
 from replay.cli.end_to_end_arguments import misuse
-from replay.report import METRICS
+from replay.rows.fields import METRICS
+from replay.timing.defaults import CALLS_BEFORE_IN_MODELS, CPU_SECONDS, SECONDS
 
 if TYPE_CHECKING:
     import torch
@@ -27,14 +29,8 @@ if TYPE_CHECKING:
     from replay.workers.execution import Assignment, Execution
     from replay.workloads.recorded import Workload
 
-SECONDS = 20.0
-CPU_SECONDS = 1.0
-"""Per kernel and call. On a CPU calls take long, and people wait."""
-CALLS_BEFORE = 4
-"""Untimed calls before each sample where a GPU's times are to predict a model's."""
 
-
-class UsageError(Exception):
+class UsageError(Error):
     """Arguments that make no sense together; the message is for the user."""
 
 
@@ -182,17 +178,19 @@ def _print_tables(
     console = Console(highlight=False)
     machine = describe(settings.device)
     versions = ", ".join(
-        f"{name} {machine[name]}" for name in ("torch", "cuda", "triton") if name in machine
+        f"{name} {version}"
+        for name in ("torch", "cuda", "triton")
+        if (version := getattr(machine, name))
     )
     before = settings.calls_before
     lead = f" · {before} call{'s' * (before != 1)} before each sample" if before else ""
-    console.print(f"{machine['device']} · {versions} · {settings.cache} cache{lead}")
+    console.print(f"{machine.device} · {versions} · {settings.cache} cache{lead}")
     console.print()
     print_report(
         rows,
         console,
         metrics=metrics,
-        reference=settings.reference,
+        errors_against=settings.errors_against,
         per_call=arguments.per_call,
         compare_stats=settings.compare_stats,
     )
@@ -260,7 +258,7 @@ def _exit_code(rows: list[Row], checks: list[Checked], arguments: argparse.Names
     for row in unreadable:
         print(f"replay: {row.reason}; the other calls were replayed", file=sys.stderr)
     harmless = ("ok", "not-timed", "unsupported", "unavailable")
-    failed = {f"{row.label} ({row.status})" for row in rows if row.status not in harmless}
+    failed = {f"{row.id} ({row.status})" for row in rows if row.status not in harmless}
     failed |= {
         f"{each.kernel} in {each.model} ({each.status})" for each in checks if each.status != "ok"
     }
@@ -295,8 +293,8 @@ def _kernels(
     if patterns is None and wanted is not None and wanted.plan is not None:
         patterns = ",".join([wanted.plan.baseline, *wanted.plan.kernels])
     kernels, names = select(patterns, variants=arguments.variants == "all")
-    special = (arguments.baseline_kernel, arguments.reference)
-    names += [name for name in special if name not in (None, "gold", "captured")]
+    special = (arguments.baseline_kernel, arguments.errors_against)
+    names += [name for name in special if name not in (None, "reference", "captured")]
     # A user's own kernel that fails is what the user wants to see in a row.
     named = [kernel for kernel in map(find, names) if kernel.load is None]
     found = where.probe(named, device) if named else {}
@@ -336,7 +334,7 @@ def _settings(arguments: argparse.Namespace, device: torch.device) -> Settings:
         raise UsageError("--cache cold is for GPUs; CPU times are always with a warm cache")
     calls_before = arguments.calls_before
     if calls_before is None:
-        calls_before = CALLS_BEFORE if of_models and device.type == "cuda" else 0
+        calls_before = CALLS_BEFORE_IN_MODELS if of_models and device.type == "cuda" else 0
     return Settings(
         device=device,
         cache=cache,
@@ -345,7 +343,7 @@ def _settings(arguments: argparse.Namespace, device: torch.device) -> Settings:
         max_seconds=arguments.max_seconds or (CPU_SECONDS if device.type == "cpu" else SECONDS),
         seed=arguments.seed,
         baseline=arguments.baseline_kernel or (OWN if of_models else None),
-        reference=arguments.reference,
+        errors_against=arguments.errors_against,
         compare_stats=arguments.compare_stats,
         resources=arguments.resources,
         save_output=Path(arguments.save_output) if arguments.save_output else None,
@@ -433,21 +431,10 @@ def _opened(path: str | None, *, append: bool = False) -> Iterator[TextIO | None
 
 def _explain(error: Exception) -> int:
     """One sentence for what the user can remedy."""
-    from capture.errors import DatasetError, MissingPackage
-    from replay.cli.end_to_end import CheckError
-    from replay.end_to_end.model_process import ModelRefused, RunFailed
-    from replay.end_to_end.rebuild import NotRebuildable
-    from replay.kernels.registry import KernelNameError
-    from replay.plan.matching import CensusError
-    from replay.plan.plan import PlanError
-    from replay.workers.environments import WorkerError
-    from replay.workloads.random_calls import ShapeError
+    from capture.errors import MissingPackage
 
     error = MissingPackage.behind(error)
-    replaying = (UsageError, DatasetError, MissingPackage, KernelNameError, ShapeError, WorkerError)
-    of_models = (CheckError, CensusError, PlanError, ModelRefused, RunFailed, NotRebuildable)
-    known: tuple[type[Exception], ...] = replaying + of_models
-    if isinstance(error, known):
+    if isinstance(error, Error):
         print(f"replay: {error}", file=sys.stderr)
         return 2
     print(

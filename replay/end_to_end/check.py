@@ -27,10 +27,10 @@ from replay.end_to_end import drift
 from replay.end_to_end.census_check import difference
 from replay.end_to_end.model_clock import RunTimes
 from replay.end_to_end.model_process import BASELINE, OWN, ModelProcess, Run, RunFailed, Variant
-from replay.end_to_end.prediction import KernelAt, Prediction, predict
+from replay.end_to_end.prediction import KernelAt, Prediction, everywhere, predict
 from replay.end_to_end.span import RUN, Clocked, Span
 from replay.end_to_end.typical import by_round, delayed
-from replay.rows.row import Row, Speedup, Status, TimeSummary
+from replay.rows.row import KernelId, Row, Speedup, Status, TimeSummary
 from replay.timing.statistics import MINIMUM_PAIRS, paired_speedup, summarize
 
 MOST_ROUNDS = 10
@@ -267,8 +267,8 @@ def _checked(
         checked.log = arm.failure.log
         return checked
     _fill_in_runs(checked, arm)
-    choose = kernel_at.get(name) or (lambda module, phase: name)
-    mine = [row for row in rows if row.label == choose(row.call.module, row.call.phase)]
+    choose = kernel_at.get(name) or everywhere(arm.variant.kernel_id)
+    mine = [row for row in rows if row.id == choose(row.call.module, row.call.phase)]
     checked.changed_inputs = sorted({each for row in mine for each in row.changed_inputs})
     checked.own_attention_seconds = _of_calls(own.inside, "attention")
     launch, own_launch = _of_calls(arm.inside, "launch"), _of_calls(own.inside, "launch")
@@ -297,14 +297,7 @@ def _checked(
     try:
         run, phases = _clocked(own)
         checked.prediction = predict(
-            capture.census,
-            rows,
-            name,
-            OWN,
-            run,
-            phases,
-            kernel_at=kernel_at.get(name),
-            seed=seed,
+            capture.census, rows, choose, KernelId(OWN), run, phases, seed=seed
         )
     except ValueError as error:
         checked.unpredicted = str(error)

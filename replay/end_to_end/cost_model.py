@@ -13,8 +13,8 @@ from torch import Tensor
 
 from replay.end_to_end.span import RUN, Calls, Clocked, Clues
 from replay.plan.matching import Counted, Replayed
-from replay.rows.row import Row, TimeSummary
-from replay.timing.statistics import percentile
+from replay.rows.row import KernelId, Row, TimeSummary
+from replay.timing.statistics import percentile, resampled_medians
 
 RESAMPLES = 1000
 """Bootstrap resamples; sums over many calls need fewer than a single call's median."""
@@ -26,9 +26,9 @@ Figure = Literal["time_ms", "layer_host_ms"]
 class Tally:
     """What becomes of counted calls, and how many of them each replayed call stands for."""
 
-    def __init__(self, chosen: Sequence[tuple[Counted, str]], cost_model: CostModel) -> None:
+    def __init__(self, chosen: Sequence[tuple[Counted, KernelId]], cost_model: CostModel) -> None:
         self.stands_for: dict[str, float] = defaultdict(float)
-        self.swapped: dict[tuple[str, str], float] = defaultdict(float)
+        self.swapped: dict[tuple[str, KernelId], float] = defaultdict(float)
         """By replayed call and kernel: the calls that the kernel answers."""
         self.fallbacks: Counter[str] = Counter()
         self.not_recorded: Counter[tuple[str, str]] = Counter()
@@ -48,7 +48,7 @@ class Tally:
         swapped = sum(counts) - fell_back - missing - kept
         self.calls = Calls(swapped, fell_back, kept, missing)
 
-    def _swap(self, counted: Counted, kernel: str, cost_model: CostModel) -> None:
+    def _swap(self, counted: Counted, kernel: KernelId, cost_model: CostModel) -> None:
         refused, reason = 0.0, ""
         for call, share in counted.shares.items():
             row = cost_model.replayed.row(call, kernel)
@@ -61,7 +61,7 @@ class Tally:
             self.fallbacks[reason] += fell_back
 
 
-def _unfit(row: Row | None, call: str, kernel: str, module: str) -> str:
+def _unfit(row: Row | None, call: str, kernel: KernelId, module: str) -> str:
     """Why a row says nothing about a kernel at a module.
 
     One that was wrong at another module still says how fast it is; where that module is swapped
@@ -78,7 +78,7 @@ class CostModel:
     """What calls cost with one kernel and another."""
 
     replayed: Replayed
-    baseline: str
+    baseline: KernelId
     seed: int
     phases: Mapping[str, Clocked]
 
@@ -96,35 +96,35 @@ class CostModel:
         )
 
     def saved_seconds(
-        self, swapped: Mapping[tuple[str, str], float], figure: Figure = "time_ms"
+        self, swapped: Mapping[tuple[str, KernelId], float], figure: Figure = "time_ms"
     ) -> tuple[float, Tensor]:
         """Σ count · (t_old − t_new): the figure, and as each resample of the rounds has it.
 
         Raises:
             ValueError: one of these calls has no such figure.
         """
-        saved, resampled = 0.0, torch.zeros(RESAMPLES, dtype=torch.float64)
+        saved, saved_resampled = 0.0, torch.zeros(RESAMPLES, dtype=torch.float64)
         for (call, kernel), count in swapped.items():
             before, after, paired = self._samples(call, kernel, figure)
             saved += count * (percentile(before, 50) - percentile(after, 50)) / 1000
-            old = resampled_medians(before, f"{self.seed} {call}")
+            old = resampled(before, f"{self.seed} {call}")
             # The same name draws the same rounds.
-            new = resampled_medians(after, f"{self.seed} {call}{'' if paired else kernel}")
-            resampled += count * (old - new) / 1000
-        return saved, resampled
+            new = resampled(after, f"{self.seed} {call}{'' if paired else kernel}")
+            saved_resampled += count * (old - new) / 1000
+        return saved, saved_resampled
 
-    def gained_seconds(self, swapped: Mapping[tuple[str, str], float]) -> tuple[float, Tensor]:
+    def gained_seconds(self, swapped: Mapping[tuple[str, KernelId], float]) -> tuple[float, Tensor]:
         """What the model gains, phase by phase: what attention saves, or where the model waits for
         the host, no more than the host does.
 
         Raises:
             ValueError: the model waits for the host, and what launches cost was not measured.
         """
-        by_phase: dict[str, dict[tuple[str, str], float]] = defaultdict(dict)
+        by_phase: dict[str, dict[tuple[str, KernelId], float]] = defaultdict(dict)
         for (call, kernel), count in swapped.items():
             row = self.replayed.row(call, kernel)
             by_phase[row.call.phase if row else ""][call, kernel] = count
-        gained, resampled = 0.0, torch.zeros(RESAMPLES, dtype=torch.float64)
+        gained, gained_resampled = 0.0, torch.zeros(RESAMPLES, dtype=torch.float64)
         for phase, counts in by_phase.items():
             saved, saved_resampled = self.saved_seconds(counts)
             waiting = self.waiting_seconds(phase) if phase in self.phases else 0.0
@@ -133,10 +133,10 @@ class CostModel:
                 saved = min(waiting + saved, launches)
                 saved_resampled = torch.minimum(waiting + saved_resampled, launches_resampled)
             gained += saved
-            resampled += saved_resampled
-        return gained, resampled
+            gained_resampled += saved_resampled
+        return gained, gained_resampled
 
-    def clues(self, swapped: Mapping[tuple[str, str], float], forwards: int) -> Clues:
+    def clues(self, swapped: Mapping[tuple[str, KernelId], float], forwards: int) -> Clues:
         """Of the calls that kernels answer, in one of so many forwards."""
         preparation: list[float] = []
         costliest, scatter = 0.0, None
@@ -164,7 +164,7 @@ class CostModel:
         )
 
     def _samples(
-        self, call: str, kernel: str, figure: Figure
+        self, call: str, kernel: KernelId, figure: Figure
     ) -> tuple[Sequence[float], Sequence[float], bool]:
         """Milliseconds of baseline and kernel by round, and whether the rounds are the same."""
         old, new = self._alongside(call, kernel), self.replayed.row(call, kernel)
@@ -173,19 +173,18 @@ class CostModel:
         before, after = getattr(old, figure), getattr(new, figure)
         if before is None or after is None:
             raise ValueError(f"{call} was replayed without {figure}: replay it anew")
-        if old.environment != new.environment or not self.replayed.share_rounds(old, new):
+        if not old.shares_rounds(new):
             return before.samples, after.samples, False
         rounds = min(len(before.samples), len(after.samples))
         return before.samples[:rounds], after.samples[:rounds], True
 
-    def _has_launches(self, call: str, kernel: str) -> bool:
+    def _has_launches(self, call: str, kernel: KernelId) -> bool:
         rows = self._alongside(call, kernel), self.replayed.row(call, kernel)
         return all(row is not None and row.layer_host_ms is not None for row in rows)
 
-    def _alongside(self, call: str, kernel: str) -> Row | None:
+    def _alongside(self, call: str, kernel: KernelId) -> Row | None:
         """The baseline in the kernel's environment, or where it was not timed there, in this."""
-        _, at, environment = kernel.partition("@")
-        row = self.replayed.row(call, f"{self.baseline.partition('@')[0]}{at}{environment}")
+        row = self.replayed.row(call, self.baseline._replace(environment=kernel.environment))
         return row if _time(row) is not None else self.replayed.row(call, self.baseline)
 
 
@@ -193,13 +192,9 @@ def _time(row: Row | None) -> TimeSummary | None:
     return None if row is None else row.time_ms
 
 
-def resampled_medians(samples: Sequence[float], name: str) -> Tensor:
-    """Medians (RESAMPLES,) of samples drawn with replacement; a name always draws the same."""
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    count = len(samples)
-    drawn = torch.randint(count, (RESAMPLES, count), generator=generator)
-    ordered = torch.tensor(samples, dtype=torch.float64)[drawn].sort(dim=1).values
-    return (ordered[:, (count - 1) // 2] + ordered[:, count // 2]) / 2
+def resampled(samples: Sequence[float], name: str) -> Tensor:
+    """Medians (RESAMPLES,) of the bootstrap; a name always draws the same."""
+    return resampled_medians(samples, zlib.crc32(name.encode()), RESAMPLES)
 
 
 def _median(figures: Iterable[float | None]) -> float | None:

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from attention_replay import Error
 from replay.end_to_end.model_clock import RunTimes
 from replay.rows.files import rebuilt
-from replay.rows.row import GpuState, Status
+from replay.rows.row import HERE, GpuState, KernelId, Status
 from replay.workers.process import CannotStart, Died, Process
 
 OWN = "torch-default"
@@ -22,11 +23,11 @@ BUILDING_SECONDS = 1800.0
 """How long a model may take to be built without a sign of life: it may be read from a slow disk."""
 
 
-class ModelRefused(Exception):
+class ModelRefused(Error):
     """The model cannot be built: one sentence that names the remedy."""
 
 
-class RunFailed(Exception):
+class RunFailed(Error):
     """The model did not come to an end with a kernel."""
 
     def __init__(self, status: Status, reason: str, log: str = "") -> None:
@@ -44,10 +45,17 @@ class Variant:
     kernel: str | None = None
     """A registered kernel, or `file.py:function`."""
     plan: Path | None = None
+    environment: str = HERE
+    """Where the kernel's library is installed."""
     path: tuple[str, ...] = ()
     """Directories that the kernel's library is imported from, of another environment."""
     refused: str = ""
     """Why it cannot even be tried."""
+
+    @property
+    def kernel_id(self) -> KernelId:
+        """As rows know it; of no row for a plan."""
+        return KernelId(self.kernel or "", self.environment)
 
 
 BASELINE = Variant("the model's own", OWN)

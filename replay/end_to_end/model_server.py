@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from capture.models_package import import_models
-from replay.bench.check import classify
+from replay.bench.failures import classify
 from replay.end_to_end.census_check import counting
 from replay.end_to_end.model_clock import Clock
 from replay.end_to_end.model_process import OWN

@@ -25,45 +25,43 @@ says that one of these matters; `Clues` helps to find which.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
-from replay.end_to_end.cost_model import CostModel, Tally, resampled_medians
+from replay.end_to_end.cost_model import CostModel, Tally, resampled
 from replay.end_to_end.span import RUN, Clocked, Interval, Missing, Span
 from replay.plan.matching import Counted, Replayed, match
-from replay.rows.row import Row
+from replay.rows.row import KernelId, Row
 from replay.timing.statistics import percentile
 
-KernelAt = Callable[[str, str], str]
-"""Which kernel (`Row.label`) a module uses in a phase."""
+KernelAt = Callable[[str, str], KernelId]
+"""Which kernel a module uses in a phase."""
 
 
 @dataclass(frozen=True)
 class Prediction:
     """What a kernel will do to a model's time."""
 
-    kernel: str
-    baseline: str
     run: Span
     phases: dict[str, Span]
     """Those whose time was measured."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON: the fields, by name."""
-        return asdict(self)
+
+def everywhere(kernel: KernelId) -> KernelAt:
+    """The same kernel at every module."""
+    return lambda module, phase: kernel
 
 
 def predict(
     census: Mapping[str, Any],
     rows: Iterable[Row],
-    kernel: str,
-    baseline: str,
+    kernel_at: KernelAt,
+    baseline: KernelId,
     run: Clocked,
     phases: Mapping[str, Clocked],
     *,
-    kernel_at: KernelAt | None = None,
     seed: int = 0,
 ) -> Prediction:
     """Predict the model's time with a kernel, phase by phase and as a whole.
@@ -75,12 +73,10 @@ def predict(
         census: of one run, as `capture.census.Census.to_json` writes it.
         rows: the replay of the same recording and model. A kernel of another environment is held
             against the baseline there, where that was replayed too.
-        kernel: `Row.label`, or what to call a choice made by `kernel_at`.
+        kernel_at: the kernel of each module and phase (`everywhere` for the same at all).
         baseline: the kernel that the model itself uses.
         run: one whole run with it.
         phases: one forward of each phase that was measured; the run has one row more, of all.
-        kernel_at: a kernel for each module and phase, as a plan has them, instead of the same for
-            all.
         seed: of the bootstrap.
 
     Raises:
@@ -91,12 +87,9 @@ def predict(
     calls = replayed.timed(baseline)
     if not calls:
         raise ValueError(f"{baseline} was timed on none of the replayed calls")
-    choose = kernel_at or (lambda module, phase: kernel)
-    chosen = [(each, choose(each.module, each.phase)) for each in match(census, calls)]
+    chosen = [(each, kernel_at(each.module, each.phase)) for each in match(census, calls)]
     cost_model = CostModel(replayed, baseline, seed, phases)
     return Prediction(
-        kernel,
-        baseline,
         _span(RUN, run, chosen, cost_model),
         {
             phase: _span(
@@ -108,11 +101,11 @@ def predict(
 
 
 def _span(
-    phase: str, clocked: Clocked, chosen: Sequence[tuple[Counted, str]], cost_model: CostModel
+    phase: str, clocked: Clocked, chosen: Sequence[tuple[Counted, KernelId]], cost_model: CostModel
 ) -> Span:
     tally = Tally(chosen, cost_model)
     old_median = percentile(clocked.seconds, 50)
-    old_resampled = resampled_medians(clocked.seconds, f"{cost_model.seed} {phase}")
+    old_resampled = resampled(clocked.seconds, f"{cost_model.seed} {phase}")
     old = _interval(old_median, old_resampled)
     attention = cost_model.attention_seconds(tally.stands_for) / clocked.forwards
     span = Span(

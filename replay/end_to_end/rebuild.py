@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from attention_replay import Error
 from capture.dataset import CaptureRecord
 from capture.models_package import import_models
 
 
-class NotRebuildable(Exception):
+class NotRebuildable(Error):
     """The recording does not say how to build its model: one sentence that names the remedy."""
 
 

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention_replay import Error
 from capture.call import AttentionCall
 from replay.rows.row import AccuracyClass
 
@@ -44,7 +45,7 @@ ENTRY_POINTS = "attention_replay.kernels"
 (`register_kernel` on the function adds constraints)."""
 
 
-class KernelNameError(Exception):
+class KernelNameError(Error):
     """A name that no kernel has; the message lists the nearest."""
 
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from attention_replay import Error
 from capture.interceptor import Arguments
 from capture.modules import ModuleTracker, phase_of, roots_of
 
@@ -59,7 +60,7 @@ def kernel_here(arguments: Arguments) -> str | None:
     return _running.choices[-1].get(phase, NOT_PLANNED)
 
 
-class PlaceError(Exception):
+class PlaceError(Error):
     """A plan's modules are not those of the model: one sentence that names the remedy."""
 
 

@@ -1,7 +1,7 @@
 """Makes plans: at every layer the fastest kernel whose error stays inside a budget.
 
 A kernel's error at a layer is the *worst* over the recorded calls of that layer, against the
-high-precision reference (the gold). Errors depend on values, and a layer's values are its own: one
+high-precision reference. Errors depend on values, and a layer's values are its own: one
 of which no call was replayed keeps the baseline, marked as not covered, whatever its neighbours
 chose. Record at least one call of every layer to cover them all.
 
@@ -23,7 +23,7 @@ from typing import Any
 
 from replay.plan.matching import Counted, Replayed, match
 from replay.plan.plan import METRICS, Budget, Choice, Plan, PlanError, Worst
-from replay.rows.row import Row, Status
+from replay.rows.row import HERE, KernelId, Row, Status
 from replay.timing.statistics import MINIMUM_PAIRS, paired_speedup
 
 
@@ -210,15 +210,18 @@ class _Layer:
     captured: list[str]
     """Names of its own recorded calls."""
 
+    def row(self, call: str, kernel: str) -> Row | None:
+        return self.replayed.row(call, KernelId(kernel))
+
 
 def _layers(rows: Iterable[Row], census: Mapping[str, Any], baseline: str) -> list[_Layer]:
-    rows = [row for row in rows if row.kernel and row.environment == "this"]
+    rows = [row for row in rows if row.kernel and row.environment == HERE]
     models = dict.fromkeys((row.call.model, row.call.weights) for row in rows)
     if len(models) > 1:
         names = ", ".join(f"{model} ({weights})" for model, weights in models)
         raise PlanError(f"a plan is for one model, and these rows are of {names}")
     replayed = Replayed(rows)
-    if not replayed.timed(baseline):
+    if not replayed.timed(KernelId(baseline)):
         raise PlanError(f"no replayed call has a time of the baseline: add {baseline} to --kernels")
     ((model, weights),) = models
     kernels = list(dict.fromkeys([baseline, *(row.kernel for row in rows)]))
@@ -226,7 +229,7 @@ def _layers(rows: Iterable[Row], census: Mapping[str, Any], baseline: str) -> li
     for row in rows:
         captured.setdefault((row.call.module, row.call.phase), {})[row.call.name] = None
     layers: dict[tuple[str, str], _Layer] = {}
-    for counted in match(census, replayed.timed(baseline), own_first=False):
+    for counted in match(census, replayed.timed(KernelId(baseline)), own_first=False):
         site = (counted.module, counted.phase)
         if site not in layers:
             own = list(captured.get(site, ()))
@@ -293,12 +296,12 @@ def _saved_ms(layer: _Layer, kernel: str) -> float | None:
 
 
 def _falls_back(layer: _Layer, call: str, kernel: str) -> bool:
-    row = layer.replayed.row(call, kernel)
+    row = layer.row(call, kernel)
     return row is not None and row.status == "unsupported"
 
 
 def _ms(layer: _Layer, call: str, kernel: str) -> float | None:
-    row = layer.replayed.row(call, kernel)
+    row = layer.row(call, kernel)
     return None if row is None or row.time_ms is None else row.time_ms.p50
 
 
@@ -308,7 +311,7 @@ def _status(layer: _Layer, kernel: str) -> tuple[Status | None, str]:
         return None, ""
     found: list[tuple[Status, str]] = []
     for call in layer.captured:
-        row = layer.replayed.row(call, kernel)
+        row = layer.row(call, kernel)
         if row is None:
             found.append(("error", f"not replayed on {call}"))
         elif row.status != "ok":
@@ -318,19 +321,20 @@ def _status(layer: _Layer, kernel: str) -> tuple[Status | None, str]:
 
 
 def _overwrites(layer: _Layer, kernel: str) -> tuple[str, ...]:
-    rows = [layer.replayed.row(call, kernel) for call in layer.captured]
+    rows = [layer.row(call, kernel) for call in layer.captured]
     return tuple(sorted({name for row in rows if row is not None for name in row.overwrites}))
 
 
 def _worst(layer: _Layer, kernel: str) -> Worst | None:
-    rows = [layer.replayed.row(call, kernel) for call in layer.captured]
-    golds = [row.accuracy.gold for row in rows if row is not None and row.accuracy is not None]
-    if not golds:
+    rows = [layer.row(call, kernel) for call in layer.captured]
+    found = [row.accuracy.reference for row in rows if row is not None and row.accuracy is not None]
+    if not found:
         return None
     return Worst(
         **{
             metric: max(
-                (float(getattr(gold, metric)) for gold in golds), key=Budget(metric, 0.0).badness
+                (float(getattr(errors, metric)) for errors in found),
+                key=Budget(metric, 0.0).badness,
             )
             for metric in METRICS
         }
@@ -385,11 +389,26 @@ def _is_tie(layer: _Layer, fastest: str, other: str) -> bool:
     """Whether the rounds of the calls that stand for a layer's do not show which is faster."""
     before: list[float] = []
     after: list[float] = []
+    apart: list[bool] = []
     for call in dict.fromkeys(call for counted in layer.counted for call in counted.shares):
-        old, new = layer.replayed.row(call, other), layer.replayed.row(call, fastest)
+        old, new = layer.row(call, other), layer.row(call, fastest)
         if old is None or new is None or old.time_ms is None or new.time_ms is None:
+            continue
+        if not old.shares_rounds(new):
+            apart.append(_is_faster(new, old))
             continue
         rounds = min(old.time_ms.n, new.time_ms.n)
         before += old.time_ms.samples[:rounds]
         after += new.time_ms.samples[:rounds]
-    return len(after) < MINIMUM_PAIRS or paired_speedup(before, after).verdict != "faster"
+    if not all(apart):
+        return True
+    if len(after) < MINIMUM_PAIRS:
+        return not apart
+    return paired_speedup(before, after).verdict != "faster"
+
+
+def _is_faster(one: Row, other: Row) -> bool:
+    """Of rows of two processes, whose rounds are not paired: by their intervals over a baseline."""
+    if one.speedup is None:
+        return other.speedup is not None and other.speedup.high < 1
+    return one.speedup.low > (1.0 if other.speedup is None else other.speedup.high)

@@ -7,21 +7,20 @@ everything but, while a cache grows, key length.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from capture.call import Shape
-from replay.rows.row import CallFacts, Row
-from replay.timing.statistics import percentile
+from attention_replay import Error
+from capture.shape import Shape
+from replay.rows.row import CallFacts, KernelId, Mask, Row
 
 REACH = 1.25
 """A key length beyond all replayed ones takes the nearest's time, up to this factor away. Times are
 never extrapolated: the slope between two near lengths is mostly noise."""
 
 
-class CensusError(Exception):
+class CensusError(Error):
     """There is nothing to count with: one sentence that names the remedy."""
 
 
@@ -73,43 +72,22 @@ def match(
 
 
 class Replayed:
-    """Rows by call and kernel (`Row.label`); rows of calls that could not be read are left out."""
+    """Rows by call and kernel; rows of calls that could not be read are left out."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
-        self._rows = {(row.call.name, row.label): row for row in rows if row.kernel}
+        self._rows = {(row.call.name, row.id): row for row in rows if row.kernel}
 
-    def row(self, call: str, label: str) -> Row | None:
-        return self._rows.get((call, label))
+    def row(self, call: str, kernel: KernelId) -> Row | None:
+        return self._rows.get((call, kernel))
 
-    def timed(self, label: str) -> list[CallFacts]:
+    def timed(self, kernel: KernelId) -> list[CallFacts]:
         """The calls on which a kernel has a time."""
         rows = self._rows.items()
-        return [row.call for (_, each), row in rows if each == label and row.time_ms is not None]
-
-    def share_rounds(self, one: Row, other: Row) -> bool:
-        """Whether sample i of both rows of a call is from the same round.
-
-        A kernel with a process of its own was paired with a baseline there, whose times are not
-        kept: its samples do not give the speed-up that its row states.
-        """
-        return self._shares_rounds(one) and self._shares_rounds(other)
-
-    def _shares_rounds(self, row: Row) -> bool:
-        if row.comparison is None:
-            return True
-        at, environment = row.label.removeprefix(row.kernel).partition("@")[1:]
-        against = self.row(row.call.name, row.comparison.vs + at + environment)
-        if against is None or against.time_ms is None or row.time_ms is None:
-            return False
-        pairs = zip(against.time_ms.samples, row.time_ms.samples, strict=False)
-        ratios = [before / after for before, after in pairs]
-        return math.isclose(percentile(ratios, 50), row.comparison.speedup.ratio)
+        return [row.call for (_, each), row in rows if each == kernel and row.time_ms is not None]
 
 
 def _kind_of_call(call: CallFacts) -> tuple[object, ...]:
-    kind, _, sizes = call.mask.partition(" ")
-    mask = tuple(int(size) for size in sizes.split("×")) if sizes else None
-    return _kind(call.phase, call.shape, call.dtype, call.is_causal, kind, mask)
+    return _kind(call.phase, call.shape, call.dtype, call.is_causal, call.mask)
 
 
 def _kind_of_signature(phase: str, signature: Mapping[str, Any]) -> tuple[object, ...] | None:
@@ -118,9 +96,11 @@ def _kind_of_signature(phase: str, signature: Mapping[str, Any]) -> tuple[object
         return None
     batch, q_heads, q_len, head_dim = query
     shape = Shape(batch, q_heads, key[1], q_len, key[2], head_dim, value[3])
-    kind = {None: "", "bool": "bool"}.get(signature["mask_dtype"], "float")
-    mask = None if signature["mask"] is None else tuple(signature["mask"])
-    return _kind(phase, shape, signature["dtype"], signature["is_causal"], kind, mask)
+    mask = None
+    if signature["mask"] is not None:
+        is_bool = signature["mask_dtype"] == "bool"
+        mask = Mask("bool" if is_bool else "float", tuple(signature["mask"]))
+    return _kind(phase, shape, signature["dtype"], signature["is_causal"], mask)
 
 
 def _kind(
@@ -128,13 +108,12 @@ def _kind(
     shape: Shape,
     dtype: str,
     is_causal: bool,
-    mask_kind: str,
-    mask: tuple[int, ...] | None,
+    mask: Mask | None,
 ) -> tuple[object, ...]:
     """All that decides cost but the key length, which a mask's last size may follow."""
-    if mask and mask[-1] == shape.kv_len:
-        mask = (*mask[:-1], 0)
-    return (phase, shape._replace(kv_len=0), dtype, is_causal, mask_kind, mask)
+    if mask is not None and mask.sizes and mask.sizes[-1] == shape.kv_len:
+        mask = mask._replace(sizes=(*mask.sizes[:-1], 0))
+    return (phase, shape._replace(kv_len=0), dtype, is_causal, mask)
 
 
 def _shares(pools: Sequence[Sequence[CallFacts]], kv_len: int) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""A plan: which kernel to use at which layer, and how far from the gold its outputs may be.
+"""A plan: which kernel to use at which layer, and how far from the reference its outputs may be.
 
 A layer is a module in a phase. `replay.plan.choose` makes plans, `replay.use_plan` follows them.
 """
@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from replay.accuracy.tolerance import COSINE_NOISE
+from attention_replay import Error
 from replay.rows.files import rebuilt
+from replay.rows.meaning import COSINE_NOISE
 
 FORMAT = "attention-replay-plan/1"
 
@@ -24,13 +25,13 @@ others from above."""
 HOW = "make one with `replay --dir DIR --plan FILE --budget cosine=0.998`"
 
 
-class PlanError(Exception):
+class PlanError(Error):
     """A budget or a plan that cannot be used: one sentence that names the remedy."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How far from the gold an output may be."""
+    """How far from the reference an output may be."""
 
     metric: str
     limit: float

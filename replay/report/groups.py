@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from replay.rows.row import CallFacts, Errors, Row, Speedup
+from replay.rows.row import CallFacts, KernelId, Row, Speedup
 from replay.timing.statistics import MINIMUM_PAIRS, paired_speedup, percentile, speed_verdict
 
 T = TypeVar("T")
@@ -20,9 +20,10 @@ class Group:
 
     title: str
     calls: list[CallFacts]
-    rows: dict[str, list[Row]]
-    """By kernel (`Row.label`), in the calls' order."""
+    rows: dict[KernelId, list[Row]]
+    """In the calls' order."""
     baseline: str
+    """The kernel that speed-ups are over; empty where there are none."""
 
     @property
     def weights(self) -> str:
@@ -79,7 +80,7 @@ def typical_time(rows: Sequence[Row]) -> Percentiles | None:
     )
 
 
-def pooled_speedup(group: Group, kernel: str, over: str | None = None) -> Speedup | None:
+def pooled_speedup(group: Group, kernel: KernelId, over: KernelId | None = None) -> Speedup | None:
     """The paired speed-up over all rounds of all calls on which both kernels are correct.
 
     A kernel with a process of its own was paired with the baseline there, whose times are not kept:
@@ -89,20 +90,16 @@ def pooled_speedup(group: Group, kernel: str, over: str | None = None) -> Speedu
         over: what to compare with, by default the baseline in the kernel's own environment; None
             comes back for kernels of two environments or processes, whose rounds are not paired.
     """
-    _, at, environment = kernel.partition("@")
-    baseline = group.baseline + at + environment
-    over = over or baseline
-    if over.partition("@")[2] != environment:
-        return None
-    if not (_shares_rounds(group, kernel, baseline) and _shares_rounds(group, over, baseline)):
-        return _typical_speedup(group, kernel) if over == baseline else None
-    partners = {row.call.name: row for row in group.rows.get(over, ())}
+    baseline = KernelId(group.baseline, kernel.environment)
+    partners = {row.call.name: row for row in group.rows.get(over or baseline, ())}
     before: list[float] = []
     after: list[float] = []
     for row in group.rows[kernel]:
         partner = partners.get(row.call.name)
         if partner is None or not (row.is_correct and partner.is_correct):
             continue
+        if not row.shares_rounds(partner):
+            return _typical_speedup(group, kernel) if over in (None, baseline) else None
         if row.time_ms is not None and partner.time_ms is not None:
             rounds = min(row.time_ms.n, partner.time_ms.n)
             before += partner.time_ms.samples[:rounds]
@@ -110,24 +107,9 @@ def pooled_speedup(group: Group, kernel: str, over: str | None = None) -> Speedu
     return paired_speedup(before, after) if len(after) >= MINIMUM_PAIRS else None
 
 
-def _shares_rounds(group: Group, kernel: str, baseline: str) -> bool:
-    """Whether a kernel's speed-ups are those over the baseline's rows, of the same process then."""
-    partners = {row.call.name: row.time_ms for row in group.rows.get(baseline, ())}
-    for row in group.rows.get(kernel, ()):
-        before, after = partners.get(row.call.name), row.time_ms
-        if row.comparison is None or row.comparison.vs != group.baseline:
-            continue
-        if before is None or after is None:
-            continue
-        ratios = [one / other for one, other in zip(before.samples, after.samples, strict=False)]
-        if not math.isclose(percentile(ratios, 50), row.comparison.speedup.ratio):
-            return False
-    return True
-
-
-def _typical_speedup(group: Group, kernel: str) -> Speedup | None:
-    comparisons = [row.comparison for row in group.rows[kernel] if row.is_correct]
-    found = [each.speedup for each in comparisons if each and each.vs == group.baseline]
+def _typical_speedup(group: Group, kernel: KernelId) -> Speedup | None:
+    speedups = [row.speedup for row in group.rows[kernel] if row.is_correct]
+    found = [each for each in speedups if each and each.vs == group.baseline]
     if not found:
         return None
     ratio, low, high = (
@@ -135,15 +117,6 @@ def _typical_speedup(group: Group, kernel: str) -> Speedup | None:
         for name in ("ratio", "low", "high")
     )
     return Speedup(ratio, low, high, speed_verdict(low, high))
-
-
-def errors_against(row: Row, reference: str) -> Errors | None:
-    """The row's errors against `gold`, `captured`, or the kernel that was chosen."""
-    if row.accuracy is None:
-        return None
-    if reference == "gold":
-        return row.accuracy.gold
-    return row.accuracy.captured if reference == "captured" else row.accuracy.reference
 
 
 def worst(
@@ -182,16 +155,16 @@ def _kind(call: CallFacts) -> tuple[object, ...]:
         call.shape._replace(kv_len=0) if call.phase == "decode" else call.shape,
         call.dtype,
         call.is_causal,
-        call.mask.partition(" ")[0],
+        call.mask and call.mask.kind,
     )
 
 
 def _group(rows: list[Row]) -> Group:
-    by_kernel: dict[str, list[Row]] = {}
+    by_kernel: dict[KernelId, list[Row]] = {}
     for row in rows:
-        by_kernel.setdefault(row.label, []).append(row)
+        by_kernel.setdefault(row.id, []).append(row)
     calls = list({row.call.name: row.call for row in rows}.values())
-    baselines = Counter(row.comparison.vs for row in rows if row.comparison is not None)
+    baselines = Counter(row.speedup.vs for row in rows if row.speedup is not None)
     baseline = baselines.most_common(1)[0][0] if baselines else ""
     return Group(_title(calls), calls, by_kernel, baseline)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from replay.accuracy.tolerance import COSINE_NOISE
 from replay.plan.choose import Uniform
 from replay.plan.plan import Budget, Choice, Plan
+from replay.rows.meaning import floored
 
 NAME_WIDTH = 22
 PLACE_WIDTH = 16
@@ -136,11 +135,7 @@ def _worst_of(choices: Sequence[Choice], budget: Budget) -> str:
 
 def _figure(figure: float, budget: Budget) -> str:
     """A cosine is never rounded up, so that what is outside does not read as inside."""
-    if budget.metric != "cosine":
-        return f"{figure:.2e}"
-    if not math.isfinite(figure):
-        return str(figure)
-    return f"{math.floor((figure + COSINE_NOISE) * 1e6) / 1e6:.6f}"
+    return floored(6)(figure) if budget.metric == "cosine" else f"{figure:.2e}"
 
 
 def _total(plan: Plan) -> Text:

@@ -6,11 +6,10 @@ import csv
 import json
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, is_dataclass
 from typing import Any, TextIO, TypeVar, get_args, get_origin, get_type_hints
 
-from capture.call import Shape
-from replay.rows.fields import FIELDS, leaf
+from replay.rows.fields import FIELDS, SCHEMA, leaf
 from replay.rows.row import Row
 
 T = TypeVar("T")
@@ -18,11 +17,7 @@ T = TypeVar("T")
 
 def row_to_json(row: Row) -> dict[str, Any]:
     """The row as a tree of plain JSON; NaN and infinities become null, `nan_count` tells them."""
-    data = asdict(row)
-    data["call"]["shape"] = row.call.shape._asdict()
-    comparison = data.pop("comparison")
-    data["speedup"] = comparison and {"vs": comparison["vs"], **comparison["speedup"]}
-    plain: dict[str, Any] = _plain(data)
+    plain: dict[str, Any] = _plain({"schema": SCHEMA, **asdict(row)})
     return plain
 
 
@@ -30,20 +25,25 @@ def row_from_json(data: dict[str, Any]) -> Row:
     """The row that `row_to_json` was given, with NaN where it had to write null.
 
     Raises:
-        KeyError: a field is missing, as in rows that an older version wrote.
+        OtherSchema: it is of another version.
+        KeyError, TypeError, AttributeError: it is no row.
     """
-    data = dict(data)
-    speedup = data.pop("speedup")
-    if speedup is not None:
-        speedup = dict(speedup)
-        data["comparison"] = {"vs": speedup.pop("vs"), "speedup": speedup}
-    else:
-        data["comparison"] = None
-    return rebuilt(Row, {each.name: data.pop(each.name) for each in fields(Row)} | data)
+    schema = data.get("schema", 1)
+    if schema != SCHEMA:
+        raise OtherSchema(f"rows of version {schema}, and this is version {SCHEMA}")
+    return rebuilt(Row, {name: value for name, value in data.items() if name != "schema"})
+
+
+class OtherSchema(Exception):
+    """Rows whose fields are those of another version."""
 
 
 def rebuilt(kind: type[T], data: dict[str, Any]) -> T:
-    """A dataclass (or named tuple) from the tree that `dataclasses.asdict` made of it."""
+    """A dataclass or named tuple from the tree that `dataclasses.asdict` made of it.
+
+    Raises:
+        KeyError: a field that it does not have.
+    """
     hints = get_type_hints(kind)
     return kind(**{name: _value(hints[name], value) for name, value in data.items()})
 
@@ -54,13 +54,12 @@ def _value(hint: Any, value: Any) -> Any:
         return None if value is None else _value(options[0], value)
     if hint is float:
         return math.nan if value is None else float(value)
-    if get_origin(hint) is tuple:
-        return tuple(value)
-    if get_origin(hint) is list:
-        return [_value(options[0], each) for each in value]
-    if hint is Shape:
-        return Shape(**value) if isinstance(value, dict) else Shape(*value)
-    return rebuilt(hint, value) if isinstance(hint, type) and is_dataclass(hint) else value
+    if get_origin(hint) in (tuple, list):
+        return get_origin(hint)(_value(options[0], each) for each in value)
+    names = getattr(hint, "_fields", None)
+    if names is not None and not isinstance(value, dict):
+        value = dict(zip(names, value, strict=True))
+    return rebuilt(hint, value) if names or is_dataclass(hint) else value
 
 
 def write_jsonl(rows: Iterable[Row], file: TextIO) -> None:
@@ -89,6 +88,8 @@ def _cells(row: dict[str, Any]) -> Iterator[str]:
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(part) for key, part in value.items()}
+    if hasattr(value, "_asdict"):
+        return _plain(value._asdict())
     if isinstance(value, list | tuple):
         return [_plain(part) for part in value]
     if isinstance(value, float) and not math.isfinite(value):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal, NamedTuple
 
-from capture.call import Shape
+from capture.shape import Shape
+from replay.rows.meaning import Column, Meaning, digits, floored, nonzero
 
 HERE = "this"
 """The Python environment that replays."""
@@ -25,30 +26,52 @@ Status = Literal[
     "not-timed",
 ]
 
-
 AccuracyClass = Literal["exact", "quantised", "sparse"]
 """By which rule an output is judged."""
 
+SpeedVerdict = Literal["faster", "slower", "tie"]
 
 UNKNOWN_SHAPE = Shape(0, 0, 0, 0, 0, 0, 0)
 """Of a call that could not be read."""
+
+
+class KernelId(NamedTuple):
+    """A kernel in a Python environment: what one line of a table is about."""
+
+    name: str
+    environment: str = HERE
+
+    def __str__(self) -> str:
+        """The name, followed by `@` and the environment if that is not the one that replays."""
+        return self.name if self.environment == HERE else f"{self.name}@{self.environment}"
+
+
+class Mask(NamedTuple):
+    """An attn_mask, described."""
+
+    kind: Annotated[Literal["bool", "float"], "bool (True = attend) or float (added to the scores)"]
+    sizes: Annotated[tuple[int, ...], "its shape"]
+
+    def __str__(self) -> str:
+        """`bool 1×1×64×64`."""
+        return f"{self.kind} {'×'.join(map(str, self.sizes))}"
 
 
 @dataclass(frozen=True)
 class CallFacts:
     """What a row says about its call."""
 
-    name: str
-    model: str = ""
-    weights: str = ""
-    module: str = ""
-    phase: str = ""
-    step: int = 0
-    call_index: int = 0
-    shape: Shape = UNKNOWN_SHAPE
-    dtype: str = ""
-    is_causal: bool = False
-    mask: str = ""
+    name: Annotated[str, "the recorded call's file, or the random shape's number"]
+    model: Annotated[str, "the model or suite it comes from"] = ""
+    weights: Annotated[str, "which weights produced the values"] = ""
+    module: Annotated[str, "path of the module that made the call"] = ""
+    phase: Annotated[str, "denoise, prefill, decode, encode, or synthetic"] = ""
+    step: Annotated[int, "forwards of the model before this one"] = 0
+    call_index: Annotated[int, "position among all attention calls of the run"] = 0
+    shape: Annotated[Shape, "{}"] = UNKNOWN_SHAPE
+    dtype: Annotated[str, "of query, key and value"] = ""
+    is_causal: Annotated[bool, "whether PyTorch's top-left causal mask applied"] = False
+    mask: Annotated[Mask | None, "attn_mask: {}; empty without one"] = None
 
 
 @dataclass(frozen=True)
@@ -60,97 +83,118 @@ class Errors:
     the three row cosines NaN.
     """
 
-    cosine: float
-    """Cosine similarity of the flattened tensors."""
-    relative_l1: float
-    """Σ|output - reference| / Σ|reference|."""
-    rmse: float
-    max_abs: float
-    mae: float
-    mse: float
-    nan_count: int
-    inf_count: int
-    mismatched_nonfinite: int
-    """Elements that are NaN or infinite in one and not the same in the other."""
-    row_cosine_p1: float
-    row_cosine_p10: float
-    row_cosine_min: float
-    worst_row: tuple[int, int, int]
-    """(batch, head, query) of the row with the lowest cosine."""
-    worst_head: tuple[int, int]
-    """(batch, head) with the largest relative L1."""
-    worst_head_cosine: float
-    worst_head_relative_l1: float
+    cosine: Annotated[float, "cosine similarity of the flattened outputs"]
+    relative_l1: Annotated[float, "Σ|output - reference| / Σ|reference|"]
+    rmse: Annotated[float, "root of the mean squared error"]
+    max_abs: Annotated[float, "largest absolute error"]
+    mae: Annotated[float, "mean absolute error"]
+    mse: Annotated[float, "mean squared error"]
+    nan_count: Annotated[int, "NaN elements in the output"]
+    inf_count: Annotated[int, "infinite elements in the output"]
+    mismatched_nonfinite: Annotated[int, "NaN or infinite in one of the two and not in the other"]
+    row_cosine_p1: Annotated[
+        float, "1st percentile of the cosines of single rows (one query of one head)"
+    ]
+    row_cosine_p10: Annotated[float, "10th percentile of the same"]
+    row_cosine_min: Annotated[float, "the worst row's cosine"]
+    worst_row: Annotated[tuple[int, int, int], "batch, head and query of that row"]
+    worst_head: Annotated[tuple[int, int], "batch and head with the largest relative L1"]
+    worst_head_cosine: Annotated[float, "that head's cosine"]
+    worst_head_relative_l1: Annotated[float, "that head's relative L1"]
 
 
 @dataclass(frozen=True)
 class Summary:
     """Range, mean and population standard deviation of one tensor; a NaN element makes all NaN."""
 
-    min: float
-    max: float
-    mean: float
-    std: float
+    min: Annotated[float, "minimum"]
+    max: Annotated[float, "maximum"]
+    mean: Annotated[float, "mean"]
+    std: Annotated[float, "standard deviation"]
+
+
+_ERROR_COLUMNS = (
+    Column("accuracy", "accuracy", "cosine", floored(6), "lowest", "cosine"),
+    Column("accuracy", "accuracy", "rel L1", digits(".1e"), "highest", "relative_l1"),
+    Column("accuracy", "accuracy", "RMSE", digits(".1e"), "highest", "rmse"),
+    Column("accuracy", "accuracy", "max abs", digits(".1e"), "highest", "max_abs"),
+    Column("accuracy", "accuracy", "row min", floored(4), "lowest", "row_cosine_min"),
+    Column("accuracy", "accuracy", "NaN", nonzero, "highest", "nan_count"),
+)
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Errors against each reference."""
+    """Errors against each output there is to compare with."""
 
-    gold: Errors
-    captured: Errors | None = None
-    reference: Errors | None = None
-    noise_floor: Errors | None = None
-    chosen: Errors | None = None
-    """Of a sparse kernel, against attention to the keys that it chose."""
+    reference: Annotated[
+        Errors,
+        Meaning(
+            "{}; against the high-precision reference, of all keys also for sparse kernels",
+            columns=_ERROR_COLUMNS,
+        ),
+    ]
+    captured: Annotated[Errors | None, "{}; against the output the model recorded"] = None
+    kernel: Annotated[
+        Errors | None, "{}; against the output of the kernel named with --errors-against"
+    ] = None
+    noise_floor: Annotated[Errors | None, "{}; of the recorded output against the reference"] = None
+    chosen: Annotated[
+        Errors | None, "{}; of a sparse kernel against the reference for the keys it chose"
+    ] = None
 
-
-SpeedVerdict = Literal["faster", "slower", "tie"]
+    def against(self, which: str) -> Errors | None:
+        """The errors against `reference`, `captured`, or else the kernel of that name."""
+        if which == "reference":
+            return self.reference
+        return self.captured if which == "captured" else self.kernel
 
 
 @dataclass(frozen=True)
 class TimeSummary:
-    """Times of one kernel on one call, in milliseconds; `iqr` is p75 - p25."""
+    """Times of one kernel on one call, in milliseconds."""
 
-    p10: float
-    p50: float
-    p90: float
-    iqr: float
-    n: int
+    p10: Annotated[float, "10th percentile of"]
+    p50: Annotated[float, "median of"]
+    p90: Annotated[float, "90th percentile of"]
+    iqr: Annotated[float, "interquartile range (p75 - p25) of"]
+    n: Annotated[int, Meaning("number of samples of", "samples")]
     samples: tuple[float, ...]
+    """By round; in JSON alone."""
 
 
 @dataclass(frozen=True)
 class Speedup:
     """How many times faster the candidate is than the baseline, with a 95 % interval.
 
-    `ratio` is the median over rounds of baseline time / candidate time: above 1 the candidate is
-    faster. The verdict is "tie" when the interval from `low` to `high` includes 1.
+    The verdict is "tie" when the interval from `low` to `high` includes 1.
     """
 
-    ratio: float
-    low: float
-    high: float
-    verdict: SpeedVerdict
+    ratio: Annotated[
+        float, Meaning("median over rounds of baseline time / this kernel's time", "×")
+    ]
+    low: Annotated[float, Meaning("lower end of its 95 % bootstrap interval", "×")]
+    high: Annotated[float, Meaning("upper end", "×")]
+    verdict: Annotated[SpeedVerdict, "faster, slower, or tie when the interval includes 1"]
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """A speed-up and what it is against."""
+class SpeedupOver(Speedup):
+    """A speed-up and the kernel it is over."""
 
-    vs: str
-    speedup: Speedup
+    vs: Annotated[str, "the baseline kernel"]
 
 
 @dataclass(frozen=True)
 class GpuState:
     """One reading; a figure that the GPU does not give is None."""
 
-    sm_clock_mhz: int | None
-    power_w: float | None
-    temperature_c: int | None
-    throttle_reasons: tuple[str, ...] | None
-    """Why the clock is lower than it could be; empty when it is not."""
+    sm_clock_mhz: Annotated[int | None, Meaning("SM clock", "MHz")]
+    power_w: Annotated[float | None, Meaning("power draw", "W")]
+    temperature_c: Annotated[int | None, Meaning("temperature", "°C")]
+    throttle_reasons: Annotated[
+        tuple[str, ...] | None, "why the clock was held down, nothing if it was not,"
+    ]
 
 
 @dataclass(frozen=True)
@@ -168,47 +212,157 @@ class Program:
     """Per block."""
 
 
-@dataclass
-class Row:
-    """One kernel on one call."""
+@dataclass(frozen=True)
+class Machine:
+    """What a row was measured on; empty where it does not apply."""
 
-    kernel: str
-    call: CallFacts
-    status: Status
-    reason: str = ""
-    environment: str = HERE
-    flags: list[str] = field(default_factory=list)
-    changed_inputs: list[str] = field(default_factory=list)
-    """Of query, key, value and attn_mask, what the kernel changes in place."""
-    log: str = ""
-    time_ms: TimeSummary | None = None
-    core_time_ms: TimeSummary | None = None
-    first_call_ms: float | None = None
-    host_ms: float | None = None
-    layer_host_ms: TimeSummary | None = None
-    tflops: float | None = None
-    gb_per_s: float | None = None
-    flop_per_byte: float | None = None
-    comparison: Comparison | None = None
-    kept: float | None = None
-    """Share of the (query, key) pairs that a sparse kernel attended to."""
-    accuracy: Accuracy | None = None
-    output_summary: Summary | None = None
-    reference_summary: Summary | None = None
-    peak_bytes: int | None = None
-    programs: list[Program] = field(default_factory=list)
-    gpu_before: GpuState | None = None
-    gpu_during: GpuState | None = None
-    cache: str = ""
-    """`cold` or `warm`, as the samples were taken."""
-    calls_before: int | None = None
-    """Untimed calls of the kernel before each sample."""
-    machine: dict[str, str] = field(default_factory=dict)
+    device: Annotated[str, "name of the GPU or processor"] = ""
+    python: Annotated[str, "Python's version"] = ""
+    torch: Annotated[str, "PyTorch's version"] = ""
+    cuda: Annotated[str, "CUDA's version"] = ""
+    cudnn: Annotated[str, "cuDNN's version"] = ""
+    triton: Annotated[str, "Triton's version"] = ""
+    threads: Annotated[str, "torch's threads (CPU only)"] = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel on one call. `kernel` is empty where the call itself could not be replayed."""
+
+    kernel: Annotated[str, "the kernel's name"]
+    call: Annotated[CallFacts, "{}"]
+    status: Annotated[
+        Status,
+        Meaning(
+            "ok, inaccurate, unsupported, unavailable, error, crash, timeout, out-of-memory, or "
+            "not-timed (correct, but a time would mean nothing)",
+            columns=(Column("accuracy", "accuracy", "verdict", over_calls="counts"),),
+        ),
+    ]
+    reason: Annotated[str, "why the status is what it is"] = ""
+    environment: Annotated[
+        str, "the Python environment it ran in; `this` is the one that replays"
+    ] = HERE
+    process: Annotated[
+        str,
+        "empty for the worker that kernels of an environment share, else the kernel whose own "
+        "worker it was; rows of one call, environment and process are paired round by round",
+    ] = ""
+    flags: Annotated[
+        tuple[str, ...], "what else was noticed, e.g. that the kernel is not deterministic"
+    ] = ()
+    changed_inputs: Annotated[
+        tuple[str, ...],
+        "which of its inputs (query, key, value, attn_mask) the kernel changes in place",
+    ] = ()
+    log: Annotated[str, "the end of what a worker that died had printed"] = ""
+    time_ms: Annotated[
+        TimeSummary | None,
+        Meaning(
+            "{} the drop-in time: SDPA's tensors in, output out",
+            "ms",
+            (
+                Column("speed", "time", "time ms", digits(".4g"), of="p50"),
+                Column("speed", "time", "p10-p90", digits(".3g"), "range", "p10"),
+            ),
+        ),
+    ] = None
+    core_time_ms: Annotated[
+        TimeSummary | None,
+        Meaning(
+            "{} the core time: after layout change and quantisation",
+            "ms",
+            (Column("speed", "time", "core ms", digits(".4g"), of="p50"),),
+        ),
+    ] = None
+    speedup: Annotated[
+        SpeedupOver | None,
+        Meaning(
+            "{}", columns=(Column("speed", "time", "speed-up", over_calls="pooled", of="ratio"),)
+        ),
+    ] = None
+    tflops: Annotated[
+        float | None,
+        Meaning(
+            "2 · valid (query, key) pairs · (D + Dv) / median time; the pairs of the call, also "
+            "where a sparse kernel leaves some out",
+            "TFLOPS",
+            (Column("speed", "throughput", "TFLOPS", digits(".3g")),),
+        ),
+    ] = None
+    gb_per_s: Annotated[
+        float | None,
+        Meaning(
+            "query, key, value and mask read once, output written once, each at its stored element "
+            "size / median time",
+            "GB/s",
+            (Column("work", "bandwidth", "GB/s", digits(".4g")),),
+        ),
+    ] = None
+    flop_per_byte: Annotated[
+        float | None,
+        Meaning(
+            "arithmetic intensity: the two counts above divided",
+            "FLOP/B",
+            (Column("work", "arithmetic_intensity", "FLOP/B", digits(".4g")),),
+        ),
+    ] = None
+    peak_bytes: Annotated[
+        int | None,
+        Meaning(
+            "most memory the call took beyond its inputs (GPU only)",
+            "B",
+            (Column("work", "memory", "peak MB", digits(".1f", 1e-6)),),
+        ),
+    ] = None
+    first_call_ms: Annotated[
+        float | None,
+        Meaning(
+            "the first call, compilation included",
+            "ms",
+            (Column("work", "memory", "first ms", digits(".1f")),),
+        ),
+    ] = None
+    host_ms: Annotated[
+        float | None,
+        Meaning(
+            "median time the host needs to launch one call (GPU only)",
+            "ms",
+            (Column("work", "memory", "host ms", digits(".3f")),),
+        ),
+    ] = None
+    layer_host_ms: Annotated[
+        TimeSummary | None,
+        Meaning(
+            "{} what the host needs to launch one call and the rest of a layer (GPU only)", "ms"
+        ),
+    ] = None
+    accuracy: Annotated[Accuracy | None, "{}"] = None
+    kept: Annotated[
+        float | None,
+        Meaning(
+            "share of the (query, key) pairs that a sparse kernel kept; empty for others",
+            columns=(Column("accuracy", "accuracy", "kept", digits(".3g")),),
+        ),
+    ] = None
+    output_summary: Annotated[Summary | None, "{} of the output (--compare-stats)"] = None
+    reference_summary: Annotated[
+        Summary | None, "{} of what --errors-against names (--compare-stats)"
+    ] = None
+    programs: Annotated[
+        tuple[Program, ...],
+        "Triton programs launched: name, registers and spills per thread, shared bytes and warps "
+        "per block (--resources)",
+    ] = ()
+    gpu_before: Annotated[GpuState | None, "{} before the timed rounds"] = None
+    gpu_during: Annotated[GpuState | None, "{} during the timed rounds"] = None
+    cache: Annotated[str, "cold or warm L2, as the samples were taken"] = ""
+    calls_before: Annotated[int | None, "untimed calls of the kernel before each sample"] = None
+    machine: Annotated[Machine, "{}"] = field(default_factory=Machine)
 
     @property
-    def label(self) -> str:
-        """The kernel, and its environment where that is not the one that replays."""
-        return self.kernel if self.environment == HERE else f"{self.kernel}@{self.environment}"
+    def id(self) -> KernelId:
+        return KernelId(self.kernel, self.environment)
 
     @property
     def overwrites(self) -> list[str]:
@@ -223,3 +377,11 @@ class Row:
     @property
     def is_correct(self) -> bool:
         return self.status in ("ok", "not-timed")
+
+    def shares_rounds(self, other: Row) -> bool:
+        """Whether sample i of both is from the same round."""
+        return (self.call.name, self.environment, self.process) == (
+            other.call.name,
+            other.environment,
+            other.process,
+        )

@@ -10,24 +10,25 @@ from pathlib import Path
 
 import torch
 
+from replay.rows.row import Machine
 
-def describe(device: torch.device) -> dict[str, str]:
+
+def describe(device: torch.device) -> Machine:
     """Device and versions."""
-    facts = {
-        "device": device_name(device),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-    if device.type == "cuda":
-        facts["cuda"] = str(torch.version.cuda)
-        facts["cudnn"] = str(torch.backends.cudnn.version())
-    else:
-        facts["threads"] = str(torch.get_num_threads())
     try:
-        facts["triton"] = importlib.metadata.version("triton")
+        triton = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
-        facts["triton"] = "not installed"
-    return facts
+        triton = "not installed"
+    on_gpu = device.type == "cuda"
+    return Machine(
+        device=device_name(device),
+        python=platform.python_version(),
+        torch=torch.__version__,
+        cuda=str(torch.version.cuda) if on_gpu else "",
+        cudnn=str(torch.backends.cudnn.version()) if on_gpu else "",
+        triton=triton,
+        threads="" if on_gpu else str(torch.get_num_threads()),
+    )
 
 
 def device_name(device: torch.device) -> str:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from replay.rows.row import GpuState
+from replay.timing.defaults import ROUNDS, SECONDS
 from replay.timing.timer import Cache, Candidate, Function, Timer, timer_for
+
+K = TypeVar("K", bound=Hashable)
+"""What candidates are known by."""
 
 Progress = Callable[[str, int, int], None]
 """Called with the stage ("warm-up" or "round"), how many are done and how many there are."""
@@ -46,18 +51,18 @@ class Samples:
 
 
 def measure(
-    candidates: Mapping[str, Function],
+    candidates: Mapping[K, Function],
     device: torch.device | str,
     *,
     cache: Cache = "cold",
-    rounds: int = 30,
+    rounds: int = ROUNDS,
     calls_before: int = 0,
     seed: int = 0,
-    max_seconds: float = 20.0,
+    max_seconds: float = SECONDS,
     on_progress: Progress | None = None,
-    on_sample: Callable[[str], None] | None = None,
+    on_sample: Callable[[K], None] | None = None,
     synchronous: bool = False,
-) -> dict[str, Samples]:
+) -> dict[K, Samples]:
     """Time every candidate on `device`, once in each of `rounds` rounds.
 
     The order within a round is shuffled from `seed`. A candidate whose warm-up says that its
@@ -75,19 +80,17 @@ def measure(
     if rounds < 1:
         raise ValueError(f"{rounds} rounds measure nothing: ask for at least one")
     timer = timer_for(device, cache, calls_before)
-    entered = {name: Candidate(function, name) for name, function in candidates.items()}
+    entered = {key: Candidate(function) for key, function in candidates.items()}
     report = on_progress or (lambda stage, done, total: None)
-    announce = on_sample or (lambda name: None)
-    for done, candidate in enumerate(entered.values(), start=1):
-        announce(candidate.name)
+    announce = on_sample or (lambda key: None)
+    for done, (key, candidate) in enumerate(entered.items(), start=1):
+        announce(key)
         warm_up(candidate, timer, rounds, max_seconds)
         report("warm-up", done, len(entered))
     gpu_before = timer.state()
-    gpu_during = run_rounds(
-        list(entered.values()), timer, seed, report, announce, synchronous=synchronous
-    )
+    gpu_during = run_rounds(entered, timer, seed, report, announce, synchronous=synchronous)
     return {
-        name: Samples(
+        key: Samples(
             ms=tuple(candidate.ms),
             host_ms=statistics.median(candidate.host_ms) if candidate.host_ms else None,
             layer_host_ms=tuple(candidate.layer_host_ms),
@@ -96,7 +99,7 @@ def measure(
             gpu_before=gpu_before,
             gpu_during=gpu_during,
         )
-        for name, candidate in entered.items()
+        for key, candidate in entered.items()
     }
 
 
@@ -117,11 +120,11 @@ def warm_up(candidate: Candidate, timer: Timer, rounds: int, max_seconds: float)
 
 
 def run_rounds(
-    candidates: list[Candidate],
+    candidates: Mapping[K, Candidate],
     timer: Timer,
     seed: int,
     report: Progress,
-    announce: Callable[[str], None] = lambda name: None,
+    announce: Callable[[K], None] = lambda key: None,
     *,
     synchronous: bool = False,
 ) -> GpuState | None:
@@ -131,12 +134,16 @@ def run_rounds(
     """
     gpu_during = None
     shuffle = random.Random(seed).shuffle
-    total = max((candidate.rounds for candidate in candidates), default=0)
+    total = max((candidate.rounds for candidate in candidates.values()), default=0)
     for done in range(total):
-        order = [each for each in candidates if each.error is None and done < each.rounds]
+        order = [
+            (key, each)
+            for key, each in candidates.items()
+            if each.error is None and done < each.rounds
+        ]
         shuffle(order)
-        for candidate in order:
-            announce(candidate.name)
+        for key, candidate in order:
+            announce(key)
             try:
                 timer.sample(candidate)
                 if synchronous:

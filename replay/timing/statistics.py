@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from replay.rows.row import Speedup, SpeedVerdict, TimeSummary
 
@@ -64,8 +65,8 @@ def paired_speedup(baseline: Sequence[float], candidate: Sequence[float], seed: 
     pairs = list(zip(baseline, candidate, strict=False))
     if len(pairs) < MINIMUM_PAIRS:
         raise ValueError(f"{len(pairs)} paired rounds; a comparison needs {MINIMUM_PAIRS}")
-    ratios = sorted(before / after for before, after in pairs)
-    medians = _resampled_medians(ratios, seed)
+    ratios = [before / after for before, after in pairs]
+    medians = resampled_medians(ratios, seed, RESAMPLES).tolist()
     low, high = percentile(medians, 2.5), percentile(medians, 97.5)
     return Speedup(percentile(ratios, 50), low, high, speed_verdict(low, high))
 
@@ -75,11 +76,12 @@ def speed_verdict(low: float, high: float) -> SpeedVerdict:
     return "faster" if low > 1 else "slower" if high < 1 else "tie"
 
 
-def _resampled_medians(ordered: list[float], seed: int) -> list[float]:
-    # Positions are drawn and sorted, not values: integers sort ten times faster.
-    n = len(ordered)
+def resampled_medians(samples: Sequence[float], seed: int, resamples: int) -> Tensor:
+    """Medians (resamples,) of samples drawn with replacement; a seed always draws the same."""
+    ordered = torch.tensor(sorted(samples), dtype=torch.float64)
+    count = len(ordered)
     generator = torch.Generator().manual_seed(seed)
-    positions = torch.randint(n, (RESAMPLES, n), generator=generator, dtype=torch.int32)
-    positions = positions.sort(dim=1).values
-    below, above = positions[:, (n - 1) // 2].tolist(), positions[:, n // 2].tolist()
-    return [(ordered[i] + ordered[j]) / 2 for i, j in zip(below, above, strict=True)]
+    # Positions are sorted, not values: integers sort ten times faster.
+    drawn = torch.randint(count, (resamples, count), generator=generator, dtype=torch.int32)
+    drawn = drawn.sort(dim=1).values.long()
+    return (ordered[drawn[:, (count - 1) // 2]] + ordered[drawn[:, count // 2]]) / 2

@@ -51,7 +51,6 @@ class Candidate:
     """The running record of one function."""
 
     function: Function
-    name: str = ""
     rounds: int = 0
     warm_up_ms: list[float] = field(default_factory=list)
     ms: list[float] = field(default_factory=list)

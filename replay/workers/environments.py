@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from replay.bench.runner import STAGES, TIMING
-from replay.bench.settings import Settings
+from attention_replay import Error
+from replay.bench.runner import STAGES, TIMING, Loaded
+from replay.bench.settings import Settings, WorkerOptions
 from replay.kernels.registry import Kernel, catalogue
 from replay.rows.files import rebuilt
-from replay.rows.row import HERE, CallFacts, Row
+from replay.rows.row import HERE, CallFacts, Machine, Row, Status
 from replay.workers.process import CannotStart, Died, Process
 from replay.workloads.recorded import Workload
 
@@ -30,7 +31,7 @@ MAXIMUM_DEATHS = 3
 """A kernel that ended this many workers is not tried again."""
 
 
-class WorkerError(Exception):
+class WorkerError(Error):
     """An environment that cannot be used as given; the message names the remedy."""
 
 
@@ -49,16 +50,21 @@ class Found:
 class _Heard:
     """What a worker has said about a call so far."""
 
-    facts: CallFacts
+    loaded: Loaded
     rows: list[Row]
     timing: bool = False
 
 
 class Environment:
-    """One interpreter and its worker; further workers for kernels that want their own."""
+    """One interpreter and its worker; further workers for kernels that need their own.
 
-    def __init__(self, name: str, python: str, timeout: float) -> None:
+    Args:
+        process: the kernel that this worker alone is for, if it is.
+    """
+
+    def __init__(self, name: str, python: str, timeout: float, process: str = "") -> None:
         self.name = name
+        self._own_kernel = process
         self._process = Process(python, timeout)
         self._last: dict[str, Died] = {}
         self._deaths: dict[str, int] = {}
@@ -111,15 +117,14 @@ class Environment:
         for kernel in apart:
             if _is_unreadable(rows):
                 break
-            worker, alone = self._worker_of(kernel), _alone(kernel, settings)
-            found = worker._replay_together(workload, [kernel], alone, report)
+            found = self._worker_of(kernel)._replay_together(workload, [kernel], settings, report)
             present = {row.kernel for row in rows}
             rows += [row for row in found if row.kernel not in present]
         return _in_order(rows, kernels)
 
     def _wants_its_own(self, kernel: Kernel, settings: Settings) -> bool:
         """What is compared with is in every worker, and for what cannot run none is started."""
-        if not kernel.own_process or kernel.name in (settings.baseline, settings.reference):
+        if not kernel.own_process or kernel.name in (settings.baseline, settings.compared_kernel):
             return False
         if kernel.name not in self._can_run:
             found = self.probe([kernel], str(settings.device))
@@ -129,7 +134,7 @@ class Environment:
     def _worker_of(self, kernel: Kernel) -> Environment:
         if kernel.name not in self._apart:
             python, timeout = self._process.python, self._process.timeout
-            self._apart[kernel.name] = Environment(self.name, python, timeout)
+            self._apart[kernel.name] = Environment(self.name, python, timeout, kernel.name)
         return self._apart[kernel.name]
 
     def _replay_together(
@@ -142,27 +147,27 @@ class Environment:
         """Rows of kernels that share this worker."""
         given_up = {name for name, deaths in self._deaths.items() if deaths >= MAXIMUM_DEATHS}
         asked = [kernel.name for kernel in kernels]
-        rowed = (*asked, settings.baseline, settings.reference)
+        rowed = (*asked, settings.baseline, settings.compared_kernel)
         lost = {name: self._last[name] for name in rowed if name in given_up}
-        facts = CallFacts(workload.name)
+        loaded = Loaded(CallFacts(workload.name), Machine())
         synchronous = False
         while True:
             names = [name for name in asked if name not in lost]
-            altered = self._settings(settings, synchronous, {*lost, *given_up})
-            heard = _Heard(facts, [])
+            options = self._options(synchronous, {*lost, *given_up})
+            heard = _Heard(loaded, [])
             try:
-                self._replay_once(workload, names, altered, report, heard)
+                self._replay_once(workload, names, settings, options, report, heard)
             except CannotStart as error:
                 raise self._unusable(error) from error
             except Died as death:
-                facts = heard.facts
+                loaded = heard.loaded
                 if settings.device.type == "cuda" and heard.timing and not synchronous:
                     # Samples are only enqueued: the one that did it may be any before the last.
                     synchronous = True
                 elif death.kernel in (*lost, *STAGES, ""):
                     # Nobody to leave out: the call itself cannot be worked on.
                     reason = f"{workload.name}: {death.reason} while {death.kernel or 'starting'}"
-                    return self._signed([Row("", facts, death.status, reason, log=death.log)])
+                    return [self._row("", loaded, death.status, reason, death.log)]
                 else:
                     lost[death.kernel] = self._last[death.kernel] = death
                     self._deaths[death.kernel] = self._deaths.get(death.kernel, 0) + 1
@@ -170,58 +175,69 @@ class Environment:
                 continue
             rows = heard.rows
             if all(row.kernel for row in rows):
-                rows += [self._lost_row(name, heard.facts) for name in lost]
-            return self._signed(_in_order(rows, kernels))
+                rows += [self._lost_row(name, heard.loaded) for name in lost]
+            return _in_order(rows, kernels)
 
     def _replay_once(
         self,
         workload: Workload,
         names: list[str],
         settings: Settings,
+        options: WorkerOptions,
         report: Callable[[str], None],
         heard: _Heard,
     ) -> None:
-        request = {"workload": workload.source, "kernels": names, "settings": settings.to_json()}
+        request = {
+            "workload": workload.source,
+            "kernels": names,
+            "settings": settings.to_json(),
+            "options": options.to_json(),
+        }
         for message in self._process.ask(do="replay", **request):
             if "call" in message:
-                heard.facts = rebuilt(CallFacts, message["call"])
+                facts = rebuilt(CallFacts, message["call"])
+                heard.loaded = Loaded(facts, rebuilt(Machine, message["machine"]))
             elif "row" in message:
                 heard.rows.append(rebuilt(Row, message["row"]))
             elif "unreadable" in message:
-                heard.rows = [Row("", heard.facts, "error", message["unreadable"])]
+                heard.rows = [self._row("", heard.loaded, "error", message["unreadable"])]
             elif "failed" in message:
                 raise WorkerError(message["failed"]) from RuntimeError(message["traceback"])
             elif "at" in message:
                 heard.timing = heard.timing or message["at"] == TIMING
                 report(message["at"])
 
-    def _settings(self, settings: Settings, synchronous: bool, excluded: set[str]) -> Settings:
-        """What is different in a worker."""
-        save_output = settings.save_output
-        if save_output is not None and self.name != HERE:
-            save_output = save_output / self.name
-        return dataclasses.replace(
-            settings,
+    def _options(self, synchronous: bool, excluded: set[str]) -> WorkerOptions:
+        if self._own_kernel:  # no other kernel with a worker of its own runs here
+            others = {each.name for each in catalogue().values() if each.own_process}
+            excluded = excluded | (others - {self._own_kernel})
+        return WorkerOptions(
             in_worker=True,
+            environment=self.name,
+            process=self._own_kernel,
             synchronous=synchronous,
-            excluded=(*settings.excluded, *sorted(excluded)),
-            save_output=save_output,
+            excluded=tuple(sorted(excluded)),
         )
 
-    def _signed(self, rows: list[Row]) -> list[Row]:
-        """Rows with the environment, and with the machine also where the worker died."""
-        machine = next((row.machine for row in rows if row.machine), {})
-        for row in rows:
-            row.environment = self.name
-            row.machine = row.machine or machine
-        return rows
+    def _row(self, kernel: str, loaded: Loaded, status: Status, reason: str, log: str = "") -> Row:
+        """A row that no worker lived to write."""
+        return Row(
+            kernel,
+            loaded.facts,
+            status,
+            reason,
+            environment=self.name,
+            process=self._own_kernel,
+            log=log,
+            machine=loaded.machine,
+        )
 
-    def _lost_row(self, name: str, facts: CallFacts) -> Row:
+    def _lost_row(self, name: str, loaded: Loaded) -> Row:
         death = self._last[name]
         note = ""
         if self._deaths[name] >= MAXIMUM_DEATHS:
             note = f"; not tried again, it ended {MAXIMUM_DEATHS} workers"
-        return Row(name, facts, death.status, death.reason + note, log=death.log)
+        return self._row(name, loaded, death.status, death.reason + note, death.log)
 
     def _unusable(self, error: CannotStart | Died) -> WorkerError:
         return WorkerError(
@@ -239,12 +255,6 @@ def _in_order(rows: list[Row], kernels: Sequence[Kernel]) -> list[Row]:
 def _is_unreadable(rows: list[Row]) -> bool:
     """Whether the call's file cannot be read, by no worker then."""
     return any(not row.kernel and row.status == "error" for row in rows)
-
-
-def _alone(kernel: Kernel, settings: Settings) -> Settings:
-    """Settings of a kernel's own worker: no other such kernel runs there, not even to compare."""
-    others = {each.name for each in catalogue().values() if each.own_process} - {kernel.name}
-    return dataclasses.replace(settings, excluded=(*settings.excluded, *sorted(others)))
 
 
 def interpreters(options: Sequence[str], file: str | None) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from replay.bench.check import classify
+from replay.bench.failures import classify
 from replay.bench.runner import replay
 from replay.bench.settings import Settings
 from replay.kernels.registry import Kernel

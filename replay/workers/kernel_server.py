@@ -13,11 +13,10 @@ import torch
 
 from capture.dataset import FileEntry
 from capture.errors import DatasetError
-from replay.bench.check import classify
-from replay.bench.runner import replay
-from replay.bench.settings import Settings
+from replay.bench.failures import classify
+from replay.bench.runner import Loaded, replay
+from replay.bench.settings import Settings, WorkerOptions
 from replay.kernels.registry import find
-from replay.rows.row import CallFacts
 from replay.timing.machine import available_bytes
 from replay.workers.worker import Say
 from replay.workloads.random_calls import Spec, dtype, twin, workload
@@ -53,19 +52,20 @@ def _probe(request: dict[str, Any], say: Say) -> None:
 
 def _replay(request: dict[str, Any], say: Say) -> None:
     settings = Settings.from_json(request["settings"])
+    options = WorkerOptions.from_json(request["options"])
 
     def report(_: Workload, stage: str) -> None:
         say(at=stage)
 
-    def loaded(facts: CallFacts) -> None:
-        say(call=asdict(facts))
+    def tell(loaded: Loaded) -> None:
+        say(call=asdict(loaded.facts), machine=asdict(loaded.machine))
 
     try:
         if settings.device.type == "cpu":
             _limit_memory(settings.device)
         kernels = [find(name) for name in request["kernels"]]
         wanted = _workload(request["workload"])
-        for row in replay([wanted], kernels, settings, report, loaded):
+        for row in replay([wanted], kernels, settings, report, tell, options):
             say(row=asdict(row))
     except DatasetError as error:
         say(unreadable=str(error))

@@ -32,12 +32,12 @@ OUR_PACKAGES = """
 import sys
 from importlib.machinery import PathFinder
 
-root = sys.argv[1]
+root, ours = sys.argv[1], ("attention_replay", "capture", "replay")
 
 class OurPackages:
     @staticmethod
     def find_spec(name, path=None, target=None):
-        return PathFinder.find_spec(name, [root]) if name in ("capture", "replay") else None
+        return PathFinder.find_spec(name, [root]) if name in ours else None
 
 sys.meta_path.insert(0, OurPackages)
 if sys.path[0] == "":
@@ -45,7 +45,7 @@ if sys.path[0] == "":
 from replay.workers.worker import main
 main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
 """
-"""What the child executes: it finds our two packages and nothing else that lies beside them, since
+"""What the child executes: it finds our packages and nothing else that lies beside them, since
 another interpreter must not see what is installed for this one, nor the current directory."""
 
 

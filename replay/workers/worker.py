@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from replay.bench.check import ContextLost, classify
+from replay.bench.failures import ContextLost, classify
 
 Say = Callable[..., None]
 """`say(name=value, …)` sends one line to the parent."""

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
+from attention_replay import Error
 from capture.call import AttentionCall, Origin
 from capture.dataset import dtype_name
 from capture.strides import copy_with_strides, narrow_expanded
@@ -15,7 +16,7 @@ from replay.workloads.recorded import Workload
 NO_WEIGHTS = "none: random values, standard normal"
 
 
-class ShapeError(Exception):
+class ShapeError(Error):
     """Sizes that no attention call can have."""
 
 

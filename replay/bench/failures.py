@@ -1,0 +1,64 @@
+"""What a kernel's exception says: a status and a sentence for its row."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import torch
+
+from replay.rows.row import Status
+
+LONGEST_REASON = 500
+
+NEEDED = re.compile(r"[Tt]ried to allocate (?P<needed>[\d.]+ (?:bytes|[KMGT]iB))")
+FREE = re.compile(r"total capacity of (?P<all>[\d.]+ \w+) of which (?P<free>[\d.]+ \w+) is free")
+
+
+class Finding(NamedTuple):
+    """What has been found about a kernel on a call so far."""
+
+    status: Status
+    reason: str = ""
+
+
+class ContextLost(Exception):
+    """A kernel left this process unusable: its GPU refuses work, or its memory is gone."""
+
+    def __init__(self, reason: str, status: Status = "crash") -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+def classify(error: Exception) -> Finding:
+    """The status and one printable line of an exception."""
+    first = str(error).strip().partition("\n")[0]
+    # It is shown in a terminal: no escape codes, no surrogates, no megabytes.
+    text = "".join(letter if letter.isprintable() else " " for letter in first[:LONGEST_REASON])
+    text = text.strip() or type(error).__name__
+    out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    if out_of_memory or "not enough memory" in text or "can't allocate memory" in text:
+        return Finding("out-of-memory", _shortage(text))
+    return Finding("error", f"{type(error).__name__}: {text}")
+
+
+def _shortage(text: str) -> str:
+    """What was needed and what was free, from the long message of PyTorch's allocators."""
+    needed, free = NEEDED.search(text), FREE.search(text)
+    if needed is None:
+        return text
+    amount = _readable(needed["needed"])
+    return f"needed {amount}" + (f", {free['free']} of {free['all']} free" if free else "")
+
+
+def _readable(amount: str) -> str:
+    """`1.5 GiB` for `1610612736 bytes`."""
+    number, unit = amount.split()
+    if unit != "bytes":
+        return amount
+    size = float(number)
+    for name in ("bytes", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or name == "TiB":
+            break
+        size /= 1024
+    return f"{size:.4g} {name}"

@@ -1,0 +1,149 @@
+"""The stages of a row: a kernel is checked on a call, timed, judged again, and becomes a row.
+
+Each stage holds the one before it, and none is changed once it is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from capture.call import AttentionCall
+from replay.accuracy.judge import Expected
+from replay.bench.failures import Finding
+from replay.bench.inputs import drop_in
+from replay.bench.settings import Settings, WorkerOptions
+from replay.kernels.library import is_interpreted
+from replay.kernels.registry import Kernel
+from replay.rows.row import Accuracy, CallFacts, Machine, Program, Row, SpeedupOver, Summary
+from replay.timing import flops
+from replay.timing.rounds import Samples
+from replay.timing.statistics import MINIMUM_PAIRS, paired_speedup, summarize
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What a kernel's first calls showed."""
+
+    kernel: Kernel
+    call: AttentionCall
+    """What it runs on: its own copy once it was seen to change its inputs."""
+    finding: Finding
+    expected: Expected | None = None
+    """What its output must be; None where there was no output to judge."""
+    accuracy: Accuracy | None = None
+    flags: tuple[str, ...] = ()
+    changed_inputs: tuple[str, ...] = ()
+    first_call_ms: float | None = None
+    output_summary: Summary | None = None
+    reference_summary: Summary | None = None
+    peak_bytes: int | None = None
+    programs: tuple[Program, ...] = ()
+
+    @property
+    def ran(self) -> bool:
+        """Whether it returned something that could be judged."""
+        return self.finding.status in ("ok", "inaccurate")
+
+    @property
+    def is_interpreted(self) -> bool:
+        """Whether Triton's interpreter runs it; then no time of any kind means anything."""
+        return self.kernel.library == "triton" and is_interpreted()
+
+    @property
+    def run(self) -> Callable[[], Tensor]:
+        """What a model would execute."""
+        return drop_in(self.kernel.attention, self.call)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Its times. A kernel that is wrong is timed, never compared."""
+
+    checked: Checked
+    samples: Samples | None = None
+    """None where it could not be timed."""
+    core: Callable[[], Tensor] | None = None
+    core_samples: Samples | None = None
+    core_fault: str = ""
+    """Why it has no core that could be timed."""
+
+
+@dataclass(frozen=True)
+class Confirmed:
+    """What it returned after it was timed."""
+
+    timed: Timed
+    finding: Finding
+    accuracy: Accuracy | None
+    core_fault: str
+    """Why the core's time means nothing; empty where it does, and where there is no core."""
+
+    @property
+    def ms(self) -> tuple[float, ...]:
+        """Milliseconds by round, if they may be compared with those of others."""
+        samples = self.timed.samples
+        return samples.ms if samples is not None and self.finding.status == "ok" else ()
+
+
+def make_row(
+    confirmed: Confirmed,
+    baseline: Confirmed | None,
+    facts: CallFacts,
+    settings: Settings,
+    options: WorkerOptions,
+    machine: Machine,
+) -> Row:
+    """The row of a kernel that went through all stages, beside the baseline of the same rounds."""
+    timed = confirmed.timed
+    checked, call = timed.checked, timed.checked.call
+    is_timed = confirmed.finding.status in ("ok", "inaccurate")
+    samples = timed.samples if is_timed else None
+    core = timed.core_samples if is_timed and not confirmed.core_fault else None
+    time_ms = None if samples is None else summarize(samples.ms)
+    no_core = (f"no core time: {confirmed.core_fault}",) if confirmed.core_fault else ()
+    return Row(
+        kernel=checked.kernel.name,
+        call=facts,
+        status=confirmed.finding.status,
+        reason=confirmed.finding.reason,
+        environment=options.environment,
+        process=options.process,
+        flags=checked.flags + no_core,
+        changed_inputs=checked.changed_inputs,
+        time_ms=time_ms,
+        core_time_ms=None if core is None else summarize(core.ms),
+        speedup=_speedup(confirmed, baseline, settings.seed),
+        tflops=None if time_ms is None else flops.tflops(call, time_ms.p50),
+        gb_per_s=None if time_ms is None else flops.gb_per_s(call, time_ms.p50),
+        flop_per_byte=flops.arithmetic_intensity(call),
+        peak_bytes=checked.peak_bytes,
+        first_call_ms=None if checked.is_interpreted else checked.first_call_ms,
+        host_ms=None if samples is None else samples.host_ms,
+        layer_host_ms=(
+            summarize(samples.layer_host_ms)
+            if samples is not None and samples.layer_host_ms
+            else None
+        ),
+        accuracy=confirmed.accuracy,
+        kept=None if checked.expected is None else checked.expected.kept,
+        output_summary=checked.output_summary,
+        reference_summary=checked.reference_summary,
+        programs=checked.programs,
+        gpu_before=None if timed.samples is None else timed.samples.gpu_before,
+        gpu_during=None if timed.samples is None else timed.samples.gpu_during,
+        cache="" if samples is None else settings.cache,
+        calls_before=None if samples is None else settings.calls_before,
+        machine=machine,
+    )
+
+
+def _speedup(confirmed: Confirmed, baseline: Confirmed | None, seed: int) -> SpeedupOver | None:
+    if baseline is None or confirmed is baseline:
+        return None
+    if min(len(baseline.ms), len(confirmed.ms)) < MINIMUM_PAIRS:
+        return None
+    found = paired_speedup(baseline.ms, confirmed.ms, seed)
+    return SpeedupOver(**vars(found), vs=baseline.timed.checked.kernel.name)

@@ -1,0 +1,67 @@
+"""The cells of the tables: what one kernel's rows of several calls say, in a few characters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from replay.report.groups import Group, pooled_speedup, statuses, typical_time, worst
+from replay.rows.fields import COLUMNS
+from replay.rows.row import KernelId, Row, Speedup
+from replay.timing.statistics import percentile
+
+MOST_DIGITS = 4
+"""Of a speed-up whose interval ends next to 1."""
+
+
+def cell(path: str, group: Group, kernel: KernelId, errors_against: str = "reference") -> str:
+    """The text of a cell; `-` where there is nothing to say.
+
+    Args:
+        path: the field that the column is of (`replay.rows.fields.COLUMNS`).
+        errors_against: `reference`, `captured` or a kernel's name, whichever errors are against.
+    """
+    column, rows = COLUMNS[path], group.rows[kernel]
+    if column.over_calls == "counts":
+        return statuses(rows)
+    if column.over_calls == "range":
+        time = typical_time(rows)
+        return f"{column.form(time.p10)}-{column.form(time.p90)}" if time else "-"
+    if column.over_calls == "pooled":
+        return _speedup(group, kernel)
+    if path.startswith("accuracy.reference.") and errors_against != "reference":
+        field = "captured" if errors_against == "captured" else "kernel"
+        path = path.replace("reference", field)
+    values = [value for row in rows if (value := _value(row, path)) is not None]
+    if not values:
+        return "-"
+    if column.over_calls == "median":
+        return column.form(percentile(values, 50))
+    sign = 1 if column.over_calls == "highest" else -1
+    found = worst(rows, lambda row: _value(row, path), lambda value: sign * value)
+    return "-" if found is None else column.form(found[0])
+
+
+def speedup_text(speedup: Speedup) -> str:
+    """`1.25× (1.21-1.30)`, with the digits that tell its interval from 1; `1.01× tie`."""
+    if speedup.verdict == "tie":
+        return f"{speedup.ratio:.2f}× tie"
+    digits = 2
+    while digits < MOST_DIGITS and 1 in (round(speedup.low, digits), round(speedup.high, digits)):
+        digits += 1
+    return f"{speedup.ratio:.{digits}f}× ({speedup.low:.{digits}f}-{speedup.high:.{digits}f})"
+
+
+def _speedup(group: Group, kernel: KernelId) -> str:
+    if kernel.name == group.baseline:
+        return "baseline"
+    if not all(row.is_correct for row in group.rows[kernel]):
+        return "-"
+    speedup = pooled_speedup(group, kernel)
+    return "-" if speedup is None else speedup_text(speedup)
+
+
+def _value(row: Row, path: str) -> Any:
+    value: Any = row
+    for part in path.split("."):
+        value = getattr(value, part, None)
+    return value
