@@ -22,6 +22,7 @@ from capture.call import AttentionCall, Origin
 from capture.dataset import FORMAT, MANIFEST, CaptureRecord, Dataset, FileEntry, PackedCall
 from capture.errors import DatasetError
 from capture.verify import verify
+from tests.factories import bits
 
 MakeCall = Callable[..., AttentionCall]
 
@@ -44,11 +45,6 @@ def write(directory: Path, *calls: AttentionCall) -> Dataset:
 @pytest.fixture
 def dataset(tmp_path: Path, make_call: MakeCall) -> Dataset:
     return write(tmp_path / "data", *(make_call(call_index=index) for index in range(3)))
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """To compare exactly: fp8 has no equality."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor).view(torch.uint8)
 
 
 def same(left: AttentionCall, right: AttentionCall) -> bool:

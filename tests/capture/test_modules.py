@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from capture.interceptor import intercept
 from capture.modules import ModuleTracker, Site, roots_of
+from tests.factories import tiny_llama
 
 
 def sites_of(roots: dict[str, nn.Module], run: Callable[[], Any]) -> list[Site]:
@@ -101,24 +102,9 @@ def test_each_root_counts_its_own_steps(make_layers: Callable[..., Any], states:
     ]
 
 
-def _llama(**config: Any) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    small = {
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 2,
-        "vocab_size": 64,
-        "intermediate_size": 32,
-    }
-    return LlamaForCausalLM(LlamaConfig(**{**small, **config})).eval()
-
-
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generation_is_prefill_then_decode(cache: str) -> None:
-    model = _llama()
+    model = tiny_llama()
     tokens = torch.arange(5)[None] + 2
     options: dict[str, Any] = {"cache_implementation": "static"} if cache == "static" else {}
 
@@ -138,7 +124,7 @@ def test_generation_is_prefill_then_decode(cache: str) -> None:
 
 
 def test_generation_without_a_cache_is_all_prefill() -> None:
-    model = _llama()
+    model = tiny_llama()
     tokens = torch.arange(5)[None] + 2
 
     def run() -> None:

@@ -22,6 +22,7 @@ from capture.errors import CaptureError
 from capture.interceptor import TORCH_SDPA
 from capture.recording import Recording
 from capture.verify import verify
+from tests.factories import tiny_llama
 
 MakeLayers = Callable[..., Any]
 
@@ -380,24 +381,8 @@ def test_a_model_that_made_no_call_is_told_what_to_look_for(
         pass
 
 
-def _llama(**options: Any) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_hidden_layers=2,
-        vocab_size=64,
-        intermediate_size=32,
-        **options,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
 def test_eager_attention_is_named(tmp_path: Path) -> None:
-    model = _llama(attn_implementation="eager")
+    model = tiny_llama(attn_implementation="eager")
     with (
         pytest.raises(CaptureError, match="it uses attn_implementation='eager'; load it with"),
         record(model, tmp_path),
@@ -406,7 +391,7 @@ def test_eager_attention_is_named(tmp_path: Path) -> None:
 
 
 def test_a_left_padded_batch_with_a_static_cache(tmp_path: Path) -> None:
-    model = _llama()
+    model = tiny_llama()
     tokens = torch.arange(12).view(2, 6) + 2
     padding = torch.ones(2, 6, dtype=torch.long)
     padding[1, :3] = 0
@@ -599,7 +584,7 @@ def test_the_backend_is_recorded(
 
 
 def test_the_weights_are_not_claimed_to_be_what_nobody_said(tmp_path: Path) -> None:
-    model = _llama()
+    model = tiny_llama()
     with record(model, tmp_path / "a"):
         model(torch.arange(5)[None])
     assert load(tmp_path / "a").captures[0].weights == "not stated"

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from capture.strides import Layout, copy_with_strides, pack, unpack
+from tests.factories import bits
 
 DTYPES = [
     torch.float32,
@@ -18,11 +19,6 @@ DTYPES = [
     torch.float8_e5m2,
     torch.bool,
 ]
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """To compare exactly: fp8 has no equality, and a NaN equals nothing."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor).view(torch.uint8)
 
 
 @st.composite

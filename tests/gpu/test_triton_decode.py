@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ from replay.accuracy.reference import attention, gold_dtype, same_dtype
 from replay.accuracy.sparse import kept_share, restricted
 from replay.accuracy.tolerance import judge, tolerance
 from replay.kernels.registry import find
+from tests.factories import sized_call
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -24,21 +26,7 @@ Sizes = tuple[int, int, int, int, int, int, int]
 SMALL: Sizes = (8, 64, 16, 1, 1024, 64, 64)
 LONG: Sizes = (4, 32, 8, 1, 32000, 256, 256)
 
-
-def call_of(sizes: Sizes, dtype: torch.dtype = torch.bfloat16, **fields: object) -> AttentionCall:
-    batch, q_heads, kv_heads, q_len, kv_len, head_dim, v_head_dim = sizes
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, device="cuda", dtype=dtype, generator=generator)
-
-    return AttentionCall(
-        normal(batch, q_heads, q_len, head_dim),
-        normal(batch, kv_heads, kv_len, head_dim),
-        normal(batch, kv_heads, kv_len, v_head_dim),
-        enable_gqa=q_heads != kv_heads,
-        **fields,  # type: ignore[arg-type]
-    )
+call_of = functools.partial(sized_call, dtype=torch.bfloat16, device="cuda")
 
 
 def assert_right(output: Tensor, call: AttentionCall) -> None:
@@ -85,7 +73,7 @@ def test_decode(sizes: Sizes) -> None:
 
 @pytest.mark.parametrize("sizes", [SMALL, (2, 8, 2, 3, 127, 72, 96)])
 def test_decode_in_float16(sizes: Sizes) -> None:
-    assert_kernel_right("triton-decode", call_of(sizes, torch.float16))
+    assert_kernel_right("triton-decode", call_of(sizes, dtype=torch.float16))
 
 
 @pytest.mark.parametrize("sizes", [(2, 8, 8, 1, 4096, 64, 64), (2, 8, 2, 9, 500, 128, 128)])

@@ -6,6 +6,7 @@ takes seconds: not every combination is here.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -19,27 +20,14 @@ from replay.accuracy.errors import compare
 from replay.accuracy.reference import attention, gold_dtype, same_dtype
 from replay.accuracy.tolerance import judge, tolerance
 from replay.kernels.registry import catalogue
+from tests.factories import sized_call
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 Sizes = tuple[int, int, int, int, int, int, int]
 """(B, Hq, Hkv, Sq, Sk, D, Dv)."""
 
-
-def call_of(sizes: Sizes, dtype: torch.dtype = torch.bfloat16, **fields: object) -> AttentionCall:
-    batch, q_heads, kv_heads, q_len, kv_len, head_dim, v_head_dim = sizes
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, device="cuda", dtype=dtype, generator=generator)
-
-    return AttentionCall(
-        normal(batch, q_heads, q_len, head_dim),
-        normal(batch, kv_heads, kv_len, head_dim),
-        normal(batch, kv_heads, kv_len, v_head_dim),
-        enable_gqa=q_heads != kv_heads,
-        **fields,  # type: ignore[arg-type]
-    )
+call_of = functools.partial(sized_call, dtype=torch.bfloat16, device="cuda")
 
 
 def verify(name: str, call: AttentionCall) -> None:
@@ -75,7 +63,7 @@ def verify(name: str, call: AttentionCall) -> None:
     ],
 )
 def test_prefill(sizes: Sizes, is_causal: bool, dtype: torch.dtype) -> None:
-    verify("triton-fa2", call_of(sizes, dtype, is_causal=is_causal))
+    verify("triton-fa2", call_of(sizes, dtype=dtype, is_causal=is_causal))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +76,7 @@ def test_head_dims(head_dim: int, is_causal: bool) -> None:
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_float32(head_dim: int) -> None:
     sizes = (1, 4, 2, 300, 200, head_dim, head_dim)
-    verify("triton-fa2", call_of(sizes, torch.float32, is_causal=True))
+    verify("triton-fa2", call_of(sizes, dtype=torch.float32, is_causal=True))
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from capture.call import AttentionCall
 from replay.accuracy.errors import compare
 from replay.accuracy.reference import attention, gold_dtype, same_dtype
 from replay.accuracy.tolerance import judge, tolerance
 from replay.kernels.registry import find
+from tests.factories import sized_call
 from tests.replay.kernels.triton.eager import attend
 
 DEVICE = torch.device("cuda")
@@ -49,20 +49,8 @@ FEW = ((2, 4, 2, 1000, 1000), (1, 3, 1, 70, 4250))
 def call_of(
     sizes: Sizes, head_dim: int, is_causal: bool, dtype: torch.dtype = torch.bfloat16
 ) -> AttentionCall:
-    batch, q_heads, kv_heads, q_len, kv_len = sizes
-    generator = torch.Generator(DEVICE).manual_seed(0)
-
-    def normal(heads: int, length: int) -> Tensor:
-        shape = (batch, heads, length, head_dim)
-        return torch.randn(shape, device=DEVICE, dtype=dtype, generator=generator)
-
-    return AttentionCall(
-        normal(q_heads, q_len),
-        normal(kv_heads, kv_len),
-        normal(kv_heads, kv_len),
-        is_causal=is_causal,
-        enable_gqa=q_heads != kv_heads,
-    )
+    all_sizes = (*sizes, head_dim, head_dim)
+    return sized_call(all_sizes, dtype=dtype, device=DEVICE, is_causal=is_causal)
 
 
 def poison(shape: torch.Size, dtype: torch.dtype) -> None:

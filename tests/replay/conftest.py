@@ -7,58 +7,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
-from capture.call import AttentionCall, Origin
+from capture.call import AttentionCall
 from capture.dataset import Dataset, PackedCall
 from replay.bench.settings import Settings
 from replay.kernels import registry
 from replay.kernels.registry import Kernel
 from replay.workloads.recorded import Workload
+from tests.factories import random_call, settings
 
 
 @pytest.fixture
 def make_call() -> Callable[..., AttentionCall]:
     """`make_call(q_heads=4, …)`: random values; keywords are sizes or fields of the call."""
+    return random_call
 
-    def make(
-        *,
-        batch: int = 1,
-        q_heads: int = 2,
-        kv_heads: int | None = None,
-        q_len: int = 9,
-        kv_len: int = 13,
-        head_dim: int = 32,
-        v_head_dim: int | None = None,
-        dtype: torch.dtype = torch.float32,
-        seed: int = 0,
-        with_output: bool = False,
-        origin: dict[str, Any] | None = None,
-        **fields: Any,
-    ) -> AttentionCall:
-        generator = torch.Generator().manual_seed(seed)
 
-        def normal(heads: int, length: int, dim: int) -> Tensor:
-            return torch.randn(batch, heads, length, dim, generator=generator).to(dtype)
-
-        kv_heads = kv_heads or q_heads
-        call = AttentionCall(
-            normal(q_heads, q_len, head_dim),
-            normal(kv_heads, kv_len, head_dim),
-            normal(kv_heads, kv_len, v_head_dim or head_dim),
-            enable_gqa=q_heads != kv_heads,
-            origin=Origin(model="model", **(origin or {})),
-            **fields,
-        )
-        if not with_output:
-            return call
-        with sdpa_kernel(SDPBackend.MATH):
-            return call.with_tensors({"output": scaled_dot_product_attention(**call.arguments())})
-
-    return make
+@pytest.fixture
+def quick() -> Settings:
+    """Three rounds on the CPU."""
+    return settings()
 
 
 @pytest.fixture
@@ -103,12 +71,6 @@ def kernels() -> Iterator[Callable[..., Kernel]]:
     finally:
         registry._kernels.clear()
         registry._kernels.update(before)
-
-
-@pytest.fixture
-def quick() -> Settings:
-    """Three rounds on the CPU."""
-    return Settings(torch.device("cpu"), "warm", rounds=3, max_seconds=0.01)
 
 
 @pytest.fixture

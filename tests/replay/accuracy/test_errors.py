@@ -9,15 +9,10 @@ from dataclasses import asdict
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from replay.accuracy import errors
 from replay.accuracy.errors import compare, summary
-
-
-def rows(*values: list[float]) -> Tensor:
-    """One batch, one head: (1, 1, S, Dv)."""
-    return torch.tensor(values, dtype=torch.float64)[None, None]
+from tests.factories import one_head
 
 
 def flat(errors: errors.Errors) -> dict[str, float]:
@@ -29,7 +24,7 @@ def flat(errors: errors.Errors) -> dict[str, float]:
 
 
 def test_figures_by_hand() -> None:
-    errors = compare(rows([3.0, 4.0], [0.0, 1.0]), rows([3.0, 5.0], [1.0, 0.0]))
+    errors = compare(one_head([3.0, 4.0], [0.0, 1.0]), one_head([3.0, 5.0], [1.0, 0.0]))
     assert errors.cosine == pytest.approx(29 / math.sqrt(26 * 35))
     assert errors.relative_l1 == pytest.approx(3 / 9)
     assert errors.mse == pytest.approx(3 / 4)
@@ -54,10 +49,10 @@ def test_equal_outputs_have_no_error() -> None:
 
 
 def test_zero_rows() -> None:
-    assert compare(rows([0.0, 0.0]), rows([0.0, 0.0])).row_cosine_min == 1.0
-    assert compare(rows([0.0, 0.0]), rows([0.0, 0.0])).relative_l1 == 0.0
-    assert compare(rows([0.0, 0.0]), rows([0.0, 1.0])).cosine == 0.0
-    only_output = compare(rows([0.0, 1.0]), rows([0.0, 0.0]))
+    assert compare(one_head([0.0, 0.0]), one_head([0.0, 0.0])).row_cosine_min == 1.0
+    assert compare(one_head([0.0, 0.0]), one_head([0.0, 0.0])).relative_l1 == 0.0
+    assert compare(one_head([0.0, 0.0]), one_head([0.0, 1.0])).cosine == 0.0
+    only_output = compare(one_head([0.0, 1.0]), one_head([0.0, 0.0]))
     assert (only_output.cosine, only_output.relative_l1) == (0.0, math.inf)
 
 
@@ -128,14 +123,14 @@ def test_a_non_finite_element_is_counted_and_located(bad: float) -> None:
 
 
 def test_nan_that_the_reference_has_too_is_agreement() -> None:
-    reference = rows([math.nan, 1.0], [math.inf, 2.0], [3.0, 4.0])
+    reference = one_head([math.nan, 1.0], [math.inf, 2.0], [3.0, 4.0])
     errors = compare(reference.clone(), reference)
     assert (errors.nan_count, errors.inf_count, errors.mismatched_nonfinite) == (1, 1, 0)
     assert (errors.relative_l1, errors.max_abs, errors.row_cosine_min) == (0.0, 0.0, 1.0)
 
 
 def test_nan_that_only_the_reference_has_is_a_mismatch() -> None:
-    errors = compare(rows([0.0, 1.0]), rows([math.nan, 1.0]))
+    errors = compare(one_head([0.0, 1.0]), one_head([math.nan, 1.0]))
     assert (errors.nan_count, errors.mismatched_nonfinite) == (0, 1)
     assert math.isnan(errors.max_abs)
 

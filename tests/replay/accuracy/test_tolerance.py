@@ -25,13 +25,9 @@ from replay.accuracy.tolerance import (
     tolerance,
 )
 from replay.rows.row import AccuracyClass
+from tests.factories import one_head
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-
-
-def rows(*values: list[float]) -> Tensor:
-    """One batch, one head: (1, 1, S, Dv)."""
-    return torch.tensor(values, dtype=torch.float64)[None, None]
 
 
 def verdict_of(
@@ -55,9 +51,9 @@ def test_a_non_finite_element_fails(bad: float, accuracy_class: AccuracyClass) -
 
 
 def test_nan_that_the_reference_has_too_passes() -> None:
-    reference = rows([math.nan, 1.0], [math.inf, 2.0], [3.0, 4.0])
+    reference = one_head([math.nan, 1.0], [math.inf, 2.0], [3.0, 4.0])
     assert verdict_of(reference.clone(), reference, "quantised").passed
-    assert not verdict_of(rows([0.0, 1.0]), rows([math.nan, 1.0]), "quantised").passed
+    assert not verdict_of(one_head([0.0, 1.0]), one_head([math.nan, 1.0]), "quantised").passed
 
 
 def long_call(dtype: torch.dtype, is_causal: bool = False) -> AttentionCall:
@@ -108,7 +104,7 @@ def test_all_zero_output_is_small_in_absolute_terms_and_still_fails() -> None:
 
 
 def test_exact_sentence_has_the_numbers() -> None:
-    gold = rows([1.0])
+    gold = one_head([1.0])
     errors = replace(compare(gold, gold), max_abs=0.031)
     allowed = Tolerance(same_dtype_error=0.0019, rounding=0.0002)
     verdict = judge(gold, gold, errors, "exact", allowed)
@@ -123,7 +119,7 @@ def test_exact_sentence_has_the_numbers() -> None:
 
 def test_exact_needs_a_tolerance() -> None:
     with pytest.raises(ValueError, match="tolerance"):
-        verdict_of(rows([1.0]), rows([1.0]))
+        verdict_of(one_head([1.0]), one_head([1.0]))
 
 
 def test_sparse_is_judged_as_exact() -> None:
@@ -220,8 +216,8 @@ def test_one_lost_row_of_a_long_causal_call_fails(dtype: torch.dtype, length: in
 
 
 def test_row_sentence_has_the_numbers_and_the_place() -> None:
-    gold = rows([1.0, 0.0], [3.0, 4.0])
-    output = rows([1.0, 0.0], [4.0, 3.0])  # cosine 24/25
+    gold = one_head([1.0, 0.0], [3.0, 4.0])
+    output = one_head([1.0, 0.0], [4.0, 3.0])  # cosine 24/25
     allowed = Tolerance(1.0, 0.0, RowTolerance(0.015, 0.005, torch.ones(1, 1, 2, dtype=torch.bool)))
     verdict = verdict_of(output, gold, "exact", allowed)
     assert not verdict.passed
@@ -237,8 +233,8 @@ def test_row_sentence_has_the_numbers_and_the_place() -> None:
 
 
 def test_only_telling_rows_are_judged_by_direction() -> None:
-    gold = rows([3.0, 4.0], [1e-9, 0.0], [0.0, 5.0])
-    output = rows([3.0, 4.0], [0.0, 1e-9], [0.0, 5.0])
+    gold = one_head([3.0, 4.0], [1e-9, 0.0], [0.0, 5.0])
+    output = one_head([3.0, 4.0], [0.0, 1e-9], [0.0, 5.0])
     reliable = torch.tensor([[[True, False, True]]])
     allowed = Tolerance(1.0, 0.0, RowTolerance(1e-6, 1e-6, reliable))
     assert verdict_of(output, gold, "exact", allowed).passed

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from capture.call import Shape
 from capture.dataset import Dataset
 from replay.bench.resume import begin_again, finished_rows
-from replay.bench.settings import Settings
 from replay.kernels.registry import Kernel
 from replay.rows.files import row_from_json, row_to_json, write_jsonl
 from replay.rows.row import (
@@ -36,6 +35,8 @@ from replay.rows.row import (
 from replay.timing.statistics import summarize
 from replay.workloads.random_calls import Spec, workloads
 from replay.workloads.recorded import Workload
+from tests import factories
+from tests.factories import kernel
 
 RunCli = Callable[..., tuple[int, str, str]]
 QUICK = ("--rounds", "3", "--max-seconds", "0.01", "--device", "cpu", "--in-process")
@@ -130,7 +131,7 @@ def test_a_row_with_nan_and_infinities_is_written_again_as_it_was(row: Row) -> N
 
 
 def test_infinity_comes_back_as_nan() -> None:
-    row = Row("a", CallFacts("call"), "ok", output_summary=Summary(-math.inf, 1.0, math.nan, 0.0))
+    row = factories.row(output_summary=Summary(-math.inf, 1.0, math.nan, 0.0))
     summary = through_a_file(row).output_summary
     assert summary is not None
     assert math.isnan(summary.min)
@@ -144,25 +145,18 @@ def test_no_field_of_a_row_is_forgotten_here() -> None:
     assert [name for name in Row.__dataclass_fields__ if f"{name}=" not in built] == []
 
 
-def kernel(name: str) -> Kernel:
-    return Kernel(name, lambda **arguments: torch.zeros(1))
-
-
 CALLS = workloads("random", [Spec(1, 2, 2, length, length, 8, 8) for length in (4, 5, 6)], 0)
 ALLOTTED = {"this": [kernel("a"), kernel("b")]}
-SETTINGS = Settings(torch.device("cpu"), "warm")
+SETTINGS = factories.settings()
 HERE = {"device": "H200", "torch": "2.11.0"}
 
 
 def row(call: int, name: str, environment: str = "this", **fields: Any) -> Row:
-    length = 4 + call
-    facts = CallFacts(
-        f"random-{call:02d}",
-        "random",
-        shape=Shape(1, 2, 2, length, length, 8, 8),
-        dtype="bfloat16",
-    )
-    return Row(name, replace(facts, **fields), "ok", environment=environment)
+    """Of one of `CALLS`."""
+    shape = Shape(1, 2, 2, 4 + call, 4 + call, 8, 8)
+    facts = {"model": "random", "weights": "", "module": "", "phase": "", "shape": shape, **fields}
+    call_facts = factories.call_facts(f"random-{call:02d}", **facts)
+    return factories.row(name, call_facts, environment=environment)
 
 
 @pytest.fixture
@@ -200,9 +194,12 @@ def test_and_in_every_environment(written: Callable[..., Path]) -> None:
 
 
 def test_a_call_that_could_not_be_read_is_tried_again(written: Callable[..., Path]) -> None:
-    unreadable = Row("", CallFacts("random-00"), "error", "no such file")
     kept, left = finished_rows(
-        written([unreadable, row(1, "a"), row(1, "b")]), CALLS, ALLOTTED, HERE, SETTINGS
+        written([factories.unreadable("random-00"), row(1, "a"), row(1, "b")]),
+        CALLS,
+        ALLOTTED,
+        HERE,
+        SETTINGS,
     )
     assert [each.call.name for each in kept] == ["random-01", "random-01"]
     assert names(left) == ["random-00", "random-02"]
@@ -221,7 +218,7 @@ def test_a_line_that_was_cut_off(written: Callable[..., Path], end: str) -> None
 def test_a_call_whose_baseline_is_missing(written: Callable[..., Path]) -> None:
     rows = [row(0, "a"), row(0, "b"), row(1, "a"), row(1, "b"), row(1, "baseline")]
     for each in rows:
-        each.comparison = Comparison("baseline", Speedup(1.0, 1.0, 1.0, "tie"))
+        each.comparison = factories.comparison("baseline")
     kept, left = finished_rows(written(rows), CALLS, ALLOTTED, HERE, SETTINGS)
     assert kept == rows[2:]
     assert names(left) == ["random-00", "random-02"]

@@ -10,21 +10,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from capture.call import Shape
 from capture.dataset import CaptureRecord
 from replay.end_to_end.check import MOST_ROUNDS, Checked, check
 from replay.end_to_end.model_clock import RunTimes
 from replay.end_to_end.model_process import BASELINE, ModelProcess, Run, RunFailed, Variant
 from replay.end_to_end.span import RUN
-from replay.rows.row import CallFacts, GpuState, Row
+from replay.rows.row import GpuState, Row
 from replay.timing.statistics import summarize
+from tests import factories
+from tests.factories import census
 
-SIZE = [1, 2, 64, 32]
-SIGNATURE = {"query": SIZE, "key": SIZE, "value": SIZE, "dtype": "", "mask": None}
-SIGNATURE |= {"mask_dtype": None, "is_causal": False, "scale": None, "enable_gqa": False}
-COUNTED = {"module": "layers.0", "phase": "denoise", "signature": 0, "calls": 12}
-CENSUS: dict[str, Any] = {"signatures": [SIGNATURE], "rows": [COUNTED]}
-FACTS = CallFacts("a", "model", "none", "layers.0", "denoise", shape=Shape(1, 2, 2, 64, 64, 32, 32))
+CENSUS = census(("layers.0", "denoise", 64, 12))
 
 
 class Pretended:
@@ -112,8 +108,7 @@ class Drifting(Pretended):
 
 
 def row(kernel: str, ms: float) -> Row:
-    times, launches = summarize([ms] * 5), summarize([0.05] * 5)
-    return Row(kernel, FACTS, "ok", time_ms=times, layer_host_ms=launches)
+    return factories.row(kernel, ms=ms, layer_host_ms=summarize([0.05] * 5))
 
 
 def checked(process: Pretended, *names: str, rounds: int | None = 3) -> list[Checked]:

@@ -19,7 +19,8 @@ from replay.end_to_end.model_process import ModelRefused, import_path
 from replay.end_to_end.rebuild import NotRebuildable, load_arguments
 from replay.kernels.registry import Kernel, find
 from replay.plan.plan import Budget, Plan
-from replay.rows.row import HERE, CallFacts, Row, Status
+from replay.rows.row import HERE, Row, Status
+from tests import factories
 
 Refused = Callable[..., str]
 
@@ -144,7 +145,7 @@ def test_how_a_model_is_built_again(capture_record: CaptureRecord, tmp_path: Pat
 
 
 def tried(kernel: str, status: Status, environment: str = HERE) -> Row:
-    return Row(kernel, CallFacts("a"), status, "because", environment=environment)
+    return factories.row(kernel, None, None, status, "because", environment=environment)
 
 
 def test_which_kernels_are_put_into_a_model(

@@ -9,60 +9,15 @@ from typing import Any
 
 import pytest
 
-from capture.call import Shape
 from replay.end_to_end.prediction import Prediction, predict
 from replay.end_to_end.span import RUN, Calls, Clocked, Missing
 from replay.plan.matching import CensusError
-from replay.rows.row import CallFacts, Comparison, GpuState, Row, Speedup, Status
+from replay.rows.row import CallFacts, GpuState, Row, Status
 from replay.timing.statistics import summarize
+from tests.factories import call_facts as facts
+from tests.factories import census, comparison, row, speedup
 
 STEADY = (1.0,) * 5
-
-
-def facts(
-    name: str, module: str, phase: str = "denoise", kv_len: int = 64, mask: str = ""
-) -> CallFacts:
-    shape = Shape(1, 2, 2, 1 if phase == "decode" else 64, kv_len, 32, 32)
-    return CallFacts(
-        name, "model", "random", module, phase, shape=shape, dtype="bfloat16", mask=mask
-    )
-
-
-def census(*calls: tuple[str, str, int, int], mask: bool = False) -> dict[str, Any]:
-    """Of (module, phase, key length, calls), each with a signature of its own."""
-    return {
-        "signatures": [
-            {
-                "query": [1, 2, 1 if phase == "decode" else 64, 32],
-                "key": [1, 2, kv_len, 32],
-                "value": [1, 2, kv_len, 32],
-                "dtype": "bfloat16",
-                "mask": [1, 1, 1, kv_len] if mask else None,
-                "mask_dtype": "bool" if mask else None,
-                "is_causal": False,
-                "scale": 0.1,
-                "enable_gqa": False,
-            }
-            for _, phase, kv_len, _ in calls
-        ],
-        "rows": [
-            {"module": module, "phase": phase, "signature": index, "calls": count}
-            for index, (module, phase, _, count) in enumerate(calls)
-        ],
-    }
-
-
-def row(
-    kernel: str,
-    call: CallFacts,
-    ms: Sequence[float] | float | None,
-    status: Status = "ok",
-    reason: str = "",
-) -> Row:
-    made = Row(kernel, call, status, reason)
-    if ms is not None:
-        made.time_ms = summarize([ms] * 5 if isinstance(ms, float) else ms)
-    return made
 
 
 def predicted(
@@ -151,8 +106,8 @@ def test_calls_that_none_stands_for_are_reported_and_unchanged() -> None:
 
 def test_a_growing_key_length_is_interpolated_and_never_extrapolated() -> None:
     """Also where the mask grows along."""
-    short = facts("short", "layers.0", "decode", 100, "bool 1×1×1×100")
-    long = facts("long", "layers.1", "decode", 200, "bool 1×1×1×200")
+    short = facts("short", "layers.0", "decode", kv_len=100, mask="bool 1×1×1×100")
+    long = facts("long", "layers.1", "decode", kv_len=200, mask="bool 1×1×1×200")
     rows = [row("old", short, 10.0), row("new", short, 5.0)]
     rows += [row("old", long, 20.0), row("new", long, 11.0)]
     counted = census(
@@ -215,18 +170,11 @@ def test_rounds_that_both_share_cancel_what_they_share() -> None:
     old, new = noisy(10.0, drift, 1), noisy(9.0, drift, 2)
     counted = census(("layers.0", "denoise", 64, 50))
     rows = [row("old", call, old), row("new", call, new)]
-    rows[1].comparison = Comparison(
-        "old",
-        Speedup(
-            summarize([before / after for before, after in zip(old, new, strict=True)]).p50,
-            0,
-            0,
-            "faster",
-        ),
-    )
+    ratio = summarize([before / after for before, after in zip(old, new, strict=True)]).p50
+    rows[1].comparison = comparison("old", speedup(ratio))
     paired = predicted(counted, rows).run.new_seconds
     # Its own process: the row's speed-up is not that of the samples.
-    rows[1].comparison = Comparison("old", Speedup(1.5, 1.4, 1.6, "faster"))
+    rows[1].comparison = comparison("old", speedup(1.5))
     apart = predicted(counted, rows).run.new_seconds
     assert paired is not None
     assert apart is not None
@@ -374,9 +322,7 @@ def test_what_cannot_be_predicted_is_said() -> None:
 
 def launched(kernel: str, call: CallFacts, ms: float, layer_host_ms: float) -> Row:
     """A row of a GPU."""
-    made = row(kernel, call, ms)
-    made.layer_host_ms = summarize([layer_host_ms] * 5)
-    return made
+    return row(kernel, call, ms, layer_host_ms=summarize([layer_host_ms] * 5))
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from replay.end_to_end.check import Checked, Measured
 from replay.end_to_end.prediction import Prediction
 from replay.end_to_end.reasons import reasons
 from replay.end_to_end.span import RUN, Calls, Clues, Interval, Missing, Span
-from replay.rows.row import Speedup
 from replay.timing.statistics import summarize
+from tests.factories import speedup
 
 
 def made(measured: float = 0.9, saved: float = 0.2, attention: float = 0.2, **span: Any) -> Checked:
@@ -40,7 +40,7 @@ def made(measured: float = 0.9, saved: float = 0.2, attention: float = 0.2, **sp
     checked.measured = {
         RUN: Measured(
             summarize([1000 * measured] * 3),
-            Speedup(ratio, 0.99 * ratio, 1.01 * ratio, "tie"),
+            speedup(ratio, 0.99 * ratio, 1.01 * ratio),
             None,
         )
     }

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 
 from capture.interceptor import TORCH_SDPA
 from replay import register_kernel, use_kernel
 from replay.kernels import registry
 from replay.patch.custom_op import attend, costs_reshape, laid_out, strides_like
+
+from .conftest import graphs
 
 
 class Block(nn.Module):
@@ -34,18 +35,6 @@ class Block(nn.Module):
         return mixed
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
-    counters.clear()
-    yield
-    torch.compiler.reset()
-
-
-def graphs() -> int:
-    return int(counters["stats"]["unique_graphs"])
-
-
 def operators(seen: list[list[str]]) -> Callable[..., Any]:
     """A backend that keeps the names of each graph's functions and runs the graph as it is."""
 
@@ -55,23 +44,6 @@ def operators(seen: list[list[str]]) -> Callable[..., Any]:
         return graph.forward
 
     return backend
-
-
-@pytest.fixture
-def doubling() -> Iterator[str]:
-    """A kernel that returns twice the right output and takes no mask."""
-
-    @register_kernel(
-        "doubling", unsupported=lambda call: "no mask" if call.attn_mask is not None else None
-    )
-    def double(
-        query: Tensor, key: Tensor, value: Tensor, *args: object, **kwargs: object
-    ) -> Tensor:
-        attention: Tensor = F.scaled_dot_product_attention(query, key, value)
-        return 2 * attention
-
-    yield "doubling"
-    del registry._kernels["doubling"]
 
 
 @torch.no_grad()

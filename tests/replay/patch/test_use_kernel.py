@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import models
-from replay import register_kernel, use_kernel, use_plan
-from replay.kernels import registry
+from replay import use_kernel, use_plan
 from replay.kernels.registry import KernelNameError
 from replay.plan.plan import Budget, Choice, Plan
 
@@ -20,21 +16,6 @@ from replay.plan.plan import Budget, Choice, Plan
 class Attend(nn.Module):
     def forward(self, query: Tensor, mask: Tensor | None = None) -> Tensor:
         return F.scaled_dot_product_attention(query, query, query, attn_mask=mask)
-
-
-@pytest.fixture
-def doubling() -> Iterator[str]:
-    """A kernel that returns twice the right output and takes no mask."""
-
-    @register_kernel(
-        "doubling", unsupported=lambda call: "no mask" if call.attn_mask is not None else None
-    )
-    def double(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        attention: Tensor = F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
-        return 2 * attention
-
-    yield "doubling"
-    del registry._kernels["doubling"]
 
 
 def test_hits_and_fallbacks_are_counted_and_the_model_is_left_as_it_was(doubling: str) -> None:

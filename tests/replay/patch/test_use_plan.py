@@ -22,6 +22,9 @@ from replay.kernels.registry import KernelNameError
 from replay.patch.routing import PlaceError
 from replay.patch.use_kernel import Swap
 from replay.plan.plan import Budget, Choice, Plan, PlanError
+from tests.factories import tiny_llama
+
+from .conftest import graphs
 
 
 def plan_of(*choices: tuple[str, str, str]) -> Plan:
@@ -87,18 +90,6 @@ class Transformer(nn.Module):
 
 
 STATES, TIMESTEP = torch.randn(2, 5, 16), torch.tensor(0.5)
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
-    counters.clear()
-    yield
-    torch.compiler.reset()
-
-
-def graphs() -> int:
-    return int(counters["stats"]["unique_graphs"])
 
 
 @pytest.fixture
@@ -379,29 +370,11 @@ def test_what_cannot_be_used_is_one_sentence(transformer: Transformer, tmp_path:
         assert F.scaled_dot_product_attention is not TORCH_SDPA
 
 
-def llama(layers: int = 2) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        bos_token_id=1,
-        eos_token_id=None,
-        attn_implementation="sdpa",
-    )
-    return LlamaForCausalLM(config).eval()
-
-
 @torch.no_grad()
 @pytest.mark.usefixtures("scaled")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_language_model_has_a_kernel_for_each_phase(compiled: bool, tmp_path: Path) -> None:
-    model, prompt = llama(), torch.arange(7)[None]
+    model, prompt = tiny_llama(vocab_size=32), torch.arange(7)[None]
 
     def generate() -> Tensor:
         tokens: Tensor = model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
@@ -425,7 +398,7 @@ def test_a_language_model_has_a_kernel_for_each_phase(compiled: bool, tmp_path: 
 
 @torch.no_grad()
 def test_a_compiled_llama_is_one_graph_a_phase() -> None:
-    model, prompt = llama(), torch.arange(7)[None]
+    model, prompt = tiny_llama(vocab_size=32), torch.arange(7)[None]
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     wanted = compiled(prompt).logits
     plan = plan_of(

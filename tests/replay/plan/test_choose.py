@@ -8,70 +8,20 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from capture.call import Shape
-from replay.accuracy.errors import compare
 from replay.plan.choose import Uniform, choose, layer_costs, uniform
 from replay.plan.matching import CensusError
 from replay.plan.plan import Budget, PlanError
-from replay.rows.row import Accuracy, CallFacts, Errors, Row, Status
-from replay.timing.statistics import summarize
+from replay.rows.row import Accuracy, Row, Status
+from tests.factories import accuracy, census, errors, row
+from tests.factories import call_facts as facts
 
 COSINE = Budget("cosine", 0.99)
-ONES = torch.ones(1, 1, 4, 8)
 
 
-def errors(cosine: float = 1.0, relative_l1: float = 0.0, rmse: float = 0.0) -> Errors:
-    return replace(compare(ONES, ONES), cosine=cosine, relative_l1=relative_l1, rmse=rmse)
-
-
-def facts(name: str, module: str, phase: str = "denoise") -> CallFacts:
-    shape = Shape(1, 2, 2, 64, 64, 32, 32)
-    return CallFacts(name, "model", "trained", module, phase, shape=shape, dtype="bfloat16")
-
-
-def census(*calls: tuple[str, str, int]) -> dict[str, Any]:
-    """Of (module, phase, calls), all of one signature."""
-    size = [1, 2, 64, 32]
-    signature = {
-        "query": size,
-        "key": size,
-        "value": size,
-        "dtype": "bfloat16",
-        "mask": None,
-        "mask_dtype": None,
-        "is_causal": False,
-        "scale": None,
-        "enable_gqa": False,
-    }
-    return {
-        "signatures": [signature],
-        "rows": [
-            {"module": module, "phase": phase, "signature": 0, "calls": count}
-            for module, phase, count in calls
-        ],
-    }
-
-
-def row(
-    kernel: str,
-    call: CallFacts,
-    ms: float | Sequence[float] | None,
-    status: Status = "ok",
-    reason: str = "",
-    **figures: float,
-) -> Row:
-    """A row with an accuracy; `figures` are cosine, relative_l1 and rmse."""
-    made = Row(kernel, call, status, reason)
-    if ms is not None:
-        made.time_ms = summarize([ms] * 5 if isinstance(ms, float) else ms)
-        made.accuracy = Accuracy(errors(**figures))
-    return made
-
-
-def figured(metric: str, figure: float) -> dict[str, Any]:
-    return {metric: figure}
+def judged(**figures: float) -> Accuracy:
+    return accuracy(errors(**figures))
 
 
 def chosen(rows: Sequence[Row], counted: dict[str, Any], budget: Budget = COSINE) -> dict[str, str]:
@@ -84,10 +34,10 @@ def test_the_fastest_inside_the_budget_at_each_layer() -> None:
     for call, fast, middling in ((a, 0.999, 0.999), (b, 0.98, 0.995), (c, 0.9, 0.9)):
         rows += [
             row("old", call, 10.0),
-            row("middling", call, 8.0, cosine=middling),
-            row("fast", call, 5.0, cosine=fast),
+            row("middling", call, 8.0, accuracy=judged(cosine=middling)),
+            row("fast", call, 5.0, accuracy=judged(cosine=fast)),
         ]
-    counted = census(*((f"layers.{layer}", "denoise", 10) for layer in range(3)))
+    counted = census(*((f"layers.{layer}", "denoise", 64, 10) for layer in range(3)))
     plan = choose(rows, counted, COSINE, "old")
     assert [each.kernel for each in plan.choices] == ["fast", "middling", "old"]
     assert [each.saved_ms for each in plan.choices] == pytest.approx([50, 20, 0])
@@ -109,12 +59,15 @@ def test_the_fastest_inside_the_budget_at_each_layer() -> None:
 )
 def test_the_worst_call_decides(metric: str, good: float, bad: float) -> None:
     calls = [facts(name, "layers.0") for name in "ab"]
-    counted = census(("layers.0", "denoise", 2))
+    counted = census(("layers.0", "denoise", 64, 2))
     budget = Budget(metric, (good + bad) / 2)
     for figures, kernel in (((good, good), "new"), ((good, bad), "old"), ((bad, good), "old")):
         rows = []
         for call, figure in zip(calls, figures, strict=True):
-            rows += [row("old", call, 10.0), row("new", call, 5.0, **figured(metric, figure))]
+            rows += [
+                row("old", call, 10.0),
+                row("new", call, 5.0, accuracy=judged(**{metric: figure})),
+            ]
         assert chosen(rows, counted, budget) == {"layers.0": kernel}
         worst = next(
             each for each in layer_costs(rows, counted, budget, "old") if each.kernel == "new"
@@ -127,8 +80,11 @@ def test_a_figure_that_is_no_number_is_worst() -> None:
     calls = [facts(name, "layers.0") for name in "ab"]
     for metric in ("cosine", "relative_l1", "rmse"):
         rows = [row("old", call, 10.0) for call in calls]
-        rows += [row("new", calls[0], 5.0, **figured(metric, math.nan)), row("new", calls[1], 5.0)]
-        assert chosen(rows, census(("layers.0", "denoise", 2)), Budget(metric, 0.5)) == {
+        rows += [
+            row("new", calls[0], 5.0, accuracy=judged(**{metric: math.nan})),
+            row("new", calls[1], 5.0),
+        ]
+        assert chosen(rows, census(("layers.0", "denoise", 64, 2)), Budget(metric, 0.5)) == {
             "layers.0": "old"
         }
 
@@ -140,18 +96,18 @@ def test_a_kernel_that_is_not_ok_on_one_call_is_not_chosen_there(status: Status)
     rows = [row("old", call, 10.0) for call in (a, b, other)]
     rows += [row("new", call, 5.0) for call in (a, other)]
     rows.append(row("new", b, 5.0 if status == "inaccurate" else None, status))
-    counted = census(("layers.0", "denoise", 2), ("layers.1", "denoise", 1))
+    counted = census(("layers.0", "denoise", 64, 2), ("layers.1", "denoise", 64, 1))
     assert chosen(rows, counted) == {"layers.0": "old", "layers.1": "new"}
 
 
 def test_a_kernel_without_a_row_for_one_call_is_not_chosen_there() -> None:
     calls = [facts(name, "layers.0") for name in "ab"]
     rows = [*(row("old", call, 10.0) for call in calls), row("new", calls[0], 5.0)]
-    assert chosen(rows, census(("layers.0", "denoise", 2))) == {"layers.0": "old"}
+    assert chosen(rows, census(("layers.0", "denoise", 64, 2))) == {"layers.0": "old"}
 
 
 def test_ties_take_the_first_and_the_baseline_before_all() -> None:
-    call, counted = facts("a", "layers.0"), census(("layers.0", "denoise", 1))
+    call, counted = facts("a", "layers.0"), census(("layers.0", "denoise", 64, 1))
     wide, narrow = (4.0, 6.0, 5.0, 3.9, 6.1), (5.0, 4.0, 6.0, 5.9, 4.0)
     new, newer = row("new", call, wide), row("newer", call, narrow)
     old = row("old", call, 10.0)
@@ -162,18 +118,18 @@ def test_ties_take_the_first_and_the_baseline_before_all() -> None:
 
 
 def test_two_rounds_show_no_difference() -> None:
-    call, counted = facts("a", "layers.0"), census(("layers.0", "denoise", 1))
+    call, counted = facts("a", "layers.0"), census(("layers.0", "denoise", 64, 1))
     rows = [row("old", call, (10.0, 10.0)), row("new", call, (5.0, 5.0))]
     assert chosen(rows, counted) == {"layers.0": "old"}
 
 
 def test_a_slower_kernel_is_chosen_where_the_baseline_is_outside() -> None:
-    call, counted = facts("a", "layers.0"), census(("layers.0", "denoise", 3))
-    rows = [row("old", call, 10.0, cosine=0.9), row("careful", call, 20.0)]
+    call, counted = facts("a", "layers.0"), census(("layers.0", "denoise", 64, 3))
+    rows = [row("old", call, 10.0, accuracy=judged(cosine=0.9)), row("careful", call, 20.0)]
     plan = choose(rows, counted, COSINE, "old")
     assert plan.choices[0].kernel == "careful"
     assert plan.saved_ms == pytest.approx(-30)
-    rows[1] = row("careful", call, 20.0, cosine=0.9)
+    rows[1] = row("careful", call, 20.0, accuracy=judged(cosine=0.9))
     plan = choose(rows, counted, COSINE, "old")
     assert (plan.choices[0].kernel, plan.choices[0].inside) == ("old", False)
 
@@ -181,7 +137,7 @@ def test_a_slower_kernel_is_chosen_where_the_baseline_is_outside() -> None:
 def test_a_layer_that_was_not_captured_keeps_the_baseline() -> None:
     call = facts("a", "layers.0")
     rows = [row("old", call, 10.0), row("new", call, 5.0)]
-    counted = census(("layers.0", "denoise", 1), ("layers.1", "denoise", 1))
+    counted = census(("layers.0", "denoise", 64, 1), ("layers.1", "denoise", 64, 1))
     plan = choose(rows, counted, COSINE, "old")
     assert [(each.kernel, each.covered) for each in plan.choices] == [("new", True), ("old", False)]
     assert plan.choices[1].worst is None
@@ -194,7 +150,7 @@ def test_equal_layers_do_not_choose_unequally_by_chance() -> None:
     a, b = facts("a", "layers.0"), facts("b", "layers.1")
     rows = [row("old", a, 10.0), row("new", a, 5.0), row("newer", a, 6.0)]
     rows += [row("old", b, 10.0), row("new", b, 4.0), row("newer", b, 3.9)]
-    counted = census(("layers.0", "denoise", 1), ("layers.1", "denoise", 1))
+    counted = census(("layers.0", "denoise", 64, 1), ("layers.1", "denoise", 64, 1))
     assert set(chosen(rows, counted).values()) == {"new"}
 
 
@@ -202,7 +158,7 @@ def test_kernels_of_other_environments_are_not_chosen() -> None:
     call = facts("a", "layers.0")
     rows = [row("old", call, 10.0), row("new", call, 5.0)]
     rows[1].environment = "other"
-    counted = census(("layers.0", "denoise", 1))
+    counted = census(("layers.0", "denoise", 64, 1))
     assert chosen(rows, counted) == {"layers.0": "old"}
     assert [each.kernel for each in uniform(rows, counted, COSINE, "old")] == ["old"]
 
@@ -210,7 +166,7 @@ def test_kernels_of_other_environments_are_not_chosen() -> None:
 def test_a_kernel_that_supports_no_call_saves_nothing_anywhere() -> None:
     call = facts("a", "layers.0")
     rows = [row("old", call, 10.0), row("new", call, None, "unsupported", "takes no mask")]
-    counted = census(("layers.0", "denoise", 1), ("layers.1", "denoise", 1))
+    counted = census(("layers.0", "denoise", 64, 1), ("layers.1", "denoise", 64, 1))
     new = uniform(rows, counted, COSINE, "old")[1]
     assert (new.saved_ms, new.falls_back, new.not_captured) == (0, 1, 1)
 
@@ -220,12 +176,12 @@ def test_what_each_kernel_would_do_at_every_layer() -> None:
     calls = [facts(name, name) for name in names[:5]]
     rows = [row("old", call, 10.0) for call in calls]
     for call, cosine in zip(calls[:3], (1.0, 0.995, 0.9), strict=True):
-        rows.append(row("new", call, 5.0, cosine=cosine))
+        rows.append(row("new", call, 5.0, accuracy=judged(cosine=cosine)))
     rows += [row("new", call, None, "unsupported", "takes no mask") for call in calls[3:]]
     rows += [row("wrong", call, 1.0) for call in calls[:3]]
-    rows += [row("wrong", calls[3], 1.0, "inaccurate", "far off", cosine=0.2)]
+    rows += [row("wrong", calls[3], 1.0, "inaccurate", "far off", accuracy=judged(cosine=0.2))]
     rows += [row("wrong", calls[4], None, "crash", "SIGSEGV")]
-    counted = census(*((name, "denoise", 10) for name in names))
+    counted = census(*((name, "denoise", 64, 10) for name in names))
     old, new, wrong = uniform(rows, counted, COSINE, "old")
     assert old == Uniform("old", 0.0, 5, 0, 0, 0, 1, "layers.0", "denoise", 1.0, "")
     # Swapped at layers 0-2 and, it is supposed, at 5, which was not captured.
@@ -241,13 +197,13 @@ def test_what_each_kernel_would_do_at_every_layer() -> None:
 def test_rows_that_make_no_plan() -> None:
     call = facts("a", "layers.0")
     rows = [row("old", call, 10.0), row("new", call, 5.0)]
-    counted = census(("layers.0", "denoise", 1))
+    counted = census(("layers.0", "denoise", 64, 1))
     with pytest.raises(PlanError, match="add old to --kernels"):
         choose(rows[1:], counted, COSINE, "old")
     with pytest.raises(PlanError, match="add old to --kernels"):
         choose([], counted, COSINE, "old")
     random = row("old", replace(call, name="a-random", weights="none"), 10.0)
-    with pytest.raises(PlanError, match=r"model \(trained\), model \(none\)"):
+    with pytest.raises(PlanError, match=r"model \(random\), model \(none\)"):
         choose([*rows, random], counted, COSINE, "old")
     with pytest.raises(CensusError):
         choose(rows, {}, COSINE, "old")
@@ -257,7 +213,7 @@ def test_kernels_that_share_no_process_are_not_in_one_plan() -> None:
     first, second = facts("a", "layers.0"), facts("b", "layers.1")
     rows = [row("old", first, 10.0), row("x", first, 8.0), row("y", first, 20.0)]
     rows += [row("old", second, 10.0), row("x", second, 20.0), row("y", second, 5.0)]
-    counted = census(("layers.0", "denoise", 10), ("layers.1", "denoise", 10))
+    counted = census(("layers.0", "denoise", 64, 10), ("layers.1", "denoise", 64, 10))
     sizes = counted["signatures"][0]
     # Of a second signature, whose counterpart is another call.
     longer = {**sizes, **{name: [1, 2, 128, 32] for name in ("query", "key", "value")}}
@@ -294,7 +250,7 @@ def test_what_spoils_later_calls_is_not_chosen(
     call = facts("a", "layers.0", phase)
     rows = [row("old", call, 10.0), row("slow", call, 8.0), row("careless", call, 5.0)]
     rows[2].changed_inputs = changed
-    counted = census(("layers.0", phase, 10))
+    counted = census(("layers.0", phase, 64, 10))
     plan = choose(rows, counted, COSINE, "old")
     assert plan.kernels == ["slow" if overwrites else "careless"]
     reason = f"in {phase} it changes {changed[0]} in place, which later calls read again"
@@ -314,7 +270,7 @@ def test_a_kernel_that_spoils_is_told_only_where_it_would_have_been_chosen() -> 
     rows += [row("slow", call, 20.0) for call in calls]
     for each in rows:
         each.changed_inputs = [] if each.kernel == "old" else ["key", "value"]
-    counted = census(*((call.module, call.phase, 10) for call in calls))
+    counted = census(*((call.module, call.phase, 64, 10) for call in calls))
     plan = choose(rows, counted, COSINE, "old")
     assert [each.kernel for each in plan.choices] == ["fast", "old", "old"]
     changes = "changes key and value in place, which later calls read again"
@@ -323,7 +279,7 @@ def test_a_kernel_that_spoils_is_told_only_where_it_would_have_been_chosen() -> 
 
 def test_both_reasons_for_being_left_out() -> None:
     calls = [facts("a", "layers.0", "decode"), facts("b", "layers.1", "decode")]
-    counted = census(("layers.0", "decode", 10), ("layers.1", "decode", 10))
+    counted = census(("layers.0", "decode", 64, 10), ("layers.1", "decode", 64, 10))
     # Of a second signature, whose counterpart is another call.
     counted["signatures"].append({**counted["signatures"][0], "query": [1, 2, 128, 32]})
     counted["rows"][1]["signature"] = 1
@@ -345,7 +301,7 @@ def test_a_wrong_kernel_is_told_as_wrong_whatever_it_changes() -> None:
     call = facts("a", "layers.0", "decode")
     rows = [row("old", call, 10.0), row("wrong", call, 5.0, "inaccurate", "far off")]
     rows[1].changed_inputs = ["key"]
-    counted = census(("layers.0", "decode", 10))
+    counted = census(("layers.0", "decode", 64, 10))
     assert not choose(rows, counted, COSINE, "old").left_out
     *_, wrong = uniform(rows, counted, COSINE, "old")
     assert (wrong.outside, wrong.overwrites, wrong.reason) == (1, 0, "far off")

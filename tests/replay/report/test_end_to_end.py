@@ -13,8 +13,8 @@ from replay.end_to_end.check import Checked, Measured
 from replay.end_to_end.prediction import Prediction
 from replay.end_to_end.span import RUN, Calls, Interval, Missing, Span
 from replay.report.end_to_end import print_checks
-from replay.rows.row import Speedup
 from replay.timing.statistics import summarize
+from tests.factories import speedup
 
 LONG = "sage2-fp8-sm90[quant=per_warp,accum=fp32+fp32]@another_environment"
 DRIFT = {"kl": 1.25e-3, "top1_agreement": 0.985, "baseline_perplexity": 12.25, "perplexity": 12.5}
@@ -22,8 +22,8 @@ OUTPUT = {"first_diverging_token": 17, "relative_l1": 0.0125, "cosine": 0.99991,
 
 
 def measured(ms: float, ratio: float | None, tokens: int | None) -> Measured:
-    speedup = None if ratio is None else Speedup(ratio, ratio - 0.01, ratio + 0.01, "faster")
-    return Measured(summarize([ms] * 5), speedup, None if tokens is None else 1000 * tokens / ms)
+    gain = None if ratio is None else speedup(ratio, ratio - 0.01, ratio + 0.01)
+    return Measured(summarize([ms] * 5), gain, None if tokens is None else 1000 * tokens / ms)
 
 
 def span(phase: str, ratio: float) -> Span:

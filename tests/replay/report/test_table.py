@@ -6,38 +6,29 @@ import io
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from rich.console import Console
 
-from capture.call import Shape
 from replay.accuracy.errors import compare
 from replay.report.groups import group_rows, pooled_speedup
 from replay.report.table import print_report
-from replay.rows.row import Accuracy, CallFacts, Comparison, Errors, Row, Speedup, Status
-from replay.timing.statistics import paired_speedup, summarize
+from replay.rows.row import CallFacts, Errors, Row, Status
+from replay.timing.statistics import paired_speedup
+from tests import factories
+from tests.factories import accuracy, comparison, speedup
+from tests.factories import call_facts as call
 
 WIDTH = 80
 
 
-def errors(size: float, where: tuple[int, int, int] = (0, 0, 0)) -> Errors:
-    """Of an output that is off by `size` in one row."""
+def off_by(size: float, where: tuple[int, int, int] = (0, 0, 0)) -> Errors:
+    """Errors of an output that is off by `size` in one row."""
     reference = torch.ones(2, 3, 4, 8)
     output = reference.clone()
     output[where] += size
     return compare(output, reference)
-
-
-def call(
-    name: str = "call",
-    *,
-    module: str = "layers.0",
-    phase: str = "denoise",
-    kv_len: int = 64,
-    step: int = 0,
-) -> CallFacts:
-    shape = Shape(1, 2, 2, 1 if phase == "decode" else 64, kv_len, 32, 32)
-    return CallFacts(name, "model", "random, seed 0", module, phase, step, 0, shape, "bfloat16")
 
 
 def row(
@@ -46,24 +37,19 @@ def row(
     ms: Sequence[float] = (1.0, 1.0, 1.0),
     *,
     status: Status = "ok",
-    reason: str = "",
     against: Sequence[float] | None = None,
     error: Errors | None = None,
-    flags: Sequence[str] = (),
-    changed_inputs: Sequence[str] = (),
+    **fields: Any,
 ) -> Row:
-    """A row with times `ms`; `against` are the times of the baseline `base` in the same rounds."""
-    produced = Row(kernel, facts, status, reason, flags=list(flags))
-    produced.changed_inputs = list(changed_inputs)
+    """With all figures where it ran; `against` are times of the baseline in the same rounds."""
     if status in ("ok", "inaccurate"):
-        produced.time_ms = summarize(ms)
-        produced.tflops = produced.gb_per_s = produced.flop_per_byte = 123.456
-        produced.first_call_ms = 1234.5678
-        produced.peak_bytes = 10**9
-        produced.accuracy = Accuracy(error or errors(1e-3), noise_floor=errors(1e-4))
+        fields |= dict.fromkeys(("tflops", "gb_per_s", "flop_per_byte"), 123.456)
+        fields |= {"first_call_ms": 1234.5678, "peak_bytes": 10**9}
+        fields["accuracy"] = accuracy(error or off_by(1e-3), noise_floor=off_by(1e-4))
     if against is not None:
-        produced.comparison = Comparison("base", paired_speedup(against, ms))
-    return produced
+        fields["comparison"] = comparison("base", paired_speedup(against, ms))
+    timed = ms if status in ("ok", "inaccurate") else None
+    return factories.row(kernel, facts, timed, status, **fields)
 
 
 def report(
@@ -115,13 +101,13 @@ def test_the_worst_call_is_named() -> None:
     rows = [
         row("base", call("a")),
         row("base", call("b", module="layers.7", step=3)),
-        row("mine", call("a"), status="inaccurate", reason="small", error=errors(0.1)),
+        row("mine", call("a"), status="inaccurate", reason="small", error=off_by(0.1)),
         row(
             "mine",
             call("b", module="layers.7", step=3),
             status="inaccurate",
             reason="max abs error 9 exceeds 1",
-            error=errors(9.0, (1, 2, 3)),
+            error=off_by(9.0, (1, 2, 3)),
         ),
     ]
     text = " ".join(report(rows).split())
@@ -208,8 +194,8 @@ def test_rounds_of_two_processes_are_not_paired() -> None:
             row("alone", facts, (0.5,) * 3, against=(beside,) * 3),
         ]
     (group,) = group_rows(rows)
-    assert pooled_speedup(group, "alone") == Speedup(4.0, 4.0, 4.0, "faster")
-    assert pooled_speedup(group, "mine") == Speedup(2.5, 2.5, 2.5, "faster")
+    assert pooled_speedup(group, "alone") == speedup(4.0, 4.0, 4.0)
+    assert pooled_speedup(group, "mine") == speedup(2.5, 2.5, 2.5)
     assert pooled_speedup(group, "mine", over="alone") is None
     assert pooled_speedup(group, "alone", over="mine") is None
 
@@ -241,11 +227,11 @@ def test_calls_that_differ_are_not_one_group() -> None:
     facts = call()
     kinds = [
         facts,
-        CallFacts(**{**vars(facts), "name": "b", "dtype": "float16"}),
-        CallFacts(**{**vars(facts), "name": "c", "is_causal": True}),
-        CallFacts(**{**vars(facts), "name": "d", "mask": "bool 1×1×64×64"}),
-        CallFacts(**{**vars(facts), "name": "e", "model": "other"}),
-        CallFacts(**{**vars(facts), "name": "f", "step": 4, "module": "layers.9"}),
+        call(name="b", dtype="float16"),
+        call(name="c", is_causal=True),
+        call(name="d", mask="bool 1×1×64×64"),
+        call(name="e", model="other"),
+        call(name="f", step=4, module="layers.9"),
     ]
     groups = group_rows([row("base", each) for each in kinds])
     assert [len(group.calls) for group in groups] == [2, 1, 1, 1, 1]
@@ -285,7 +271,7 @@ def test_what_did_not_run_says_why() -> None:
 
 
 def test_a_call_that_could_not_be_read_is_no_group() -> None:
-    assert group_rows([Row("", CallFacts("broken"), "error", "altered")]) == []
+    assert group_rows([factories.unreadable()]) == []
 
 
 def test_what_spoils_later_calls_is_not_called_the_fastest() -> None:

@@ -20,62 +20,17 @@ from replay.bench.settings import Settings
 from replay.kernels.registry import Kernel
 from replay.rows.fields import FIELDS, leaf
 from replay.rows.files import row_to_json, write_csv, write_jsonl
-from replay.rows.row import (
-    Accuracy,
-    CallFacts,
-    Comparison,
-    GpuState,
-    Program,
-    Row,
-    Speedup,
-    Summary,
-)
+from replay.rows.row import Row
 from replay.timing.machine import describe
-from replay.timing.statistics import summarize
 from replay.workloads.recorded import Workload
+from tests import factories
 
 SAMPLES = {"time_ms.samples", "core_time_ms.samples", "layer_host_ms.samples"}
 
 
 @pytest.fixture
 def row() -> Row:
-    """Every field has a value."""
-    errors = compare(torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4))
-    times = summarize([1.0, 2.0, 4.0])
-    state = GpuState(1980, 690.5, 61, ("software power cap", "0x400"))
-    return Row(
-        "mine",
-        CallFacts(
-            "call", "model", "random", "layers.0", "denoise", 2, 7, dtype="float16", mask="bool"
-        ),
-        "ok",
-        "max abs error …",
-        flags=["no core time"],
-        changed_inputs=["key"],
-        log="its last words",
-        time_ms=times,
-        core_time_ms=times,
-        first_call_ms=100.0,
-        host_ms=0.02,
-        layer_host_ms=summarize([0.6, 0.7, 0.8]),
-        cache="cold",
-        calls_before=4,
-        tflops=500.0,
-        gb_per_s=1000.0,
-        flop_per_byte=70.0,
-        comparison=Comparison("torch-default", Speedup(1.5, 1.4, 1.6, "faster")),
-        kept=0.02,
-        accuracy=Accuracy(errors, errors, errors, errors, errors),
-        output_summary=Summary(-1.0, 1.0, 0.0, 0.5),
-        reference_summary=Summary(-1.0, 1.0, 0.0, 0.5),
-        peak_bytes=12,
-        programs=[Program("kernel", 32, 0, 1024, 4)],
-        gpu_before=state,
-        gpu_during=state,
-        machine=dict.fromkeys(
-            ("device", "python", "torch", "cuda", "cudnn", "triton", "threads"), "x"
-        ),
-    )
+    return factories.full_row()
 
 
 def leaves(tree: dict[str, Any], path: str = "") -> Iterator[str]:
@@ -131,7 +86,7 @@ def test_json_and_csv_say_the_same(row: Row) -> None:
 
 
 def test_what_is_missing_is_empty(row: Row) -> None:
-    bare = Row("mine", CallFacts("call"), "unsupported", "head_dim 72")
+    bare = factories.row(status="unsupported", reason="head_dim 72")
     table = io.StringIO()
     write_csv([bare], table)
     written = next(csv.DictReader(io.StringIO(table.getvalue())))
@@ -143,7 +98,7 @@ def test_what_is_missing_is_empty(row: Row) -> None:
 
 def test_nan_and_infinity_are_null(row: Row) -> None:
     errors = compare(torch.full((1, 1, 2, 2), math.nan), torch.ones(1, 1, 2, 2))
-    row.accuracy = Accuracy(errors)
+    row.accuracy = factories.accuracy(errors)
     file = io.StringIO()
     write_jsonl([row], file)
     assert "NaN" not in file.getvalue()

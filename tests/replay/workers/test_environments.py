@@ -17,8 +17,7 @@ import torch
 import replay as replay_package
 from replay.bench.runner import LOADING, REFERENCE, TIMING
 from replay.bench.settings import Settings
-from replay.kernels.registry import Kernel
-from replay.rows.row import CallFacts, Row
+from replay.rows.row import Row
 from replay.workers.environments import (
     MAXIMUM_DEATHS,
     Environment,
@@ -30,6 +29,7 @@ from replay.workers.environments import (
 )
 from replay.workers.process import CannotStart, Died
 from replay.workloads.recorded import Workload
+from tests.factories import kernel, row, unreadable
 
 REPOSITORY = Path(replay_package.__file__).resolve().parent.parent
 QUICK = ("--rounds", "3", "--max-seconds", "0.01", "--device", "cpu")
@@ -218,7 +218,7 @@ def test_an_interpreter_without_torch(run_cli: RunCli, tmp_path: Path) -> None:
 def test_what_is_no_python(tmp_path: Path) -> None:
     environment = Environment("odd", "/bin/echo", 5)
     with pytest.raises(WorkerError, match=r"environment odd \(/bin/echo\) does not work: .*code 0"):
-        environment.probe([_kernel("a")], "cpu")
+        environment.probe([kernel("a")], "cpu")
 
 
 def test_environments_need_workers(run_cli: RunCli) -> None:
@@ -269,12 +269,11 @@ def test_interpreters_that_are_not_as_they_should_be(
         interpreters(options, None if text == "" else str(file))
 
 
-def _kernel(name: str, library: str = "") -> Kernel:
-    return Kernel(name, lambda **arguments: torch.zeros(1), library=library)
-
-
 def test_kernels_run_where_their_library_is() -> None:
-    kernels = [_kernel("torch-math", "torch"), *map(_kernel, ("both", "there", "nowhere", "here"))]
+    kernels = [
+        kernel("torch-math", library="torch"),
+        *map(kernel, ("both", "there", "nowhere", "here")),
+    ]
     yes, no = Found(None), Found("not installed")
     found = {
         "this": {"torch-math": yes, "both": yes, "there": no, "nowhere": no, "here": yes},
@@ -290,7 +289,11 @@ def test_kernels_run_where_their_library_is() -> None:
 
 
 def test_kernels_whose_library_is_common_run_in_one_environment() -> None:
-    kernels = [_kernel("torch-math", "torch"), _kernel("ours", "triton"), _kernel("new", "triton")]
+    kernels = [
+        kernel("torch-math", library="torch"),
+        kernel("ours", library="triton"),
+        kernel("new", library="triton"),
+    ]
     yes, no = Found(None), Found("not installed")
     found = {
         "this": {"torch-math": yes, "ours": no, "new": no},
@@ -350,7 +353,7 @@ def ask(quick: Settings) -> Callable[..., tuple[list[Row], FakeProcess]]:
         environment._process = process  # type: ignore[assignment]
         rows = environment.replay(
             Workload("call", lambda device: pytest.fail("loaded here")),
-            [_kernel(name) for name in ASKED],
+            [kernel(name) for name in ASKED],
             replace(quick, device=torch.device(device), **settings),
             lambda stage: None,
         )
@@ -422,7 +425,7 @@ def test_given_up(ask: Ask) -> None:
 def apart(quick: Settings) -> Iterator[Callable[..., tuple[list[Row], list[FakeProcess]]]]:
     """Rows of a, b and c, where b wants its own process, given both workers' answers."""
     environment = Environment("other", "python", 5)
-    own = environment._worker_of(_kernel("b"))
+    own = environment._worker_of(kernel("b"))
 
     def run(
         common: list[Answers], alone: list[Answers], **settings: Any
@@ -431,7 +434,7 @@ def apart(quick: Settings) -> Iterator[Callable[..., tuple[list[Row], list[FakeP
         environment._process, own._process = processes  # type: ignore[assignment]
         rows = environment.replay(
             Workload("call", lambda device: pytest.fail("loaded here")),
-            [replace(_kernel(name), own_process=name == "b") for name in ASKED],
+            [replace(kernel(name), own_process=name == "b") for name in ASKED],
             replace(quick, **settings),
             lambda stage: None,
         )
@@ -441,7 +444,7 @@ def apart(quick: Settings) -> Iterator[Callable[..., tuple[list[Row], list[FakeP
         return rows, processes
 
     with pytest.MonkeyPatch.context() as patch:
-        others = {"b": _kernel("b"), "d": replace(_kernel("d"), own_process=True)}
+        others = {"b": kernel("b"), "d": replace(kernel("d"), own_process=True)}
         patch.setattr("replay.workers.environments.catalogue", lambda: others)
         yield run
 
@@ -509,7 +512,7 @@ def test_asking_what_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
         [{"at": "c"}, {"probed": "c", "reason": "no"}],
     ]
     monkeypatch.setattr(environment, "_process", FakeProcess(answers))
-    assert environment.probe([_kernel(name) for name in ASKED], "cpu") == {
+    assert environment.probe([kernel(name) for name in ASKED], "cpu") == {
         "a": Found(None, "1"),
         "b": Found("crash when asked: gone"),
         "c": Found("no"),
@@ -525,15 +528,14 @@ def test_only_an_unreadable_file_is_left_out_elsewhere(quick: Settings) -> None:
         def replay(self, *_: Any, **__: Any) -> list[Row]:
             return [self.row]
 
-    facts = CallFacts("call")
-    kernels = {"one": [_kernel("a")], "two": [_kernel("a")], "three": []}
+    kernels = {"one": [kernel("a")], "two": [kernel("a")], "three": []}
     workload = Workload("call", lambda device: pytest.fail("loaded here"))
-    ok = Row("a", facts, "ok")
+    ok = row("a")
     for first, count in (
-        (Row("", facts, "error"), 1),
-        (Row("", facts, "crash"), 2),
-        (Row("", facts, "out-of-memory"), 2),
-        (Row("a", facts, "error"), 2),
+        (unreadable(), 1),
+        (replace(unreadable(), status="crash"), 2),
+        (replace(unreadable(), status="out-of-memory"), 2),
+        (row("a", status="error"), 2),
     ):
         environments = {"one": Fixed("one", first), "two": Fixed("two", ok), "three": Fixed("", ok)}
         rows = list(replay_in_workers([workload], kernels, quick, environments))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -17,13 +18,12 @@ from replay.kernels.registry import catalogue
 from replay.kernels.triton import descriptors, split_kv
 from replay.kernels.triton.decode import decode
 from replay.kernels.triton.split_kv import Access, Cache, Tiling, plan
+from tests import factories
 from tests.replay.kernels.triton.eager import attend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-
-def normal(*shape: int, dtype: torch.dtype = torch.float16, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+normal = functools.partial(factories.normal, dtype=torch.float16, device=DEVICE)
 
 
 def inputs(

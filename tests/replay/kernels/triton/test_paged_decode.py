@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -16,15 +17,12 @@ from replay.kernels.constraints import padding_mask_only
 from replay.kernels.registry import find
 from replay.kernels.triton.paged_decode import paged_decode
 from replay.kernels.triton.paging import PagedCache, page
+from tests import factories
 from tests.replay.kernels.triton.eager import attend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(
-        DEVICE, torch.float16
-    )
+normal = functools.partial(factories.normal, dtype=torch.float16, device=DEVICE)
 
 
 def padded_call(lengths: list[int], kv_len: int, at_end: bool, q_len: int = 1) -> AttentionCall:

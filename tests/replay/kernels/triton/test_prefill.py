@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -22,10 +23,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from capture.call import AttentionCall
 from replay.kernels.triton import forward
 from replay.kernels.triton.prefill import prefill
+from tests import factories
 from tests.replay.kernels.triton.eager import attend
 
 Verify = Callable[..., None]
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+normal = functools.partial(factories.normal, dtype=HALF, device=DEVICE)
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +54,6 @@ def verify() -> Verify:
         torch.testing.assert_close(lse.double(), expected.lse, rtol=1e-4, atol=2e-4)
 
     return check
-
-
-def normal(*shape: int, dtype: torch.dtype = HALF, seed: int = 0) -> Tensor:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
 def call_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -18,14 +19,13 @@ from replay.kernels.registry import find
 from replay.kernels.triton.paging import page
 from replay.kernels.triton.sparse_decode import paged_sparse_decode, sparse_decode
 from replay.kernels.triton.token_choice import choose_paged_tokens, choose_tokens
+from tests import factories
 from tests.replay.kernels.triton.eager import attend, scores
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+normal = functools.partial(factories.normal, dtype=torch.float16, device=DEVICE)
 NAMES = ["triton-sparse-decode", "triton-paged-sparse-decode"]
-
-
-def normal(*shape: int, dtype: torch.dtype = torch.float16, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
 def call_of(

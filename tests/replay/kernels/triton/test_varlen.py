@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,13 +18,12 @@ from replay.kernels.adapters import triton_varlen
 from replay.kernels.constraints import key_range
 from replay.kernels.registry import catalogue
 from replay.kernels.triton.varlen import KeyRanges, key_ranges, packed, padded
+from tests import factories
 from tests.replay.kernels.triton.eager import attend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-
-def normal(*shape: int, dtype: torch.dtype = torch.float16, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+normal = functools.partial(factories.normal, dtype=torch.float16, device=DEVICE)
 
 
 def offsets(lengths: list[int]) -> Tensor:

@@ -1,0 +1,260 @@
+"""What tests make again and again; a keyword changes one thing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from capture.call import AttentionCall, Origin, Shape
+from replay.accuracy.errors import compare
+from replay.bench.settings import Settings
+from replay.kernels.registry import Kernel
+from replay.rows.row import (
+    Accuracy,
+    CallFacts,
+    Comparison,
+    Errors,
+    GpuState,
+    Program,
+    Row,
+    Speedup,
+    Status,
+    Summary,
+)
+from replay.timing.statistics import summarize
+
+
+def normal(
+    *shape: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> Tensor:
+    """Standard normal values, the same for the same seed and device."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(shape, device=device, generator=generator).to(dtype)
+
+
+def random_call(
+    *,
+    batch: int = 1,
+    q_heads: int = 2,
+    kv_heads: int | None = None,
+    q_len: int = 9,
+    kv_len: int = 13,
+    head_dim: int = 32,
+    v_head_dim: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    with_output: bool = False,
+    origin: dict[str, Any] | None = None,
+    **fields: Any,
+) -> AttentionCall:
+    """A call of these sizes with standard normal values; other keywords are its fields."""
+    generator = torch.Generator(device).manual_seed(seed)
+    kv_heads = kv_heads or q_heads
+    query, key, value = (
+        torch.randn(batch, heads, length, dim, device=device, generator=generator).to(dtype)
+        for heads, length, dim in (
+            (q_heads, q_len, head_dim),
+            (kv_heads, kv_len, head_dim),
+            (kv_heads, kv_len, v_head_dim or head_dim),
+        )
+    )
+    call = AttentionCall(
+        query,
+        key,
+        value,
+        enable_gqa=q_heads != kv_heads,
+        origin=Origin(model="model", **(origin or {})),
+        **fields,
+    )
+    if not with_output:
+        return call
+    with sdpa_kernel(SDPBackend.MATH):
+        return call.with_tensors({"output": scaled_dot_product_attention(**call.arguments())})
+
+
+def sized_call(sizes: tuple[int, int, int, int, int, int, int], **options: Any) -> AttentionCall:
+    """A random call of (B, Hq, Hkv, Sq, Sk, D, Dv)."""
+    names = ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim", "v_head_dim")
+    return random_call(**{**dict(zip(names, sizes, strict=True)), **options})
+
+
+def one_head(*rows: list[float]) -> Tensor:
+    """(1, 1, S, D) in float64."""
+    return torch.tensor(rows, dtype=torch.float64)[None, None]
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """To compare exactly: fp8 has no equality, and a NaN equals nothing."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor).view(torch.uint8)
+
+
+def tiny_llama(**config: Any) -> Any:
+    """Two layers of four heads, without weights of any use."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    small = {
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "vocab_size": 64,
+        "intermediate_size": 32,
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**small, **config})).eval()
+
+
+def kernel(name: str, **fields: Any) -> Kernel:
+    """One that no test runs."""
+    return Kernel(name, lambda **arguments: torch.zeros(1), **fields)
+
+
+def settings(**fields: Any) -> Settings:
+    """Three rounds on the CPU."""
+    quick = Settings(torch.device("cpu"), "warm", rounds=3, max_seconds=0.01)
+    return replace(quick, **fields)
+
+
+def call_facts(
+    name: str = "call",
+    module: str = "layers.0",
+    phase: str = "denoise",
+    *,
+    kv_len: int = 64,
+    **fields: Any,
+) -> CallFacts:
+    """What a row says about a call of 64 queries; of one where it decodes."""
+    usual = CallFacts(
+        name,
+        model="model",
+        weights="random",
+        module=module,
+        phase=phase,
+        shape=Shape(1, 2, 2, _q_len(phase), kv_len, 32, 32),
+        dtype="bfloat16",
+    )
+    return replace(usual, **fields)
+
+
+def errors(**figures: Any) -> Errors:
+    """Of an output without any, but for these figures."""
+    ones = torch.ones(1, 1, 4, 8)
+    return replace(compare(ones, ones), **{"cosine": 1.0, **figures})
+
+
+def accuracy(against_reference: Errors | None = None, **others: Errors) -> Accuracy:
+    """No errors against the reference unless given; keywords are errors against others."""
+    return Accuracy(against_reference or errors(), **others)
+
+
+def speedup(ratio: float = 1.5, low: float | None = None, high: float | None = None) -> Speedup:
+    """With an interval of ±0.1 unless it is given, and the verdict that follows from it."""
+    low, high = ratio - 0.1 if low is None else low, ratio + 0.1 if high is None else high
+    return Speedup(ratio, low, high, "faster" if low > 1 else "slower" if high < 1 else "tie")
+
+
+def comparison(vs: str = "torch-default", against: Speedup | None = None) -> Comparison:
+    return Comparison(vs, against or speedup())
+
+
+def row(
+    kernel: str = "mine",
+    call: CallFacts | None = None,
+    ms: float | Sequence[float] | None = None,
+    status: Status = "ok",
+    reason: str = "",
+    **fields: Any,
+) -> Row:
+    """A row with these times, five where it is one number; one that has times has an accuracy."""
+    if ms is not None:
+        timed = {"time_ms": summarize([ms] * 5 if isinstance(ms, float) else ms)}
+        fields = {**timed, "accuracy": accuracy(), **fields}
+    return Row(kernel, call or call_facts(), status, reason, **fields)
+
+
+def unreadable(name: str = "call") -> Row:
+    """What there is of a call whose file is broken."""
+    return Row("", CallFacts(name), "error", "no such file")
+
+
+def full_row() -> Row:
+    """Every field has a value."""
+    random = compare(normal(1, 2, 3, 4), normal(1, 2, 3, 4, seed=1))
+    times = summarize([1.0, 2.0, 4.0])
+    state = GpuState(1980, 690.5, 61, ("software power cap", "0x400"))
+    summary = Summary(-1.0, 1.0, 0.0, 0.5)
+    return row(
+        call=call_facts(step=2, call_index=7, mask="bool"),
+        reason="max abs error …",
+        flags=["no core time"],
+        changed_inputs=["key"],
+        log="its last words",
+        time_ms=times,
+        core_time_ms=times,
+        first_call_ms=100.0,
+        host_ms=0.02,
+        layer_host_ms=summarize([0.6, 0.7, 0.8]),
+        cache="cold",
+        calls_before=4,
+        tflops=500.0,
+        gb_per_s=1000.0,
+        flop_per_byte=70.0,
+        comparison=comparison(),
+        kept=0.02,
+        accuracy=accuracy(
+            random, captured=random, reference=random, noise_floor=random, chosen=random
+        ),
+        output_summary=summary,
+        reference_summary=summary,
+        peak_bytes=12,
+        programs=[Program("kernel", 32, 0, 1024, 4)],
+        gpu_before=state,
+        gpu_during=state,
+        machine=dict.fromkeys(
+            ("device", "python", "torch", "cuda", "cudnn", "triton", "threads"), "x"
+        ),
+    )
+
+
+def census(*calls: tuple[str, str, int, int], mask: bool = False) -> dict[str, Any]:
+    """Of (module, phase, key length, calls), each of the sizes that `call_facts` has."""
+    sizes = list(dict.fromkeys((_q_len(phase), kv_len) for _, phase, kv_len, _ in calls))
+    return {
+        "signatures": [
+            {
+                "query": [1, 2, q_len, 32],
+                "key": [1, 2, kv_len, 32],
+                "value": [1, 2, kv_len, 32],
+                "dtype": "bfloat16",
+                "mask": [1, 1, 1, kv_len] if mask else None,
+                "mask_dtype": "bool" if mask else None,
+                "is_causal": False,
+                "scale": None,
+                "enable_gqa": False,
+            }
+            for q_len, kv_len in sizes
+        ],
+        "rows": [
+            {
+                "module": module,
+                "phase": phase,
+                "signature": sizes.index((_q_len(phase), kv_len)),
+                "calls": count,
+            }
+            for module, phase, kv_len, count in calls
+        ],
+    }
+
+
+def _q_len(phase: str) -> int:
+    return 1 if phase == "decode" else 64

@@ -1,0 +1,43 @@
+"""A kernel that is seen in the output, and a compiler that remembers nothing of other tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from replay import register_kernel
+from replay.kernels import registry
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+def graphs() -> int:
+    """How many different ones were compiled in this test."""
+    return int(counters["stats"]["unique_graphs"])
+
+
+@pytest.fixture
+def doubling() -> Iterator[str]:
+    """A kernel that returns twice the right output and takes no mask."""
+
+    @register_kernel(
+        "doubling", unsupported=lambda call: "no mask" if call.attn_mask is not None else None
+    )
+    def double(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        attention: Tensor = F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+        return 2 * attention
+
+    yield "doubling"
+    del registry._kernels["doubling"]
