@@ -11,19 +11,22 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from capture.call import AttentionCall, Origin, Shape
+from capture.call import AttentionCall, Origin
+from capture.shape import Shape
 from replay.accuracy.errors import compare
 from replay.bench.settings import Settings
 from replay.kernels.registry import Kernel
 from replay.rows.row import (
     Accuracy,
     CallFacts,
-    Comparison,
     Errors,
     GpuState,
+    Machine,
+    Mask,
     Program,
     Row,
     Speedup,
+    SpeedupOver,
     Status,
     Summary,
 )
@@ -163,8 +166,8 @@ def speedup(ratio: float = 1.5, low: float | None = None, high: float | None = N
     return Speedup(ratio, low, high, "faster" if low > 1 else "slower" if high < 1 else "tie")
 
 
-def comparison(vs: str = "torch-default", against: Speedup | None = None) -> Comparison:
-    return Comparison(vs, against or speedup())
+def speedup_over(vs: str = "torch-default", against: Speedup | None = None) -> SpeedupOver:
+    return SpeedupOver(**vars(against or speedup()), vs=vs)
 
 
 def row(
@@ -194,10 +197,11 @@ def full_row() -> Row:
     state = GpuState(1980, 690.5, 61, ("software power cap", "0x400"))
     summary = Summary(-1.0, 1.0, 0.0, 0.5)
     return row(
-        call=call_facts(step=2, call_index=7, mask="bool"),
+        call=call_facts(step=2, call_index=7, mask=Mask("bool", (1, 1, 1, 64))),
         reason="max abs error …",
-        flags=["no core time"],
-        changed_inputs=["key"],
+        flags=("no core time",),
+        changed_inputs=("key",),
+        process="mine",
         log="its last words",
         time_ms=times,
         core_time_ms=times,
@@ -209,20 +213,18 @@ def full_row() -> Row:
         tflops=500.0,
         gb_per_s=1000.0,
         flop_per_byte=70.0,
-        comparison=comparison(),
+        speedup=speedup_over(),
         kept=0.02,
         accuracy=accuracy(
-            random, captured=random, reference=random, noise_floor=random, chosen=random
+            random, captured=random, kernel=random, noise_floor=random, chosen=random
         ),
         output_summary=summary,
         reference_summary=summary,
         peak_bytes=12,
-        programs=[Program("kernel", 32, 0, 1024, 4)],
+        programs=(Program("kernel", 32, 0, 1024, 4),),
         gpu_before=state,
         gpu_during=state,
-        machine=dict.fromkeys(
-            ("device", "python", "torch", "cuda", "cudnn", "triton", "threads"), "x"
-        ),
+        machine=Machine(*["x"] * 7),
     )
 
 

@@ -74,7 +74,7 @@ def judge(output: Tensor, expected: Expected, accuracy_class: AccuracyClass) -> 
     output + that of rounding. (Not those of 32: honest kernels reach 78 times that limit there, by
     the order of their sums.)
 
-    `sparse` (it attends to keys that it chose): the same rule for what attention to those keys
+    `sparse` (it attends to keys it chose): the same rule for what attention to those keys
     gives. How far that is from attention to all keys is recorded, for the user to judge.
 
     `quantised`: `MINIMUM_COSINE` and `MAXIMUM_RELATIVE_L1`, which separate usable from broken; what

@@ -1,6 +1,6 @@
 """Which keys a sparse kernel attended to, and what that makes of a call.
 
-A sparse kernel is right when it returns attention to the keys that it chose, and useful when that
+A sparse kernel is right when it returns attention to the keys it chose, and useful when that
 is near to attention to all of them. The first is judged, on the call that `restricted` makes; the
 second is recorded.
 """

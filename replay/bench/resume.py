@@ -132,8 +132,12 @@ def _unlike(row: Row, machine: Machine, settings: Settings) -> str:
         here |= {"--cache": settings.cache, "--calls-before": settings.calls_before}
     for name, value in there.items():
         if value != here[name]:
-            return f"{name} {value or 'none'} (now {here[name] or 'none'})"
+            return f"{name} {_said(value)} (now {_said(here[name])})"
     return ""
+
+
+def _said(value: object) -> str:
+    return "none" if value in ("", None) else str(value)
 
 
 def _is_about(facts: CallFacts, workload: Workload) -> bool:

@@ -77,11 +77,13 @@ def speed_verdict(low: float, high: float) -> SpeedVerdict:
 
 
 def resampled_medians(samples: Sequence[float], seed: int, resamples: int) -> Tensor:
-    """Medians (resamples,) of samples drawn with replacement; a seed always draws the same."""
-    ordered = torch.tensor(sorted(samples), dtype=torch.float64)
+    """Medians (resamples,) of samples drawn with replacement; a seed draws the same rounds."""
+    ordered, ranked = torch.tensor(samples, dtype=torch.float64).sort()
     count = len(ordered)
+    rank_of_round = torch.empty(count, dtype=torch.int32)
+    rank_of_round[ranked] = torch.arange(count, dtype=torch.int32)
     generator = torch.Generator().manual_seed(seed)
-    # Positions are sorted, not values: integers sort ten times faster.
-    drawn = torch.randint(count, (resamples, count), generator=generator, dtype=torch.int32)
-    drawn = drawn.sort(dim=1).values.long()
-    return (ordered[drawn[:, (count - 1) // 2]] + ordered[drawn[:, count // 2]]) / 2
+    drawn = torch.randint(count, (resamples, count), generator=generator)
+    # Ranks are sorted, not samples: integers sort ten times faster.
+    ranks = rank_of_round[drawn].sort(dim=1).values.long()
+    return (ordered[ranks[:, (count - 1) // 2]] + ordered[ranks[:, count // 2]]) / 2

@@ -92,4 +92,4 @@ def test_an_unwritten_output_is_seen() -> None:
         registry._kernels.pop("lazy")
     row = next(row for row in rows if row.kernel == "lazy")
     assert row.status == "inaccurate"
-    assert row.comparison is None
+    assert row.speedup is None

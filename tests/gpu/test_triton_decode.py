@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
-from replay.accuracy.errors import compare
-from replay.accuracy.reference import attention, gold_dtype, same_dtype
+from replay.accuracy.judge import Expected, judge
 from replay.accuracy.sparse import kept_share, restricted
-from replay.accuracy.tolerance import judge, tolerance
 from replay.kernels.registry import find
 from tests.factories import sized_call
 
@@ -30,9 +28,8 @@ call_of = functools.partial(sized_call, dtype=torch.bfloat16, device="cuda")
 
 
 def assert_right(output: Tensor, call: AttentionCall) -> None:
-    gold = attention(call, gold_dtype(call.device, call.dtype))
-    allowed = tolerance(call, same_dtype(call), gold)
-    verdict = judge(output, gold, compare(output, gold), "exact", allowed)
+    expected = Expected.of(call)
+    verdict = judge(output, expected, "exact")
     assert verdict.passed, verdict.sentence
 
 

@@ -16,9 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from capture.call import AttentionCall
-from replay.accuracy.errors import compare
-from replay.accuracy.reference import attention, gold_dtype, same_dtype
-from replay.accuracy.tolerance import judge, tolerance
+from replay.accuracy.judge import Expected, judge
 from replay.kernels.registry import catalogue
 from tests.factories import sized_call
 
@@ -35,14 +33,13 @@ def verify(name: str, call: AttentionCall) -> None:
     kernel = catalogue()[name]
     assert kernel.unavailable(call.device) is None
     assert kernel.unsupported(call) is None
-    gold = attention(call, gold_dtype(call.device, call.dtype))
-    allowed = tolerance(call, same_dtype(call), gold)
+    expected = Expected.of(call)
     runs: list[Callable[[], Tensor]] = [lambda: kernel.attention(**call.arguments())]
     if kernel.prepare is not None:
         runs.append(kernel.prepare(call))
     for run in runs:
         output = run()
-        verdict = judge(output, gold, compare(output, gold), "exact", allowed)
+        verdict = judge(output, expected, "exact")
         assert verdict.passed, verdict.sentence
 
 

@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from capture.call import AttentionCall
-from replay.accuracy.errors import compare
-from replay.accuracy.reference import attention, gold_dtype, same_dtype
-from replay.accuracy.tolerance import judge, tolerance
+from replay.accuracy.judge import Expected, judge
 from replay.kernels.registry import find
 from tests.factories import sized_call
 from tests.replay.kernels.triton.eager import attend
@@ -59,12 +57,11 @@ def poison(shape: torch.Size, dtype: torch.dtype) -> None:
 
 
 def check(call: AttentionCall) -> None:
-    gold = attention(call, gold_dtype(DEVICE, call.dtype))
-    allowed = tolerance(call, same_dtype(call), gold)
+    expected = Expected.of(call)
     before = [each.clone() for each in (call.query, call.key, call.value)]
     poison(call.query.shape, call.dtype)
     output = KERNEL.attention(**call.arguments())
-    verdict = judge(output, gold, compare(output, gold), "exact", allowed)
+    verdict = judge(output, expected, "exact")
     assert verdict.passed, verdict.sentence
     for each, old in zip((call.query, call.key, call.value), before, strict=True):
         assert torch.equal(each, old), "an input was changed"

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from capture.call import AttentionCall
-from replay.accuracy.errors import compare
-from replay.accuracy.reference import attention, gold_dtype
-from replay.accuracy.tolerance import judge
+from replay.accuracy.judge import Expected, judge
 from replay.kernels.registry import find
 from replay.workloads.random_calls import Spec
 
@@ -33,9 +31,9 @@ def check(name: str, call: AttentionCall) -> None:
     if reason := kernel.unavailable(DEVICE):
         pytest.skip(reason)
     assert kernel.prepare is not None
-    gold = attention(call, gold_dtype(DEVICE))
+    expected = Expected.of(call)
     for output in (kernel.attention(**call.arguments()), kernel.prepare(call)()):
-        verdict = judge(output, gold, compare(output, gold), "quantised")
+        verdict = judge(output, expected, "quantised")
         assert verdict.passed, verdict.sentence
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from capture.call import AttentionCall
-from replay.accuracy.reference import attention, gold_dtype, same_dtype
+from replay.accuracy.reference import attention, reference_dtype, same_dtype
 from tests import factories
 from tests.factories import sized_call
 
@@ -151,10 +151,10 @@ def test_same_dtype_rounds_as_torch_math_does_in_16_bits(dtype: torch.dtype) -> 
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
     output = same_dtype(call)
     assert output.dtype == dtype
-    gold = attention(call)
-    error, torch_error = (output - gold).abs().mean(), (expected - gold).abs().mean()
+    reference = attention(call)
+    error, torch_error = (output - reference).abs().mean(), (expected - reference).abs().mean()
     assert torch_error / 2 < error < torch_error * 2
-    assert error > 2 * (gold.to(dtype) - gold).abs().mean()  # more than the output's rounding
+    assert error > 2 * (reference.to(dtype) - reference).abs().mean()  # not rounding alone
 
 
 def test_scores_that_overflow_float16_unscaled_do_not() -> None:
@@ -170,8 +170,8 @@ def test_unequal_heads_are_refused_with_a_sentence() -> None:
 
 
 def test_gold_is_float64_on_cpu_and_float32_on_unknown_devices() -> None:
-    assert gold_dtype("cpu") == torch.float64
-    assert gold_dtype("meta") == torch.float32
+    assert reference_dtype("cpu") == torch.float64
+    assert reference_dtype("meta") == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -182,14 +182,14 @@ def test_gold_is_float64_on_cpu_and_float32_on_unknown_devices() -> None:
         ((8, 9), torch.float32, torch.float64),
     ],
 )
-def test_gold_dtype_follows_the_gpu(
+def test_reference_dtype_follows_the_gpu(
     monkeypatch: pytest.MonkeyPatch,
     capability: tuple[int, int],
     call_dtype: torch.dtype,
     expected: torch.dtype,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert gold_dtype("cuda", call_dtype) == expected
+    assert reference_dtype("cuda", call_dtype) == expected
 
 
 @pytest.fixture

@@ -90,11 +90,11 @@ def test_a_users_own_sparse_kernel(
     call = make_call(kv_len=64, dtype=torch.bfloat16)
     row = row_of(kernel, call, quick)
     assert row.status == "ok", row.reason
-    assert row.reason.startswith("on the keys that it chose, max abs error")
+    assert row.reason.startswith("on the keys it chose, max abs error")
     assert row.kept == 0.5
     assert row.accuracy is not None
     assert row.accuracy.chosen is not None
-    assert row.accuracy.chosen.max_abs < 0.05 < row.accuracy.gold.max_abs
+    assert row.accuracy.chosen.max_abs < 0.05 < row.accuracy.reference.max_abs
     assert row_from_json(json.loads(json.dumps(row_to_json(row)))) == row
 
 
@@ -107,7 +107,7 @@ def test_one_that_chose_otherwise_than_it_says(
     kernel = kernels("mine", sparse, accuracy_class="sparse", chosen=odd)
     row = row_of(kernel, make_call(kv_len=64, dtype=torch.bfloat16), quick)
     assert row.status == "inaccurate"
-    assert "on the keys that it chose" in row.reason
+    assert "on the keys it chose" in row.reason
 
 
 def test_one_whose_choice_fails_costs_its_row(

@@ -14,20 +14,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capture.call import Shape
 from capture.dataset import Dataset
+from capture.shape import Shape
 from replay.bench.resume import begin_again, finished_rows
 from replay.kernels.registry import Kernel
+from replay.rows.fields import SCHEMA
 from replay.rows.files import row_from_json, row_to_json, write_jsonl
 from replay.rows.row import (
     Accuracy,
     CallFacts,
-    Comparison,
     Errors,
     GpuState,
+    Machine,
+    Mask,
     Program,
     Row,
-    Speedup,
+    SpeedupOver,
     Status,
     Summary,
     TimeSummary,
@@ -75,14 +77,14 @@ def rows(figures: st.SearchStrategy[float]) -> st.SearchStrategy[Row]:
     )
     facts = st.builds(
         CallFacts,
-        **dict.fromkeys(("name", "model", "weights", "module", "phase", "dtype", "mask"), words),
+        **dict.fromkeys(("name", "model", "weights", "module", "phase", "dtype"), words),
         **dict.fromkeys(("step", "call_index"), counts),
         shape=st.builds(Shape, *[counts] * 7),
         is_causal=st.booleans(),
+        mask=st.none()
+        | st.builds(Mask, st.sampled_from(["bool", "float"]), st.lists(counts).map(tuple)),
     )
-    speedup = st.builds(
-        Speedup, finite, finite, finite, st.sampled_from(["faster", "slower", "tie"])
-    )
+    verdicts = st.sampled_from(["faster", "slower", "tie"])
     optional = st.none() | finite
     return st.builds(
         Row,
@@ -91,26 +93,27 @@ def rows(figures: st.SearchStrategy[float]) -> st.SearchStrategy[Row]:
         status=st.sampled_from(get_args(Status)),
         reason=words,
         environment=words,
-        flags=st.lists(words),
-        changed_inputs=st.lists(words),
+        process=words,
+        flags=st.lists(words).map(tuple),
+        changed_inputs=st.lists(words).map(tuple),
         log=words,
         time_ms=st.none() | times,
         core_time_ms=st.none() | times,
         layer_host_ms=st.none() | times,
         **dict.fromkeys(("first_call_ms", "host_ms", "tflops", "gb_per_s"), optional),
         flop_per_byte=optional,
-        comparison=st.none() | st.builds(Comparison, words, speedup),
+        speedup=st.none() | st.builds(SpeedupOver, finite, finite, finite, verdicts, words),
         kept=optional,
         accuracy=st.none() | st.builds(Accuracy, errors, *[maybe_errors] * 4),
         output_summary=st.none() | summaries,
         reference_summary=st.none() | summaries,
         peak_bytes=st.none() | counts,
-        programs=st.lists(st.builds(Program, words, counts, counts, counts, counts)),
+        programs=st.lists(st.builds(Program, words, counts, counts, counts, counts)).map(tuple),
         gpu_before=st.none() | state,
         gpu_during=st.none() | state,
         cache=words,
         calls_before=st.none() | counts,
-        machine=st.dictionaries(words, words),
+        machine=st.builds(Machine, *[words] * 7),
     )
 
 
@@ -148,7 +151,7 @@ def test_no_field_of_a_row_is_forgotten_here() -> None:
 CALLS = workloads("random", [Spec(1, 2, 2, length, length, 8, 8) for length in (4, 5, 6)], 0)
 ALLOTTED = {"this": [kernel("a"), kernel("b")]}
 SETTINGS = factories.settings()
-HERE = {"device": "H200", "torch": "2.11.0"}
+HERE = Machine("H200", torch="2.11.0")
 
 
 def row(call: int, name: str, environment: str = "this", **fields: Any) -> Row:
@@ -205,7 +208,7 @@ def test_a_call_that_could_not_be_read_is_tried_again(written: Callable[..., Pat
     assert names(left) == ["random-00", "random-02"]
 
 
-@pytest.mark.parametrize("end", ["{", '{"kernel": "a", "ca', '{"kernel": "größe'])
+@pytest.mark.parametrize("end", ["{", '{"schema": 2, "kern', '{"schema": 2, "kernel": "größe'])
 def test_a_line_that_was_cut_off(written: Callable[..., Path], end: str) -> None:
     """It may be of the call before it, so that one is replayed too."""
     rows = [row(0, "a"), row(0, "b"), row(1, "a"), row(1, "b")]
@@ -217,8 +220,7 @@ def test_a_line_that_was_cut_off(written: Callable[..., Path], end: str) -> None
 
 def test_a_call_whose_baseline_is_missing(written: Callable[..., Path]) -> None:
     rows = [row(0, "a"), row(0, "b"), row(1, "a"), row(1, "b"), row(1, "baseline")]
-    for each in rows:
-        each.comparison = factories.comparison("baseline")
+    rows = [replace(each, speedup=factories.speedup_over("baseline")) for each in rows]
     kept, left = finished_rows(written(rows), CALLS, ALLOTTED, HERE, SETTINGS)
     assert kept == rows[2:]
     assert names(left) == ["random-00", "random-02"]
@@ -256,12 +258,23 @@ def test_another_file(
         finished_rows(written(rows, end), CALLS, ALLOTTED, HERE, SETTINGS)
 
 
-def test_rows_of_a_version_that_noticed_less(written: Callable[..., Path]) -> None:
+@pytest.mark.parametrize(("schema", "version"), [(None, 1), (1, 1), (99, 99)])
+def test_rows_of_another_version(
+    written: Callable[..., Path], schema: int | None, version: int
+) -> None:
     path = written([row(0, "a")], "")
     data = json.loads(path.read_text())
-    del data["changed_inputs"]
-    path.write_text(json.dumps(data) + "\n")
-    with pytest.raises(ValueError, match=r"or one of another version: name another file"):
+    del data["schema"]
+    path.write_text(json.dumps(data if schema is None else data | {"schema": schema}) + "\n")
+    sentence = f"holds rows of version {version}, and this is version {SCHEMA}: finish it with"
+    with pytest.raises(ValueError, match=sentence):
+        finished_rows(path, CALLS, ALLOTTED, HERE, SETTINGS)
+
+
+def test_a_row_with_a_field_of_no_version(written: Callable[..., Path]) -> None:
+    path = written([row(0, "a")], "")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"colour": "red"}) + "\n")
+    with pytest.raises(ValueError, match="line 1: not a row"):
         finished_rows(path, CALLS, ALLOTTED, HERE, SETTINGS)
 
 
@@ -269,21 +282,20 @@ def test_rows_of_a_version_that_noticed_less(written: Callable[..., Path]) -> No
     ("machine", "environment", "sentence"),
     [
         (HERE, "this", None),
-        ({}, "this", None),  # a worker that died before it said where it was
+        (Machine(), "this", None),  # a worker that died before it said where it was
         (
-            HERE | {"torch": "2.13.0"},
+            replace(HERE, torch="2.13.0"),
             "this",
             r"torch 2.13.0 \(now 2.11.0\): resume it as it was begun",
         ),
-        (HERE | {"torch": "2.13.0"}, "fa4", None),
-        (HERE | {"device": "H100"}, "fa4", r"with device H100 \(now H200\)"),
+        (replace(HERE, torch="2.13.0"), "fa4", None),
+        (replace(HERE, device="H100"), "fa4", r"with device H100 \(now H200\)"),
     ],
 )
 def test_rows_of_another_machine(
-    written: Callable[..., Path], machine: dict[str, str], environment: str, sentence: str | None
+    written: Callable[..., Path], machine: Machine, environment: str, sentence: str | None
 ) -> None:
-    measured = row(0, "a", environment)
-    measured.machine = machine
+    measured = replace(row(0, "a", environment), machine=machine)
     if sentence is None:
         finished_rows(written([measured]), CALLS, ALLOTTED, HERE, SETTINGS)
         return

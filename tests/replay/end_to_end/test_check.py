@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -276,7 +277,7 @@ def test_no_prediction_without_the_baseline() -> None:
 def test_a_kernel_that_changed_its_inputs_in_the_replay() -> None:
     record = CaptureRecord("model", "none", census=CENSUS)
     rows = [row("torch-default", 50.0), row("a", 10.0), row("b", 10.0)]
-    rows[1].changed_inputs = ["key"]
+    rows[1] = replace(rows[1], changed_inputs=("key",))
     variants = [Variant("a", "a"), Variant("b", "b"), Variant("plan", "", plan=Path("plan.json"))]
     process = cast("ModelProcess", Pretended())
     plan = {"plan": lambda module, phase: "a" if module == "layers.0" else "b"}

@@ -5,26 +5,34 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
-from replay.end_to_end.prediction import Prediction, predict
+from replay.end_to_end.prediction import KernelAt, Prediction, everywhere, predict
 from replay.end_to_end.span import RUN, Calls, Clocked, Missing
 from replay.plan.matching import CensusError
-from replay.rows.row import CallFacts, GpuState, Row, Status
+from replay.rows.row import CallFacts, GpuState, KernelId, Mask, Row, Status
 from replay.timing.statistics import summarize
 from tests.factories import call_facts as facts
-from tests.factories import census, comparison, row, speedup
+from tests.factories import census, row, speedup, speedup_over
 
+THERE = KernelId("new", "other")
+NEW, OLD = KernelId("new"), KernelId("old")
+NEW_EVERYWHERE = everywhere(NEW)
 STEADY = (1.0,) * 5
 
 
 def predicted(
-    counted: dict[str, Any], rows: list[Row], seconds: Sequence[float] = STEADY, **options: Any
+    counted: dict[str, Any],
+    rows: list[Row],
+    seconds: Sequence[float] = STEADY,
+    kernel_at: KernelAt = NEW_EVERYWHERE,
+    **options: Any,
 ) -> Prediction:
     options.setdefault("phases", {})
-    return predict(counted, rows, "new", "old", Clocked(tuple(seconds)), **options)
+    return predict(counted, rows, kernel_at, OLD, Clocked(tuple(seconds)), **options)
 
 
 def test_every_counted_call_saves_what_its_counterpart_saves() -> None:
@@ -69,7 +77,7 @@ def test_phases_are_predicted_for_one_forward_each_and_the_run_has_all() -> None
     assert first.new_tokens_per_second is not None
     assert first.new_tokens_per_second.value == pytest.approx(64 / 0.08)
     assert (first.calls.swapped, each.calls.swapped) == (4, 40)
-    assert json.loads(json.dumps(prediction.to_json()))["run"]["phase"] == RUN
+    assert json.loads(json.dumps(asdict(prediction)))["run"]["phase"] == RUN
 
 
 def test_a_call_that_is_not_supported_falls_back_and_costs_what_it_did() -> None:
@@ -106,8 +114,8 @@ def test_calls_that_none_stands_for_are_reported_and_unchanged() -> None:
 
 def test_a_growing_key_length_is_interpolated_and_never_extrapolated() -> None:
     """Also where the mask grows along."""
-    short = facts("short", "layers.0", "decode", kv_len=100, mask="bool 1×1×1×100")
-    long = facts("long", "layers.1", "decode", kv_len=200, mask="bool 1×1×1×200")
+    short = facts("short", "layers.0", "decode", kv_len=100, mask=Mask("bool", (1, 1, 1, 100)))
+    long = facts("long", "layers.1", "decode", kv_len=200, mask=Mask("bool", (1, 1, 1, 200)))
     rows = [row("old", short, 10.0), row("new", short, 5.0)]
     rows += [row("old", long, 20.0), row("new", long, 11.0)]
     counted = census(
@@ -150,7 +158,9 @@ def test_a_choice_by_layer_keeps_the_baseline_where_it_says_so() -> None:
         *((f"layers.{layer}", "denoise", 64, 4) for layer in range(3)),
     )
     run = predicted(
-        counted, rows, kernel_at=lambda module, phase: "old" if module == "layers.1" else "new"
+        counted,
+        rows,
+        kernel_at=lambda module, phase: OLD if module == "layers.1" else NEW,
     ).run
     assert run.new_seconds is not None
     # layers.2 was not recorded: the mean of the two.
@@ -171,10 +181,9 @@ def test_rounds_that_both_share_cancel_what_they_share() -> None:
     counted = census(("layers.0", "denoise", 64, 50))
     rows = [row("old", call, old), row("new", call, new)]
     ratio = summarize([before / after for before, after in zip(old, new, strict=True)]).p50
-    rows[1].comparison = comparison("old", speedup(ratio))
+    rows[1] = replace(rows[1], speedup=speedup_over("old", speedup(ratio)))
     paired = predicted(counted, rows).run.new_seconds
-    # Its own process: the row's speed-up is not that of the samples.
-    rows[1].comparison = comparison("old", speedup(1.5))
+    rows[1] = replace(rows[1], speedup=speedup_over("old", speedup(1.5)), process="new")
     apart = predicted(counted, rows).run.new_seconds
     assert paired is not None
     assert apart is not None
@@ -231,24 +240,28 @@ def test_a_kernel_of_another_environment_is_held_against_the_baseline_there(
 ) -> None:
     call = facts("a", "layers.0")
     rows = [row("old", call, 10.0), there(call), row("new", call, 5.0)]
-    for each in rows[1:]:
-        each.environment = "other"
+    rows[1:] = [replace(each, environment="other") for each in rows[1:]]
     counted = census(("layers.0", "denoise", 64, 10))
-    run = predict(counted, rows, "new@other", "old", Clocked(STEADY), {}).run
+    run = predict(counted, rows, everywhere(THERE), OLD, Clocked(STEADY), {}).run
     assert run.new_seconds is not None
     assert run.new_seconds.value == pytest.approx(1 - 10 * saved)
 
 
 def test_clues_are_of_one_forward() -> None:
     call = facts("a", "layers.0", "prefill")
-    new = row("new", call, 5.0)
-    new.layer_host_ms, new.core_time_ms = summarize([0.5]), summarize([3.0])
-    new.gpu_during = GpuState(1500, None, 50, ())
+    new = row(
+        "new",
+        call,
+        5.0,
+        layer_host_ms=summarize([0.5]),
+        core_time_ms=summarize([3.0]),
+        gpu_during=GpuState(1500, None, 50, ()),
+    )
     counted = census(("layers.0", "prefill", 64, 20))
     phases = {"prefill": Clocked((0.5,), 2)}
     old = row("old", call, 10.0)
     assert predicted(counted, [old, new]).run.clues.more_layer_launch_seconds is None
-    old.layer_host_ms = summarize([0.2])
+    old = replace(old, layer_host_ms=summarize([0.2]))
     clues = predicted(counted, [old, new], phases=phases).phases["prefill"].clues
     assert clues.more_layer_launch_seconds == pytest.approx(10 * 0.0003)
     assert clues.preparation_seconds == pytest.approx(10 * 0.002)
@@ -262,8 +275,8 @@ def test_samples_of_two_environments_are_not_paired() -> None:
     scatter = noisy(10.0, [random.Random(each).uniform(0.9, 1.1) for each in range(30)], 1)
     rows = [row("old", call, scatter), row("new", call, [each / 2 for each in scatter])]
     paired = predicted(counted, rows).run.new_seconds
-    rows[1].environment = "other"
-    apart = predict(counted, rows, "new@other", "old", Clocked(STEADY), {}).run.new_seconds
+    rows[1] = replace(rows[1], environment="other")
+    apart = predict(counted, rows, everywhere(THERE), OLD, Clocked(STEADY), {}).run.new_seconds
     assert paired is not None
     assert apart is not None
     assert (apart.high - apart.low) > 1.2 * (paired.high - paired.low)
@@ -276,7 +289,7 @@ def test_the_interval_covers_the_scatter_of_launches() -> None:
     phases = {"decode": Clocked((0.1,) * 5, busy_seconds=0.04)}
     steady = predicted(counted, rows, phases=phases).phases["decode"].new_seconds
     scatter = [random.Random(each).uniform(0.5, 0.7) for each in range(30)]
-    rows[1].layer_host_ms = summarize(scatter)
+    rows[1] = replace(rows[1], layer_host_ms=summarize(scatter))
     uneven = predicted(counted, rows, phases=phases).phases["decode"].new_seconds
     assert steady is not None
     assert uneven is not None
@@ -297,11 +310,12 @@ def test_launches_of_another_environment_are_held_against_the_baseline_there() -
     call = facts("a", "layers.0", "decode")
     rows = [launched("old", call, 1.0, 0.5), launched("old", call, 1.0, 0.7)]
     rows.append(launched("new", call, 1.0, 0.8))
-    for each in rows[1:]:
-        each.environment = "other"
+    rows[1:] = [replace(each, environment="other") for each in rows[1:]]
     counted = census(("layers.0", "decode", 64, 30))
     decode = Clocked((0.1,) * 5, busy_seconds=0.04)
-    prediction = predict(counted, rows, "new@other", "old", Clocked((0.2,) * 5), {"decode": decode})
+    prediction = predict(
+        counted, rows, everywhere(THERE), OLD, Clocked((0.2,) * 5), {"decode": decode}
+    )
     new = prediction.phases["decode"].new_seconds
     assert new is not None
     assert new.value == pytest.approx(0.1 + 30 * 0.0001)

@@ -157,7 +157,7 @@ def test_equal_layers_do_not_choose_unequally_by_chance() -> None:
 def test_kernels_of_other_environments_are_not_chosen() -> None:
     call = facts("a", "layers.0")
     rows = [row("old", call, 10.0), row("new", call, 5.0)]
-    rows[1].environment = "other"
+    rows[1] = replace(rows[1], environment="other")
     counted = census(("layers.0", "denoise", 64, 1))
     assert chosen(rows, counted) == {"layers.0": "old"}
     assert [each.kernel for each in uniform(rows, counted, COSINE, "old")] == ["old"]
@@ -219,8 +219,8 @@ def test_kernels_that_share_no_process_are_not_in_one_plan() -> None:
     longer = {**sizes, **{name: [1, 2, 128, 32] for name in ("query", "key", "value")}}
     counted["signatures"].append(longer)
     counted["rows"][1]["signature"] = 1
-    for each in rows[3:]:
-        each.call = replace(each.call, shape=Shape(1, 2, 2, 128, 128, 32, 32))
+    shape = Shape(1, 2, 2, 128, 128, 32, 32)
+    rows[3:] = [replace(each, call=replace(each.call, shape=shape)) for each in rows[3:]]
 
     def kernels(*exclusive: str) -> list[str]:
         plan = choose(rows, counted, COSINE, "old", exclusive)
@@ -249,7 +249,7 @@ def test_what_spoils_later_calls_is_not_chosen(
 ) -> None:
     call = facts("a", "layers.0", phase)
     rows = [row("old", call, 10.0), row("slow", call, 8.0), row("careless", call, 5.0)]
-    rows[2].changed_inputs = changed
+    rows[2] = replace(rows[2], changed_inputs=changed)
     counted = census(("layers.0", phase, 64, 10))
     plan = choose(rows, counted, COSINE, "old")
     assert plan.kernels == ["slow" if overwrites else "careless"]
@@ -268,8 +268,10 @@ def test_a_kernel_that_spoils_is_told_only_where_it_would_have_been_chosen() -> 
     calls.append(facts("c", "dec.1", "prefill"))
     rows = [row(name, call, ms) for call in calls for name, ms in (("old", 10.0), ("fast", 5.0))]
     rows += [row("slow", call, 20.0) for call in calls]
-    for each in rows:
-        each.changed_inputs = [] if each.kernel == "old" else ["key", "value"]
+    rows = [
+        replace(each, changed_inputs=() if each.kernel == "old" else ("key", "value"))
+        for each in rows
+    ]
     counted = census(*((call.module, call.phase, 64, 10) for call in calls))
     plan = choose(rows, counted, COSINE, "old")
     assert [each.kernel for each in plan.choices] == ["fast", "old", "old"]
@@ -290,7 +292,7 @@ def test_both_reasons_for_being_left_out() -> None:
         for name, both in times.items()
         for call, ms in zip(calls, both, strict=True)
     ]
-    rows[2].changed_inputs = ["key"]
+    rows[2] = replace(rows[2], changed_inputs=("key",))
     assert choose(rows, counted, COSINE, "old", ("x", "y")).left_out == {
         "careless": "in decode it changes key in place, which later calls read again",
         "x": "y saves more, and a process holds only one of them",
@@ -300,7 +302,7 @@ def test_both_reasons_for_being_left_out() -> None:
 def test_a_wrong_kernel_is_told_as_wrong_whatever_it_changes() -> None:
     call = facts("a", "layers.0", "decode")
     rows = [row("old", call, 10.0), row("wrong", call, 5.0, "inaccurate", "far off")]
-    rows[1].changed_inputs = ["key"]
+    rows[1] = replace(rows[1], changed_inputs=("key",))
     counted = census(("layers.0", "decode", 64, 10))
     assert not choose(rows, counted, COSINE, "old").left_out
     *_, wrong = uniform(rows, counted, COSINE, "old")

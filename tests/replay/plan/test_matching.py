@@ -12,7 +12,7 @@ from capture.census import Census, Signature
 from capture.interceptor import Arguments
 from capture.modules import Site
 from replay.plan.matching import CensusError, match
-from replay.rows.row import CallFacts
+from replay.rows.row import CallFacts, Mask
 
 ALIKE: dict[str, Any] = {
     "query": (1, 4, 1, 32),
@@ -62,7 +62,7 @@ def lengths(*kv_lens: int, module: str = "layers.0") -> dict[str, Any]:
         {"phase": "prefill"},
         {"dtype": "bfloat16"},
         {"is_causal": True},
-        {"mask": "bool 1×1×1×64"},
+        {"mask": Mask("bool", (1, 1, 1, 64))},
         {"shape": Shape(1, 4, 2, 1, 64, 64, 16)},
         {"shape": Shape(1, 4, 4, 1, 64, 32, 16)},
         {"shape": Shape(1, 4, 2, 2, 64, 32, 16)},
@@ -75,8 +75,8 @@ def test_only_like_calls_stand_for_one_another(unlike: dict[str, Any]) -> None:
 
 def test_a_mask_is_of_one_kind_and_size() -> None:
     masked = census(("layers.0", "decode", {"mask": (1, 1, 1, 64)}))
-    assert match(masked, [call(mask="bool 1×1×1×64")])[0].shares == {"call": 1}
-    for mask in ("", "float 1×1×1×64", "bool 1×4×1×64"):
+    assert match(masked, [call(mask=Mask("bool", (1, 1, 1, 64)))])[0].shares == {"call": 1}
+    for mask in (None, Mask("float", (1, 1, 1, 64)), Mask("bool", (1, 4, 1, 64))):
         assert match(masked, [call(mask=mask)])[0].shares == {}
 
 
@@ -111,7 +111,7 @@ def test_a_mask_that_grows_with_the_keys_is_alike() -> None:
             {"mask": (1, 1, 1, 65), "key": (1, 2, 65, 32), "value": (1, 2, 65, 16)},
         )
     )
-    assert match(counted, [call(mask="bool 1×1×1×64")])[0].shares == {"call": 1}
+    assert match(counted, [call(mask=Mask("bool", (1, 1, 1, 64)))])[0].shares == {"call": 1}
 
 
 def test_calls_that_no_row_can_be_like() -> None:

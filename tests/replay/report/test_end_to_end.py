@@ -52,7 +52,7 @@ def checked(kernel: str, factor: float) -> Checked:
         found.measured[name] = measured(ms / factor, ratio, tokens[name])
     if factor != 1:
         spans = {name: span(name, 1.5) for name in ("prefill", "decode", RUN)}
-        found.prediction = Prediction(kernel, "torch-default", spans.pop(RUN), spans)
+        found.prediction = Prediction(spans.pop(RUN), spans)
         found.drift = {**DRIFT, **OUTPUT}
         found.hits, found.fallbacks, found.peak_bytes = 1984, {"takes no mask": 64}, 14_250_000_000
     return found

@@ -14,10 +14,10 @@ from rich.console import Console
 from replay.accuracy.errors import compare
 from replay.report.groups import group_rows, pooled_speedup
 from replay.report.table import print_report
-from replay.rows.row import CallFacts, Errors, Row, Status
+from replay.rows.row import CallFacts, Errors, KernelId, Mask, Row, Status
 from replay.timing.statistics import paired_speedup
 from tests import factories
-from tests.factories import accuracy, comparison, speedup
+from tests.factories import accuracy, speedup, speedup_over
 from tests.factories import call_facts as call
 
 WIDTH = 80
@@ -47,7 +47,7 @@ def row(
         fields |= {"first_call_ms": 1234.5678, "peak_bytes": 10**9}
         fields["accuracy"] = accuracy(error or off_by(1e-3), noise_floor=off_by(1e-4))
     if against is not None:
-        fields["comparison"] = comparison("base", paired_speedup(against, ms))
+        fields["speedup"] = speedup_over("base", paired_speedup(against, ms))
     timed = ms if status in ("ok", "inaccurate") else None
     return factories.row(kernel, facts, timed, status, **fields)
 
@@ -150,8 +150,8 @@ def test_a_kernel_wrong_on_one_call_of_a_group_is_not_the_fastest() -> None:
 def test_a_sparse_kernel_says_how_much_it_keeps_and_is_not_the_fastest() -> None:
     rows = []
     for name in ("call-0", "call-1"):
-        sparse = row("sparse", call(name), (0.1, 0.1, 0.1), reason="on the keys that it chose, …")
-        sparse.kept = 0.02
+        reason = "on the keys it chose, …"
+        sparse = row("sparse", call(name), (0.1, 0.1, 0.1), reason=reason, kept=0.02)
         rows += [row("base", call(name)), row("exact", call(name), (0.5, 0.5, 0.5)), sparse]
     rows += [row("base", call("other", kv_len=128)), row("exact", call("other", kv_len=128))]
     text = report(rows)
@@ -191,13 +191,14 @@ def test_rounds_of_two_processes_are_not_paired() -> None:
         rows += [
             row("base", facts, (1.0,) * 3),
             row("mine", facts, (0.4,) * 3, against=(1.0,) * 3),
-            row("alone", facts, (0.5,) * 3, against=(beside,) * 3),
+            row("alone", facts, (0.5,) * 3, against=(beside,) * 3, process="alone"),
         ]
     (group,) = group_rows(rows)
-    assert pooled_speedup(group, "alone") == speedup(4.0, 4.0, 4.0)
-    assert pooled_speedup(group, "mine") == speedup(2.5, 2.5, 2.5)
-    assert pooled_speedup(group, "mine", over="alone") is None
-    assert pooled_speedup(group, "alone", over="mine") is None
+    mine, alone = KernelId("mine"), KernelId("alone")
+    assert pooled_speedup(group, alone) == speedup(4.0, 4.0, 4.0)
+    assert pooled_speedup(group, mine) == speedup(2.5, 2.5, 2.5)
+    assert pooled_speedup(group, mine, over=alone) is None
+    assert pooled_speedup(group, alone, over=mine) is None
 
 
 def test_decode_calls_of_very_different_caches_are_apart() -> None:
@@ -229,7 +230,7 @@ def test_calls_that_differ_are_not_one_group() -> None:
         facts,
         call(name="b", dtype="float16"),
         call(name="c", is_causal=True),
-        call(name="d", mask="bool 1×1×64×64"),
+        call(name="d", mask=Mask("bool", (1, 1, 64, 64))),
         call(name="e", model="other"),
         call(name="f", step=4, module="layers.9"),
     ]
@@ -261,7 +262,7 @@ def test_what_did_not_run_says_why() -> None:
         row("base", call()),
         row("picky", call(), status="unsupported", reason="head_dim 72"),
         row("absent", call(), status="unavailable", reason="not installed: pip install absent"),
-        row("careless", call(), changed_inputs=["key"], flags=["no core time"]),
+        row("careless", call(), changed_inputs=("key",), flags=("no core time",)),
     ]
     text = report(rows)
     assert "picky: unsupported: head_dim 72" in text
@@ -279,7 +280,7 @@ def test_what_spoils_later_calls_is_not_called_the_fastest() -> None:
     for phase in ("decode", "denoise"):
         facts = replace(call(), phase=phase)
         rows += [row("base", facts), row("careless", facts, (0.5,) * 3, against=(1.0,) * 3)]
-        rows[-1].changed_inputs = ["key"]
+        rows[-1] = replace(rows[-1], changed_inputs=("key",))
     text = report(rows)
     decode, denoise = text.partition("fastest correct kernel")[2].strip().splitlines()
     assert (": base" in decode, ": careless" in denoise) == (True, True)

@@ -77,7 +77,7 @@ def constant(milliseconds: float) -> Callable[[], float]:
 def test_every_candidate_is_sampled_once_a_round_in_shuffled_order() -> None:
     timer = FakeTimer()
     candidates = [Candidate(constant(index + 1.0), rounds=20) for index in range(4)]
-    run_rounds(candidates, timer, seed=3, report=silent)
+    run_rounds(dict(enumerate(candidates)), timer, seed=3, report=silent)
     assert len(timer.rounds) == 20
     assert all(set(order) == set(candidates) for order in timer.rounds)
     assert all(len(order) == 4 for order in timer.rounds)
@@ -91,7 +91,7 @@ def test_the_seed_decides_the_order() -> None:
     def orders(seed: int) -> list[list[int]]:
         timer = FakeTimer()
         candidates = [Candidate(constant(1.0), rounds=8) for _ in range(5)]
-        run_rounds(candidates, timer, seed, silent)
+        run_rounds(dict(enumerate(candidates)), timer, seed, silent)
         return [[candidates.index(each) for each in order] for order in timer.rounds]
 
     assert orders(1) == orders(1)
@@ -101,7 +101,7 @@ def test_the_seed_decides_the_order() -> None:
 def test_fewer_rounds_are_the_first_ones() -> None:
     timer = FakeTimer()
     quick, slow = Candidate(constant(1.0), rounds=10), Candidate(constant(9.0), rounds=3)
-    run_rounds([quick, slow], timer, 0, silent)
+    run_rounds({"quick": quick, "slow": slow}, timer, 0, silent)
     assert [slow in order for order in timer.rounds] == [True] * 3 + [False] * 7
     assert (len(quick.ms), len(slow.ms)) == (10, 3)
 
@@ -109,7 +109,7 @@ def test_fewer_rounds_are_the_first_ones() -> None:
 def test_one_that_raises_is_dropped_and_the_others_go_on() -> None:
     timer = FakeTimer()
     sound, failing = Candidate(constant(1.0), rounds=6), Candidate(raising_at(3), rounds=6)
-    run_rounds([sound, failing], timer, 0, silent)
+    run_rounds({"sound": sound, "failing": failing}, timer, 0, silent)
     assert len(sound.ms) == 6
     assert failing.ms == [10.0, 10.0]
     assert str(failing.error) == "call 3"
@@ -248,11 +248,11 @@ def test_a_device_that_is_lost_ends_the_measurement_at_its_culprit() -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
     timer = FakeTimer()
-    culprit = Candidate(breaks, "culprit", rounds=2)
-    others = [Candidate(lambda: 1.0, name, rounds=2) for name in ("one", "two")]
+    culprit = Candidate(breaks, rounds=2)
+    others = {name: Candidate(lambda: 1.0, rounds=2) for name in ("one", "two")}
     named: list[str] = []
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        run_rounds([*others, culprit], timer, 0, silent, named.append)
+        run_rounds({**others, "culprit": culprit}, timer, 0, silent, named.append)
     assert named[-1] == "culprit"
     with pytest.raises(RuntimeError, match="illegal memory access"):
         warm_up(culprit, timer, rounds=2, max_seconds=1.0)

@@ -215,7 +215,7 @@ def test_given_up_after_three_workers_and_no_baseline(run_cli: RunCli, recorded:
     crashing = f"{BAD}:exit_at_once"
     code, out, err = run_cli(
         *("--dir", str(recorded), *QUICK, "--kernels", "torch-math", "--json", "-"),
-        *("--baseline-kernel", crashing, "--reference", crashing, "--check"),
+        *("--baseline-kernel", crashing, "--errors-against", crashing, "--check"),
     )
     assert (code, err.strip()) == (1, f"replay: failed: {crashing} (crash)")
     rows = [json.loads(line) for line in out.splitlines()]
@@ -270,7 +270,7 @@ def test_kernels_that_want_a_process_of_their_own(tmp_path: Path, quick: Setting
     assert [row.status for row in rows] == ["ok", "ok", "crash", "ok", "ok"]
     assert rows[2].reason == "the worker exited with code 9"
     assert all(row.environment == "this" and row.machine["torch"] for row in rows)
-    assert [row.comparison and row.comparison.vs for row in rows] == [
+    assert [row.speedup and row.speedup.vs for row in rows] == [
         *("torch-default", "torch-default", None, "torch-default", None)
     ]
 

@@ -1,0 +1,46 @@
+"""What an exception says in a row: a status, and one line that fits a table."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from replay.bench.failures import LONGEST_REASON, classify
+
+CUDA = (
+    "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB of "
+    "which 10.05 GiB is free. Including non-PyTorch memory, this process has 69.05 GiB memory in "
+    "use. Of the allocated memory 68.31 GiB is allocated by PyTorch, and 12.34 MiB is reserved."
+)
+CPU = (
+    "[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+    "tried to allocate 1610612736 bytes. Error code 12 (Cannot allocate memory)"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (torch.OutOfMemoryError(CUDA), "needed 20.00 GiB, 10.05 GiB of 79.11 GiB free"),
+        (RuntimeError(CPU), "needed 1.5 GiB"),
+        (
+            RuntimeError(
+                "[DefaultCPUAllocator] not enough memory: you tried to allocate 12 bytes."
+            ),
+            "needed 12 bytes",
+        ),
+        (MemoryError(), "MemoryError"),
+        (MemoryError("too much"), "too much"),
+    ],
+)
+def test_a_shortage_says_what_was_needed_and_what_was_free(error: Exception, reason: str) -> None:
+    assert classify(error) == ("out-of-memory", reason)
+
+
+def test_any_other_error_is_its_first_line_in_printable_letters() -> None:
+    assert classify(ValueError("no such tile\nlong story")) == ("error", "ValueError: no such tile")
+    assert classify(KeyError()) == ("error", "KeyError: KeyError")
+    status, reason = classify(RuntimeError("\x1b[31m" + "x" * 10_000))
+    assert status == "error"
+    assert reason.isprintable()
+    assert len(reason) < LONGEST_REASON + 50
