@@ -1,1 +1,1 @@
-"""What we claim about speed: each file is one command, each result a file in `results/`."""
+"""The source of our published figures: one command per file, results in `results/`."""

@@ -1,12 +1,12 @@
-"""Every kernel put back into full-size models with random weights (a GPU's work).
+"""Runs full-size models with random weights with every kernel (needs a GPU).
 
     python -m benchmarks.end_to_end [--models cogvideo,flux,llama] [--kernels NAMES]
                                     [--env NAME=PYTHON] [--out FILE]
 
 CogVideoX-2b (17,776 tokens), FLUX.1-dev (1024²) and Llama-2-7b (a 4,096-token prompt, then 64
-tokens): captured, replayed, and run with each kernel, predicted and measured. Writes
-`benchmarks/results/end_to_end.csv`, a line for each kernel and span of a model, and beside it, as
-`.txt`, what was printed.
+tokens): captures, replays, and runs each with every kernel, predicted and measured. Writes
+`benchmarks/results/end_to_end.csv`, one line for each kernel and span of a model, and the printed
+output next to it as `.txt`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks import results
 from benchmarks.full_size import run
 from replay.rows.fields import leaf
 
-MODELS = {  # what a run consists of, and how many of its calls are replayed
+MODELS = {  # the length of a run, and how many of its calls are replayed
     "cogvideo": "--steps 2 --max 2",
     "flux": "--steps 4 --max 4",
     "llama": "--steps 64 --max 8",
@@ -56,8 +56,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--kernels", default=KERNELS)
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--size", default="full", help="tiny: to try it out")
-    parser.add_argument("--rounds", type=int, default=9, help="timed runs of a model by kernel")
+    parser.add_argument("--size", default="full", help="full, or tiny for a trial run")
+    parser.add_argument("--rounds", type=int, default=9, help="timed runs of the model per kernel")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "end_to_end.csv")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=PYTHON")
     arguments = parser.parse_args()
@@ -82,12 +82,12 @@ def main() -> None:
                 for checked in results.read_jsonl(checks)
                 for line in spans(checked)
             ]
-            write(lines, arguments.out)  # each time: a run cut short keeps the rest
+            write(lines, arguments.out)  # now, in case the run is interrupted
             arguments.out.with_suffix(".txt").write_text(printed)
 
 
 def spans(checked: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A line for each span of one kernel in one model; one line for a kernel that failed."""
+    """Yield a line for each span of one kernel in one model; one line if the kernel failed."""
     line = {name: checked.get(name) for name in ("model", "weights", "kernel", "status", "reason")}
     line |= {name: checked.get(name) for name in WHOLE}
     drift = checked["drift"]
@@ -105,7 +105,7 @@ def spans(checked: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def write(lines: list[dict[str, Any]], path: Path) -> None:
-    """Lines as CSV with `COLUMNS`, floats to six digits."""
+    """Write lines as CSV with `COLUMNS`, floats to six digits."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n", restval="")

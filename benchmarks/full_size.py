@@ -1,4 +1,4 @@
-"""Every kernel on calls recorded from full-size models with random weights (a GPU's work).
+"""Replays calls of full-size models with random weights through every kernel (needs a GPU).
 
     python -m benchmarks.full_size [--kernels all] [--models cogvideo,flux] [--env NAME=PYTHON]
 
@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--kernels", default="all")
     parser.add_argument("--models", default="cogvideo,flux,llama")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "full_size.csv")
-    parser.add_argument("--max-seconds", default="2", help="sampling time of a kernel on a call")
+    parser.add_argument("--max-seconds", default="2", help="sampling time per kernel and call")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=PYTHON")
     arguments = parser.parse_args()
     environments = " ".join(f"--env {each}" for each in arguments.env)
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def run(command: str) -> str:
-    """One of our commands, as a person would type it, and what it printed."""
+    """Run one of our commands, written as in a shell, and return what it printed."""
     print("$", command, flush=True)
     words = [sys.executable, "-m", *shlex.split(command)]
     printed = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout

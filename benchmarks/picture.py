@@ -1,8 +1,8 @@
-"""Draws the README's picture from committed results.
+"""Draws the README's plot from committed results.
 
     python -m benchmarks.picture
 
-One dot a kernel: the measured speed-up of a denoising step of full-size CogVideoX-2b
+One dot per kernel: the measured speed-up of a denoising step of full-size CogVideoX-2b
 (`end_to_end.csv`) against the worst relative L1 error on calls of the small trained CogVideoX
 (`trained_weights.csv`). Writes docs/pictures/speedup_and_error.svg.
 """
@@ -18,15 +18,15 @@ from replay.kernels.registry import catalogue
 
 PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "speedup_and_error.svg"
 COLOURS = {"exact": "#0072b2", "quantised": "#d55e00"}
-"""Okabe and Ito's, which the colour-blind tell apart."""
+"""From the Okabe-Ito palette, which is safe for colour-blind readers."""
 
 
 CLOSE = 0.01
-"""Speed-ups nearer than this share a line of the picture."""
+"""Labels of speed-ups closer than this would overlap."""
 
 
 def dots() -> dict[str, tuple[float, float, float, float]]:
-    """Worst relative L1, speed-up and its 95 % interval, by kernel."""
+    """Return worst relative L1, speed-up, and the ends of its 95 % interval, by kernel."""
     errors = {
         row["kernel"]: float(row["relative_l1.worst"])
         for row in results.read(results.DIRECTORY / "trained_weights.csv")
@@ -46,7 +46,7 @@ def dots() -> dict[str, tuple[float, float, float, float]]:
 
 def main() -> None:
     matplotlib.use("svg")
-    # The same bytes from the same results.
+    # Makes the file reproducible byte for byte.
     matplotlib.rcParams["svg.hashsalt"] = "attention-replay"
     from matplotlib import pyplot
 
@@ -56,7 +56,7 @@ def main() -> None:
         colour = COLOURS[catalogue()[kernel].accuracy_class]
         spread = [[ratio - low], [high - ratio]]
         axes.errorbar(error, ratio, yerr=spread, fmt="o", color=colour, capsize=3)
-        # Two dots in one place: the upper one's name above, the lower one's below.
+        # Labels of neighbouring dots: the upper one above, the lower one below.
         close = [other[1] for other in found.values() if 0 < abs(other[1] - ratio) < CLOSE]
         shift = sum(8 if ratio > other else -8 for other in close)
         axes.annotate(kernel, (error, ratio), xytext=(8, shift - 3), textcoords="offset points")

@@ -1,10 +1,10 @@
-"""How far a GPU's power limit moves a figure: one kernel alone in a loop, and among slower ones.
+"""Measures how a GPU's power limit affects timing: a kernel alone, and among slower ones.
 
     python -m benchmarks.power_limit
 
 Times two torch backends three ways: alone by `triton.testing.do_bench` (back to back), alone by our
-`measure`, and by `measure` between slower kernels. SM clock and power are read every 5 ms while a
-measurement runs. Writes `benchmarks/results/power_limit.csv`.
+`measure`, and by `measure` between slower kernels. The SM clock is read every 5 ms during each
+measurement. Writes `benchmarks/results/power_limit.csv`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def main() -> None:
 
 @contextmanager
 def clock() -> Iterator[list[int]]:
-    """SM clock in MHz, read every 5 ms while the block runs."""
+    """Read the SM clock in MHz every 5 ms while the block runs."""
     readings: list[int] = []
     done = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Kernels on the shapes that published comparisons use, random values (a GPU's work).
+"""Times kernels on the shapes of published comparisons, with random values (needs a GPU).
 
     python -m benchmarks.published_shapes [--kernels NAMES] [--env NAME=PYTHON] [--out FILE]
 

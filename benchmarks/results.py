@@ -1,4 +1,4 @@
-"""Result files: the rows of a replay, cut down to what tables and readers need."""
+"""Result files: the rows of a replay, reduced to the columns that tables and readers need."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ COLUMNS = (
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a `replay --json` file."""
+    """Read the rows of a `replay --json` file."""
     with path.open() as file:
         for line in file:
             yield json.loads(line)
 
 
 def write(rows: Iterable[dict[str, Any]], path: Path) -> None:
-    """Rows as CSV with `COLUMNS`, floats to six digits."""
+    """Write rows as CSV with `COLUMNS`, floats to six digits."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
@@ -76,13 +76,13 @@ def write(rows: Iterable[dict[str, Any]], path: Path) -> None:
 
 
 def read(path: Path) -> list[dict[str, str]]:
-    """The rows of a result file, by column."""
+    """Read the rows of a result file, by column."""
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
 
 def cell(value: Any) -> str:
-    """A value as it stands in a result file."""
+    """Format a value for a result file."""
     if value is None:
         return ""
     if isinstance(value, list):

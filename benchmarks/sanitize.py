@@ -1,11 +1,11 @@
-"""Runs our Triton kernels once at small odd shapes, for a memory checker to watch.
+"""Runs our Triton kernels once on small odd shapes, under a memory checker.
 
     compute-sanitizer --tool memcheck --error-exitcode 1 python -m benchmarks.sanitize
     compute-sanitizer ... python -m benchmarks.sanitize --kernel 'triton-fa*'
 
-One line for each kernel. Every tensor is an allocation of its own: in a block of PyTorch's cache a
-read past its end would hit a neighbour, and nobody would notice. Exits with 1 where an output is
-not finite, where no shape suits a kernel, and where no kernel can run.
+Prints one line per kernel. Every tensor is a separate allocation: within a block of PyTorch's
+caching allocator, a read out of bounds would hit a neighbouring tensor unnoticed. Exits 1 if an
+output is not finite, if a kernel supports none of the shapes, or if no kernel can run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LENGTHS = ((1, 1), (1, 127), (7, 127), (127, 7), (127, 127))
 
 
 def calls(device: torch.device) -> Iterator[AttentionCall]:
-    """Every head_dim at every length, plain, causal, and with a padding mask; and a long one."""
+    """Yield every head_dim at every length, plain, causal and padded; and one long call."""
     generator = torch.Generator(device).manual_seed(0)
     for head_dim in HEAD_DIMS:
         for q_len, kv_len in LENGTHS:
@@ -42,12 +42,12 @@ def calls(device: torch.device) -> Iterator[AttentionCall]:
             lengths = torch.tensor([kv_len, (kv_len + 1) // 2], device=device)
             keys = torch.arange(kv_len, device=device) < lengths[:, None]
             yield plain.with_tensors({"attn_mask": keys[:, None, None]})
-    # So much that decode reads it through descriptors.
+    # Long enough for decode to read it through tensor descriptors.
     yield Spec(1, 8, 8, 1, 4099, 128, 128).call(device, generator)
 
 
 def run(kernel: Kernel, device: torch.device) -> tuple[int, int]:
-    """How many calls the kernel took, and of how many the output was not finite."""
+    """Return how many calls the kernel supports, and how many outputs were not finite."""
     taken = wrong = 0
     for call in calls(device):
         if kernel.unsupported(call) is None:
@@ -60,7 +60,7 @@ def run(kernel: Kernel, device: torch.device) -> tuple[int, int]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--kernel", default="triton-*", metavar="NAME", help="may have wildcards")
+    parser.add_argument("--kernel", default="triton-*", metavar="NAME", help="name or glob")
     pattern = parser.parse_args().kernel
     kernels = [
         each
@@ -68,7 +68,7 @@ def main() -> int:
         if name == pattern or fnmatch.fnmatch(name, pattern)
     ]
     if not kernels:
-        parser.error(f"no kernel is called {pattern}: replay --list-kernels")
+        parser.error(f"no kernel matches {pattern}; see replay --list-kernels")
     device = torch.device("cuda")
     failed, ran = False, False
     for kernel in kernels:
@@ -78,7 +78,7 @@ def main() -> int:
         taken, wrong = run(kernel, device)
         ran = True
         failed = failed or wrong > 0 or taken == 0
-        print(f"{kernel.name}: {taken} calls, {wrong} with outputs not finite", flush=True)
+        print(f"{kernel.name}: {taken} calls, {wrong} with non-finite outputs", flush=True)
     return int(failed or not ran)
 
 

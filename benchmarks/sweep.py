@@ -1,4 +1,4 @@
-"""Replays synthetic calls with one set of workers and writes a result file."""
+"""Replays synthetic calls in one set of workers and writes a result file."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ from replay.workloads.recorded import Workload
 def parser(
     description: str | None, kernels: str, out: str, *, seconds: float = 2.0
 ) -> argparse.ArgumentParser:
-    """The arguments that every such benchmark takes, with its own defaults."""
+    """Create the argument parser of such a benchmark, with its own defaults."""
     found = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     found.add_argument("--kernels", default=kernels)
     found.add_argument("--env", action="append", default=[], metavar="NAME=PYTHON")
     found.add_argument("--out", type=Path, default=results.DIRECTORY / out)
-    found.add_argument("--max-seconds", type=float, default=seconds, help="of a kernel on a call")
+    found.add_argument(
+        "--max-seconds", type=float, default=seconds, help="sampling time per kernel and call"
+    )
     return found
 
 
@@ -38,10 +40,10 @@ def sweep(
     arguments: argparse.Namespace,
     rows: list[dict[str, Any]],
 ) -> None:
-    """Run the kernels of these names on the calls; write `rows` and theirs to `--out`.
+    """Run the named kernels on the calls, append their rows to `rows`, and write all to `--out`.
 
-    What is not installed is left out; what cannot run a call says so.
-    Needs a GPU: on a CPU these shapes take hours.
+    Kernels that are not installed are omitted; unsupported calls get a row with the reason. Needs a
+    GPU: on a CPU these shapes take hours.
     """
     device = torch.device("cuda")
     kernels, _ = select(names)
@@ -58,7 +60,7 @@ def sweep(
             for row in new:
                 speed = row.time_ms and f"{row.time_ms.p50:.4f} ms, {row.tflops:.0f} TFLOPS"
                 print(f"    {row.id}: {row.status} {speed or row.reason}", flush=True)
-            results.write(rows, arguments.out)  # each time: a run cut short keeps the rest
+            results.write(rows, arguments.out)  # now, in case the run is interrupted
 
 
 def cold(calls: Sequence[Workload]) -> list[tuple[Workload, Cache]]:

@@ -1,7 +1,7 @@
-"""Writes the docs' tables from `benchmarks/results/` and from the code's own field list.
+"""Writes the tables in the docs from `benchmarks/results/` and the code's own field list.
 
 python -m benchmarks.tables            rewrite the marked blocks of README.md and docs/*.md
-python -m benchmarks.tables --check    exit 1 if they are not up to date
+python -m benchmarks.tables --check    exit 1 if any is out of date
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def main() -> None:
 
 
 def with_tables(text: str) -> str:
-    """A page with its marked blocks written anew."""
+    """Rewrite the marked blocks of a page."""
     return BLOCK.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}{match[3]}", text)
 
 
 def glossary() -> str:
-    """Every column of `replay --metric all` in the words of the field it comes from."""
+    """List every column of `replay --metric all`, with the meaning of its field."""
     meaning = {item.path: item.meaning for item in FIELDS}
     lines = ["| column | meaning | over several calls |", "|---|---|---|"]
     for path, column in COLUMNS.items():
@@ -49,7 +49,7 @@ def glossary() -> str:
 
 
 def fields() -> str:
-    """Every field of a row; the five sets of errors are listed once."""
+    """List every field of a row; the five sets of errors are listed once."""
     lines = ["| field | unit | meaning |", "|---|---|---|"]
     for item in FIELDS:
         path, meaning = item.path, item.meaning
@@ -63,7 +63,7 @@ def fields() -> str:
 
 
 def full_size() -> str:
-    """TFLOPS by kernel on the calls of full-size models; decode, which moves bytes, in ms."""
+    """List TFLOPS by kernel on calls of full-size models; memory-bound decode in ms."""
     rows = results.read(results.DIRECTORY / "full_size.csv")
     scenes = {
         "CogVideoX-2b denoise, TFLOPS": ("cogvideo", "denoise", "tflops"),
@@ -97,12 +97,12 @@ def full_size() -> str:
 
 
 def by_shape(file: str, *, decode: bool | None = None) -> str:
-    """TFLOPS by shape; decode shapes, which move bytes, in ms, the core's after the drop-in's.
+    """List TFLOPS by shape; memory-bound decode in ms, drop-in time first, then core time.
 
-    PyTorch's kernels, which every environment times anew, are those of the one that replays.
+    Every environment times PyTorch's kernels; only those of the replaying one are listed.
 
     Args:
-        decode: whether to show decode shapes alone, or the others alone.
+        decode: list only decode shapes (True), only the others (False), or all (None).
     """
     rows = [
         row
@@ -137,7 +137,7 @@ def _decode_cell(row: dict[str, str]) -> str:
 UNSMOOTHED = "[smooth_k=off]"
 
 WIDE = 0.05
-"""An interval of a measured speed-up is shown where it is wider than this part of it."""
+"""The interval of a measured speed-up is shown if it is wider than this share of it."""
 
 SCENES = {
     ("cogvideo", "denoise"): "CogVideoX-2b, a denoising step",
@@ -148,8 +148,8 @@ SCENES = {
 
 
 def end_to_end(kernels: Sequence[str] = ()) -> str:
-    """Predicted / measured speed-up of a model's step, and how far apart they are; of some kernels,
-    or of all.
+    """List predicted / measured speed-ups of a step and the prediction error, for all kernels by
+    default.
     """
     rows = results.read(results.DIRECTORY / "end_to_end.csv")
     found = {(row["model"], row["span"], row["kernel"]): row for row in rows}
@@ -168,7 +168,7 @@ def end_to_end(kernels: Sequence[str] = ()) -> str:
 
 
 def end_to_end_printed() -> str:
-    """What `replay --e2e` printed of the built-in CogVideoX, up to its legend."""
+    """Quote what `replay --e2e` printed for the built-in CogVideoX, up to the legend."""
     printed = (results.DIRECTORY / "end_to_end_demo.txt").read_text().splitlines()
     start = next(n for n, line in enumerate(printed) if line.startswith("cogvideo end to end"))
     end = next(n for n in range(start, len(printed)) if printed[n].startswith("predicted: "))
@@ -176,7 +176,7 @@ def end_to_end_printed() -> str:
 
 
 def _own_cell(rows: list[dict[str, str]], model: str, span: str) -> str:
-    """The model's own time, and the share of it that is attention."""
+    """Format the model's own time and attention's share of it."""
     mine = [row for row in rows if (row["model"], row["span"]) == (model, span)]
     shares = [
         float(row["predicted.attention_share"]) for row in mine if row["predicted.speedup.low"]
@@ -207,7 +207,7 @@ def _speedup_cell(
 
 
 def attention_structure() -> str:
-    """Of each built-in model the mean over its layers, which have a line each in the file."""
+    """List the mean over the layers of each built-in model; the file has a line per layer."""
     text = (results.DIRECTORY / "attention_structure.md").read_text()
     printed, _, where = text.strip().rpartition("\n\n")
     heading, rule, *lines = [line.split("|") for line in printed.splitlines()]
@@ -217,7 +217,7 @@ def attention_structure() -> str:
 
 
 def trained_weights() -> str:
-    """Errors by kind of values, and what became of the trained model's output."""
+    """List errors by kind of values, and the drift of the trained model's output."""
     rows = results.read(results.DIRECTORY / "trained_weights.csv")
     kinds = ("trained weights", "random weights", "random values")
     found = {(row["model"], row["phase"], row["kernel"], row["values"]): row for row in rows}
@@ -225,7 +225,7 @@ def trained_weights() -> str:
     lines: dict[str, list[str]] = {}
     for model, phase, kernel in dict.fromkeys(key[:3] for key in found):
         if kernel in ("torch-default", "torch-cudnn") or kernel.endswith(UNSMOOTHED):
-            continue  # the model's own; and what has a column beside its sibling
+            continue  # the model's own attention; and variants, which have their own column
         trained, *others = [found.get((model, phase, kernel, kind)) for kind in kinds]
         plain = found.get((model, phase, kernel + UNSMOOTHED, kinds[0]))
         drift = _drift_cell(trained, phase) if trained else ""
@@ -253,13 +253,13 @@ def _drift_cell(row: dict[str, str], phase: str) -> str:
 
 
 def demo() -> str:
-    """What the second command of the README printed: its first block and its summary."""
+    """Quote the first block and the summary that `make demo` printed."""
     head, first, *others = (results.DIRECTORY / "demo.txt").read_text().rstrip().split("\n\n")
     return "\n\n".join(("```\n" + head, first, "[…]", others[-1] + "\n```\n"))
 
 
 def power_limit() -> str:
-    """The same kernels measured three ways."""
+    """List the same kernels measured three ways."""
     with (results.DIRECTORY / "power_limit.csv").open(newline="") as file:
         heading, *lines = csv.reader(file)
     text = [f"| {' | '.join(cell.strip() for cell in heading[:-1])} |"]
@@ -269,7 +269,7 @@ def power_limit() -> str:
 
 
 def _scene_cell(rows: list[dict[str, str]], column: str) -> str:
-    """The median over the calls, or what kept the kernel from being timed."""
+    """Format the median over the calls, or the statuses if there is no time."""
     values = sorted(float(row[column]) for row in rows if row["status"] == "ok" and row[column])
     if values:
         value = values[len(values) // 2]

@@ -1,10 +1,10 @@
-"""Do 8-bit and sparse kernels look better on random values than they are? (a GPU's work)
+"""Compares kernel errors on trained weights, random weights and random values (needs a GPU).
 
     python -m benchmarks.trained_weights [--kernels NAMES] [--out FILE]
 
-Records the built-in models with trained and random weights, replays both recordings, and random
-values of the same shapes, with every kernel, and puts the kernels into the trained models. Writes
-`benchmarks/results/trained_weights.csv`: a line for each kernel, model, phase and kind of values.
+Records the built-in models with trained and random weights, replays both recordings and random
+values of the same shapes through every kernel, and runs the trained models with each kernel. Writes
+`benchmarks/results/trained_weights.csv`: one line per kernel, model, phase and kind of values.
 """
 
 from __future__ import annotations
@@ -82,16 +82,16 @@ def main() -> None:
                 f"--max-seconds 0.1 --model-rounds 3 --e2e-json {checks}"
             )
             lines += summary(rows, {each["kernel"]: each for each in results.read_jsonl(checks)})
-            write(lines, arguments.out)  # each time: a run cut short keeps the rest
+            write(lines, arguments.out)  # now, in case the run is interrupted
 
 
 def summary(
     rows: list[dict[str, Any]], checks: dict[str, dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """Errors over the calls of each kind; what became of the trained model's output beside them.
+    """Summarise errors by kind of values, with the drift of the trained model's output.
 
     Args:
-        checks: by kernel, what `--e2e-json` tells of the trained model.
+        checks: the objects of `--e2e-json` for the trained model, by kernel.
     """
     groups: dict[Key, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
@@ -104,8 +104,8 @@ def summary(
         if not errors:
             continue
         machine = group[0]["machine"]
-        became = checks.get(kernel) if values == VALUES["pretrained"] else None
-        drift = {} if became is None else became["drift"]
+        checked = checks.get(kernel) if values == VALUES["pretrained"] else None
+        drift = {} if checked is None else checked["drift"]
         yield {
             "model": model,
             "phase": phase,
@@ -116,14 +116,14 @@ def summary(
             "relative_l1.median": statistics.median(each["relative_l1"] for each in errors),
             "relative_l1.worst": max(each["relative_l1"] for each in errors),
             "cosine.worst": min(each["cosine"] for each in errors),
-            "drift.status": None if became is None else became["status"],
+            "drift.status": None if checked is None else checked["status"],
             **{f"drift.{name}": drift.get(name) for name in DRIFT},
             **{f"machine.{name}": machine.get(name) for name in MACHINE},
         }
 
 
 def write(lines: list[dict[str, Any]], path: Path) -> None:
-    """Lines as CSV with `COLUMNS`, floats to six digits."""
+    """Write lines as CSV with `COLUMNS`, floats to six digits."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n", restval="")

@@ -1,8 +1,8 @@
-"""Our own Triton kernels beside the best of other libraries, random values (a GPU's work).
+"""Compares our Triton kernels with the fastest third-party ones, on random values (needs a GPU).
 
     python -m benchmarks.triton_kernels [--phase decode] [--env NAME=PYTHON] [--out FILE]
 
-Prefill and decode at the shapes of our targets (docs/notes.md), decode with a cold and a warm
+Times prefill and decode at the shapes of our targets (docs/notes.md), decode with a cold and a warm
 L2. Writes `benchmarks/results/triton_kernels.csv`.
 """
 
@@ -39,7 +39,7 @@ DECODE_KERNELS = (
 
 def main() -> None:
     taking = parser(__doc__, "", "triton_kernels.csv", seconds=0.5)
-    taking.add_argument("--phase", choices=("prefill", "decode"), help="default both")
+    taking.add_argument("--phase", choices=("prefill", "decode"), help="default: both")
     arguments = taking.parse_args()
     sweeps = {
         "decode": (

@@ -1,4 +1,4 @@
-"""Record the attention calls a model really makes, and read them back.
+"""Record the attention calls a model really makes, and load them again.
 
 from capture import record, load
 
@@ -23,7 +23,7 @@ _HOMES = {"AttentionCall": "capture.call", "load": "capture.dataset", "record": 
 
 
 def __getattr__(name: str) -> Any:
-    # On first use: `capture --help` must not wait for torch.
+    # Imported on first use, so that `capture --help` does not wait for torch.
     if name not in _HOMES:
         raise AttributeError(f"module 'capture' has no attribute {name!r}")
     import importlib

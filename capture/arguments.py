@@ -1,4 +1,4 @@
-"""What the argument parsers of both commands share. Imports no torch."""
+"""Argument parsing shared by both commands. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ _SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 class OneSentenceParser(argparse.ArgumentParser):
-    """Answers wrong arguments with one sentence instead of the whole usage; exits 2."""
+    """Reports invalid arguments in one sentence instead of the full usage, and exits 2."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
     def add_dtype(self, group: Any, **options: Any) -> None:
-        """`--dtype float32|bfloat16|float16`, or short: `--dtype bf16`."""
+        """Add `--dtype float32|bfloat16|float16`, or short: `--dtype bf16`."""
         group.add_argument(
             "--dtype",
             type=lambda text: _SHORT_DTYPES.get(text, text),
             choices=DTYPES,
             metavar="DTYPE",
-            help="float32, bfloat16 or float16; fp32, bf16 and fp16 are the same",
+            help="float32, bfloat16 or float16 (or short: fp32, bf16, fp16)",
             **options,
         )
 
     def add_version(self) -> None:
-        """`--version`: ours, and those of what decides most figures."""
+        """Add `--version`: our version, and those of torch, Triton and Python."""
         self.add_argument("--version", action=_Version, help="show versions and exit")
 
 
@@ -40,7 +40,7 @@ class _Version(argparse.Action):
         super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        # Asked only now, and of the package's record: importing torch takes seconds.
+        # Read from package metadata: importing torch takes seconds.
         others = " · ".join(f"{package} {_version(package)}" for package in ("torch", "triton"))
         python = platform.python_version()
         print(f"attention-replay {__version__} · {others} · Python {python}")
@@ -55,14 +55,14 @@ def _version(package: str) -> str:
 
 
 def positive(text: str) -> int:
-    """A whole number, at least 1, for `add_argument(type=…)`."""
+    """Parse an integer of at least 1, for `add_argument(type=…)`."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number, at least 1, not {text}")
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, not {text}")
     return int(text)
 
 
 def natural(text: str) -> int:
-    """A whole number, 0 included, for `add_argument(type=…)`."""
+    """Parse an integer of at least 0, for `add_argument(type=…)`."""
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be a whole number, 0 or more, not {text}")
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 0, not {text}")
     return int(text)

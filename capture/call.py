@@ -1,4 +1,4 @@
-"""The vocabulary: one recorded call of `scaled_dot_product_attention` and where it came from."""
+"""The vocabulary: one call of `scaled_dot_product_attention`, and where it came from."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from capture.strides import copy_with_strides
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a call came from; every field is plain JSON."""
+    """Where a call came from; every field is JSON-serialisable."""
 
     model: str = ""
-    """Name given at capture: `cogvideo`, a directory, or whatever `record(..., name=)` was told."""
+    """Name given at capture: `cogvideo`, a directory, or the `name` passed to `record`."""
     weights: str = ""
-    """One phrase saying which weights made the values: `random, seed 0`, a checkpoint id …"""
+    """Which weights produced the values, in a phrase: `random, seed 0`, a checkpoint id …"""
     module: str = ""
     """Dotted path of the innermost watched module: `transformer.transformer_blocks.0.attn1`."""
     call_index: int = 0
     """Position among *all* SDPA calls of the recording, from 0."""
     step: int = 0
-    """How many forwards of the module's root came before the one that made this call."""
+    """Number of forward passes of the module's root before the one that made this call."""
     phase: str = ""
     """`denoise`, `prefill`, `decode` or `encode`."""
     device: str = "cpu"
-    """Device the model ran on, with the GPU's name: `cpu`, `cuda (NVIDIA H200)`."""
+    """Device the model ran on, with the name of a GPU: `cpu`, `cuda (NVIDIA H200)`."""
     seed: int | None = None
     backend: str = ""
     """The torch backend that produced the output, as a kernel name: `torch-flash` …"""
@@ -38,10 +38,10 @@ class Origin:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One call of SDPA: its arguments as the model passed them, and what the model got back.
+    """One call of SDPA: the arguments the model passed, and the output it got back.
 
     `query` is (B, Hq, Sq, D), `key` (B, Hkv, Sk, D), `value` (B, Hkv, Sk, Dv) and `output`
-    (B, Hq, Sq, Dv). Tensors have the shape, dtype **and strides** the model's own had. `attn_mask`
+    (B, Hq, Sq, Dv). Tensors have the model's own shapes, dtypes **and strides**. `attn_mask`
     broadcasts to (B, Hq, Sq, Sk): bool (True = attend) or float (added to the scores). `scale=None`
     means 1/sqrt(D). `output` is None for synthetic calls and captures made with `output=False`.
     """
@@ -73,7 +73,7 @@ class AttentionCall:
 
     @property
     def softmax_scale(self) -> float:
-        """The factor applied to QKᵀ, in effect: `scale`, or 1/sqrt(D) when that is None."""
+        """The factor applied to QKᵀ: `scale`, or 1/sqrt(D) when that is None."""
         return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
     def arguments(self) -> dict[str, Any]:
@@ -92,18 +92,18 @@ class AttentionCall:
         return arguments
 
     def to(self, device: str | torch.device) -> AttentionCall:
-        """The same call with every tensor on `device`, strides kept."""
+        """Return the same call with every tensor on `device`, strides preserved."""
         return self.with_tensors(
             {name: copy_with_strides(tensor, device) for name, tensor in self.tensors().items()}
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """The call's tensors by field name, without those that are None."""
+        """Return the tensors that are not None, by field name."""
         named = {name: getattr(self, name) for name in TENSOR_FIELDS}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def with_tensors(self, tensors: dict[str, Tensor]) -> AttentionCall:
-        """The same call with some tensors replaced, named as in `tensors()`."""
+        """Return the same call with some tensors replaced, named as in `tensors()`."""
         return replace(self, **tensors)  # type: ignore[arg-type]
 
 

@@ -1,7 +1,7 @@
-"""Every attention call a model made, counted: what predicts a whole run from the calls kept.
+"""Counts every attention call of a model, so that the stored calls can predict an entire run.
 
 As JSON a census is `{"signatures": [...], "rows": [{"module", "phase", "signature", "calls",
-"kept", "first_step", "last_step"}]}`, where `signature` indexes the list.
+"kept", "first_step", "last_step"}]}`, where `signature` is an index into the list of signatures.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from capture.modules import Site
 
 
 class Signature(NamedTuple):
-    """What two calls must share to cost the same."""
+    """What two calls must have in common to cost the same."""
 
     query: tuple[int, ...]
     key: tuple[int, ...]
@@ -46,7 +46,7 @@ class Signature(NamedTuple):
 
     @property
     def stratum(self) -> tuple[object, ...]:
-        """The signature without the key length that a growing cache makes different every step."""
+        """The signature without the key length, which a growing cache changes at every step."""
         return (
             self.query,
             self.key[:-2],
@@ -68,7 +68,7 @@ class _Count:
 
 @dataclass
 class Census:
-    """Counts calls by module × phase × signature."""
+    """Call counts by module × phase × signature."""
 
     calls: int = 0
     _counts: dict[tuple[str, str, Signature], _Count] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Census:
         self._counts[site.module, site.phase, signature].kept += by
 
     def modules(self) -> list[str]:
-        """Paths of the modules that called attention, in order of first call."""
+        """Return the paths of the modules that called attention, in order of their first call."""
         return list(dict.fromkeys(module for module, _, _ in self._counts))
 
     def to_json(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class Census:
 
 
 def _sizes(tensor: Tensor) -> tuple[int, ...]:
-    """The shape; -1 for what may be ragged in a nested tensor."""
+    """Return the shape, with -1 for possibly ragged dimensions of a nested tensor."""
     if tensor.is_nested:
         return (tensor.size(0), *(-1,) * (tensor.dim() - 1))
     return tuple(tensor.shape)

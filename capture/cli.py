@@ -1,4 +1,4 @@
-"""The `capture` command. Imports torch only after the arguments are understood."""
+"""The `capture` command. Imports torch only after parsing the arguments."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ if TYPE_CHECKING:
 
 EXAMPLES = """examples:
   capture --model cogvideo --max 10                     record 10 attention calls of CogVideoX
-  capture --model llama --steps 32 --prompt "Once"      32 decoded tokens after this prompt
+  capture --model llama --steps 32 --prompt "Once"      decode 32 tokens after this prompt
   capture --model flux --size full --weights random     full size without a download: timing only
-  capture --model ./my-checkpoint --max 20              a local diffusers or transformers directory
+  capture --model ./my-checkpoint --max 20              a local diffusers or transformers checkpoint
   capture --model my_model.py:build                     your function: returns (module, run)
-  capture --show captured_inputs                        what was recorded
-  capture --verify captured_inputs                      is it intact, is the output reproduced
+  capture --show captured_inputs                        list what was recorded
+  capture --verify captured_inputs                      check the files and recompute the outputs
 
 then: replay --dir captured_inputs --metric all
 """
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point; exits 0 when fine, 1 when a check failed, 2 on wrong usage."""
+    """Entry point; exits 0 on success, 1 if a check failed, 2 on invalid usage."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     try:
         code = _dispatch(arguments, parser)
     except KeyboardInterrupt:
-        print(f"capture: interrupted; what {arguments.out} holds is readable", file=sys.stderr)
+        print(
+            f"capture: interrupted; calls already in {arguments.out} are readable", file=sys.stderr
+        )
         code = 130
     except Exception as error:
         if arguments.debug:
@@ -47,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = OneSentenceParser(
         prog="capture",
         description="Record the attention calls a model really makes (query, key, value, mask, "
-        "output) into a directory of safetensors files.",
+        "output) in a directory of safetensors files.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -56,44 +58,46 @@ def _parser() -> argparse.ArgumentParser:
         "--model",
         metavar="NAME|DIR|FILE.py:FUNCTION",
         help="cogvideo, cogvideo-5b, flux, flux-schnell, llama, llama-3.1-8b; a checkpoint "
-        "directory; or a function of yours",
+        "directory; or your own function",
     )
     what.add_argument(
         "--size",
         choices=["tiny", "full"],
-        help="tiny: built in, needs no download (default without a GPU); full: the official size",
+        help="tiny: built in, no download (default without a GPU); full: the official size",
     )
     what.add_argument(
         "--weights",
         choices=["pretrained", "random"],
-        help="random weights are fit for timing, not for judging quantised kernels",
+        help="random weights are suitable for timing, not for judging quantised kernels",
     )
-    what.add_argument("--checkpoint", metavar="ID_OR_DIR", help="weights other than the official")
+    what.add_argument(
+        "--checkpoint", metavar="ID_OR_DIR", help="weights other than the official ones"
+    )
     what.add_argument("--prompt", help="text to run the model on")
     what.add_argument("--steps", type=positive, help="denoising steps, or tokens to decode")
-    what.add_argument("--seed", type=int, default=0, help="of weights and noise (default 0)")
+    what.add_argument("--seed", type=int, default=0, help="for weights and noise (default 0)")
     parser.add_dtype(what)
-    what.add_argument("--device", help="cuda, cpu … (default: cuda where there is one)")
+    what.add_argument("--device", help="cuda, cpu … (default: cuda if available)")
 
-    keep = parser.add_argument_group("what to keep")
-    keep.add_argument("--max", type=positive, default=10, help="calls to keep (default 10)")
-    keep.add_argument(
+    store = parser.add_argument_group("what to store")
+    store.add_argument("--max", type=positive, default=10, help="calls to store (default 10)")
+    store.add_argument(
         "--sample",
         choices=["spread", "first"],
         default="spread",
         help="spread over layers, steps and phases (default), or the first calls",
     )
-    keep.add_argument("--modules", metavar="GLOB", help="module paths to keep calls from")
-    keep.add_argument("--max-bytes", type=_size, metavar="N", help="e.g. 500M, 20G")
-    keep.add_argument("--no-output", action="store_true", help="leave the model's outputs out")
-    keep.add_argument(
-        "--out", default="captured_inputs", metavar="DIR", help="default captured_inputs"
+    store.add_argument("--modules", metavar="GLOB", help="paths of the modules to record")
+    store.add_argument("--max-bytes", type=_size, metavar="N", help="size limit, e.g. 500M, 20G")
+    store.add_argument("--no-output", action="store_true", help="do not store attention outputs")
+    store.add_argument(
+        "--out", default="captured_inputs", metavar="DIR", help="default: captured_inputs"
     )
-    keep.add_argument("--overwrite", action="store_true", help="replace this model's capture")
+    store.add_argument("--overwrite", action="store_true", help="replace this model's capture")
 
-    look = parser.add_argument_group("look at a recording")
-    look.add_argument("--show", metavar="DIR", help="list what DIR holds")
-    look.add_argument("--verify", metavar="DIR", help="check files and recompute outputs")
+    inspect = parser.add_argument_group("inspect a recording")
+    inspect.add_argument("--show", metavar="DIR", help="list what DIR contains")
+    inspect.add_argument("--verify", metavar="DIR", help="check files and recompute outputs")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     parser.add_version()
     return parser
@@ -105,7 +109,7 @@ def _dispatch(arguments: argparse.Namespace, parser: argparse.ArgumentParser) ->
     if arguments.verify:
         return _verify(arguments.verify)
     if not arguments.model:
-        parser.error("--model is needed: cogvideo, flux, llama, a directory or file.py:function")
+        parser.error("--model is required: cogvideo, flux, llama, a directory or file.py:function")
     from capture.recording import no_empty_directory
 
     with no_empty_directory(Path(arguments.out)):
@@ -122,7 +126,7 @@ def _capture(arguments: argparse.Namespace) -> int:
 
     name = _capture_name(arguments.model)
     progress = Console(stderr=True)
-    # A full-size model takes minutes to load: first what can fail at once.
+    # A full-size model takes minutes to load, so fail early.
     prepare_directory(arguments.out, name, overwrite=arguments.overwrite)
     with progress.status(Text(f"loading {arguments.model} …")):
         runnable = import_models().load(
@@ -157,9 +161,10 @@ def _capture(arguments: argparse.Namespace) -> int:
     ) as recording:
         _run_with_progress(runnable, recording, progress)
     if recording.refused_for_bytes:
-        progress.print("--max-bytes was reached: fewer calls kept, less evenly spread")
+        progress.print("reached --max-bytes: fewer calls are stored, less evenly spread")
     size = human_bytes(recording.nbytes)
-    print(f"kept {recording.kept} of {recording.seen} attention calls ({size}) in {arguments.out}/")
+    count = f"{recording.kept} of {recording.seen} attention calls"
+    print(f"recorded {count} ({size}) in {arguments.out}/")
     return 0
 
 
@@ -175,7 +180,7 @@ def _run_with_progress(runnable: Any, recording: Recording, console: Any) -> Non
     def status() -> Any:
         spinner.update(
             text=Text(
-                f"running {runnable.name}: {recording.seen} calls seen, {recording.kept} kept, "
+                f"running {runnable.name}: {recording.seen} calls seen, {recording.kept} stored, "
                 f"{human_bytes(recording.nbytes)}"
             )
         )
@@ -209,17 +214,17 @@ def _verify(directory: str) -> int:
         findings = verify(dataset)
     show_findings(findings, Console())
     bad = sum(not finding.good for finding in findings)
-    print(f"{len(findings) - bad} of {len(findings)} files good")
+    print(f"{len(findings) - bad} of {len(findings)} files passed")
     return 1 if bad or dataset.note else 0
 
 
 def _capture_name(model: str) -> str:
-    """Built-in names as given; a directory or a function's file by the last part of its path."""
+    """Return a built-in name as is, and the last component of a directory or function path."""
     return Path(model).resolve().name if Path(model).is_dir() else Path(model).name
 
 
 def _explain(error: Exception) -> int:
-    """One sentence for what the user can remedy; `--debug` hints for what nobody foresaw."""
+    """Print one sentence, with the remedy if it is known; return the exit code."""
     from capture.errors import CaptureError, DatasetError, MissingPackage
     from capture.models_package import import_models
 
@@ -241,7 +246,7 @@ def _explain(error: Exception) -> int:
 
 
 def _with_flags(message: str) -> str:
-    """`record`'s keyword arguments as the flags of this command: `max_bytes=` is --max-bytes."""
+    """Replace `record`'s keyword arguments by this command's flags: `max_bytes=` is --max-bytes."""
     return re.sub(r"`(\w+)=(?:True)?`", lambda found: "--" + found[1].replace("_", "-"), message)
 
 
@@ -255,5 +260,5 @@ def _size(text: str) -> int:
     except (ValueError, OverflowError):
         value = 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 500M or 20G")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; use e.g. 500M or 20G")
     return value

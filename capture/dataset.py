@@ -1,13 +1,13 @@
-"""The on-disk format: a directory of recorded calls that anything can read.
+"""The on-disk format: a directory of safetensors files with a JSON manifest.
 
     captured_inputs/
         manifest.json                    what was captured, the census, a checksum per file
-        cogvideo-000012.safetensors      one self-contained call each
+        cogvideo-000012.safetensors      one self-contained call per file
 
-A call's file holds its tensors and, as JSON under the key `attention-replay` of the safetensors
-header, everything else (`Header`). Expanded dimensions are stored once and strides kept in the
-header. Files are written under a temporary name and renamed; nothing is pickled. A directory whose
-manifest is missing is read from its files.
+A call's file contains its tensors and, as JSON under the key `attention-replay` of the safetensors
+header, everything else (`Header`). Expanded dimensions are stored once, strides in the header.
+Files are written under a temporary name and renamed; nothing is pickled. A directory without a
+manifest is read from its files.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _HEADER_KEY = "attention-replay"
 
 @dataclass(frozen=True)
 class Header:
-    """What a call's file says beside its tensors, and the manifest repeats."""
+    """Everything about a call except its tensors; stored in its file and in the manifest."""
 
     origin: Origin
     is_causal: bool
@@ -47,7 +47,7 @@ class Header:
     dtypes: dict[str, str]
     layouts: dict[str, Layout]
     mask_is_noop: bool = False
-    """The mask lets everything through (all True, or all zero): it costs a kernel, not a value."""
+    """The mask masks nothing (all True, or all zero): it costs time but changes no value."""
 
     @property
     def shape(self) -> Shape:
@@ -58,7 +58,7 @@ class Header:
 
     @property
     def dtype(self) -> str:
-        """The query's, e.g. `bfloat16`."""
+        """The query's dtype, e.g. `bfloat16`."""
         return self.dtypes["query"]
 
     @classmethod
@@ -79,20 +79,20 @@ class Header:
             },
             mask_is_noop=data["mask_is_noop"],
         )
-        _ = header.shape  # fails here, rather than later, where a tensor's size is missing
+        _ = header.shape  # fail here, not later, if a size is missing
         return header
 
 
 @dataclass(frozen=True)
 class PackedCall:
-    """A call on its way to a file: header and contiguous CPU tensors."""
+    """A call ready to be written: header and contiguous CPU tensors."""
 
     header: Header
     values: dict[str, Tensor]
 
     @classmethod
     def of(cls, call: AttentionCall) -> PackedCall:
-        """Copies `call`'s tensors to the CPU; later changes to them do not reach the file."""
+        """Copy `call`'s tensors to the CPU, so that later changes do not affect the file."""
         packed = {name: pack(tensor) for name, tensor in call.tensors().items()}
         return cls(
             Header(
@@ -103,13 +103,13 @@ class PackedCall:
                 dropout_p=call.dropout_p,
                 dtypes={name: dtype_name(values.dtype) for name, (values, _) in packed.items()},
                 layouts={name: layout for name, (_, layout) in packed.items()},
-                mask_is_noop="attn_mask" in packed and _lets_all_through(packed["attn_mask"][0]),
+                mask_is_noop="attn_mask" in packed and _masks_nothing(packed["attn_mask"][0]),
             ),
             {name: values for name, (values, _) in packed.items()},
         )
 
     def write(self, path: Path) -> FileEntry:
-        """Write the file in one step, as seen from outside; returns its manifest entry."""
+        """Write the file atomically and return its manifest entry."""
         header = json.dumps(asdict(self.header))
         temporary = path.with_name(f".{path.name}.tmp")
         metadata = {_HEADER_KEY: header, "format": FORMAT}
@@ -121,13 +121,13 @@ class PackedCall:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One recorded call on disk; `load` brings its tensors."""
+    """One recorded call on disk; `load` reads its tensors."""
 
     path: Path
     header: Header
     nbytes: int
     sha256: str | None
-    """As the manifest has it; None when the manifest does not know the file."""
+    """From the manifest; None if the manifest does not list the file."""
 
     @property
     def origin(self) -> Origin:
@@ -135,10 +135,10 @@ class FileEntry:
 
     @classmethod
     def read(cls, path: Path) -> FileEntry:
-        """The entry of a file that no manifest describes.
+        """Create the entry of a file that no manifest lists.
 
         Raises:
-            DatasetError: the file is damaged or none of ours.
+            DatasetError: the file is damaged or is not a recorded call.
         """
         with _open(path) as file:
             metadata = file.metadata() or {}
@@ -151,24 +151,24 @@ class FileEntry:
         return cls(path, header, path.stat().st_size, None)
 
     def check(self) -> None:
-        """Compare the file with its recorded checksum.
+        """Compare the file with its recorded size and checksum.
 
         Raises:
-            DatasetError: it is missing, truncated or altered.
+            DatasetError: the file is missing, truncated or altered.
         """
         if not self.path.is_file():
             raise DatasetError(f"{self.path}: missing")
         nbytes = self.path.stat().st_size
         if nbytes != self.nbytes:
-            raise DatasetError(f"{self.path}: {nbytes} bytes where {self.nbytes} were recorded")
+            raise DatasetError(f"{self.path}: {nbytes} bytes, but {self.nbytes} were recorded")
         if self.sha256 is not None and sha256(self.path) != self.sha256:
             raise DatasetError(f"{self.path}: altered since it was recorded (checksum differs)")
 
     def load(self, device: str | torch.device = "cpu") -> AttentionCall:
-        """The call with its tensors on `device`, shape, dtype and strides as recorded.
+        """Load the call to `device`, with shapes, dtypes and strides as recorded.
 
         Raises:
-            DatasetError: the file is missing, damaged, or not what its header says.
+            DatasetError: the file is missing, damaged, or does not match its header.
         """
         with _open(self.path) as file:
             stored = set(file.keys())
@@ -204,25 +204,25 @@ class CaptureRecord:
     model: str
     weights: str
     settings: dict[str, Any] = field(default_factory=dict)
-    """What rebuilds the run: size, checkpoint, prompt, steps, seed, dtype, device …"""
+    """What is needed to rebuild the run: size, checkpoint, prompt, steps, seed, dtype, device …"""
     device: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     started: str = ""
     """UTC, ISO 8601."""
     complete: bool = False
-    """False while it runs, and for good when the run was interrupted or failed."""
+    """False during the run, and afterwards if it was interrupted or failed."""
     sample: str = ""
     modules: str = ""
-    """Glob of the module paths that calls were kept from."""
+    """Glob of the module paths whose calls could be stored."""
     calls_seen: int = 0
     census: dict[str, Any] = field(default_factory=dict)
-    """Every call, kept or not: see `capture.census`. Empty when the manifest had to be rebuilt."""
+    """Counts of all calls, stored or not: see `capture.census`. Empty after a rebuild."""
 
 
 class Dataset(Sequence[AttentionCall]):
     """The recorded calls of a directory, in the order they were made, model by model.
 
-    Indexing and iterating load tensors to the CPU; `entries` says everything else without.
+    Indexing and iterating load tensors to the CPU; `entries` gives everything else without loading.
     """
 
     def __init__(
@@ -236,14 +236,14 @@ class Dataset(Sequence[AttentionCall]):
         self.entries = entries
         self.captures = captures
         self.note = note
-        """What a reader should know about how the directory was read; usually empty."""
+        """A warning about how the directory was read; usually empty."""
 
     @classmethod
     def open(cls, directory: str | Path) -> Dataset:
-        """Read a directory's manifest, or its files where it has none.
+        """Read a directory's manifest, or its files if it has none.
 
         Raises:
-            DatasetError: the directory is missing, holds no recorded call, or has a manifest of
+            DatasetError: the directory is missing, contains no recorded calls, or its manifest has
                 another format.
         """
         directory = Path(directory)
@@ -255,14 +255,14 @@ class Dataset(Sequence[AttentionCall]):
         dataset = cls.open_or_new(directory)
         if not dataset.entries:
             raise DatasetError(
-                f"{directory}: holds no recorded call{dataset.note and f' ({dataset.note})'}; "
+                f"{directory}: holds no recorded calls{dataset.note and f' ({dataset.note})'}; "
                 f"record some with `capture --model NAME --out {directory}`"
             )
         return dataset
 
     @classmethod
     def open_or_new(cls, directory: Path) -> Dataset:
-        """Like `open`, for writing: a directory without recorded calls is an empty dataset."""
+        """Like `open`, but accept a directory without recorded calls, for writing."""
         manifest = directory / MANIFEST
         if not manifest.is_file():
             missing = f"{manifest} is missing: read the files instead, without a census"
@@ -271,7 +271,7 @@ class Dataset(Sequence[AttentionCall]):
             data = json.loads(manifest.read_text())
             if data.get("format") != FORMAT:
                 raise DatasetError(
-                    f"{manifest}: format {data.get('format')!r}, this version reads {FORMAT!r}"
+                    f"{manifest}: format {data.get('format')!r}, but this version reads {FORMAT!r}"
                 )
             entries = [
                 FileEntry(
@@ -314,7 +314,7 @@ class Dataset(Sequence[AttentionCall]):
         return sum(entry.nbytes for entry in self.entries)
 
     def save_manifest(self) -> None:
-        """Write the manifest in one step."""
+        """Write the manifest atomically."""
         data = {
             "format": FORMAT,
             "captures": [asdict(capture) for capture in self.captures],
@@ -356,13 +356,13 @@ def load(directory: str | Path) -> Dataset:
         ...     print(call.origin.module, call.shape)
 
     Raises:
-        DatasetError: the directory is missing or holds no recorded call.
+        DatasetError: the directory is missing or contains no recorded calls.
     """
     return Dataset.open(directory)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`bfloat16` for `torch.bfloat16`."""
+    """Return `bfloat16` for `torch.bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -383,5 +383,5 @@ def _open(path: Path) -> Any:
         raise DatasetError(f"{path}: not a readable safetensors file ({error})") from error
 
 
-def _lets_all_through(mask: Tensor) -> bool:
+def _masks_nothing(mask: Tensor) -> bool:
     return bool(mask.all()) if mask.dtype == torch.bool else not bool(mask.any())

@@ -1,4 +1,4 @@
-"""What goes wrong for a reason the user can remedy; command lines print it as one sentence."""
+"""Errors the user can fix; the command lines print them as one sentence."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from attention_replay import Error
 
 
 class MissingPackage(Error):
-    """A package that a command needs and this environment lacks."""
+    """A required package is not installed."""
 
     @classmethod
     def behind(cls, error: Exception) -> Exception:
-        """What to tell for an error: this one for a missing package, itself for any other.
+        """Convert a failed import of a missing package; return any other error unchanged.
 
-        A part of an installed package that is missing, ours too, is a defect and not for pip.
+        A missing submodule of an installed package, including ours, is a bug that pip cannot fix.
         """
         if not isinstance(error, ModuleNotFoundError) or error.name is None or "." in error.name:
             return error
-        return cls(f"{error.name} is not installed, and this needs it: pip install {error.name}")
+        return cls(f"{error.name} is required but not installed: pip install {error.name}")
 
 
 class CaptureError(Error):
-    """A recording that cannot start or holds nothing; the message names the remedy.
+    """A recording cannot start or is empty; the message names the remedy.
 
-    `record`'s arguments stand in it as `out=` or `overwrite=True`, in backquotes, so that the
-    command line can name its flags instead.
+    The message refers to `record`'s arguments as `out=` or `overwrite=True`, in backquotes, so that
+    the command line can replace them with its flags.
     """
 
 
 class DatasetError(Error):
-    """A dataset, or one file of it, that cannot be read; the message names the file."""
+    """A dataset, or one of its files, cannot be read; the message names the file."""

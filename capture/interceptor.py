@@ -1,9 +1,9 @@
-"""Sees every call of `torch.nn.functional.scaled_dot_product_attention`, and can answer it.
+"""Intercepts every call of `torch.nn.functional.scaled_dot_product_attention`.
 
-The function is replaced wherever a loaded module holds it by name: `torch.nn.functional` itself,
-which models look up at call time, and modules that ran `from torch.nn.functional import
-scaled_dot_product_attention`. A call that reaches attention by another road (flash-attn's own
-functions, FlexAttention) is not seen.
+The function is replaced in every loaded module that refers to it: in `torch.nn.functional` itself,
+where models look it up at call time, and in modules that ran `from torch.nn.functional import
+scaled_dot_product_attention`. Attention that does not go through SDPA (flash-attn's own functions,
+FlexAttention) is not intercepted.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 TORCH_SDPA: Callable[..., Tensor] = F.scaled_dot_product_attention
-"""PyTorch's own function, taken at import, before anybody replaced it."""
+"""PyTorch's own function, saved at import, before it is replaced."""
 
 
 class Arguments(NamedTuple):
-    """SDPA's arguments under SDPA's names, however the caller passed them."""
+    """SDPA's arguments by name, positional or keyword in the original call."""
 
     query: Tensor
     key: Tensor
@@ -48,20 +48,20 @@ def bind(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Arguments:
-    """SDPA's signature (a builtin that `inspect.signature` cannot read)."""
-    # SDPA takes numpy and tensor scalars too; a census and a header hold plain numbers.
+    """Bind arguments to SDPA's signature (`inspect.signature` cannot read the builtin's)."""
+    # SDPA also accepts numpy and tensor scalars; the census and headers need plain numbers.
     scale = None if scale is None else float(scale)
     return Arguments(query, key, value, attn_mask, float(dropout_p), is_causal, scale, enable_gqa)
 
 
 Handler = Callable[[Arguments, Callable[[], Tensor], Callable[..., Tensor]], Tensor]
-"""`handler(arguments, proceed, sdpa) -> output`: `proceed()` makes the call as the caller wrote it,
-`sdpa` is the function it reaches."""
+"""`handler(arguments, proceed, sdpa) -> output`: `proceed()` makes the original call, `sdpa` is
+the function it calls."""
 
 Traced = Callable[[Arguments, Callable[[], Tensor]], Tensor]
 """`traced(arguments, proceed) -> output`: what `torch.compile` traces in place of the call. A model
-compiled earlier is compiled anew when the code of this function, or a value that it reads, differs
-from what was traced."""
+compiled earlier is recompiled if the code of this function, or a value it reads, has changed since
+it was traced."""
 
 _active = threading.Lock()
 _inside = threading.local()
@@ -69,16 +69,16 @@ _inside = threading.local()
 
 @contextlib.contextmanager
 def intercept(handler: Handler, traced: Traced | None = None) -> Iterator[None]:
-    """Route every SDPA call of this process, from any thread, through `handler` while active.
+    """Route every SDPA call of this process, from any thread, through `handler`.
 
-    Compiled modules run eagerly meanwhile, or, with `traced`, compiled with that in place of the
-    call; `nn.MultiheadAttention` leaves its fused fast path, and diffusers' dispatcher uses its
-    native (SDPA) backend, so that no call goes unseen. Everything is put back on exit, whatever
-    happened: what was compiled before is used again. SDPA calls that an SDPA implementation itself
-    makes are part of the outer call and are not handled again.
+    While it is active, compiled modules run eagerly or, with `traced`, compiled with `traced` in
+    place of the call. `nn.MultiheadAttention` leaves its fused fast path and diffusers' dispatcher
+    uses its native (SDPA) backend, so that no call is missed. Everything is restored on exit, also
+    after an exception, and earlier compiled code is used again. SDPA calls made by an SDPA
+    implementation are part of the outer call and are not handled again.
 
     Raises:
-        RuntimeError: another interception is active; two would each count the other's calls.
+        RuntimeError: another interception is active; each would count the other's calls.
     """
     if not _active.acquire(blocking=False):
         raise RuntimeError(
@@ -102,7 +102,7 @@ def answer(
     proceed: Callable[[], Tensor],
     sdpa: Callable[..., Tensor],
 ) -> Tensor:
-    """Let `handler` answer a call, unless it is part of one that this thread is answering."""
+    """Pass a call to `handler`, unless this thread is already inside a handled call."""
     if getattr(_inside, "call", False):
         return proceed()
     _inside.call = True
@@ -120,10 +120,10 @@ def _replacement(
 ) -> Callable[..., Tensor]:
     @functools.wraps(TORCH_SDPA, assigned=("__name__", "__doc__"))
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
-        # First, and alone: nothing else here can be traced.
+        # First, because nothing below can be traced.
         if traced is not None and torch.compiler.is_compiling():
             return traced(bind(*args, **kwargs), lambda: sdpa(*args, **kwargs))
-        # Somebody may have kept this function beyond its time, in a closure, say.
+        # A caller may still hold this function after the interception ended, e.g. in a closure.
         if is_over.is_set() or getattr(_inside, "call", False):
             return sdpa(*args, **kwargs)
         try:
@@ -131,7 +131,7 @@ def _replacement(
         except (TypeError, ValueError):
             arguments = None
         if arguments is None:
-            return sdpa(*args, **kwargs)  # which refuses a wrong call in its own words
+            return sdpa(*args, **kwargs)  # let SDPA raise its own error
         return answer(handler, arguments, lambda: sdpa(*args, **kwargs), sdpa)
 
     return scaled_dot_product_attention
@@ -140,25 +140,22 @@ def _replacement(
 @contextlib.contextmanager
 def _replaced_everywhere(handler: Handler, traced: Traced | None) -> Iterator[None]:
     is_over = threading.Event()
-    # F may already hold somebody's replacement: that one then is what models reach.
+    # F may already hold another replacement, which is then what models call.
     originals = {id(sdpa): sdpa for sdpa in (TORCH_SDPA, F.scaled_dot_product_attention)}
     replacements = {
         key: _replacement(sdpa, handler, traced, is_over) for key, sdpa in originals.items()
     }
     try:
-        _exchange(replacements)
+        _swap_references(replacements)
         yield
     finally:
         is_over.set()
-        # Not only where it was put: a module imported meanwhile took the replacement by name.
-        _exchange({id(replacements[key]): sdpa for key, sdpa in originals.items()})
+        # Everywhere, because modules imported meanwhile may have imported the replacement.
+        _swap_references({id(replacements[key]): sdpa for key, sdpa in originals.items()})
 
 
-def _exchange(functions: dict[int, Callable[..., Tensor]]) -> None:
-    """Put each function where a loaded module holds, by name, the one with the id that is its key.
-
-    This module keeps what it holds.
-    """
+def _swap_references(functions: dict[int, Callable[..., Tensor]]) -> None:
+    """Replace functions, given by their id, in every loaded module except this one."""
     for module in list(sys.modules.values()):
         if not isinstance(module, types.ModuleType) or vars(module) is globals():
             continue
@@ -173,7 +170,7 @@ def _everything_through_sdpa() -> Iterator[None]:
         fast_path = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         stack.callback(torch.backends.mha.set_fastpath_enabled, fast_path)
-        # Only when the model brought diffusers along: its import takes seconds.
+        # Only if the model already imported diffusers: the import takes seconds.
         dispatch = sys.modules.get("diffusers.models.attention_dispatch")
         if dispatch is not None:
             stack.enter_context(dispatch.attention_backend("native"))

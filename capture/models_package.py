@@ -1,8 +1,8 @@
-"""Our own `models` package, whatever else goes by that name.
+"""Imports our own `models` package, whatever else has that name.
 
-A user's project often has a `models` package too, and Python knows one module per name. Ours is
-loaded from beside this package under a name of its own, and only by the command lines, so that
-`import models` keeps meaning the user's.
+A user's project often has a `models` package too, and Python allows one module per name. Ours is
+loaded by path, under a different name, and only by the command lines, so that `import models` still
+imports the user's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _NAME = "attention_replay_models"
 
 
 def import_models() -> ModuleType:
-    """The package in `models/` beside `capture/`."""
+    """Import the package in `models/`, next to `capture/`."""
     if _NAME not in sys.modules:
         directory = Path(__file__).resolve().parent.parent / "models"
         spec = importlib.util.spec_from_file_location(

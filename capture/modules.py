@@ -1,4 +1,4 @@
-"""Which module is running: forward hooks that name the caller of every attention call."""
+"""Tracks which module is running, with forward hooks, to attribute every attention call."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ class Site(NamedTuple):
     """Where in the model a call was made."""
 
     module: str = ""
-    """Dotted path of the innermost watched module; empty outside all of them."""
+    """Dotted path of the innermost watched module; empty outside all watched modules."""
     step: int = 0
-    """Forwards of the module's root before the running one."""
+    """Forward passes of the module's root before the current one."""
     phase: str = "encode"
 
 
 class ModuleTracker:
-    """Follows the forwards of every module below some roots, in each thread on its own.
+    """Tracks the forward passes of every module below some roots, per thread.
 
-    The phase of a root's forward is `denoise` when the root takes a timestep; `prefill` or
+    The phase of a root's forward pass is `denoise` when the root takes a timestep; `prefill` or
     `decode` when it generates text, by whether its cache already holds tokens; `encode` otherwise.
 
     Args:
-        roots: modules by the name their paths begin with; an empty name adds no prefix, and the
-            root itself then goes by its class's name.
+        roots: modules by the prefix of their paths; with an empty prefix, the path of the root
+            itself is its class name.
     """
 
     def __init__(self, roots: Mapping[str, nn.Module]) -> None:
@@ -46,27 +46,27 @@ class ModuleTracker:
 
     @property
     def paths(self) -> list[str]:
-        """Of every watched module."""
+        """Paths of all watched modules."""
         return list(self._paths.values())
 
     @property
     def site(self) -> Site:
-        """Where the calling thread is now."""
+        """The current position of the calling thread."""
         stack = self._stack()
         return stack[-1][1] if stack else Site()
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Hook every module; unhook on exit."""
+        """Hook every module, and unhook on exit."""
         handles = []
         try:
             for module, path in self._paths.items():
-                # The hook brings its path: DataParallel runs copies that are not in our table.
+                # The hook carries the path: DataParallel runs replicas that are not in our table.
                 enter = functools.partial(self._enter, path)
                 handles.append(
                     module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
                 )
-                # always_call: a forward that raises must leave the stack as it found it.
+                # always_call: a forward that raises must restore the stack.
                 handles.append(module.register_forward_hook(self._leave, always_call=True))
             yield
         finally:
@@ -99,10 +99,10 @@ class ModuleTracker:
 
 
 def roots_of(watched: Any) -> dict[str, nn.Module]:
-    """The modules to hook: a module itself, a pipeline's modules by component name, or a mapping.
+    """Return the modules to hook, by name: a single module, a pipeline's modules, or a mapping's.
 
     Raises:
-        TypeError: there is no module in it.
+        TypeError: `watched` contains no module.
     """
     if isinstance(watched, nn.Module):
         return {"": watched}
@@ -118,16 +118,16 @@ def roots_of(watched: Any) -> dict[str, nn.Module]:
 
 
 def _uncompiled(module: nn.Module) -> nn.Module:
-    """The module itself where `torch.compile` wrapped it, so that paths are the model's own."""
+    """Unwrap a module that `torch.compile` wrapped, so that paths are the model's own."""
     inner = getattr(module, "_orig_mod", module)
     return inner if isinstance(inner, nn.Module) else module
 
 
 def phase_of(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> str:
-    """What a root's forward with these arguments does; see `ModuleTracker`.
+    """Return the phase of a root's forward pass with these arguments; see `ModuleTracker`.
 
     Args:
-        step: forwards of the root before this one.
+        step: forward passes of the root before this one.
     """
     try:
         given = inspect.signature(root.forward).bind_partial(*args, **kwargs).arguments

@@ -1,4 +1,4 @@
-"""`record`: run a model and keep a sample of its attention calls."""
+"""`record`: store a sample of the attention calls of a running model."""
 
 from __future__ import annotations
 
@@ -47,26 +47,26 @@ def record(
 
     Args:
         module: what to watch: a `torch.nn.Module`, a diffusers pipeline, or a dict of name →
-            module. Calls made elsewhere are counted, never kept.
-        max: how many calls to keep.
-        name: the capture's name in the dataset; the class name by default.
+            module. Calls made elsewhere are counted but not stored.
+        max: number of calls to store.
+        name: the capture's name in the dataset; by default the class name.
         sample: `spread` over layers, steps, phases and shapes, or the `first` ones.
-        modules: glob (or several, comma-separated) of the module paths to keep calls from. By
-            default a pipeline's `transformer` or `unet`, everything watched otherwise.
-        weights: a phrase saying which weights made the values; taken from the model's
-            `name_or_path` where it has one.
-        seed: the seed of the run, kept for the record.
-        settings: what is needed to rebuild the run, kept in the manifest (plain JSON).
-        max_bytes: keep no more than this many bytes.
-        output: keep the model's own attention output too.
+        modules: comma-separated globs of the module paths whose calls may be stored. By default a
+            pipeline's `transformer` or `unet`, otherwise every watched module.
+        weights: a phrase saying which weights produced the values; by default the model's
+            `name_or_path`, if it has one.
+        seed: the seed of the run, stored for reference.
+        settings: what is needed to rebuild the run, stored in the manifest (plain JSON).
+        max_bytes: limit on the total size of the stored calls.
+        output: also store the model's own attention output.
         overwrite: replace the directory's capture of the same name.
 
     Yields:
-        A `Recording`, whose counts are live.
+        A `Recording` with live counts.
 
     Raises:
-        CaptureError: `out` cannot be written, holds a capture of that name, or the model made no
-            call that could be kept (the message says which attention it probably uses).
+        CaptureError: `out` is not writable or already contains a capture of that name, or the model
+            made no call that could be stored (the message says which attention it probably uses).
         RuntimeError: another recording is active.
 
     Example:
@@ -79,7 +79,7 @@ def record(
         modules = f"{main[0]},{main[0]}.*" if main else "*"
     capture = CaptureRecord(
         model=name or type(module).__name__,
-        weights=weights or _weights_of(module),
+        weights=weights or _describe_weights(module),
         settings=settings or {},
         versions=_versions(),
         started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -95,7 +95,7 @@ def record(
     )
     recording.seed, recording.keeps_output = seed, output
     complete = False
-    with _alone_in(dataset.directory):
+    with _locked(dataset.directory):
         try:
             with tracker.watch(), intercept(recording.handle):
                 yield recording
@@ -107,10 +107,10 @@ def record(
 
 
 def prepare_directory(out: str | Path, model: str, *, overwrite: bool) -> Dataset:
-    """The dataset at `out`, ready to take a capture of `model`; nothing is deleted yet.
+    """Open the dataset at `out` for a new capture of `model`, without deleting anything.
 
     Raises:
-        CaptureError: `out` cannot be written, or holds a capture of `model` and `overwrite` is
+        CaptureError: `out` is not writable, or contains a capture of `model` and `overwrite` is
             False.
     """
     directory = Path(out)
@@ -118,25 +118,25 @@ def prepare_directory(out: str | Path, model: str, *, overwrite: bool) -> Datase
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CaptureError(
-            f"cannot write to {directory} ({error.strerror}); name another with `out=`"
+            f"cannot write to {directory} ({error.strerror}); choose another with `out=`"
         ) from error
     if not os.access(directory, os.W_OK | os.X_OK):
-        raise CaptureError(f"cannot write to {directory}; name another with `out=`")
+        raise CaptureError(f"cannot write to {directory}; choose another with `out=`")
     dataset = Dataset.open_or_new(directory)
-    # Two names with one slug would write the same files.
+    # Two names with the same slug would write the same files.
     earlier = [c.model for c in dataset.captures if slug(c.model) == slug(model)]
     if earlier and not (overwrite and earlier == [model]):
-        remedy = "name it differently" if earlier != [model] else "replace it with `overwrite=True`"
+        remedy = "rename this one" if earlier != [model] else "replace it with `overwrite=True`"
         raise CaptureError(
-            f"{directory} already holds a capture of {earlier[0]}: {remedy}, "
-            "or record into another directory with `out=`"
+            f"{directory} already contains a capture of {earlier[0]}: {remedy}, "
+            "or choose another directory with `out=`"
         )
     return dataset
 
 
 @contextlib.contextmanager
 def no_empty_directory(directory: Path) -> Iterator[None]:
-    """Leave no empty directory behind where there was none before."""
+    """Remove `directory` on exit if it is empty and did not exist before."""
     existed = directory.is_dir()
     try:
         yield
@@ -147,8 +147,8 @@ def no_empty_directory(directory: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _alone_in(directory: Path) -> Iterator[None]:
-    """Keep other captures out of the directory: the last manifest written would win.
+def _locked(directory: Path) -> Iterator[None]:
+    """Lock the directory against other captures, which would overwrite its manifest.
 
     Raises:
         CaptureError: another process is recording there.
@@ -164,7 +164,7 @@ def _alone_in(directory: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise CaptureError(
-                f"another capture is writing to {directory}; wait for it, or name another directory"
+                f"another capture is writing to {directory}; wait, or choose another directory"
             ) from error
         yield
     finally:
@@ -172,7 +172,7 @@ def _alone_in(directory: Path) -> Iterator[None]:
 
 
 class Recording:
-    """A recording in progress: what it has seen and kept so far."""
+    """A recording in progress, with counts of the calls seen and kept so far."""
 
     def __init__(
         self, tracker: ModuleTracker, sampler: Sampler, writer: Writer, capture: CaptureRecord
@@ -182,7 +182,7 @@ class Recording:
         self.seed: int | None = None
         self.keeps_output = True
         self.without_values = 0
-        """Calls that could not be kept: meta, fake or nested tensors, or inside `vmap`."""
+        """Calls that cannot be stored: meta, fake or nested tensors, or inside `vmap`."""
         self._tracker = tracker
         self._sampler = sampler
         self._writer = writer
@@ -192,7 +192,7 @@ class Recording:
 
     @property
     def seen(self) -> int:
-        """SDPA calls made so far, wherever in the process."""
+        """SDPA calls made so far, anywhere in the process."""
         return self.census.calls
 
     @property
@@ -201,26 +201,26 @@ class Recording:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors kept."""
+        """Size of the tensors kept."""
         return self._sampler.nbytes
 
     @property
     def refused_for_bytes(self) -> int:
-        """Calls not kept because `max_bytes` was reached."""
+        """Calls not kept because of `max_bytes`."""
         return self._sampler.refused_for_bytes
 
     def handle(
         self, arguments: Arguments, proceed: Callable[[], Tensor], sdpa: Callable[..., Tensor]
     ) -> Tensor:
-        """The interceptor's handler: make the call, and keep it if it is chosen."""
+        """Make the call and store it if the sampler selects it; the interceptor's handler."""
         result = proceed()
         site = self._tracker.site
         if sdpa is TORCH_SDPA:
             arguments = _autocast(arguments)
-        # Held until the copies are queued: files then change in the order of the decisions.
+        # Held until the copies are queued, so that files change in the order of the decisions.
         with self._lock:
             if not self._closed:
-                self._see(site, arguments, result, sdpa)
+                self._observe(site, arguments, result, sdpa)
         return result
 
     def close(self, *, complete: bool) -> None:
@@ -228,7 +228,7 @@ class Recording:
             self._closed = True
             self._writer.close(self.census.to_json(), complete=complete)
 
-    def _see(
+    def _observe(
         self, site: Site, arguments: Arguments, result: Tensor, sdpa: Callable[..., Tensor]
     ) -> None:
         signature = Signature.of(arguments)
@@ -285,7 +285,7 @@ class Recording:
 
 
 def _autocast(arguments: Arguments) -> Arguments:
-    """The tensors that reach the kernel: under autocast, SDPA casts what it was given first."""
+    """Cast the arguments as SDPA does under autocast, to get the tensors the kernel receives."""
     device = arguments.query.device.type
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return arguments
@@ -299,7 +299,7 @@ def _autocast(arguments: Arguments) -> Arguments:
 
 
 def _has_values(tensor: Tensor) -> bool:
-    """Whether it is an ordinary tensor with memory of its own."""
+    """Whether it is an ordinary tensor with its own memory."""
     if tensor.is_nested or isinstance(tensor, FakeTensor):
         return False
     try:
@@ -328,7 +328,7 @@ def _as_call(arguments: Arguments, output: Tensor | None, origin: Origin) -> Att
 
 
 def _four_dims(tensor: Tensor, leading: Sequence[int]) -> Tensor:
-    """SDPA takes any number of leading dimensions and broadcasts them; a recorded call has one."""
+    """Broadcast and flatten SDPA's leading dimensions, of any number, into one."""
     while tensor.ndim < 4:
         tensor = tensor.unsqueeze(0)
     if leading:
@@ -341,13 +341,13 @@ def _stored_bytes(arguments: Arguments, *, output: bool) -> int:
     tensors = [query, key, value]
     if arguments.attn_mask is not None:
         tensors.append(arguments.attn_mask)
-    nbytes = sum(_unexpanded(tensor) * tensor.element_size() for tensor in tensors)
+    nbytes = sum(_stored_elements(tensor) * tensor.element_size() for tensor in tensors)
     if output:
         nbytes += query.numel() // query.shape[-1] * value.shape[-1] * query.element_size()
     return nbytes
 
 
-def _unexpanded(tensor: Tensor) -> int:
+def _stored_elements(tensor: Tensor) -> int:
     count = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         count *= 1 if stride == 0 else size
@@ -364,7 +364,7 @@ _BACKENDS = {
 
 
 def _backend(arguments: Arguments, sdpa: Callable[..., Tensor]) -> str:
-    """The backend PyTorch chooses for this call, as a kernel name."""
+    """Return the backend PyTorch chooses for this call, as a kernel name."""
     if sdpa is not TORCH_SDPA:
         return f"{sdpa.__module__}.{getattr(sdpa, '__qualname__', sdpa)}"
     query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = arguments
@@ -373,7 +373,7 @@ def _backend(arguments: Arguments, sdpa: Callable[..., Tensor]) -> str:
             query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     except RuntimeError:
-        # A subclass or device without a choice function: SDPA runs, its backend is not told.
+        # Some subclasses and devices cannot report the backend that SDPA uses.
         return ""
     return _BACKENDS.get(choice, "")
 
@@ -388,11 +388,11 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _weights_of(module: Any) -> str:
+def _describe_weights(module: Any) -> str:
     path = getattr(module, "name_or_path", None) or getattr(
         getattr(module, "config", None), "_name_or_path", None
     )
-    # A model built at random from a checkpoint's configuration has that name too.
+    # A randomly initialised model built from a checkpoint's config has that name too.
     return f"{path} (its name_or_path)" if path else "not stated"
 
 
@@ -403,24 +403,24 @@ def _matches(path: str, globs: str) -> bool:
 def _no_match(globs: str, paths: list[str]) -> str:
     likely = [path for path in paths if "att" in path.rpartition(".")[2].lower()] or paths
     shown = ", ".join(likely[:3])
-    return f"no module matches {globs!r}; there are {shown} … Choose with `modules=`"
+    return f"no module matches {globs!r}; available: {shown} … Select some with `modules=`"
 
 
 def _nothing_kept(recording: Recording, roots: dict[str, Any]) -> str:
     if recording.refused_for_bytes:
-        return "no call fits into `max_bytes=`; raise it"
+        return "no call fits in `max_bytes=`; increase it"
     if not recording.seen:
         return f"the model made no scaled_dot_product_attention call: {_other_attention(roots)}"
     if recording.without_values:
         return (
             f"none of the {recording.seen} attention calls can be stored: their tensors are meta, "
-            "fake or nested, or run inside vmap"
+            "fake or nested, or inside vmap"
         )
-    callers = [module or "(outside every watched module)" for module in recording.census.modules()]
+    callers = [module or "(outside all watched modules)" for module in recording.census.modules()]
     shown = ", ".join(callers[:3]) + (" …" if len(callers) > 3 else "")
     return (
         f"none of the {recording.seen} attention calls came from a module that matches "
-        f"{recording.capture.modules!r}; calls came from: {shown}. Choose with `modules=`"
+        f"{recording.capture.modules!r}; they came from: {shown}. Select some with `modules=`"
     )
 
 
@@ -433,6 +433,6 @@ def _other_attention(roots: dict[str, Any]) -> str:
                 "attn_implementation='sdpa'"
             )
     return (
-        "it probably calls an attention kernel of its own (flash-attn, xformers, FlexAttention, "
+        "it probably calls another attention kernel directly (flash-attn, xFormers, FlexAttention, "
         "or matmul and softmax); switch it to SDPA to record it"
     )

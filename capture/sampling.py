@@ -1,16 +1,17 @@
-"""Which calls to keep of a run whose length is not known beforehand.
+"""Samples calls from a run of unknown length.
 
-`spread` decides call by call and may give up a kept call for a new one, so that at every moment the
-kept calls are spread evenly over what was seen so far:
+`spread` decides call by call and may drop a kept call for a new one, so that the kept calls are
+always spread evenly over the calls seen so far:
 
-- Calls of one phase and shape form a stratum; strata share the places evenly, and one that has
+- Calls of one phase and shape form a stratum. Strata get equal shares of the sample; a stratum with
   fewer calls than its share leaves the rest to the others.
-- Within a stratum the call whose layer and step hold the most kept calls goes first. Ties are
-  broken by frac(l/g + s/g²) for layer l and step s, g the plastic number: points below a threshold
-  of that sequence form an even lattice over layers × steps (M. Roberts, "The unreasonable
-  effectiveness of quasirandom sequences", 2018), however many there turn out to be.
+- Within a stratum, the call whose layer and step have the most kept calls is dropped first. Ties
+  are broken by frac(l/g + s/g²) for layer l and step s, with g the plastic number: the points of
+  that sequence below a threshold form an even lattice over layers × steps (M. Roberts, "The
+  unreasonable effectiveness of quasirandom sequences", 2018), whatever their number.
 
-Keeping N of T calls this way writes a few times N files (83 for 10 of 1500), of which N stay.
+Keeping N of T calls this way writes a small multiple of N files (83 for 10 of 1500), of which N
+remain.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Kept(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """Whether to keep the offered call, and the call indices to drop for it."""
+    """Whether to keep the offered call, and the indices of the calls to drop for it."""
 
     keep: bool
     drop: tuple[int, ...] = ()
@@ -46,7 +47,7 @@ REJECTED = Decision(keep=False)
 
 @dataclass
 class FirstSampler:
-    """Keeps the first `max_calls` calls that fit into `max_bytes`."""
+    """Keeps the first `max_calls` calls that fit in `max_bytes`."""
 
     max_calls: int
     max_bytes: int | None = None
@@ -69,7 +70,7 @@ class FirstSampler:
 
 @dataclass
 class SpreadSampler:
-    """Keeps `max_calls` calls, or as many as fit `max_bytes`, spread over strata, layers, steps."""
+    """Keeps up to `max_calls` calls that fit in `max_bytes`, over all strata, layers and steps."""
 
     max_calls: int
     max_bytes: int | None = None
@@ -82,14 +83,14 @@ class SpreadSampler:
     def offer(
         self, call_index: int, stratum: Hashable, module: str, step: int, nbytes: int
     ) -> Decision:
-        """Decide about the next call; the dropped ones are forgotten here, the caller deletes them.
+        """Decide whether to keep the next call; the caller deletes the dropped ones.
 
         Args:
-            call_index: names the call in later decisions.
-            stratum: what calls must have in common to stand for one another: phase and shape.
-            module: the layer; its order of appearance is its coordinate.
+            call_index: identifies the call in later decisions.
+            stratum: what makes calls interchangeable: phase and shape.
+            module: the layer; the order of first appearance is its coordinate.
             step: the other coordinate.
-            nbytes: what keeping it costs.
+            nbytes: the call's size.
         """
         layers = self._layers.setdefault(stratum, {})
         call = Kept(call_index, layers.setdefault(module, len(layers)), step, nbytes)
@@ -112,7 +113,7 @@ class SpreadSampler:
         return self.kept <= self.max_calls and within_bytes
 
     def _stratum_to_shrink(self, newest: Hashable) -> Hashable:
-        """The largest stratum; `newest` where shrinking another would only swap places."""
+        """Return the largest stratum, or `newest` if no other is larger."""
         largest = max(self._strata, key=lambda stratum: len(self._strata[stratum]))
         return largest if len(self._strata[largest]) > len(self._strata[newest]) else newest
 
@@ -144,7 +145,7 @@ Sampler = FirstSampler | SpreadSampler
 
 
 def make_sampler(name: str, max_calls: int, max_bytes: int | None) -> Sampler:
-    """`spread` or `first`.
+    """Create the `spread` or `first` sampler.
 
     Raises:
         ValueError: another name, or a limit below 1.

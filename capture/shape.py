@@ -1,7 +1,7 @@
 """The sizes of one attention call. Imports no torch.
 
-Letters used for shapes everywhere in this project: B batch, Hq query heads, Hkv key/value heads
-(Hq is a multiple of Hkv), Sq query length, Sk key length, D head dimension, Dv the value's.
+Shape letters used throughout this project: B batch, Hq query heads, Hkv key/value heads (Hq is a
+multiple of Hkv), Sq query length, Sk key length, D head dimension, Dv the value's head dimension.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Shape(NamedTuple):
     v_head_dim: Annotated[int, "Dv, of value and output"]
 
     def __str__(self) -> str:
-        """`2×30/6×17776/226×64`: batch, heads (query/kv), lengths (query/key), head dim (qk/v)."""
+        """Format as `2×30/6×17776/226×64`: batch, heads (q/kv), lengths (q/k), head dim (qk/v)."""
 
         def pair(a: int, b: int) -> str:
             return str(a) if a == b else f"{a}/{b}"

@@ -1,4 +1,4 @@
-"""What a dataset holds, as tables for people."""
+"""Prints the contents of a dataset as tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from capture.verify import Finding
 
 
 def show(dataset: Dataset, console: Console) -> None:
-    """Print, per capture, where it came from and a line per recorded call."""
+    """Print the origin of each capture, and one line per recorded call."""
     if dataset.note:
         console.print(Text(f"note: {dataset.note}", style="yellow"))
     for capture in dataset.captures:
@@ -41,7 +41,7 @@ def _calls(entries: list[FileEntry]) -> Table:
 
 
 def _grouped(entries: list[FileEntry]) -> dict[str, list[FileEntry]]:
-    """Entries by what a line would only repeat: phase, dtype, mask and strides."""
+    """Group entries by phase, dtype, mask and strides, which their lines would only repeat."""
     groups: dict[str, list[FileEntry]] = {}
     for entry in entries:
         header = entry.header
@@ -51,15 +51,15 @@ def _grouped(entries: list[FileEntry]) -> dict[str, list[FileEntry]]:
 
 
 def show_findings(findings: list[Finding], console: Console) -> None:
-    """Print what `verify` found, a line per file."""
+    """Print the findings of `verify`, one line per file."""
     for finding in findings:
-        mark = Text("ok  ", style="green") if finding.good else Text("BAD ", style="bold red")
+        mark = Text("ok   ", style="green") if finding.good else Text("FAIL ", style="bold red")
         line = mark + Text(f"{finding.entry.path.name}  {finding.text}", style="default")
         console.print(line, soft_wrap=True)
 
 
 def human_bytes(nbytes: int) -> str:
-    """`5.2 MB` (decimal units)."""
+    """Format a size as `5.2 MB` (decimal units)."""
     size = float(nbytes)
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
@@ -75,7 +75,7 @@ def _summary(capture: CaptureRecord, entries: list[FileEntry]) -> str:
     if capture.device:
         parts.append(capture.device)
     if not capture.complete:
-        parts.append("run did not finish")
+        parts.append("incomplete: the run did not finish")
     return " · ".join(parts)
 
 
@@ -84,11 +84,11 @@ def _mask(header: Header) -> str:
         return "causal" if header.is_causal else "no mask"
     kind = "bool" if header.dtypes["attn_mask"] == "bool" else "float"
     size = "×".join(map(str, header.layouts["attn_mask"].size))
-    return f"{kind} mask {size}{' that lets all through' if header.mask_is_noop else ''}"
+    return f"{kind} mask {size}{' that masks nothing' if header.mask_is_noop else ''}"
 
 
 def _strides(header: Header) -> str:
-    """`query BSHD, key and value BHSD`: how each tensor lies in memory."""
+    """Describe each tensor's memory layout: `query BSHD, key and value BHSD`."""
     tensors: dict[str, list[str]] = {}
     for name in ("query", "key", "value"):
         tensors.setdefault(_memory_order(header.layouts[name]), []).append(name)
@@ -96,9 +96,9 @@ def _strides(header: Header) -> str:
 
 
 def _memory_order(layout: Layout) -> str:
-    """`BHSD` when contiguous, `BSHD` …; the strides themselves where there are gaps.
+    """Return `BHSD` if contiguous, `BSHD` …, or the strides if there are gaps.
 
-    Dimensions of size 1 have no place of their own, so any dense order that fits will do.
+    Dimensions of size 1 can go anywhere, so the first dense order that fits is used.
     """
     for order in itertools.permutations(range(4)):
         expected, dense = 1, True

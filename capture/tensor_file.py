@@ -1,8 +1,8 @@
-"""Writes tensors into a safetensors file, with torch alone.
+"""Writes safetensors files with torch only.
 
-The format is public and small: the length of a JSON header in 8 bytes, the header, the tensors one
-after another (https://github.com/huggingface/safetensors, "Format"). The library's own function
-needs numpy, which a program that uses torch need not have.
+The format is public and small: the length of a JSON header in 8 bytes, the header, then the tensors
+(https://github.com/huggingface/safetensors, "Format"). The library's own function requires numpy,
+which torch does not.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _DTYPES = {
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> str:
-    """Write contiguous CPU tensors to `path`; returns the file's SHA-256.
+    """Write contiguous CPU tensors to `path` and return the file's SHA-256.
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: the format has no such dtype, or a tensor is not contiguous.
+        ValueError: the format does not support the dtype, or a tensor is not contiguous.
     """
     digest = hashlib.sha256()
     with path.open("wb") as file:
@@ -51,7 +51,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[
 def _parts(
     tensors: Mapping[str, Tensor], metadata: dict[str, str]
 ) -> Iterator[bytes | ctypes.Array[ctypes.c_char]]:
-    # Wide elements first: each tensor then lies where its elements are aligned.
+    # Widest elements first, so that every tensor is aligned.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header: dict[str, object] = {"__metadata__": metadata}
     end = 0
@@ -69,6 +69,6 @@ def _parts(
     yield len(text).to_bytes(8, "little")
     yield text
     for _, tensor in ordered:
-        if tensor.numel():  # a view of the tensor's own memory: nothing is copied
+        if tensor.numel():  # a view of the tensor's memory, without a copy
             nbytes = tensor.numel() * tensor.element_size()
             yield (ctypes.c_char * nbytes).from_address(tensor.data_ptr())

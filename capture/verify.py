@@ -1,4 +1,4 @@
-"""Is a dataset still what was recorded, and does SDPA still give the recorded outputs?"""
+"""Verifies that a dataset is intact and that SDPA still produces the recorded outputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BACKENDS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """What `verify` found about one file."""
+    """The result of verifying one file."""
 
     entry: FileEntry
     good: bool
@@ -34,10 +34,9 @@ class Finding:
 def verify(dataset: Dataset) -> list[Finding]:
     """Check every file's checksum and shapes, and recompute its output with PyTorch's SDPA.
 
-    The output is recomputed with the recorded backend on the kind of device that made it, where
-    there is one, else on the CPU. Bit-identical is expected on the same device and version;
-    elsewhere a relative L1 difference (Σ|O−R|/Σ|O|) up to 4 units of the dtype's rounding
-    (`torch.finfo(dtype).eps`) counts as the same values.
+    The output is recomputed with the recorded backend on the type of device that produced it, or on
+    the CPU if there is none. On the same device and version it should be bit-identical; elsewhere a
+    relative L1 difference (Σ|O−R|/Σ|O|) of up to 4 · `torch.finfo(dtype).eps` passes.
     """
     return [_verify_entry(entry) for entry in dataset.entries]
 
@@ -67,9 +66,9 @@ def _compare_output(entry: FileEntry, call: AttentionCall, note: str) -> Finding
         reason = str(error).partition("\n")[0]
         return Finding(entry, False, f"output cannot be recomputed here: {reason}")
     if again.shape != call.output.shape:
-        shapes = f"{tuple(again.shape)} where {tuple(call.output.shape)} was recorded"
+        shapes = f"{tuple(again.shape)}, but {tuple(call.output.shape)} was recorded"
         return Finding(entry, False, f"recomputed output has shape {shapes}")
-    # A row that a mask leaves nothing to attend to is NaN in some backends.
+    # A fully masked row is NaN in some backends.
     same = (again == call.output) | (again.isnan() & call.output.isnan())
     if bool(same.all()):
         return Finding(entry, True, f"intact; output bit-identical{note}")

@@ -1,4 +1,4 @@
-"""Writes recorded calls beside the running model, so that disk and checksum cost it little."""
+"""Writes recorded calls in a background thread, to slow the running model down little."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from capture.errors import CaptureError
 class Writer:
     """Adds one capture to a dataset from a background thread.
 
-    After every file the manifest on disk describes exactly the files that stand, so that a run
-    killed at any moment leaves a readable dataset. At most `_WAITING` calls wait in memory; then
+    After every file the manifest on disk lists exactly the files that exist, so that a run killed
+    at any moment leaves a readable dataset. At most `_WAITING` calls are queued in memory; then
     `put` waits for the disk.
     """
 
@@ -32,10 +32,10 @@ class Writer:
         self._begun = False
 
     def put(self, call: PackedCall, drop: tuple[int, ...], census: dict[str, Any]) -> None:
-        """Write `call`; then delete the files of the call indices in `drop`.
+        """Queue `call` to be written, after which the files of the calls in `drop` are deleted.
 
-        One call at a time, in the order in which they were chosen. The first one replaces an
-        earlier capture of the same model, so that a run that records nothing costs nothing.
+        Calls are written one at a time, in order. The first one replaces an earlier capture of the
+        same model, so that a run that records nothing deletes nothing.
 
         Raises:
             CaptureError: an earlier file could not be written.
@@ -47,7 +47,7 @@ class Writer:
         self._queue.put((call, drop, census))
 
     def close(self, census: dict[str, Any], *, complete: bool) -> None:
-        """Finish what is queued and write the final manifest.
+        """Write the queued calls and the final manifest.
 
         Raises:
             CaptureError: a file could not be written.
@@ -64,7 +64,7 @@ class Writer:
         if self._failure is not None:
             raise CaptureError(
                 f"could not write to {self._dataset.directory}: {self._failure}; "
-                "what was written before stays readable"
+                "the calls written before remain readable"
             ) from self._failure
 
     def _work(self) -> None:
@@ -73,11 +73,11 @@ class Writer:
             self._attempt(self._write, *item)
 
     def _attempt(self, action: Callable[..., None], *arguments: Any) -> None:
-        """Do it, unless something failed before; who records hears of it with the next call."""
+        """Run `action` unless one failed before; the next `put` or `close` raises that failure."""
         if self._failure is None:
             try:
                 action(*arguments)
-            except Exception as error:  # safetensors wraps a full disk in its own type
+            except Exception as error:  # safetensors raises its own type for a full disk
                 self._failure = error
 
     def _replace_earlier(self) -> None:
@@ -116,5 +116,5 @@ class Writer:
 
 
 def slug(name: str) -> str:
-    """`name` as the beginning of a file name."""
+    """Make `name` usable as the start of a file name."""
     return re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.") or "model"

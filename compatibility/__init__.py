@@ -1,6 +1,6 @@
-"""Which versions of Python, torch, diffusers and transformers this project works with, by trying.
+"""Tests this project with many versions of Python, torch, diffusers and transformers.
 
-python -m compatibility             try the environments, write docs/compatibility.md
-python -m compatibility.index       ask the index what the versions we name require
-python -m compatibility.wheel FILE  try a wheel in a clean environment
+python -m compatibility             test every environment, write docs/compatibility.md
+python -m compatibility.index       check that the package index satisfies our requirements
+python -m compatibility.wheel FILE  test a wheel in a clean environment
 """

@@ -1,4 +1,4 @@
-"""Tries every environment and writes docs/compatibility.md from what happened."""
+"""Tests every environment and writes the results to docs/compatibility.md."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SECONDS = 600
 
 
 def main() -> None:
-    """Exits 1 when a step failed without a sentence, or something was replaced."""
+    """Exit 1 if a step failed unexpectedly, or installing replaced a package."""
     with tempfile.TemporaryDirectory(prefix="compatibility ") as temporary:
         wheel = _wheel(Path(temporary))
         tables, notes, failed = [], [], False
@@ -37,8 +37,8 @@ def main() -> None:
             try:
                 python, replaced = build(environment, directory, wheel)
             except CannotBuild as error:
-                notes.append(f"- **{environment.name}** was not tried: {error}")
-                _say(f"  not tried: {error}")
+                notes.append(f"- **{environment.name}** was not tested: {error}")
+                _say(f"  not tested: {error}")
                 continue
             found = {step: _try(step, python, Path(temporary) / f"{number} work") for step in STEPS}
             failed |= bool(replaced) or any(each.startswith("FAILED") for each in found.values())
@@ -54,7 +54,7 @@ def _wheel(directory: Path) -> Path:
     command = [
         sys.executable,
         "-m",
-        "build",  # by way of an sdist: a build/ that lies here would bring modules of yesterday
+        "build",  # via an sdist: a build/ left in the tree would add stale modules
         "--outdir",
         str(directory),
         str(REPOSITORY),
@@ -64,15 +64,14 @@ def _wheel(directory: Path) -> Path:
 
 
 def _try(step: str, python: Path, directory: Path) -> str:
-    """What a step came to: `works`, the sentence it ended with, or FAILED and the last line."""
+    """Run a step; return `works`, its one-sentence refusal, or FAILED with the last line."""
     directory.mkdir(exist_ok=True)
     here = Path(__file__).resolve().parent
     for name in ("smoke.py", "own_model.py"):
         (directory / name).write_text((here / name).read_text())
     try:
         done = subprocess.run(
-            # An absolute path that is not resolved: a link to the interpreter leads out of the
-            # environment.
+            # Absolute but not resolved: resolving the symlink would leave the environment.
             [str(python.absolute()), "smoke.py", step],
             cwd=directory,
             capture_output=True,
@@ -81,7 +80,7 @@ def _try(step: str, python: Path, directory: Path) -> str:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"FAILED: did not end within {SECONDS} s"
+        return f"FAILED: did not finish within {SECONDS} s"
     said = (done.stdout.strip() or done.stderr.strip()).splitlines()
     if done.returncode == 0:
         outcome = WORKS
@@ -106,12 +105,13 @@ def _ask_index() -> tuple[list[str], bool]:
                 failed = True
                 lines.append(f"- {question}: **cannot be installed.** {' '.join(reason.split())}")
     except index.NoIndex as error:
-        return [f"No package index answered, so nothing was asked ({error})."], False
+        return [f"Not checked: no package index could be reached ({error})."], False
     pythons = f"{index.PYTHONS[0]} to {index.PYTHONS[-1]}"
     if not lines:
         lines = [
-            f"On Python {pythons}, Linux x86-64, the package index can satisfy the core and each "
-            f"extra ({', '.join(index.extras())}), and the exact versions of `constraints.txt`."
+            f"On Python {pythons}, Linux x86-64, the package index satisfies the requirements of "
+            f"the core and of each extra ({', '.join(index.extras())}), and the exact versions in "
+            "`constraints.txt`."
         ]
     return lines, failed
 
@@ -123,10 +123,10 @@ def _page(
 ) -> str:
     heads = [environment.name for environment, *_ in tables]
     lines = [
-        "# What it works with",
+        "# Compatibility",
         "",
-        "Written by `make compatibility`, which builds each environment, installs this project's",
-        "wheel into it, and tries what stands in the first column.",
+        "`make compatibility` writes this page. It builds each environment, installs this",
+        "project's wheel into it, and runs the checks in the first column.",
         "",
         f"| | {' | '.join(heads)} |",
         f"|---|{'---|' * len(heads)}",
@@ -135,7 +135,10 @@ def _page(
     for package in SHOWN:
         lines.append(_row(package, [versions.get(package, "–") for _, _, versions, *_ in tables]))
     lines.append(
-        _row("replaced by installing", ["; ".join(gone) or "nothing" for *_, gone, _ in tables])
+        _row(
+            "packages replaced by installing",
+            ["; ".join(gone) or "nothing" for *_, gone, _ in tables],
+        )
     )
     sentences: list[str] = []
     for step in STEPS:

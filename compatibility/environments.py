@@ -1,6 +1,6 @@
-"""The environments that are tried, and how one is built: old libraries first, then our package.
+"""The tested environments, and how to build one: the libraries first, then our package.
 
-Ours is installed as a wheel into what is there already, as a user would, and must replace nothing.
+Our wheel is installed into an existing environment, as a user would, and must replace nothing.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Environment:
-    """What is there before our package comes.
+    """What is installed before our package.
 
     Attributes:
         libraries: Requirements, as `pip install` takes them.
-        resolution: `lowest-direct` installs the oldest versions that pyproject.toml admits.
-        with_dependencies: Whether our package brings what it requires; else it comes alone.
+        resolution: `lowest-direct` installs the oldest versions that pyproject.toml allows.
+        with_dependencies: Whether to install our dependencies too, or our package only.
     """
 
     name: str
@@ -36,36 +36,36 @@ class Environment:
 
 
 ENVIRONMENTS = (
-    Environment("the oldest that we admit", "3.10", resolution="lowest-direct"),
-    Environment("the newest for Python 3.10", "3.10"),
+    Environment("oldest supported", "3.10", resolution="lowest-direct"),
+    Environment("newest for Python 3.10", "3.10"),
     Environment(
-        "torch and safetensors alone", "3.11", ("torch==2.8.0", "safetensors"),
+        "torch and safetensors only", "3.11", ("torch==2.8.0", "safetensors"),
         with_dependencies=False,
     ),
     Environment(
-        "an inference server's",
+        "an inference server",
         "3.12",
         (
             *("torch==2.11.0", "transformers==5.3.0", "diffusers==0.37.0", "accelerate==1.10.0"),
-            "numpy==2.2.6",  # the interpreter of Triton 3.6 fails with the newest
+            "numpy==2.2.6",  # Triton 3.6's interpreter fails with the newest
         ),
     ),
-    Environment("the one that `make` installs", "3.13", ("-c", "constraints.txt", ".[dev]")),
-    Environment("the newest of everything", "3.12", (".",)),
+    Environment("what `make` installs", "3.13", ("-c", "constraints.txt", ".[dev]")),
+    Environment("newest of everything", "3.12", (".",)),
 )  # fmt: skip
 
 
 class CannotBuild(Exception):
-    """The environment cannot be had here; the message says why."""
+    """The environment cannot be built here; the message says why."""
 
 
 def build(environment: Environment, directory: Path, wheel: Path) -> tuple[Path, list[str]]:
-    """Make it in `directory`; its interpreter, and the packages that installing ours replaced.
+    """Build it in `directory`; return its interpreter and the packages that ours replaced.
 
     Raises:
-        CannotBuild: there is no such interpreter here, or something cannot be installed.
+        CannotBuild: the interpreter is not available, or a package cannot be installed.
     """
-    # As `python -m venv` makes it: pip, and before Python 3.12 setuptools, are there.
+    # Like `python -m venv`: with pip and, before Python 3.12, setuptools.
     _uv("venv", "--seed", "--python", _interpreter(environment.python), str(directory))
     python = directory / "bin" / "python"
     libraries = list(environment.libraries)
@@ -86,18 +86,16 @@ def build(environment: Environment, directory: Path, wheel: Path) -> tuple[Path,
 
 
 def installed(python: Path) -> dict[str, str]:
-    """Version by package."""
+    """Return the installed version of each package."""
     listed = json.loads(_uv("pip", "list", "--format", "json", "--python", str(python)))
     return {each["name"]: each["version"] for each in listed}
 
 
 def _interpreter(version: str) -> str:
-    """Of a version such as 3.12: on the path, pyenv's, or one that uv knows or fetches."""
+    """Find the interpreter of a version such as 3.12: on PATH, in pyenv, or through uv."""
     if found := shutil.which(f"python{version}"):
         probe = subprocess.run([found, "-c", ""], capture_output=True, check=False)
-        if (
-            probe.returncode == 0
-        ):  # pyenv puts a program there also for versions that are not chosen
+        if probe.returncode == 0:  # pyenv's shims exist for versions that are not selected too
             return found
     root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     pattern = re.compile(re.escape(version) + r"\.\d+")

@@ -1,9 +1,9 @@
-"""Asks the package index whether the versions we name go together, for every Python we support.
+"""Checks that the package index satisfies our requirements, on every supported Python.
 
-A local build of torch may require less than the one on the index (a CPU build requires no triton),
-so what installs here need not install elsewhere. The question is put for Linux on x86-64, where
-most of our users are, whatever this machine is. uv reads the packages' metadata; no wheel is
-downloaded.
+A local build of torch may require less than the one on the index (a CPU build does not require
+triton), so what installs here need not install elsewhere. The check resolves for Linux on x86-64,
+which most of our users have, whatever this machine is. uv reads only package metadata and downloads
+no wheels.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 PLATFORM = "x86_64-manylinux_2_28"
 NO_ANSWER = ("error sending request", "Failed to fetch", "dns error", "timed out")
-"""What uv says of an index that it cannot reach."""
+"""What uv prints if it cannot reach the index."""
 
 
 class NoIndex(Exception):
-    """No index answers here."""
+    """No package index can be reached."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """Can this be installed on that Python?"""
+    """Whether our package can be installed on a version of Python."""
 
     python: str
     extra: str
-    """Empty for what `pip install attention-replay` brings."""
+    """Empty for a plain `pip install attention-replay`."""
     pinned: bool
-    """With the exact versions of constraints.txt, as `make` installs; else the newest there are."""
+    """With the exact versions in constraints.txt, as `make` installs them; otherwise the newest."""
 
     def __str__(self) -> str:
         what = f"attention-replay[{self.extra}]" if self.extra else "attention-replay"
@@ -55,7 +55,7 @@ def extras(project: Path = REPOSITORY) -> list[str]:
 
 
 def questions(project: Path = REPOSITORY) -> Iterator[Question]:
-    """The core and each extra; with our exact versions where `make` installs it."""
+    """Yield the core and each extra, and with exact versions what `make` installs."""
     for python in PYTHONS:
         for extra in ("", *extras(project)):
             yield Question(python, extra, pinned=False)
@@ -64,15 +64,15 @@ def questions(project: Path = REPOSITORY) -> Iterator[Question]:
 
 
 def ask(question: Question, project: Path = REPOSITORY) -> str:
-    """Why it cannot be installed, in the resolver's words; empty where it can.
+    """Return the resolver's reason why it cannot be installed, or an empty string.
 
     Raises:
-        NoIndex: nobody answered.
+        NoIndex: no package index can be reached.
     """
     command = [
         *(uv.find_uv_bin(), "pip", "compile", str(project / "pyproject.toml"), "--quiet"),
         *("--python-version", question.python, "--python-platform", PLATFORM),
-        # Whatever interpreter there is will do, should a source package have to say what it needs.
+        # Only used if a source package must be built to read its metadata: any interpreter works.
         *("--no-header", "--python", sys.executable),
     ]
     if question.extra:
@@ -95,7 +95,7 @@ def ask(question: Question, project: Path = REPOSITORY) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Variables for uv: it fetches no interpreter, and needs no home that can be written."""
+    """Environment for uv: no interpreter downloads, and no need for a writable home."""
     cache = str(Path(tempfile.gettempdir()) / f"uv-cache-{os.getuid()}")
     return {"UV_CACHE_DIR": cache, **os.environ, "UV_PYTHON_DOWNLOADS": "never"}
 
@@ -108,7 +108,7 @@ def main() -> None:
             failed += bool(reason)
             print(f"{question}: {reason or 'can be installed'}", flush=True)
     except NoIndex as error:
-        print(f"no package index answers here, so nothing was asked: {error}")
+        print(f"not checked: no package index can be reached: {error}")
         return
     sys.exit(1 if failed else 0)
 

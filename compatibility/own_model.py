@@ -1,4 +1,4 @@
-"""A model of somebody else's: three layers of self-attention, plain torch."""
+"""A user's model: three layers of self-attention in plain torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What must work in an environment, a step a function; run by that environment's own interpreter.
+"""Smoke tests of an environment, one function per step; run by that environment's interpreter.
 
-`python smoke.py STEP` in an empty directory that also holds `own_model.py`. Exits 0 where the step
-worked. A step that says in one sentence what the environment lacks exits 2.
+Run `python smoke.py STEP` in a scratch directory that contains `own_model.py`. Exits 0 if the step
+works, and 2 if it states in one sentence what the environment lacks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 
-def record_an_own_model() -> None:
+def record_a_user_model() -> None:
     import own_model  # type: ignore[import-not-found]
 
     from capture import load, record
@@ -24,7 +24,7 @@ def record_an_own_model() -> None:
     assert len(load("own")) == 3
 
 
-def replay_it() -> None:
+def replay_the_recording() -> None:
     _command("replay", "--dir", "own", "--kernels", "torch-math,torch-flash", *_QUICK)
     _all_ok({"torch-math", "torch-flash"})
 
@@ -49,11 +49,11 @@ def use_kernel_and_use_plan() -> None:
     assert planned.hits == 3, planned
 
 
-def a_function() -> None:
+def capture_a_function() -> None:
     _command("capture", "--model", "own_model.py:build", "--max", "3", "--out", "function")
 
 
-def a_checkpoint_of_transformers() -> None:
+def capture_a_transformers_checkpoint() -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -67,7 +67,7 @@ def a_checkpoint_of_transformers() -> None:
     _command("capture", "--verify", "checkpoint")
 
 
-def a_checkpoint_of_diffusers() -> None:
+def capture_a_diffusers_checkpoint() -> None:
     import torch
     from diffusers import (
         AutoencoderKL,
@@ -104,12 +104,12 @@ def a_checkpoint_of_diffusers() -> None:
     _command("capture", "--model", "diffusion", "--max", "4", "--steps", "2", "--out", "pictures")
 
 
-def built_in_models() -> None:
+def capture_built_in_models() -> None:
     for name in ("llama", "flux", "cogvideo"):
         _command("capture", "--model", name, "--size", "tiny", "--max", "2", "--steps", "1")
 
 
-def triton_kernels_interpreted() -> None:
+def interpret_triton_kernels() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     shape = ("--random", "-hq", "2", "-sq", "33", "-d", "32")
     names = "triton-fa2,triton-sage,triton-fp8"
@@ -122,20 +122,20 @@ _QUICK = ("--rounds", "2", "--max-seconds", "0.05", "--device", "cpu", "--json",
 STEPS = {
     function.__name__: function
     for function in (
-        record_an_own_model,
-        replay_it,
+        record_a_user_model,
+        replay_the_recording,
         use_kernel_and_use_plan,
-        a_function,
-        a_checkpoint_of_transformers,
-        a_checkpoint_of_diffusers,
-        built_in_models,
-        triton_kernels_interpreted,
+        capture_a_function,
+        capture_a_transformers_checkpoint,
+        capture_a_diffusers_checkpoint,
+        capture_built_in_models,
+        interpret_triton_kernels,
     )
 }
 
 
 def _command(*words: str) -> None:
-    """Run one of our two commands as installed; its failure is ours, its sentence too."""
+    """Run one of our installed commands; on failure print its last line and exit likewise."""
     program = Path(sys.executable).parent / words[0]
     done = subprocess.run([program, *words[1:]], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -145,7 +145,7 @@ def _command(*words: str) -> None:
 
 def _all_ok(wanted: set[str]) -> None:
     rows = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
-    good = ("ok", "not-timed")  # Triton's interpreter has results, and no times worth having
+    good = ("ok", "not-timed")  # Triton's interpreter produces outputs but no meaningful times
     wrong = {row["kernel"]: row["reason"] for row in rows if row["status"] not in good}
     assert not wrong, wrong
     assert wanted <= {row["kernel"] for row in rows}

@@ -1,4 +1,4 @@
-"""Tries a wheel as a user would: a clean environment, the first commands, another directory."""
+"""Tests a wheel as a user would: in a clean environment, from another directory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COMMANDS = (
 
 
 def main() -> None:
-    """Exits with the code of the first command that fails."""
+    """Exit with the code of the first command that fails."""
     wheel = Path(sys.argv[1]).resolve()
     with tempfile.TemporaryDirectory(prefix="clean environment ") as temporary:
         environment, elsewhere = Path(temporary) / "venv", Path(temporary) / "elsewhere"
@@ -27,7 +27,7 @@ def main() -> None:
         programs = environment / "bin"
         pip = [str(programs / "python"), "-m", "pip", "install", "--quiet"]
         pip += ["--disable-pip-version-check", "--constraint", str(REPOSITORY / "constraints.txt")]
-        # torch first and alone: its exact version is the only thing that picks its wheel.
+        # torch first and on its own: only its exact version determines which wheel is installed.
         for what in ("torch", str(wheel)):
             subprocess.run([*pip, what], check=True)
         for program, *arguments in COMMANDS:

@@ -85,11 +85,11 @@ def test_help_answers_without_torch(start_python: Start, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([], "--model is needed"),
-        (["--max", "0", "--model", "llama"], "must be a whole number, at least 1, not 0"),
-        (["--max", "many", "--model", "llama"], "must be a whole number, at least 1, not many"),
-        (["--steps", "-1", "--model", "llama"], "must be a whole number, at least 1, not -1"),
-        (["--max-bytes", "lots", "--model", "llama"], "'lots' is not a size; write 500M or 20G"),
+        ([], "--model is required"),
+        (["--max", "0", "--model", "llama"], "must be an integer of at least 1, not 0"),
+        (["--max", "many", "--model", "llama"], "must be an integer of at least 1, not many"),
+        (["--steps", "-1", "--model", "llama"], "must be an integer of at least 1, not -1"),
+        (["--max-bytes", "lots", "--model", "llama"], "'lots' is not a size; use e.g. 500M or 20G"),
         (["--max-bytes", "inf", "--model", "llama"], "'inf' is not a size"),
         (["--max-bytes", "0", "--model", "llama"], "'0' is not a size"),
         (["--sample", "random"], "invalid choice: 'random'"),
@@ -145,7 +145,7 @@ def test_a_prompt_of_words_that_the_built_in_model_never_saw(run_cli: Run, tmp_p
 def test_a_directory_that_cannot_be_written(run_cli: Run, tmp_path: Path, below: str) -> None:
     (tmp_path / "file").write_text("")
     result = run_cli("--model", "llama", "--out", str(tmp_path / below))
-    assert sentence_of(result, 2).endswith("name another with --out")
+    assert sentence_of(result, 2).endswith("choose another with --out")
 
 
 def test_a_user_s_function_and_the_same_name_twice(
@@ -155,10 +155,10 @@ def test_a_user_s_function_and_the_same_name_twice(
     command = ("--model", f"{model_file}:build", "--out", out, "--max", "3")
     code, printed, _ = run_cli(*command)
     assert code == 0
-    assert printed == f"kept 3 of 4 attention calls (3.8 kB) in {out}/\n"
+    assert printed == f"recorded 3 of 4 attention calls (3.8 kB) in {out}/\n"
     assert len(load(out)) == 3
     again = run_cli(*command)
-    assert "already holds a capture of" in sentence_of(again, 2)
+    assert "already contains a capture of" in sentence_of(again, 2)
     assert "--overwrite" in sentence_of(again, 2)
     code, _, _ = run_cli(*command, "--overwrite", "--no-output", "--sample", "first")
     assert code == 0
@@ -170,15 +170,15 @@ def test_max_bytes_is_said_to_be_reached(run_cli: Run, tmp_path: Path, model_fil
     command = ("--model", f"{model_file}:build", "--out", out, "--max-bytes", "3k")
     code, printed, err = run_cli(*command)
     assert code == 0
-    assert printed.startswith("kept 2 of 4")
-    assert "--max-bytes was reached" in err
+    assert printed.startswith("recorded 2 of 4")
+    assert "reached --max-bytes" in err
 
 
 @pytest.mark.parametrize(
     ("function", "options", "code", "said"),
     [
         ("build", ["--modules", "attn*"], 2, "no module matches 'attn*'"),
-        ("build", ["--max-bytes", "1k"], 2, "no call fits into --max-bytes; raise it"),
+        ("build", ["--max-bytes", "1k"], 2, "no call fits in --max-bytes; increase it"),
         ("silent", [], 2, "the model made no scaled_dot_product_attention call"),
         ("broken", [], 1, "ZeroDivisionError: by nought (traceback with --debug)"),
         ("absent", [], 2, "has no function 'absent'"),
@@ -229,7 +229,7 @@ def test_verify_names_what_is_wrong(run_cli: Run, tmp_path: Path, model_file: Pa
     out = tmp_path / "out"
     run_cli("--model", f"{model_file}:build", "--out", str(out))
     code, printed, _ = run_cli("--verify", str(out))
-    assert (code, printed.splitlines()[-1]) == (0, "4 of 4 files good")
+    assert (code, printed.splitlines()[-1]) == (0, "4 of 4 files passed")
     altered, missing = sorted(out.glob("*.safetensors"))[:2]
     content = bytearray(altered.read_bytes())
     content[-1] ^= 1
@@ -239,10 +239,10 @@ def test_verify_names_what_is_wrong(run_cli: Run, tmp_path: Path, model_file: Pa
     assert code == 1
     # A line each, however long, for those who pipe it into something.
     assert printed.splitlines()[:2] == [
-        f"BAD {altered.name}  altered since it was recorded (checksum differs)",
-        f"BAD {missing.name}  missing",
+        f"FAIL {altered.name}  altered since it was recorded (checksum differs)",
+        f"FAIL {missing.name}  missing",
     ]
-    assert printed.splitlines()[-1] == "2 of 4 files good"
+    assert printed.splitlines()[-1] == "2 of 4 files passed"
     (out / "manifest.json").unlink()
     code, _, err = run_cli("--verify", str(out))
     assert code == 1
@@ -278,7 +278,7 @@ Stopped = dict[signal.Signals, tuple[Path, int, str]]
 def test_control_c_leaves_a_readable_dataset(stopped: Stopped) -> None:
     out, code, errors = stopped[signal.SIGINT]
     assert code == 130
-    assert "capture: interrupted; what out holds is readable" in errors
+    assert "capture: interrupted; calls already in out are readable" in errors
     assert "Traceback" not in errors
     data = load(out)
     assert len(data) == 10
@@ -376,13 +376,13 @@ def test_record_in_a_project_with_models_of_its_own(in_project: Callable[[str], 
 
 
 def test_built_in_models_run_there(in_project: Callable[[str], str], project: Path) -> None:
-    assert in_project("built-in").startswith("kept 10 of ")
+    assert in_project("built-in").startswith("recorded 10 of ")
     assert load(project / "built_in").captures[0].model == "llama"
 
 
 def test_a_function_there_imports_its_own_models(
     in_project: Callable[[str], str], project: Path
 ) -> None:
-    assert in_project("function").startswith("kept 1 of 1 ")
+    assert in_project("function").startswith("recorded 1 of 1 ")
     manifest = json.loads((project / "from_function" / "manifest.json").read_text())
     assert manifest["captures"][0]["model"] == "my.py:build"

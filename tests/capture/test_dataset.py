@@ -219,7 +219,7 @@ def test_wrong_outputs_are_found(dataset: Dataset) -> None:
 def test_outputs_of_another_shape_are_found(tmp_path: Path, make_call: MakeCall) -> None:
     data = write(tmp_path / "data", make_call(output=torch.zeros(1, 2, 5, 4)))
     [text] = findings_of(data).values()
-    assert text == "recomputed output has shape (1, 2, 5, 8) where (1, 2, 5, 4) was recorded"
+    assert text == "recomputed output has shape (1, 2, 5, 8), but (1, 2, 5, 4) was recorded"
 
 
 def test_nan_rows_are_the_same_output(tmp_path: Path, make_call: MakeCall) -> None:
@@ -275,12 +275,12 @@ def make_foreign(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (truncate, r"\d+ bytes where \d+ were recorded"),
-        (truncate_to_header, "20 bytes where"),
-        (empty, "0 bytes where"),
+        (truncate, r"\d+ bytes, but \d+ were recorded"),
+        (truncate_to_header, "20 bytes, but"),
+        (empty, "0 bytes, but"),
         (alter, r"altered since it was recorded \(checksum differs\)"),
         (Path.unlink, "missing"),
-        (make_foreign, "bytes where"),
+        (make_foreign, "bytes, but"),
     ],
 )
 def test_a_damaged_file_is_named(
@@ -391,7 +391,9 @@ def test_a_manifest_with_something_missing_is_rebuilt(
 @pytest.mark.parametrize("version", ["attention-replay/2", None, 1])
 def test_a_manifest_of_another_format_is_not_guessed_at(dataset: Dataset, version: Any) -> None:
     edit_manifest(dataset, lambda data: {**data, "format": version})
-    with pytest.raises(DatasetError, match=rf"format {version!r}, this version reads '{FORMAT}'"):
+    with pytest.raises(
+        DatasetError, match=rf"format {version!r}, but this version reads '{FORMAT}'"
+    ):
         load(dataset.directory)
 
 
@@ -421,10 +423,10 @@ def test_a_manifest_that_names_a_directory(dataset: Dataset, name: str) -> None:
 def test_directories_without_calls(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="no such directory; record into it with `capture"):
         load(tmp_path / "nowhere")
-    with pytest.raises(DatasetError, match="holds no recorded call; record some with `capture"):
+    with pytest.raises(DatasetError, match="holds no recorded calls; record some with `capture"):
         load(tmp_path)
     save_file({"weight": torch.zeros(3)}, tmp_path / "model.safetensors")
-    with pytest.raises(DatasetError, match=r"holds no recorded call .*model.safetensors: not a"):
+    with pytest.raises(DatasetError, match=r"holds no recorded calls .*model.safetensors: not a"):
         load(tmp_path)
     (tmp_path / MANIFEST).write_text("{")
     with pytest.raises(DatasetError, match="holds no recorded call"):

@@ -270,7 +270,7 @@ def test_max_bytes_counts_what_is_stored(layers: nn.Module, states: Tensor, tmp_
     assert recording.kept == len(load(tmp_path / "some")) == 3
     assert recording.refused_for_bytes
     with (
-        pytest.raises(CaptureError, match="no call fits into `max_bytes=`"),
+        pytest.raises(CaptureError, match="no call fits in `max_bytes=`"),
         record(layers, tmp_path / "none", max_bytes=one - 1),
     ):
         layers(states)
@@ -343,7 +343,7 @@ def test_a_glob_that_matches_no_module_is_refused_before_the_run(
     layers: nn.Module, tmp_path: Path
 ) -> None:
     with (
-        pytest.raises(CaptureError, match=r"no module matches 'attn\*'; there are "),
+        pytest.raises(CaptureError, match=r"no module matches 'attn\*'; available: "),
         record(layers, tmp_path, modules="attn*"),
     ):
         pytest.fail("ran")
@@ -365,7 +365,7 @@ def test_calls_outside_the_watched_modules_are_said_to_be_outside(
 ) -> None:
     query = torch.randn(1, 2, 5, 8)
     with (
-        pytest.raises(CaptureError, match=r"came from: \(outside every watched module\)"),
+        pytest.raises(CaptureError, match=r"came from: \(outside all watched modules\)"),
         record(layers, tmp_path),
     ):
         F.scaled_dot_product_attention(query, query, query)
@@ -375,7 +375,7 @@ def test_a_model_that_made_no_call_is_told_what_to_look_for(
     layers: nn.Module, tmp_path: Path
 ) -> None:
     with (
-        pytest.raises(CaptureError, match="an attention kernel of its own"),
+        pytest.raises(CaptureError, match="another attention kernel directly"),
         record(layers, tmp_path),
     ):
         pass
@@ -625,8 +625,8 @@ def test_the_same_model_is_refused(
 ) -> None:
     run(layers, states, tmp_path, "zebra")
     before = contents(tmp_path)
-    remedy = "`overwrite=True`" if name == "zebra" else "name it differently"
-    with pytest.raises(CaptureError, match=f"already holds a capture of zebra: .*{remedy}"):
+    remedy = "`overwrite=True`" if name == "zebra" else "rename this one"
+    with pytest.raises(CaptureError, match=f"already contains a capture of zebra: .*{remedy}"):
         run(layers, states, tmp_path, name)
     assert contents(tmp_path) == before
 
@@ -693,7 +693,7 @@ def test_a_directory_that_cannot_be_made_is_named(
 ) -> None:
     (tmp_path / "file").write_text("")
     with (
-        pytest.raises(CaptureError, match=r"cannot write to .*; name another with `out=`"),
+        pytest.raises(CaptureError, match=r"cannot write to .*; choose another with `out=`"),
         record(layers, tmp_path / "file" / below),
     ):
         pytest.fail("ran")

@@ -101,5 +101,5 @@ def test_gradients_do_not_come_along() -> None:
 
 
 def test_values_of_another_shape_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"\(2, 2\) where \(2, 3\) was recorded"):
+    with pytest.raises(ValueError, match=r"\(2, 2\), but \(2, 3\) was recorded"):
         unpack(torch.zeros(2, 2), Layout((2, 3), (3, 1)))

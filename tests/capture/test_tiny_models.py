@@ -83,7 +83,7 @@ def recorded_and_noted(
         with contextlib.redirect_stdout(out), pytest.raises(SystemExit) as stopped:
             main(["--model", name, "--size", "tiny", "--device", "cpu", "--out", str(directory)])
         assert stopped.value.code == 0
-        assert out.getvalue().startswith("kept 10 of ")
+        assert out.getvalue().startswith("recorded 10 of ")
     printed, errors = independent.communicate(timeout=200)
     assert independent.returncode == 0, errors
     return directory, json.loads(printed.partition("FOUND")[2])
@@ -177,4 +177,4 @@ def test_show_and_verify(
         assert weights(name) in printed
     code, out, _ = run_cli("--verify", directory)
     assert code == 0
-    assert out.endswith("30 of 30 files good\n")
+    assert out.endswith("30 of 30 files passed\n")

@@ -126,7 +126,7 @@ def test_a_full_disk_is_told_with_the_next_call(
 
     with pytest.raises(CaptureError, match=r"could not write to .*No space left"):
         go_on()
-    with pytest.raises(CaptureError, match="what was written before stays readable"):
+    with pytest.raises(CaptureError, match="the calls written before remain readable"):
         to.close(CENSUS, complete=True)
     data = load(tmp_path)
     assert [entry.origin.call_index for entry in data.entries] == [0]

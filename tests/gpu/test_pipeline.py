@@ -38,7 +38,7 @@ def test_captures_bfloat16_on_the_gpu_and_reproduces_it(
     assert {entry.header.dtype for entry in dataset.entries} == {"bfloat16"}
     assert all(entry.origin.device.startswith("cuda (") for entry in dataset.entries)
     _exits(0, capture.cli.main, ["--verify", str(recorded)])
-    assert "12 of 12 files good" in capsys.readouterr().out
+    assert "12 of 12 files passed" in capsys.readouterr().out
 
 
 def test_replays_every_eager_torch_kernel(recorded: Path, tmp_path: Path) -> None:

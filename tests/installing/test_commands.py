@@ -141,7 +141,7 @@ print(swap.hits)
             "capture: llama needs transformers, which is not installed: "
             "pip install 'transformers>=5.0'",
         ),
-        ("rich", "capture: rich is not installed, and this needs it: pip install rich"),
+        ("rich", "capture: rich is required but not installed: pip install rich"),
     ],
 )
 def test_a_missing_library_is_one_sentence(tmp_path: Path, missing: str, sentence: str) -> None:
@@ -176,7 +176,7 @@ def test_an_own_function_needs_neither_diffusers_nor_transformers(tmp_path: Path
     code = f"{WITHOUT}\nimport attention_replay\nattention_replay.capture()\n"
     done = start(code, "diffusers,transformers", "--model", "my.py:build", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("kept 1 of 1")
+    assert done.stdout.startswith("recorded 1 of 1")
 
 
 @pytest.mark.parametrize(
