@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from capture.arguments import OneSentenceParser, positive
+from capture.models_package import import_models
 
 if TYPE_CHECKING:
     from capture.recording import Recording
@@ -55,8 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--model",
         metavar="NAME|DIR|FILE.py:FUNCTION",
-        help="cogvideo, cogvideo-5b, flux, flux-schnell, llama, llama-3.1-8b; a checkpoint "
-        "directory; or a function of yours",
+        help=f"{', '.join(import_models().NAMES)}; a checkpoint directory; or a function of yours",
     )
     what.add_argument(
         "--size",
@@ -116,7 +116,6 @@ def _capture(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.text import Text
 
-    from capture.models_package import import_models
     from capture.recording import prepare_directory, record
     from capture.show import human_bytes
 
@@ -221,7 +220,6 @@ def _capture_name(model: str) -> str:
 def _explain(error: Exception) -> int:
     """One sentence for what the user can remedy; `--debug` hints for what nobody foresaw."""
     from capture.errors import CaptureError, DatasetError, MissingPackage
-    from capture.models_package import import_models
 
     error = MissingPackage.behind(error)
     known: tuple[type[Exception], ...] = (

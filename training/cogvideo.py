@@ -10,7 +10,7 @@ import torch
 from diffusers import AutoencoderKLCogVideoX, CogVideoXPipeline, CogVideoXTransformer3DModel
 from torch import Tensor, nn
 
-from models.cogvideo import VARIANTS, scheduler
+from models.built_in.cogvideo import VARIANTS, scheduler
 from models.diffusion import tiny_t5
 from models.offline_tokenizers import t5_tokenizer
 from training import card, figures, judge, options, shapes

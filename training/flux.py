@@ -16,8 +16,8 @@ from diffusers import (
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel
 
+from models.built_in.flux import VARIANTS
 from models.diffusion import tiny_t5
-from models.flux import VARIANTS
 from models.offline_tokenizers import clip_tokenizer, t5_tokenizer
 from training import card, figures, judge, options, shapes
 from training.autoencoder import Canvas, encode_scenes, reconstruct, train_autoencoder
