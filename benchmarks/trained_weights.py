@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks import results
 from benchmarks.full_size import run
-from models import built_in
+from models import pretrained_weights
 from replay.workloads.random_calls import NO_WEIGHTS
 
 MODELS = ("cogvideo", "flux", "llama")
@@ -75,7 +75,8 @@ def main() -> None:
                     f"--max-seconds 0.1 --metric accuracy --json {file}"
                 )
                 rows += [row | {"of": VALUES[weights]} for row in results.read_jsonl(file)]
-            text = f"--text {built_in.ROOT / 'llama' / 'held_out.txt'}" if model == "llama" else ""
+            held_out = pretrained_weights.ROOT / "llama" / "held_out.txt"
+            text = f"--text {held_out}" if model == "llama" else ""
             checks = Path(scratch) / "checks.jsonl"
             run(
                 f"replay --dir {scratch}/pretrained --kernels {arguments.kernels} {text} --e2e "

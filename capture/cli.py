@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attention_replay import Error
 from capture.arguments import OneSentenceParser, positive
+from capture.models_package import import_models
 
 if TYPE_CHECKING:
     from capture.recording import Recording
@@ -57,8 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--model",
         metavar="NAME|DIR|FILE.py:FUNCTION",
-        help="cogvideo, cogvideo-5b, flux, flux-schnell, llama, llama-3.1-8b; a checkpoint "
-        "directory; or your own function",
+        help=f"{', '.join(import_models().NAMES)}; a checkpoint directory; or your own function",
     )
     what.add_argument(
         "--size",
@@ -120,7 +121,6 @@ def _capture(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.text import Text
 
-    from capture.models_package import import_models
     from capture.recording import prepare_directory, record
     from capture.show import human_bytes
 
@@ -225,17 +225,10 @@ def _capture_name(model: str) -> str:
 
 def _explain(error: Exception) -> int:
     """Print one sentence, with the remedy if it is known; return the exit code."""
-    from capture.errors import CaptureError, DatasetError, MissingPackage
-    from capture.models_package import import_models
+    from capture.errors import MissingPackage
 
     error = MissingPackage.behind(error)
-    known: tuple[type[Exception], ...] = (
-        CaptureError,
-        DatasetError,
-        MissingPackage,
-        import_models().ModelError,
-    )
-    if isinstance(error, known):
+    if isinstance(error, Error):
         print(f"capture: {_with_flags(str(error))}", file=sys.stderr)
         return 2
     print(

@@ -1,32 +1,41 @@
 """Runnable models: build one, and drive one representative inference through its whole pipeline.
 
-This package knows nothing of recording or replaying attention. Importing it imports no torch: the
-file that builds a model is imported when that model is asked for. All imports inside the package
-are relative, so that it also works under another name beside a user's own ``models``.
+This package knows nothing of recording or replaying attention. Importing it imports no torch. All
+imports inside the package are relative, so that it also works under another name beside a user's
+own ``models``. A file imports from the lines below its own:
 
-Adding a model: write ``models/<file>.py`` with ``build(request: Request) -> Runnable`` and name it
-in ``NAMES``. A name's file is its part before the first hyphen (``flux-schnell`` → ``flux.py``).
+    __init__                                     load: from a user's words to a runnable
+    built_in/  checkpoint  userfunction          build: by name, from a directory, by a function
+    diffusion  generation                        pipelines, and language models
+    hub  inference  offline_tokenizers  random_weights
+    request                                      the user's wishes, complete and checked
+    pretrained_weights  runnable
+    language  libraries  outputs
+    errors
+
+Adding a model: one file in ``built_in/``, whose docstring says what it declares.
 """
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from .runnable import ModelError, Runnable
+from .built_in import families
+from .errors import ModelError
+from .libraries import check, is_failed_import, not_importable
+from .runnable import Runnable
+
+if TYPE_CHECKING:
+    from .request import Request
 
 __all__ = ["NAMES", "ModelError", "Runnable", "load"]
 
-NAMES: dict[str, str] = {
-    "cogvideo": "CogVideoX-2b, text to video (diffusers)",
-    "cogvideo-5b": "CogVideoX-5b, text to video, rotary positions (diffusers)",
-    "flux": "FLUX.1-dev, text to image (diffusers)",
-    "flux-schnell": "FLUX.1-schnell, text to image in four steps (diffusers)",
-    "llama": "Llama-2-7b, prefill and greedy decode (transformers)",
-    "llama-3.1-8b": "Llama-3.1-8B, grouped-query attention, prefill and greedy decode "
-    "(transformers)",
-}
+_FAMILIES = families()
+NAMES: dict[str, str] = {name: family.NAMES[name] for name, family in _FAMILIES.items()}
 
 
 def load(
@@ -71,14 +80,10 @@ def load(
         raise ModelError(_unknown(model))
     # Late, so that --help needs no torch; and before the builders' own imports, which chatter.
     from .inference import quiet
-    from .libraries import check, not_importable
     from .request import from_user
 
     if model in NAMES:
-        builder = model.partition("-")[0]
-        check(model, builder)
-    else:
-        builder = "userfunction" if _is_user_function(model) else "checkpoint"
+        check(model, _FAMILIES[model].NEEDS)
     with quiet():
         request = from_user(
             model,
@@ -93,11 +98,19 @@ def load(
             device=device,
         )
         try:
-            module = import_module(f".{builder}", __package__)
-        except (ImportError, RuntimeError) as error:  # RuntimeError: transformers' lazy imports
-            raise not_importable(model, error) from error
-        runnable: Runnable = module.build(request)
-    return runnable
+            return _builder(model)(request)
+        except (ImportError, RuntimeError) as error:
+            if is_failed_import(error):
+                raise not_importable(model, error) from error
+            raise
+
+
+def _builder(model: str) -> Callable[[Request], Runnable]:
+    if model in NAMES:
+        return _FAMILIES[model].build
+    file = "userfunction" if _is_user_function(model) else "checkpoint"
+    module: Any = import_module(f".{file}", __package__)
+    return module.build
 
 
 def _is_user_function(model: str) -> bool:

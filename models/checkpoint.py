@@ -18,12 +18,13 @@ from transformers import (
 )
 
 from .diffusion import pipeline_runnable, read_pipeline
+from .errors import ModelError
+from .generation import generation_runnable, prompt_ids, read_language_model
 from .hub import read_checkpoint
 from .inference import repeatable
-from .language import generation_runnable, prompt_ids, read_language_model
 from .outputs import of_anything
 from .request import Request
-from .runnable import ModelError, Runnable
+from .runnable import Runnable
 
 PROMPT = "A red panda reads a newspaper by the sea."
 PROMPT_TOKENS = 512

@@ -11,15 +11,16 @@ import torch
 from diffusers import DiffusionPipeline
 from diffusers.utils import BaseOutput
 from torch import nn
-from transformers import T5Config, T5EncoderModel
+from transformers import PreTrainedTokenizerBase, T5Config, T5EncoderModel
 
+from .errors import ModelError
 from .hub import read_checkpoint, refuse_missing
 from .inference import repeatable
 from .libraries import dtype_keyword
 from .outputs import of_pipeline
 from .random_weights import redraw
 from .request import Request
-from .runnable import ModelError, Runnable
+from .runnable import Runnable
 
 
 def read_pipeline(
@@ -135,3 +136,21 @@ def refuse_prompt(request: Request) -> None:
             "--prompt has no effect on random weights of this size, whose text embeddings are "
             "random as well: leave it out, or use --weights pretrained or --size tiny"
         )
+
+
+def unknown_words(request: Request, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Which words of the prompt a trained picture model never saw, in a sentence; empty for none.
+
+    ``tokenizer`` is of the words that it was trained on (``offline_tokenizers.t5_tokenizer``).
+    """
+    if request.weights != "pretrained" or request.prompt is None:
+        return ""
+    words = request.prompt.split()
+    spelt = [word for word in words if tokenizer.tokenize(word)[:1] == ["▁"]]
+    if not spelt:
+        return ""
+    unknown = ", ".join(dict.fromkeys(spelt))
+    return (
+        f"the built-in {request.name} knows a few words, and none of these: {unknown}; for "
+        f"captions that it knows see models/pretrained/{request.name}/README.md"
+    )

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from huggingface_hub import HfApi, try_to_load_from_cache
 
-from .runnable import ModelError
+from .errors import ModelError
 
 Loaded = TypeVar("Loaded")
 

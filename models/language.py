@@ -1,30 +1,14 @@
-"""Language models: prompts of a wanted length, and prefill with greedy decode."""
+"""Texts as a language model reads them: encoded, scored, decoded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from .hub import read_checkpoint, refuse_missing
-from .inference import quiet, repeatable
-from .libraries import dtype_keyword
-from .outputs import of_generation
-from .request import Request
-from .runnable import ModelError, Runnable
-
-PASSAGE = (
-    "The harbour clock had stopped at nine, and nobody in the village could remember the year. "
-    "Marta wound it every Sunday all the same, because her grandmother had, and because the "
-    "sailors liked to hear the key turn. In March a surveyor came with a brass level and a dog. "
-    "He measured the quay, the church steps and the crooked wall behind the bakery, wrote each "
-    "number twice, and asked who owned the clock. The answer took three evenings. By then the "
-    "dog had learned the way to the bakery, the level stood forgotten on a barrel, and the long "
-    "hand, which had not moved in living memory, pointed at ten. "
-)
+from .errors import ModelError
 
 SCORED_TOKENS = 4096
 """Tokens of a text that are scored at most: their logits over 128k words take 1 GiB in bfloat16."""
@@ -64,105 +48,3 @@ class Language:
         if self.tokenizer is None:
             return " ".join(str(token) for token in ids[0].tolist())
         return str(self.tokenizer.decode(ids[0]))
-
-
-def read_language_model(
-    model_class: type[PreTrainedModel], source: str, dtype: torch.dtype
-) -> PreTrainedModel:
-    """Load a transformers model from a directory or a hub id.
-
-    Raises:
-        ModelError: It cannot be read, or some of its weights are missing.
-    """
-    options: dict[str, Any] = {dtype_keyword("transformers"): dtype, "output_loading_info": True}
-    model, report = read_checkpoint(model_class.from_pretrained, source, **options)
-    refuse_missing(source, sorted(report["missing_keys"]))
-    return model
-
-
-def prompt_ids(
-    tokenizer: PreTrainedTokenizerBase | None,
-    request: Request,
-    *,
-    tokens: int,
-    vocabulary: int,
-    passage: str = PASSAGE,
-) -> tuple[torch.Tensor, str]:
-    """Token ids (1, length) on the CPU, and a phrase that says what they are.
-
-    The user's prompt is taken whole. Without one the ids are exactly ``tokens`` long: ``passage``,
-    repeated as often as needed, or, without a tokenizer, drawn from the seed.
-
-    Raises:
-        ModelError: The prompt is empty.
-    """
-    if tokenizer is None:
-        generator = torch.Generator().manual_seed(request.seed)
-        ids = torch.randint(vocabulary, (1, tokens), generator=generator)
-        return ids, f"{tokens} random token ids, seed {request.seed}"
-    if request.prompt is not None:
-        ids = tokenizer(request.prompt)["input_ids"]
-        if not ids:
-            raise ModelError("--prompt has no tokens: write some text, or leave it out")
-        return torch.tensor([ids]), request.prompt
-    once = len(tokenizer(passage, add_special_tokens=False)["input_ids"])
-    text = passage * (tokens // once + 1)
-    ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=tokens)["input_ids"]
-    beginning = " ".join(passage[:38].split())
-    return ids, f"{beginning}… (built-in passage, {tokens} tokens)"
-
-
-def generation_runnable(
-    model: PreTrainedModel,
-    request: Request,
-    *,
-    input_ids: torch.Tensor,
-    prompt: str,
-    steps: int,
-    weights: str,
-    tokenizer: PreTrainedTokenizerBase | None,
-) -> Runnable:
-    """Prefill ``input_ids`` (1, length), then decode exactly ``steps`` tokens greedily."""
-    model.to(request.device).eval()
-    inputs = input_ids.to(request.device)
-    end = model.config.get_text_config().eos_token_id
-    padding = end[0] if isinstance(end, list) else end
-
-    def infer() -> Any:
-        return model.generate(
-            inputs,
-            attention_mask=torch.ones_like(inputs),
-            do_sample=False,
-            # Both, so that an end-of-text token cannot shorten the run.
-            min_new_tokens=steps,
-            max_new_tokens=steps,
-            use_cache=True,
-            pad_token_id=padding,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
-
-    def score(ids: torch.Tensor) -> torch.Tensor:
-        ids = ids.to(request.device)
-        with torch.no_grad(), quiet():
-            # The mask as in generation, so that attention takes the same road.
-            read = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-        return read.logits[0].cpu()
-
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return Runnable(
-        name=request.name,
-        roots={"": model},
-        sampled="*",
-        run=repeatable(infer, seed=request.seed, device=request.device),
-        outputs=of_generation,
-        weights=weights,
-        settings=request.settings(
-            prompt=prompt, prompt_tokens=input_ids.shape[1], steps=steps, output="tokens"
-        ),
-        language=Language(
-            score=None if model.config.is_encoder_decoder else score,
-            tokenizer=tokenizer,
-            positions=positions or SCORED_TOKENS,
-        ),
-    )

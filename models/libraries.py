@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Mapping
 from typing import Literal
 
-from .runnable import ModelError
+from .errors import ModelError
 
 Library = Literal["diffusers", "transformers"]
+Version = tuple[int, int]
+"""Major and minor."""
 
-NEEDED: dict[str, dict[Library, tuple[int, int]]] = {
-    "cogvideo": {"transformers": (5, 0), "diffusers": (0, 36)},
-    "flux": {"transformers": (5, 0), "diffusers": (0, 36)},
-    "llama": {"transformers": (5, 0)},
-}
-"""The oldest versions that build the models we name, by the file that builds them. transformers 5
-reads the tokenizers that come with this package, and diffusers 0.36 is the first that imports
-beside transformers 5; both found by trying."""
-
-DTYPE_SINCE: dict[Library, tuple[int, int]] = {"diffusers": (0, 40), "transformers": (4, 56)}
+DTYPE_SINCE: dict[Library, Version] = {"diffusers": (0, 40), "transformers": (4, 56)}
 """Since when `from_pretrained` takes `dtype`; it took `torch_dtype` before."""
 
 
@@ -28,13 +22,13 @@ def dtype_keyword(library: Library) -> str:
     return "dtype" if installed >= DTYPE_SINCE[library] else "torch_dtype"
 
 
-def check(model: str, builder: str) -> None:
-    """Refuse libraries that are missing, or too old for `model`, which the file `builder` builds.
+def check(model: str, needs: Mapping[Library, Version]) -> None:
+    """Refuse libraries that are missing, or too old for `model`, which needs these or newer ones.
 
     Raises:
         ModelError: with the library, the version that is needed and the one that is installed.
     """
-    for library, oldest in NEEDED[builder].items():
+    for library, oldest in needs.items():
         wanted = ".".join(map(str, oldest))
         try:
             installed = importlib.metadata.version(library)
@@ -49,6 +43,11 @@ def check(model: str, builder: str) -> None:
                 "it, or record a checkpoint directory (--model DIR) or a function of yours "
                 "(--model FILE.py:FUNCTION), which it is new enough for"
             )
+
+
+def is_failed_import(error: Exception) -> bool:
+    """Whether something could not be imported: the lazy imports of both raise RuntimeError too."""
+    return isinstance(error, ImportError) or str(error).startswith("Failed to import ")
 
 
 def not_importable(model: str, error: Exception) -> ModelError:
@@ -69,6 +68,6 @@ def not_importable(model: str, error: Exception) -> ModelError:
     )
 
 
-def _numbers(version: str) -> tuple[int, int]:
+def _numbers(version: str) -> Version:
     major, minor, *_ = version.split(".")
     return int(major), int(minor)

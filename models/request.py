@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from . import built_in
-from .runnable import ModelError
+from . import pretrained_weights
+from .errors import ModelError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -84,10 +84,10 @@ def from_user(
         if size is None:
             size = "full" if checkpoint or where.type == "cuda" else "tiny"
         if weights is None:
-            exist = checkpoint or size == "full" or built_in.trained(name)
+            exist = checkpoint or size == "full" or pretrained_weights.directory(name)
             weights = "pretrained" if exist else "random"
         bare = size == "tiny" and checkpoint is None
-        if bare and weights == "pretrained" and built_in.trained(name) is None:
+        if bare and weights == "pretrained" and pretrained_weights.directory(name) is None:
             raise ModelError(
                 f"there are no pretrained weights for the tiny {name}: use --weights random, "
                 "--size full, or --checkpoint DIR"

@@ -1,4 +1,4 @@
-"""What every builder in this package returns, and how it refuses."""
+"""What every builder in this package returns."""
 
 from __future__ import annotations
 
@@ -11,10 +11,6 @@ if TYPE_CHECKING:  # the package must be importable without importing torch
 
     from .language import Language
     from .outputs import Outputs
-
-
-class ModelError(Exception):
-    """A model cannot be built as asked: one sentence that names the remedy."""
 
 
 @dataclass

@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from .errors import ModelError
 from .inference import seeded
 from .outputs import of_anything
 from .request import Request
-from .runnable import ModelError, Runnable
+from .runnable import Runnable
 
 
 def build(request: Request) -> Runnable:

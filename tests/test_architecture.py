@@ -5,7 +5,10 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGE = REPOSITORY / "docs" / "architecture.md"
@@ -17,16 +20,35 @@ def layers() -> list[str]:
     return re.findall(r"^ *(\w+)/ ", drawing, re.MULTILINE)
 
 
-def imports(package: str) -> Iterator[tuple[Path, str]]:
-    """Every import in a package, late ones and those for types too: file and dotted name."""
-    for path in sorted((REPOSITORY / package).rglob("*.py")):
+def imports(package: str, root: Path = REPOSITORY) -> Iterator[tuple[Path, str]]:
+    """Every import in a package, late ones and those for types too: file and absolute name."""
+    for path in sorted((root / package).rglob("*.py")):
+        folder = path.relative_to(root).parts[:-1]
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            if isinstance(node, ast.ImportFrom):
+                base = folder[: len(folder) - node.level + 1] if node.level else ()
                 for alias in node.names:
-                    yield path, f"{node.module}.{alias.name}"
+                    yield path, ".".join([*base, *filter(None, [node.module]), alias.name])
             elif isinstance(node, ast.Import):
                 for alias in node.names:
                     yield path, alias.name
+
+
+def module_name(path: Path, root: Path = REPOSITORY) -> str:
+    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+
+
+def import_graph(package: str, root: Path = REPOSITORY) -> dict[str, set[str]]:
+    """For each module of a package, the modules of the same package that it imports."""
+    graph: dict[str, set[str]] = {
+        module_name(path, root): set() for path in (root / package).rglob("*.py")
+    }
+    for path, name in imports(package, root):
+        # `from a.b import c` imports the module a.b.c where there is one, and a.b otherwise.
+        imported = name if name in graph else name.rpartition(".")[0]
+        if imported in graph:
+            graph[module_name(path, root)].add(imported)
+    return graph
 
 
 def test_the_drawing_has_every_folder() -> None:
@@ -54,3 +76,27 @@ def test_packages_know_what_they_may() -> None:
             imported = name.partition(".")[0]
             wrong = ours - others - {package, "attention_replay"}
             assert imported not in wrong, f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("package", ["capture", "models", "replay", "training"])
+def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
+    TopologicalSorter(import_graph(package)).prepare()  # a CycleError names the circle
+
+
+def test_a_circle_is_found_through_late_relative_and_type_imports(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    (package / "inner").mkdir(parents=True)
+    files = {
+        "__init__.py": "",
+        "top.py": "from package.inner import leaf\n",
+        "inner/__init__.py": "",
+        "inner/leaf.py": "def late():\n    from ..middle import something\n",
+        "middle.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from . import top\n",
+    }
+    for name, text in files.items():
+        (package / name).write_text(text)
+    with pytest.raises(CycleError) as found:
+        TopologicalSorter(import_graph("package", tmp_path)).prepare()
+    assert set(found.value.args[1]) == {"package.top", "package.inner.leaf", "package.middle"}
+    (package / "middle.py").write_text("")
+    TopologicalSorter(import_graph("package", tmp_path)).prepare()

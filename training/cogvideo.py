@@ -10,14 +10,14 @@ import torch
 from diffusers import AutoencoderKLCogVideoX, CogVideoXPipeline, CogVideoXTransformer3DModel
 from torch import Tensor, nn
 
-from models.cogvideo import VARIANTS, scheduler
+from models.built_in.cogvideo import VARIANTS, scheduler
 from models.diffusion import tiny_t5
 from models.offline_tokenizers import t5_tokenizer
 from training import card, figures, judge, options, shapes
 from training.autoencoder import Canvas, encode_scenes, reconstruct, train_autoencoder
 from training.conditioning import draw_times, start_as_identity, token_ids
 from training.loop import History, Stage, train
-from training.muon import hidden_matrices
+from training.optimisers import hidden_matrices, require_muon
 from training.shapes import Scene
 
 VARIANT = VARIANTS["cogvideo"]
@@ -87,6 +87,7 @@ SMOKE = Scale(
 def main(arguments: list[str] | None = None) -> None:
     """Train, save, load, judge, and write the card."""
     given = options.parse("cogvideo", __doc__, arguments)
+    require_muon()
     torch.backends.cuda.enable_cudnn_sdp(False)  # training.flux says why
     scale = SMOKE if given.smoke else FULL
     stages = given.limited([scale.autoencoder, scale.transformer])

@@ -16,14 +16,14 @@ from diffusers import (
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel
 
+from models.built_in.flux import VARIANTS
 from models.diffusion import tiny_t5
-from models.flux import VARIANTS
 from models.offline_tokenizers import clip_tokenizer, t5_tokenizer
 from training import card, figures, judge, options, shapes
 from training.autoencoder import Canvas, encode_scenes, reconstruct, train_autoencoder
 from training.conditioning import draw_times, start_as_identity, token_ids
 from training.loop import History, Stage, train
-from training.muon import hidden_matrices
+from training.optimisers import hidden_matrices, require_muon
 from training.shapes import Scene
 
 VARIANT = VARIANTS["flux"]
@@ -88,6 +88,7 @@ SMOKE = Scale(
 def main(arguments: list[str] | None = None) -> None:
     """Train, save, load, judge, and write the card."""
     given = options.parse("flux", __doc__, arguments)
+    require_muon()
     # Its backward failed here on an H200 with torch 2.11 and cuDNN 9.19.0, inside the transformer:
     # "Expected mha_graph.execute(...).is_good()". With the other backends all is well, and so it
     # is with cuDNN for contiguous tensors of the same shape.

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from training.muon import Muon
+from training.optimisers import adamw, muon
 
 SAVE_SECONDS = 60.0
 REPORT_SECONDS = 5.0
@@ -67,8 +67,12 @@ class History:
         return self.losses[-1][1]
 
     def describe(self, stage: Stage) -> str:
-        rate = stage.muon_learning_rate
-        muon = f"; for the matrices inside of blocks Muon, learning rate {rate:g}" if rate else ""
+        muon = ""
+        if stage.muon_learning_rate:
+            muon = (
+                "; for the matrices inside of blocks torch.optim.Muon, learning rate "
+                f"{stage.muon_learning_rate:g}"
+            )
         ended = "all its steps" if self.steps >= stage.steps else "its time limit"
         return (
             f"{stage.name}: {self.steps} steps in {self.seconds:.0f} s (ended by {ended}), "
@@ -145,7 +149,7 @@ def train(
 
 
 class _Run:
-    """Weights, their average, and the optimiser: what a checkpoint holds."""
+    """Weights, their average, and the optimisers: what a checkpoint holds."""
 
     def __init__(
         self,
@@ -156,27 +160,34 @@ class _Run:
         seed: int,
     ) -> None:
         self.stage = stage
-        # More time or steps may be given to a run that goes on.
-        settings = {**asdict(stage), "seed": seed}
-        self.of = {name: settings[name] for name in settings if name not in ("steps", "seconds")}
         self.module = module
         self.history = History()
         self.parameters: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
         self.average = [parameter.detach().clone() for parameter in self.parameters]
         self.best: list[Tensor] | None = None
-        self.muon = Muon(matrices, stage.weight_decay)
         elsewhere = {id(matrix) for matrix in matrices}
-        decayed = [p for p in self.parameters if p.ndim >= 2 and id(p) not in elsewhere]
-        other = [p for p in self.parameters if p.ndim < 2]
-        self.optimiser = torch.optim.AdamW(
-            [
-                {"params": decayed, "weight_decay": stage.weight_decay},
-                {"params": other, "weight_decay": 0.0},
-            ],
-            lr=stage.learning_rate,
-            betas=(0.9, 0.95),
-            fused=device.type == "cuda",
-        )
+        self.optimisers = [
+            adamw(
+                [p for p in self.parameters if id(p) not in elsewhere],
+                learning_rate=stage.learning_rate,
+                weight_decay=stage.weight_decay,
+                fused=device.type == "cuda",
+            )
+        ]
+        if matrices:
+            self.optimisers.append(
+                muon(
+                    matrices,
+                    learning_rate=stage.muon_learning_rate,
+                    weight_decay=stage.weight_decay,
+                )
+            )
+        # More time or steps may be given to a run that goes on.
+        settings = {**asdict(stage), "seed": seed}
+        self.of = {name: settings[name] for name in settings if name not in ("steps", "seconds")}
+        self.of["optimisers"] = [type(optimiser).__name__ for optimiser in self.optimisers]
+        for group in self._parameter_groups():
+            group["initial_lr"] = group["lr"]
 
     def progress(self) -> float:
         stage, history = self.stage, self.history
@@ -187,13 +198,13 @@ class _Run:
         # A short run warms up for a tenth of it.
         warm_up = min(WARM_UP_STEPS, max(1, self.stage.steps // 10))
         rate *= min(1.0, (self.history.steps + 1) / warm_up)
-        for group in self.optimiser.param_groups:
-            group["lr"] = rate * self.stage.learning_rate
+        for group in self._parameter_groups():
+            group["lr"] = rate * group["initial_lr"]
         self.module.zero_grad(set_to_none=True)
         value.backward()
         nn.utils.clip_grad_norm_(self.parameters, 1.0)
-        self.optimiser.step()
-        self.muon.step(rate * self.stage.muon_learning_rate)
+        for optimiser in self.optimisers:
+            optimiser.step()
         self.history.steps += 1
         decay = min(self.stage.average, (1 + self.history.steps) / (10 + self.history.steps))
         with torch.no_grad():
@@ -229,8 +240,7 @@ class _Run:
             "weights": [parameter.detach() for parameter in self.parameters],
             "average": self.average,
             "best": self.best,
-            "optimiser": self.optimiser.state_dict(),
-            "momenta": self.muon.momenta,
+            "optimisers": [optimiser.state_dict() for optimiser in self.optimisers],
             "losses": history.losses,
             "validations": history.validations,
             "steps": history.steps,
@@ -243,12 +253,16 @@ class _Run:
         self._assign(state["weights"])
         self.average = state["average"]
         self.best = state["best"]
-        self.optimiser.load_state_dict(state["optimiser"])
-        self.muon.momenta = state["momenta"]
+        for optimiser, saved in zip(self.optimisers, state["optimisers"], strict=True):
+            optimiser.load_state_dict(saved)
         self.history.losses = state["losses"]
         self.history.validations = state["validations"]
         self.history.steps = state["steps"]
         self.history.seconds = state["seconds"]
+
+    def _parameter_groups(self) -> Iterator[dict[str, Any]]:
+        for optimiser in self.optimisers:
+            yield from optimiser.param_groups
 
     def _assign(self, values: list[Tensor]) -> None:
         with torch.no_grad():

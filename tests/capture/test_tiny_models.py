@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from capture import load
 from capture.dataset import Dataset
 from capture.verify import verify
-from models import built_in
+from models import pretrained_weights
 
 MODELS = ["cogvideo", "flux", "llama"]
 
@@ -63,7 +63,7 @@ print("FOUND" + json.dumps(found))
 
 def weights(name: str) -> str:
     """What a recording says of the weights of the tiny model that is built unasked."""
-    if built_in.trained(name):
+    if pretrained_weights.directory(name):
         return f"built-in, trained; model card models/pretrained/{name}/README.md"
     return "random, seed 0 (built-in tiny configuration)"
 

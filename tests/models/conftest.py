@@ -65,7 +65,7 @@ def tiny_request(name: str) -> Request:
 @pytest.fixture(scope="session")
 def cogvideo_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny CogVideoX, as save_pretrained writes it."""
-    from models import cogvideo
+    from models.built_in import cogvideo
 
     directory = tmp_path_factory.mktemp("cogvideo")
     pipeline = cogvideo.tiny_pipeline(cogvideo.VARIANTS["cogvideo"], tiny_request("cogvideo"))

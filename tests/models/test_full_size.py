@@ -12,7 +12,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import models
-from models import cogvideo, flux, llama
+from models.built_in import cogvideo, flux, llama
 from models.random_weights import build_random
 
 CPU = torch.device("cpu")

@@ -48,9 +48,3 @@ def test_importing_the_package_and_naming_its_models_needs_no_torch() -> None:
     )
     root = Path(models.__file__).parents[1]
     subprocess.run([sys.executable, "-c", code], cwd=root, check=True)
-
-
-def test_every_name_has_its_file() -> None:
-    folder = Path(models.__file__).parent
-    for name in models.NAMES:
-        assert (folder / f"{name.partition('-')[0]}.py").is_file()

@@ -14,13 +14,13 @@ import torch
 from huggingface_hub import HfApi
 
 import models
-from models import built_in
+from models import pretrained_weights
 from training import judge, shapes
 
 Tiny = Callable[[str], models.Runnable]
 Calls = list[tuple[torch.Tensor, torch.Tensor]]
 
-TRAINED = [name for name in models.NAMES if built_in.trained(name)]
+TRAINED = [name for name in models.NAMES if pretrained_weights.directory(name)]
 UNTRAINED = [name for name in models.NAMES if name not in TRAINED]
 
 
@@ -185,7 +185,7 @@ def test_trained_weights_load_without_a_network(name: str, monkeypatch: pytest.M
 
 def test_the_trained_language_model_knows_python() -> None:
     runnable = models.load("llama", size="tiny", device="cpu", steps=1)
-    language, directory = runnable.language, built_in.trained("llama")
+    language, directory = runnable.language, pretrained_weights.directory("llama")
     assert directory is not None
     assert language is not None
     assert language.score is not None
@@ -234,7 +234,7 @@ def test_words_that_a_trained_model_never_saw_are_told(
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_model_card_says_what_the_weights_are(name: str) -> None:
-    directory = built_in.trained(name)
+    directory = pretrained_weights.directory(name)
     assert directory is not None
     card = (directory / "README.md").read_text(encoding="utf-8")
     for heading in ("Data and licence", "Size", "Training", "Measured", "Limits"):
@@ -242,7 +242,7 @@ def test_a_model_card_says_what_the_weights_are(name: str) -> None:
 
 
 def test_all_trained_weights_are_small() -> None:
-    files = [path for path in built_in.ROOT.rglob("*") if path.is_file()]
+    files = [path for path in pretrained_weights.ROOT.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= 24e6
 
 

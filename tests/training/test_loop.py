@@ -87,12 +87,22 @@ def test_a_finished_stage_only_gives_its_weights(tmp_path: Path) -> None:
     assert history.describe(STAGE).startswith("a test: 24 steps in ")
 
 
+def test_a_card_says_which_optimisers_there_were() -> None:
+    history = History(losses=[(1, 2.0), (24, 1.0)], steps=24, seconds=3)
+    adamw = "loss 2.0000 → 1.0000, AdamW, learning rate 0.01, weight decay 0.01"
+    assert history.describe(STAGE).endswith(adamw)
+    both = history.describe(replace(STAGE, muon_learning_rate=0.02))
+    assert both.endswith(
+        f"{adamw}; for the matrices inside of blocks torch.optim.Muon, learning rate 0.02"
+    )
+
+
 def test_it_learns_and_leaves_the_average_in_eval_mode(tmp_path: Path) -> None:
     module = model()
-    before = float((module.weight - torch.eye(2, 4)).norm())
+    before = float((module.weight.detach() - torch.eye(2, 4)).norm())
     stage = Stage("longer", steps=400, seconds=1e9, learning_rate=3e-2, average=0.9)
     history = train(stage, module, loss_of(module), work=tmp_path, seed=0, device=CPU)
-    assert float((module.weight - torch.eye(2, 4)).norm()) < 0.05 * before
+    assert float((module.weight.detach() - torch.eye(2, 4)).norm()) < 0.05 * before
     assert history.last < 0.05 * history.first
     assert not module.training
 
@@ -168,6 +178,6 @@ def test_a_checkpoint_of_other_settings_is_not_continued(tmp_path: Path) -> None
     run(tmp_path)
     for other in ({"seed": 1}, {"stage": replace(STAGE, learning_rate=STAGE.learning_rate / 2)}):
         with pytest.raises(ValueError, match=r"other settings .* use --restart"):
-            run(tmp_path, **other)  # type: ignore[arg-type]
+            run(tmp_path, **other)
     longer = replace(STAGE, steps=STAGE.steps + 5)
     assert run(tmp_path, stage=longer)[1].steps == longer.steps

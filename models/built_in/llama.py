@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from .. import pretrained_weights
+from ..errors import ModelError
+from ..libraries import Library, Version
+from ..runnable import Runnable
 
-from . import built_in
-from .hub import read_checkpoint
-from .inference import seeded
-from .language import PASSAGE, generation_runnable, prompt_ids, read_language_model
-from .offline_tokenizers import byte_tokenizer
-from .random_weights import build_random, redraw
-from .request import Request
-from .runnable import ModelError, Runnable
+if TYPE_CHECKING:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from ..request import Request
+
+NAMES = {
+    "llama": "Llama-2-7b, prefill and greedy decode (transformers)",
+    "llama-3.1-8b": "Llama-3.1-8B, grouped-query attention, prefill and greedy decode "
+    "(transformers)",
+}
+NEEDS: dict[Library, Version] = {
+    "transformers": (5, 0),  # reads the tokenizers that come with this package
+}
 
 BUILT_IN_PROMPT_TOKENS = 1024
 TINY_PROMPT_TOKENS = 384
@@ -80,17 +88,24 @@ def build(request: Request) -> Runnable:
     Raises:
         ModelError: The checkpoint cannot be read, or a prompt is given without a tokenizer.
     """
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    from ..generation import PASSAGE, generation_runnable, prompt_ids, read_language_model
+    from ..hub import read_checkpoint
+    from ..offline_tokenizers import byte_tokenizer
+    from ..random_weights import redraw
+
     variant = VARIANTS[request.name]
     tokenizer = None
     passage = PASSAGE
-    trained = built_in.trained(request.name) if request.is_built_in else None
+    trained = pretrained_weights.directory(request.name) if request.is_built_in else None
     if trained:
         model = read_language_model(LlamaForCausalLM, str(trained), request.dtype)
         tokenizer = read_checkpoint(AutoTokenizer.from_pretrained, str(trained))
         passage = (trained / "held_out.txt").read_text(encoding="utf-8")
         if request.weights == "random":
             redraw([model], seed=request.seed)
-        weights = built_in.describe(request)
+        weights = pretrained_weights.describe(request.name, request.weights, request.seed)
     elif request.is_built_in:
         tokenizer = byte_tokenizer()
         model = _tiny(variant, request, vocabulary=len(tokenizer))
@@ -142,6 +157,10 @@ def build(request: Request) -> Runnable:
 
 def _tiny(variant: Variant, request: Request, *, vocabulary: int) -> LlamaForCausalLM:
     """Four layers of four heads of 128 over two key/value heads, as grouped-query models have."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from ..inference import seeded
+
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=512,
@@ -167,6 +186,10 @@ def _tiny(variant: Variant, request: Request, *, vocabulary: int) -> LlamaForCau
 
 
 def _random(variant: Variant, request: Request) -> LlamaForCausalLM:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from ..random_weights import build_random
+
     source = request.checkpoint
     config = _config(source) if source else LlamaConfig(**variant.config)
     return build_random(
@@ -179,6 +202,10 @@ def _random(variant: Variant, request: Request) -> LlamaForCausalLM:
 
 def _config(source: str) -> LlamaConfig:
     """The configuration of a checkpoint, if it is a Llama: others would load, and compute wrong."""
+    from transformers import AutoConfig
+
+    from ..hub import read_checkpoint
+
     config = read_checkpoint(AutoConfig.from_pretrained, source)
     if config.model_type != "llama":
         raise ModelError(

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from diffusers import (
-    AutoencoderKL,
-    FlowMatchEulerDiscreteScheduler,
-    FluxPipeline,
-    FluxTransformer2DModel,
-)
-from transformers import CLIPTextConfig, CLIPTextModel
+from .. import pretrained_weights
+from ..libraries import Library, Version
+from ..runnable import Runnable
 
-from . import built_in
-from .diffusion import (
-    embeddings,
-    pipeline_runnable,
-    read_built_in,
-    read_pipeline,
-    refuse_prompt,
-    tiny_t5,
-)
-from .hub import read_checkpoint
-from .inference import seeded
-from .offline_tokenizers import clip_tokenizer, t5_tokenizer
-from .random_weights import build_random
-from .request import Request
-from .runnable import Runnable
+if TYPE_CHECKING:
+    from diffusers import FluxPipeline
+
+    from ..request import Request
+
+NAMES = {
+    "flux": "FLUX.1-dev, text to image (diffusers)",
+    "flux-schnell": "FLUX.1-schnell, text to image in four steps (diffusers)",
+}
+NEEDS: dict[Library, Version] = {
+    "transformers": (5, 0),  # reads the tokenizers that come with this package
+    "diffusers": (0, 36),  # the first that imports beside transformers 5
+}
 
 PROMPT = "A lighthouse keeper feeds a fox at dawn, oil on canvas."
 BUILT_IN_PROMPT = "a striped red circle left of a plain blue square on a light background"
@@ -76,8 +70,19 @@ def build(request: Request) -> Runnable:
     Raises:
         ModelError: The checkpoint cannot be read.
     """
+    from diffusers import FluxPipeline
+
+    from ..diffusion import (
+        embeddings,
+        pipeline_runnable,
+        read_built_in,
+        read_pipeline,
+        refuse_prompt,
+        unknown_words,
+    )
+
     variant = VARIANTS[request.name]
-    trained = built_in.trained(request.name) if request.is_built_in else None
+    trained = pretrained_weights.directory(request.name) if request.is_built_in else None
     prompt = request.prompt
     if prompt is None:
         prompt = BUILT_IN_PROMPT if trained else PROMPT
@@ -86,8 +91,8 @@ def build(request: Request) -> Runnable:
     note = ""
     if trained:
         pipeline = read_built_in(FluxPipeline, trained, request)
-        weights = built_in.describe(request)
-        note = built_in.unknown_words(request, pipeline.tokenizer_2)
+        weights = pretrained_weights.describe(request.name, request.weights, request.seed)
+        note = unknown_words(request, pipeline.tokenizer_2)
     elif request.is_built_in:
         pipeline = tiny_pipeline(variant, request)
         weights = f"random, seed {request.seed} (built-in tiny configuration)"
@@ -144,6 +149,18 @@ def build(request: Request) -> Runnable:
 
 def tiny_pipeline(variant: Variant, request: Request) -> FluxPipeline:
     """Two double and four single blocks of two heads of 128; 64 text and 20·20 image tokens."""
+    from diffusers import (
+        AutoencoderKL,
+        FlowMatchEulerDiscreteScheduler,
+        FluxPipeline,
+        FluxTransformer2DModel,
+    )
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    from ..diffusion import tiny_t5
+    from ..inference import seeded
+    from ..offline_tokenizers import clip_tokenizer, t5_tokenizer
+
     clip_tokens, t5_tokens = clip_tokenizer(max_length=77), t5_tokenizer()
     clip_config = CLIPTextConfig(
         vocab_size=len(clip_tokens),
@@ -189,6 +206,11 @@ def tiny_pipeline(variant: Variant, request: Request) -> FluxPipeline:
 
 def _random(variant: Variant, request: Request) -> FluxPipeline:
     """The transformer alone, at full size: it is where the attention is."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+
+    from ..hub import read_checkpoint
+    from ..random_weights import build_random
+
     if request.checkpoint:
         config = read_checkpoint(
             FluxTransformer2DModel.load_config, request.checkpoint, subfolder="transformer"

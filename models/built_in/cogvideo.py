@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from diffusers import (
-    AutoencoderKLCogVideoX,
-    CogVideoXDDIMScheduler,
-    CogVideoXPipeline,
-    CogVideoXTransformer3DModel,
-)
+from .. import pretrained_weights
+from ..libraries import Library, Version
+from ..runnable import Runnable
 
-from . import built_in
-from .diffusion import (
-    embeddings,
-    pipeline_runnable,
-    read_built_in,
-    read_pipeline,
-    refuse_prompt,
-    tiny_t5,
-)
-from .hub import read_checkpoint
-from .inference import seeded
-from .offline_tokenizers import t5_tokenizer
-from .random_weights import build_random
-from .request import Request
-from .runnable import Runnable
+if TYPE_CHECKING:
+    from diffusers import CogVideoXDDIMScheduler, CogVideoXPipeline
+
+    from ..request import Request
+
+NAMES = {
+    "cogvideo": "CogVideoX-2b, text to video (diffusers)",
+    "cogvideo-5b": "CogVideoX-5b, text to video, rotary positions (diffusers)",
+}
+NEEDS: dict[Library, Version] = {
+    "transformers": (5, 0),  # reads the tokenizers that come with this package
+    "diffusers": (0, 36),  # the first that imports beside transformers 5
+}
 
 PROMPT = "A red panda reads a newspaper by the sea."
 BUILT_IN_PROMPT = "a striped red circle moving right on a dark background"
@@ -64,8 +59,19 @@ def build(request: Request) -> Runnable:
     Raises:
         ModelError: The checkpoint cannot be read.
     """
+    from diffusers import CogVideoXPipeline
+
+    from ..diffusion import (
+        embeddings,
+        pipeline_runnable,
+        read_built_in,
+        read_pipeline,
+        refuse_prompt,
+        unknown_words,
+    )
+
     variant = VARIANTS[request.name]
-    trained = built_in.trained(request.name) if request.is_built_in else None
+    trained = pretrained_weights.directory(request.name) if request.is_built_in else None
     prompt = request.prompt
     if prompt is None:
         prompt = BUILT_IN_PROMPT if trained else PROMPT
@@ -73,8 +79,8 @@ def build(request: Request) -> Runnable:
     note = ""
     if trained:
         pipeline = read_built_in(CogVideoXPipeline, trained, request)
-        weights = built_in.describe(request)
-        note = built_in.unknown_words(request, pipeline.tokenizer)
+        weights = pretrained_weights.describe(request.name, request.weights, request.seed)
+        note = unknown_words(request, pipeline.tokenizer)
     elif request.is_built_in:
         pipeline = tiny_pipeline(variant, request)
         weights = f"random, seed {request.seed} (built-in tiny configuration)"
@@ -129,6 +135,8 @@ def build(request: Request) -> Runnable:
 
 def scheduler(variant: Variant) -> CogVideoXDDIMScheduler:
     """The published noise schedule."""
+    from diffusers import CogVideoXDDIMScheduler
+
     return CogVideoXDDIMScheduler(
         beta_schedule="scaled_linear",
         beta_start=0.00085,
@@ -143,6 +151,12 @@ def scheduler(variant: Variant) -> CogVideoXDDIMScheduler:
 
 def tiny_pipeline(variant: Variant, request: Request) -> CogVideoXPipeline:
     """Four layers of four heads of 64 over 64 text tokens and 3·12·16 = 576 video tokens."""
+    from diffusers import AutoencoderKLCogVideoX, CogVideoXPipeline, CogVideoXTransformer3DModel
+
+    from ..diffusion import tiny_t5
+    from ..inference import seeded
+    from ..offline_tokenizers import t5_tokenizer
+
     tokenizer = t5_tokenizer()
     rotary = variant.transformer.get("use_rotary_positional_embeddings", False)
     with seeded(request.seed, request.device):
@@ -175,6 +189,11 @@ def tiny_pipeline(variant: Variant, request: Request) -> CogVideoXPipeline:
 
 def _random(variant: Variant, request: Request) -> CogVideoXPipeline:
     """The transformer alone, at full size: it is where the attention is."""
+    from diffusers import CogVideoXPipeline, CogVideoXTransformer3DModel
+
+    from ..hub import read_checkpoint
+    from ..random_weights import build_random
+
     if request.checkpoint:
         config = read_checkpoint(
             CogVideoXTransformer3DModel.load_config, request.checkpoint, subfolder="transformer"

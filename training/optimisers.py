@@ -1,0 +1,80 @@
+"""Which optimiser updates what: Muon the weight matrices inside of a transformer, AdamW the rest.
+
+Muon moves all directions of a matrix equally far, also those whose gradient is faint at first, as
+when a word of the caption only matters together with a place in the picture. Our video model
+learned directions with it and not, in the same time, with AdamW.
+
+Source: Jordan, Muon: An optimizer for hidden layers in neural networks, 2024.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+_BLOCK = re.compile(r"(^|\.)(\w*blocks?|layers)\.\d+\.")
+_NOT_HIDDEN = re.compile(r"norm|bias|embed")
+
+
+def hidden_matrices(*transformers: nn.Module) -> list[Tensor]:
+    """The matrices of attention and feed-forward layers: none that embeds or modulates."""
+    return [
+        parameter
+        for transformer in transformers
+        for name, parameter in transformer.named_parameters()
+        if parameter.ndim == 2 and _BLOCK.search(name) and not _NOT_HIDDEN.search(name)
+    ]
+
+
+def adamw(
+    parameters: Sequence[Tensor], *, learning_rate: float, weight_decay: float, fused: bool
+) -> torch.optim.Optimizer:
+    """AdamW; biases and scales do not decay."""
+    return torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=learning_rate,
+        betas=(0.9, 0.95),
+        fused=fused,
+    )
+
+
+def muon(
+    matrices: Sequence[Tensor], *, learning_rate: float, weight_decay: float
+) -> torch.optim.Optimizer:
+    """PyTorch's Muon, with the settings that trained the weights of this package.
+
+    Those were trained by an implementation of ours with the same arithmetic in float32; PyTorch's
+    Newton–Schulz iteration is in bfloat16.
+
+    Raises:
+        RuntimeError: This PyTorch has no Muon.
+    """
+    require_muon()
+    return torch.optim.Muon(
+        matrices,
+        lr=learning_rate,
+        weight_decay=weight_decay,
+        momentum=0.95,
+        nesterov=True,
+        ns_steps=5,
+        adjust_lr_fn="original",  # times √(out / in) where that is above 1
+    )
+
+
+def require_muon() -> None:
+    """Say so early where this PyTorch is too old.
+
+    Raises:
+        RuntimeError: with the version that is needed and the one that is installed.
+    """
+    if not hasattr(torch.optim, "Muon"):
+        raise RuntimeError(
+            f"torch {torch.__version__} has no Muon, with which this model is trained: install "
+            "torch 2.9 or newer (pip install 'torch>=2.9')"
+        )
