@@ -7,17 +7,23 @@ variable does not stay set: processes that tests start, and what they ask our co
 a test sets it.
 
 And their surroundings: 80 columns, whatever the terminal at hand has, and a directory for what
-Triton compiles, where the home may not be one to write to.
+Triton compiles, where the home may not be one to write to. One thread in each process: tensors here
+are so small that threads would spend their time waiting for one another, the more so beside other
+tests. Libraries read that when they are loaded.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import pkgutil
 from collections.abc import Iterator
 
 import pytest
+
+os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"))
+
 import torch
 
 if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():

@@ -20,6 +20,7 @@ from capture.verify import verify
 from models import pretrained_weights
 
 MODELS = ["cogvideo", "flux", "llama"]
+STEPS = {"cogvideo": 4, "flux": 4, "llama": 8}
 
 # Runs each model without `capture`: the function replaced by hand notes what it is given, and
 # PyTorch's profiler counts the operator itself.
@@ -45,16 +46,15 @@ def note(query, key, value, attn_mask=None, *rest, **options):
     return output
 
 found = {}
-for name in sys.argv[1:]:
-    runnable = models.load(name, size="tiny", device="cpu")
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        runnable.run()
-    operator = "aten::scaled_dot_product_attention"
-    count = sum(event.count for event in profiled.key_averages() if event.key == operator)
+for name, steps in json.loads(sys.argv[1]).items():
+    runnable = models.load(name, size="tiny", device="cpu", steps=steps)
     notes.clear()
     F.scaled_dot_product_attention = note
-    runnable.run()
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        runnable.run()
     F.scaled_dot_product_attention = original
+    operator = "aten::scaled_dot_product_attention"
+    count = sum(event.count for event in profiled.key_averages() if event.key == operator)
     found[name] = {"count": count, "notes": list(notes)}
 assert "capture" not in sys.modules
 print("FOUND" + json.dumps(found))
@@ -76,12 +76,13 @@ def recorded_and_noted(
     """All three recorded into one directory; and what the independent process found."""
     from capture.cli import main
 
-    independent = start_python("-c", INDEPENDENT, *MODELS, cwd=tmp_path_factory.mktemp("noted"))
+    noted = tmp_path_factory.mktemp("noted")
+    independent = start_python("-c", INDEPENDENT, json.dumps(STEPS), cwd=noted)
     directory = tmp_path_factory.mktemp("recorded") / "captured_inputs"
     for name in MODELS:
-        out = io.StringIO()
+        out, short = io.StringIO(), ["--size", "tiny", "--steps", str(STEPS[name])]
         with contextlib.redirect_stdout(out), pytest.raises(SystemExit) as stopped:
-            main(["--model", name, "--size", "tiny", "--device", "cpu", "--out", str(directory)])
+            main(["--model", name, *short, "--device", "cpu", "--out", str(directory)])
         assert stopped.value.code == 0
         assert out.getvalue().startswith("recorded 10 of ")
     printed, errors = independent.communicate(timeout=200)
@@ -94,7 +95,6 @@ def data(recorded_and_noted: tuple[Path, dict[str, Any]]) -> Dataset:
     return load(recorded_and_noted[0])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_exactly_ten_files_and_every_call_counted(
     recorded_and_noted: tuple[Path, dict[str, Any]], data: Dataset, name: str

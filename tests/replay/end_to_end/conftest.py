@@ -142,8 +142,6 @@ def checks(workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
 
     def run(kernels: str, *options: str) -> dict[str, dict[str, Any]]:
         monkeypatch.chdir(workshop)
-        # Threads that wait for one another on a busy machine would be most of so small a model.
-        monkeypatch.setenv("OMP_NUM_THREADS", "1")
         told = tmp_path / "told.jsonl"
         arguments = ["--dir", "recorded", "--e2e", "--e2e-json", str(told)]
         if kernels:
