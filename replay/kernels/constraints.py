@@ -2,10 +2,11 @@
 
 A kernel states its limits as a list of these checks; the first that objects is its reason:
 
-    unsupported=all_of(no_dropout, no_mask, head_dims(64, 128), dtypes(torch.float16))
+    limits=(no_dropout, no_mask, head_dims(64, 128), dtypes(torch.float16))
 
 They keep a kernel from being given a call that it would answer with something else: FlashAttention
-ignores no argument of SDPA, because an argument it has no counterpart for is a reason here.
+ignores no argument of SDPA, because an argument it has no counterpart for is a reason here. Those
+in `ASKED_AT_EVERY_CALL` hold even where nobody asked first: the drop-in itself raises them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from torch import Tensor
 
 from capture.call import AttentionCall
 from capture.dataset import dtype_name
+from capture.interceptor import Arguments
+
+AnyCall = Arguments | AttentionCall
+"""One call of SDPA, as it is being made or as it was recorded: the same names."""
 
 Constraint = Callable[[AttentionCall], str | None]
 
@@ -31,44 +36,43 @@ def all_of(*constraints: Constraint) -> Constraint:
     return check
 
 
-def no_dropout(call: AttentionCall) -> str | None:
+def no_dropout(call: AnyCall) -> str | None:
     return "dropout: its output is random, so nothing can judge it" if call.dropout_p > 0 else None
 
 
-def no_mask(call: AttentionCall) -> str | None:
+def no_mask(call: AnyCall) -> str | None:
     return None if call.attn_mask is None else "takes no attn_mask"
 
 
-def no_causal(call: AttentionCall) -> str | None:
+def no_causal(call: AnyCall) -> str | None:
     return "takes no is_causal" if call.is_causal else None
 
 
-def mask_or_causal(call: AttentionCall) -> str | None:
+def mask_or_causal(call: AnyCall) -> str | None:
     both = call.attn_mask is not None and call.is_causal
     return "attn_mask and is_causal together" if both else None
 
 
-def bool_mask_only(call: AttentionCall) -> str | None:
+def bool_mask_only(call: AnyCall) -> str | None:
     mask = call.attn_mask
     if mask is None or mask.dtype == torch.bool:
         return None
     return f"takes a bool attn_mask only, not {dtype_name(mask.dtype)}"
 
 
-def mask_shared_by_heads(call: AttentionCall) -> str | None:
+def mask_shared_by_heads(call: AnyCall) -> str | None:
     mask = call.attn_mask
     if mask is None or mask.ndim < 3 or mask.shape[-3] == 1 or mask.stride(-3) == 0:
         return None
     return "takes one attn_mask for all heads"
 
 
-def causal_only_square(call: AttentionCall) -> str | None:
+def causal_only_square(call: AnyCall) -> str | None:
     """SDPA's causal mask is aligned top left, that of nearly every other library bottom right."""
-    shape = call.shape
-    if not call.is_causal or shape.q_len == shape.kv_len:
+    if not call.is_causal or call.query.shape[2] == call.key.shape[2]:
         return None
     return (
-        f"causal with {shape.q_len} queries and {shape.kv_len} keys: "
+        f"causal with {call.query.shape[2]} queries and {call.key.shape[2]} keys: "
         "its mask is aligned bottom right, SDPA's top left"
     )
 
@@ -80,16 +84,30 @@ def no_gqa(call: AttentionCall) -> str | None:
     return f"{q_heads} query heads over {kv_heads} key heads: needs as many of both"
 
 
-def decode_only(call: AttentionCall) -> str | None:
-    q_len = call.shape.q_len
-    return None if q_len == 1 else f"decode only: one query per sequence, not {q_len}"
+def max_queries(most: int) -> Constraint:
+    """For decode kernels: with more queries than this a prefill kernel is the one to compare."""
+    allowed = "one query" if most == 1 else f"at most {most} queries"
+
+    def check(call: AttentionCall) -> str | None:
+        q_len = call.shape.q_len
+        return None if q_len <= most else f"decode only: {allowed} per sequence, not {q_len}"
+
+    return check
 
 
-def default_scale(call: AttentionCall) -> str | None:
-    default = call.shape.head_dim**-0.5
-    if abs(call.softmax_scale - default) <= 1e-6 * default:
+decode_only = max_queries(1)
+
+
+def default_scale(call: AnyCall) -> str | None:
+    default = call.query.shape[-1] ** -0.5
+    if call.scale is None or abs(call.scale - default) <= 1e-6 * default:
         return None
-    return f"takes no scale: always 1/sqrt(head_dim), not {call.softmax_scale:g}"
+    return f"takes no scale: always 1/sqrt(head_dim), not {call.scale:g}"
+
+
+def no_negative_scale(call: AttentionCall) -> str | None:
+    scale = call.softmax_scale
+    return None if scale >= 0 else f"scale {scale:g}: must not be negative"
 
 
 def same_value_dim(call: AttentionCall) -> str | None:
@@ -108,10 +126,13 @@ def adjacent_elements(call: AttentionCall) -> str | None:
     return None
 
 
+def _listed(names: list[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
+
+
 def head_dims(*allowed: int) -> Constraint:
     """Only these head dimensions."""
-    names = [str(dim) for dim in allowed]
-    listed = f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
+    listed = _listed([str(dim) for dim in allowed])
 
     def check(call: AttentionCall) -> str | None:
         head_dim = call.shape.head_dim
@@ -152,7 +173,7 @@ def min_length(least: int) -> Constraint:
 
 
 def dtypes(*allowed: torch.dtype) -> Constraint:
-    listed = " or ".join(dtype_name(dtype) for dtype in allowed)
+    listed = _listed([dtype_name(dtype) for dtype in allowed])
 
     def check(call: AttentionCall) -> str | None:
         if call.dtype in allowed:
@@ -163,6 +184,7 @@ def dtypes(*allowed: torch.dtype) -> Constraint:
 
 
 half_precision = dtypes(torch.float16, torch.bfloat16)
+up_to_float32 = dtypes(torch.float16, torch.bfloat16, torch.float32)
 
 
 class KeyRange(NamedTuple):
@@ -213,8 +235,20 @@ def padding_mask_only(call: AttentionCall) -> str | None:
     )
 
 
-def needs_padding(call: AttentionCall) -> str | None:
-    """A padded batch: without one a variable-length kernel is its plain sibling."""
-    if call.attn_mask is None:
-        return "for padded batches: this call has no attn_mask"
-    return padding_mask_only(call)
+def needs_mask(call: AnyCall) -> str | None:
+    """For variable-length kernels: without padding each is its plain sibling."""
+    return None if call.attn_mask is not None else "for padded batches: this call has no attn_mask"
+
+
+ASKED_AT_EVERY_CALL: tuple[Callable[[AnyCall], str | None], ...] = (
+    no_dropout,
+    no_mask,
+    needs_mask,
+    mask_or_causal,
+    bool_mask_only,
+    mask_shared_by_heads,
+    no_causal,
+    causal_only_square,
+    default_scale,
+)
+"""Arguments that a kernel would ignore or read in another way. Each looks at no tensor's values."""

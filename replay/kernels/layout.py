@@ -8,36 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
-from replay.kernels.registry import Attention
+from capture.interceptor import Arguments
+from replay.kernels.adapter import Attend, Prepare
+from replay.kernels.constraints import AnyCall
 
 
-class Run(Protocol):
-    """A library's attention on tensors of its own layout."""
-
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, is_causal: bool
-    ) -> Tensor: ...
-
-
-Prepare = Callable[[AttentionCall], Callable[[], Tensor]]
-
-
-def refuse(attn_mask: Tensor | None, dropout_p: float) -> None:
-    """What a kernel that has no counterpart for them does with them instead of ignoring them.
-
-    Raises:
-        NotImplementedError: there is a mask or dropout.
-    """
-    if attn_mask is not None:
-        raise NotImplementedError("this kernel takes no attn_mask")
-    if dropout_p > 0:
-        raise NotImplementedError("this kernel has no dropout")
+def in_layout(call: AnyCall, layout: Callable[[Tensor], Tensor]) -> Arguments:
+    """The same call with query, key and value laid out in another way."""
+    return Arguments(
+        layout(call.query),
+        layout(call.key),
+        layout(call.value),
+        call.attn_mask,
+        call.dropout_p,
+        call.is_causal,
+        call.scale,
+        call.enable_gqa,
+    )
 
 
 def unit_stride(tensor: Tensor) -> Tensor:
@@ -45,65 +36,44 @@ def unit_stride(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def on_bshd(run: Run) -> tuple[Attention, Prepare]:
-    """The drop-in and the core of a kernel that takes and returns BSHD.
-
-    The drop-in hands over transposed views, as diffusers does. The core gets contiguous BSHD, which
-    is what the authors of these kernels measure.
-    """
-
-    def attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        refuse(attn_mask, dropout_p)
-        query, key, value = (unit_stride(each).transpose(1, 2) for each in (query, key, value))
-        return run(query, key, value, scale, is_causal).transpose(1, 2)
-
-    def prepare(call: AttentionCall) -> Callable[[], Tensor]:
-        query, key, value = (
-            each.transpose(1, 2).contiguous() for each in (call.query, call.key, call.value)
-        )
-        return lambda: run(query, key, value, call.scale, call.is_causal).transpose(1, 2)
-
-    return attention, prepare
+def bshd(tensor_BHSD: Tensor) -> Tensor:
+    """A view, as diffusers hands it over, unless elements of a head are not adjacent."""
+    return unit_stride(tensor_BHSD).transpose(1, 2)
 
 
-def on_bhsd(run: Run) -> Attention:
+def contiguous_bshd(tensor_BHSD: Tensor) -> Tensor:
+    """What the authors of kernels for BSHD measure."""
+    return tensor_BHSD.transpose(1, 2).contiguous()
+
+
+def on_bshd(run: Attend) -> tuple[Attend, Prepare]:
+    """The drop-in and the core of a kernel that takes and returns BSHD."""
+
+    def attend(call: Arguments) -> Tensor:
+        return run(in_layout(call, bshd)).transpose(1, 2)
+
+    def prepare(call: AnyCall) -> Callable[[], Tensor]:
+        laid_out = in_layout(call, contiguous_bshd)
+        return lambda: run(laid_out).transpose(1, 2)
+
+    return attend, prepare
+
+
+def on_bhsd(run: Attend) -> Attend:
     """The drop-in of a kernel that takes and returns BHSD (HND, as the Sage family calls it)."""
-
-    def attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        refuse(attn_mask, dropout_p)
-        return run(unit_stride(query), unit_stride(key), unit_stride(value), scale, is_causal)
-
-    return attention
+    return lambda call: run(in_layout(call, unit_stride))
 
 
-def padding_keys(attn_mask: Tensor, batch: int, kv_len: int) -> Tensor:
-    """(B, Sk) bool: the keys that a padding mask leaves.
+def padding_keys(call: AnyCall) -> Tensor | None:
+    """(B, Sk) bool: the keys that the call's padding mask leaves; None without a mask.
 
     What `constraints.key_range` has found to be one: nothing is checked here, since that would make
     every timed call wait for the GPU.
     """
-    mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
-    return mask[:, 0, 0].expand(batch, kv_len)
+    if call.attn_mask is None:
+        return None
+    mask = call.attn_mask[(None,) * (4 - call.attn_mask.ndim)]
+    return mask[:, 0, 0].expand(call.key.shape[0], call.key.shape[2])
 
 
 @dataclass(frozen=True)
@@ -121,20 +91,21 @@ class Packed:
     batch: int
 
     @classmethod
-    def of(cls, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor) -> Packed:
-        """BHSD tensors under a padding mask, packed.
+    def of(cls, call: AnyCall) -> Packed:
+        """A call under a padding mask, packed.
 
         SDPA answers every query, those of padding tokens too, so only keys and values are packed.
         Finding the lengths waits for the GPU once, as it does in every model that does this.
         """
-        batch, _, q_len, _ = query.shape
-        keys = padding_keys(attn_mask, batch, key.shape[2])
+        keys = padding_keys(call)
+        assert keys is not None, "a call without a mask has no padding"
+        batch, _, q_len, _ = call.query.shape
         lengths = keys.sum(dim=1, dtype=torch.int32)
         return cls(
-            query.transpose(1, 2).flatten(0, 1),
-            key.transpose(1, 2)[keys],
-            value.transpose(1, 2)[keys],
-            torch.arange(batch + 1, dtype=torch.int32, device=query.device) * q_len,
+            call.query.transpose(1, 2).flatten(0, 1),
+            call.key.transpose(1, 2)[keys],
+            call.value.transpose(1, 2)[keys],
+            torch.arange(batch + 1, dtype=torch.int32, device=keys.device) * q_len,
             torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)),
             q_len,
             int(lengths.max()),

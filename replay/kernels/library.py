@@ -52,12 +52,8 @@ class Library:
 
     def unavailable(self, device: torch.device) -> str | None:
         """Why it cannot be used on a device, the least curable reason first."""
-        if device.type != "cuda" or not torch.cuda.is_available():
-            return "needs a CUDA GPU"
-        capability = torch.cuda.get_device_capability(device)
-        if not self.runs_on(capability):
-            here = ".".join(map(str, capability))
-            return f"needs compute capability {self.needs} (this GPU has {here})"
+        if reason := self.wrong_device(device):
+            return reason
         installed = version(self.package)
         if self.series is not None and installed and _first_number(installed) != self.series:
             return (
@@ -74,6 +70,16 @@ class Library:
             return f"{self.package} {installed or 'as installed'} has no {missing[0]}"
         return None
 
+    def wrong_device(self, device: torch.device) -> str | None:
+        """Why no version of it can be used on a device."""
+        if device.type != "cuda" or not torch.cuda.is_available():
+            return "needs a CUDA GPU"
+        capability = torch.cuda.get_device_capability(device)
+        if self.runs_on(capability):
+            return None
+        here = ".".join(map(str, capability))
+        return f"needs compute capability {self.needs} (this GPU has {here})"
+
     def _import_failure(self, reason: str) -> str:
         return f"cannot be imported: {reason}" if reason else f"not installed: {self.install}"
 
@@ -86,38 +92,39 @@ def version(package: str) -> str:
         return ""
 
 
-TRITON_INSTALL = "pip install triton"
-"""For CPU builds of PyTorch. A CUDA build brings the Triton that it was built with, and no other
-fits it. Our kernels need 3.4, PyTorch 2.8's, where tensor descriptors can be made on the host."""
-
-
 def is_interpreted() -> bool:
     """Whether Triton kernels run in its interpreter here: correct, and of no use for timing."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
-def triton_unavailable(device: torch.device) -> str | None:
-    """Why our own Triton kernels cannot run on a device.
+class TritonLibrary(Library):
+    """Triton, for kernels of our own."""
 
-    They need a GPU of compute capability 8.0 or higher, or TRITON_INTERPRET=1, which must be set
-    before the process starts.
-    """
-    if not is_interpreted():
-        if device.type != "cuda" or not torch.cuda.is_available():
-            return "needs a CUDA GPU, or TRITON_INTERPRET=1 to be checked on the CPU"
-        capability = torch.cuda.get_device_capability(device)
-        if capability < (8, 0):
-            here = ".".join(map(str, capability))
-            return f"needs compute capability 8.0 or higher (this GPU has {here})"
-    found = _import("triton.tools.tensor_descriptor")
-    if isinstance(found, str):
-        if found:
-            return f"cannot be imported: {found}"
-        installed = version("triton")
-        if not installed:
-            return f"not installed: {TRITON_INSTALL}"
-        return f"needs Triton 3.4, which PyTorch 2.8 brings, or newer ({installed} is installed)"
-    return None
+    def unavailable(self, device: torch.device) -> str | None:
+        """As for any library, but for TRITON_INTERPRET=1, which must be set before we start."""
+        if not is_interpreted():
+            if device.type != "cuda" or not torch.cuda.is_available():
+                return "needs a CUDA GPU, or TRITON_INTERPRET=1 to be checked on the CPU"
+            if reason := self.wrong_device(device):
+                return reason
+        found = _import(self.module)
+        if isinstance(found, str):
+            installed = version(self.package)
+            if found or not installed:
+                return self._import_failure(found)
+            return (
+                f"needs Triton 3.4, which PyTorch 2.8 brings, or newer ({installed} is installed)"
+            )
+        return None
+
+
+TRITON = TritonLibrary(
+    # Where tensor descriptors can be made on the host: in 3.4, PyTorch 2.8's, and newer.
+    module="triton.tools.tensor_descriptor",
+    package="triton",
+    # For CPU builds of PyTorch. A CUDA build brings the one it was built with; no other fits it.
+    install="pip install triton",
+)
 
 
 @functools.cache

@@ -12,9 +12,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
+from capture.interceptor import Arguments
+from replay.kernels.adapter import adapt
 from replay.kernels.constraints import (
-    all_of,
+    AnyCall,
     causal_only_square,
     half_precision,
     head_dim_multiple_of,
@@ -24,9 +25,9 @@ from replay.kernels.constraints import (
     no_mask,
     same_value_dim,
 )
-from replay.kernels.layout import on_bshd, refuse, unit_stride
+from replay.kernels.layout import bshd, in_layout, on_bshd
 from replay.kernels.library import Library
-from replay.kernels.registry import Kernel, register
+from replay.kernels.registry import register
 
 LIBRARY = Library(
     module="flash_attn_interface",
@@ -44,16 +45,9 @@ LARGEST_FP8 = torch.finfo(FP8).max
 _limits = (no_dropout, half_precision, same_value_dim, max_head_dim(256), no_mask)
 
 
-def _run(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float | None,
-    is_causal: bool,
-    **descale: Tensor,
-) -> Tensor:
+def _run(call: Arguments, **descale: Tensor) -> Tensor:
     output = LIBRARY.load().flash_attn_func(
-        query, key, value, softmax_scale=scale, causal=is_causal, **descale
+        call.query, call.key, call.value, softmax_scale=call.scale, causal=call.is_causal, **descale
     )
     # Before 3.0.0b1's last months it returned the log-sum-exp too.
     return output[0] if isinstance(output, tuple) else output
@@ -68,61 +62,40 @@ def quantise(tensor_BSHD: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
     return quantised.flatten(2, 3), descale
 
 
-def _quantised(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Tensor]:
-    """The arguments of `_run`, from BHSD tensors."""
-    arguments: dict[str, Tensor] = {}
-    for name, tensor in {"query": query, "key": key, "value": value}.items():
-        arguments[name], arguments[f"{name[0]}_descale"] = quantise(
-            unit_stride(tensor).transpose(1, 2), key.shape[1]
-        )
-    return arguments
-
-
-def fp8(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+def _prepare_fp8(call: AnyCall) -> Callable[[], Tensor]:
     """FlashAttention 3 on float8 copies of query, key and value."""
-    refuse(attn_mask, dropout_p)
-    output = _run(scale=scale, is_causal=is_causal, **_quantised(query, key, value))
-    return output.to(query.dtype).transpose(1, 2)
+    laid_out, kv_heads = in_layout(call, bshd), call.key.shape[1]
+    query, q_descale = quantise(laid_out.query, kv_heads)
+    key, k_descale = quantise(laid_out.key, kv_heads)
+    value, v_descale = quantise(laid_out.value, kv_heads)
+    quantised = laid_out._replace(query=query, key=key, value=value)
+    descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    return lambda: _run(quantised, **descales).transpose(1, 2)
 
 
-def _prepare_fp8(call: AttentionCall) -> Callable[[], Tensor]:
-    arguments = _quantised(call.query, call.key, call.value)
-    return lambda: _run(scale=call.scale, is_causal=call.is_causal, **arguments).transpose(1, 2)
+def _attend_fp8(call: Arguments) -> Tensor:
+    return _prepare_fp8(call)().to(call.query.dtype)
 
 
-_attention, _prepare = on_bshd(_run)
+_attend, _prepare = on_bshd(_run)
 register(
-    Kernel(
+    adapt(
         "fa3",
-        _attention,
-        unavailable=LIBRARY.unavailable,
-        unsupported=all_of(*_limits, multiple_of_8, causal_only_square),
+        LIBRARY,
+        _attend,
+        (*_limits, multiple_of_8, causal_only_square),
+        "FlashAttention 3 (Hopper)",
         prepare=_prepare,
-        about="FlashAttention 3 (Hopper)",
-        library=LIBRARY.package,
-        install=LIBRARY.install,
     )
 )
 register(
-    Kernel(
+    adapt(
         "fa3-fp8",
-        fp8,
-        accuracy_class="quantised",
-        unavailable=LIBRARY.unavailable,
-        unsupported=all_of(*_limits, head_dim_multiple_of(16), causal_only_square),
+        LIBRARY,
+        _attend_fp8,
+        (*_limits, head_dim_multiple_of(16), causal_only_square),
+        "FlashAttention 3 in float8, a scale for each batch element and key head",
         prepare=_prepare_fp8,
-        about="FlashAttention 3 in float8, a scale for each batch element and key head",
-        library=LIBRARY.package,
-        install=LIBRARY.install,
+        accuracy_class="quantised",
     )
 )

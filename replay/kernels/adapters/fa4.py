@@ -16,17 +16,19 @@ import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
+from capture.interceptor import Arguments
+from replay.kernels.adapter import adapt
 from replay.kernels.constraints import (
-    all_of,
     causal_only_square,
     half_precision,
+    max_head_dim,
     multiple_of_8,
     no_dropout,
     no_mask,
 )
 from replay.kernels.layout import on_bshd
 from replay.kernels.library import Library
-from replay.kernels.registry import Kernel, register
+from replay.kernels.registry import register
 
 LIBRARY = Library(
     module="flash_attn.cute",
@@ -68,34 +70,29 @@ def _unavailable(device: torch.device) -> str | None:
 
 def _head_dims(call: AttentionCall) -> str | None:
     """What `flash_attn.cute.interface` accepts, which is less on data-centre Blackwell."""
-    dims = (call.shape.head_dim, call.shape.v_head_dim)
-    largest = 256
     if call.device.type == "cuda" and torch.cuda.get_device_capability(call.device)[0] in (10, 11):
-        largest = 128
-        if dims in BLACKWELL_HEAD_DIMS:
+        if (call.shape.head_dim, call.shape.v_head_dim) in BLACKWELL_HEAD_DIMS:
             return None
-    if max(dims) > largest or min(dims) < 8:
-        return f"head_dim {dims[0]}, value's {dims[1]}: needs 8 to {largest}"
-    return None
+        return max_head_dim(128)(call)
+    return max_head_dim(256)(call)
 
 
-def _run(query: Tensor, key: Tensor, value: Tensor, scale: float | None, is_causal: bool) -> Tensor:
-    output = _load().flash_attn_func(q=query, k=key, v=value, softmax_scale=scale, causal=is_causal)
+def _run(call: Arguments) -> Tensor:
+    output = _load().flash_attn_func(
+        q=call.query, k=call.key, v=call.value, softmax_scale=call.scale, causal=call.is_causal
+    )
     return output[0] if isinstance(output, tuple) else output
 
 
-_attention, _prepare = on_bshd(_run)
+_attend, _prepare = on_bshd(_run)
 register(
-    Kernel(
+    adapt(
         "fa4",
-        _attention,
-        unavailable=_unavailable,
-        unsupported=all_of(
-            no_dropout, half_precision, no_mask, causal_only_square, multiple_of_8, _head_dims
-        ),
+        LIBRARY,
+        _attend,
+        (no_dropout, half_precision, no_mask, causal_only_square, multiple_of_8, _head_dims),
+        "FlashAttention 4 (CuTe DSL)",
         prepare=_prepare,
-        about="FlashAttention 4 (CuTe DSL)",
-        library=LIBRARY.package,
-        install=LIBRARY.install,
+        unavailable=_unavailable,
     )
 )

@@ -23,8 +23,10 @@ import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
+from capture.interceptor import Arguments
+from replay.kernels.adapter import adapt
 from replay.kernels.constraints import (
-    all_of,
+    AnyCall,
     bool_mask_only,
     causal_only_square,
     decode_only,
@@ -36,10 +38,10 @@ from replay.kernels.constraints import (
     no_mask,
     same_value_dim,
 )
-from replay.kernels.layout import refuse, unit_stride
+from replay.kernels.layout import in_layout, unit_stride
 from replay.kernels.library import Library
 from replay.kernels.pages import DEFAULT_PAGE_SIZE, check_page_size
-from replay.kernels.registry import Attention, Kernel, register
+from replay.kernels.registry import Kernel, register
 
 LIBRARY = Library(
     module="flashinfer",
@@ -86,58 +88,43 @@ def _offsets(batch: int, length: int, device: torch.device) -> Tensor:
     return torch.arange(batch + 1, dtype=torch.int32, device=device) * length
 
 
-def _whole_mask(attn_mask: Tensor, batch: int, q_len: int, kv_len: int) -> Tensor:
+def _whole_mask(call: AnyCall) -> Tensor | None:
     """(B, Sq, Sk) bool from anything that broadcasts to it and has one head."""
-    mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
-    return mask[:, 0].expand(batch, q_len, kv_len)
+    if call.attn_mask is None:
+        return None
+    mask = call.attn_mask[(None,) * (4 - call.attn_mask.ndim)]
+    return mask[:, 0].expand(call.query.shape[0], call.query.shape[2], call.key.shape[2])
 
 
-def _single(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float | None,
-    is_causal: bool,
-    backend: str,
-    **mask: Tensor,
-) -> Tensor:
-    """`query`, `key` and `value` are (S, H, D)."""
+def _single(call: Arguments, backend: str, **mask: Tensor) -> Tensor:
+    """`call` has tensors (S, H, D)."""
     output = LIBRARY.load().single_prefill_with_kv_cache(
-        query,
-        key,
-        value,
-        causal=is_causal,
+        call.query,
+        call.key,
+        call.value,
+        causal=call.is_causal,
         kv_layout="NHD",
-        sm_scale=scale,
+        sm_scale=call.scale,
         backend=backend,
         **mask,
     )
     return output.transpose(0, 1)[None]
 
 
-def _plan(
-    wrapper: Any,
-    query: Tensor,
-    key: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-) -> None:
-    """Plan a ragged prefill of BHSD tensors."""
-    (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = query.shape, key.shape
-    mask = {}
-    if attn_mask is not None:
-        mask["custom_mask"] = _whole_mask(attn_mask, batch, q_len, kv_len).flatten()
+def _plan(wrapper: Any, call: AnyCall) -> None:
+    """Plan a ragged prefill."""
+    (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = call.query.shape, call.key.shape
+    mask = _whole_mask(call)
     wrapper.plan(
-        _offsets(batch, q_len, query.device),
-        _offsets(batch, kv_len, query.device),
+        _offsets(batch, q_len, call.query.device),
+        _offsets(batch, kv_len, call.query.device),
         heads,
         kv_heads,
         head_dim,
-        causal=is_causal,
-        sm_scale=scale,
-        q_data_type=query.dtype,
-        **mask,
+        causal=call.is_causal,
+        sm_scale=call.scale,
+        q_data_type=call.query.dtype,
+        **({} if mask is None else {"custom_mask": mask.flatten()}),
     )
 
 
@@ -148,47 +135,27 @@ def _unflat(output: Tensor, batch: int) -> Tensor:
 RAGGED = "BatchPrefillWithRaggedKVCacheWrapper"
 
 
-def _prefill(backend: str) -> Attention:
-    def attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        refuse(attn_mask if backend == "fa3" else None, dropout_p)
-        batch = query.shape[0]
-        if batch > 1:
-            wrapper = _wrapper(RAGGED, query.device, attn_mask is not None, backend=backend)
-            _plan(wrapper, query, key, attn_mask, is_causal, scale)
-            return _unflat(wrapper.run(_flat(query), _flat(key), _flat(value)), batch)
-        mask = {}
-        if attn_mask is not None:
-            whole = _whole_mask(attn_mask, 1, query.shape[2], key.shape[2])
-            mask["custom_mask"] = whole[0]
-        return _single(_flat(query), _flat(key), _flat(value), scale, is_causal, backend, **mask)
-
-    return attention
+def _prefill(call: Arguments, backend: str) -> Tensor:
+    batch, flat = call.query.shape[0], in_layout(call, _flat)
+    if batch > 1:
+        wrapper = _wrapper(RAGGED, call.query.device, call.attn_mask is not None, backend=backend)
+        _plan(wrapper, call)
+        return _unflat(wrapper.run(flat.query, flat.key, flat.value), batch)
+    mask = _whole_mask(call)
+    return _single(flat, backend, **({} if mask is None else {"custom_mask": mask[0]}))
 
 
 def _prepare_prefill(call: AttentionCall, backend: str) -> Callable[[], Tensor]:
-    batch = call.shape.batch
-    query, key, value = (_flat(each).contiguous() for each in (call.query, call.key, call.value))
+    batch, flat = call.shape.batch, in_layout(call, lambda each: _flat(each).contiguous())
     if batch > 1:
         wrapper = _new_wrapper(RAGGED, call.device, backend=backend)
-        _plan(wrapper, call.query, call.key, call.attn_mask, call.is_causal, call.scale)
-        return lambda: _unflat(wrapper.run(query, key, value), batch)
-    mask = {}
-    if call.attn_mask is not None:
-        whole = _whole_mask(call.attn_mask, 1, call.shape.q_len, call.shape.kv_len)
-        mask["packed_custom_mask"] = LIBRARY.load().packbits(
-            whole.contiguous().flatten(), bitorder="little"
-        )
-    return lambda: _single(query, key, value, call.scale, call.is_causal, backend, **mask)
+        _plan(wrapper, call)
+        return lambda: _unflat(wrapper.run(flat.query, flat.key, flat.value), batch)
+    mask = _whole_mask(call)
+    if mask is None:
+        return lambda: _single(flat, backend)
+    packed = LIBRARY.load().packbits(mask.contiguous().flatten(), bitorder="little")
+    return lambda: _single(flat, backend, packed_custom_mask=packed)
 
 
 def _paged(tensor_BHSD: Tensor, page_size: int) -> Tensor:
@@ -206,13 +173,11 @@ def _paged(tensor_BHSD: Tensor, page_size: int) -> Tensor:
 DECODE = "BatchDecodeWithPagedKVCacheWrapper"
 
 
-def _plan_decode(
-    wrapper: Any, query: Tensor, key: Tensor, scale: float | None, page_size: int
-) -> None:
-    batch, heads, _, head_dim = query.shape
-    kv_heads, length = key.shape[1:3]
+def _plan_decode(wrapper: Any, call: AnyCall, page_size: int) -> None:
+    batch, heads, _, head_dim = call.query.shape
+    kv_heads, length = call.key.shape[1:3]
     pages = -(-length // page_size)
-    device = query.device
+    device = call.query.device
     wrapper.plan(
         _offsets(batch, pages, device),
         torch.arange(batch * pages, dtype=torch.int32, device=device),
@@ -221,42 +186,28 @@ def _plan_decode(
         kv_heads,
         head_dim,
         page_size,
-        q_data_type=query.dtype,
-        kv_data_type=key.dtype,
-        sm_scale=scale,
+        q_data_type=call.query.dtype,
+        kv_data_type=call.key.dtype,
+        sm_scale=call.scale,
     )
 
 
-def _tensor_cores(query: Tensor, key: Tensor) -> bool:
+def _tensor_cores(call: AnyCall) -> bool:
     """Whether to take the kernel for grouped heads; FlashInfer advises it from 4 on."""
-    return query.shape[1] >= 4 * key.shape[1]
+    return call.query.shape[1] >= 4 * call.key.shape[1]
 
 
-def decode(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    page_size: int = DEFAULT_PAGE_SIZE,
-) -> Tensor:
+def _decode(call: Arguments, page_size: int) -> Tensor:
     """Paged decode: paging, planning and running."""
-    refuse(attn_mask, dropout_p)
-    wrapper = _wrapper(DECODE, query.device, False, use_tensor_cores=_tensor_cores(query, key))
-    _plan_decode(wrapper, query, key, scale, page_size)
-    cache = (_paged(key, page_size), _paged(value, page_size))
-    return wrapper.run(unit_stride(query)[:, :, 0], cache)[:, :, None]
+    wrapper = _wrapper(DECODE, call.query.device, False, use_tensor_cores=_tensor_cores(call))
+    _plan_decode(wrapper, call, page_size)
+    cache = (_paged(call.key, page_size), _paged(call.value, page_size))
+    return wrapper.run(unit_stride(call.query)[:, :, 0], cache)[:, :, None]
 
 
 def _prepare_decode(call: AttentionCall, page_size: int) -> Callable[[], Tensor]:
-    wrapper = _new_wrapper(
-        DECODE, call.device, use_tensor_cores=_tensor_cores(call.query, call.key)
-    )
-    _plan_decode(wrapper, call.query, call.key, call.scale, page_size)
+    wrapper = _new_wrapper(DECODE, call.device, use_tensor_cores=_tensor_cores(call))
+    _plan_decode(wrapper, call, page_size)
     query = call.query[:, :, 0].contiguous()
     cache = (_paged(call.key, page_size), _paged(call.value, page_size))
     return lambda: wrapper.run(query, cache)[:, :, None]
@@ -264,35 +215,33 @@ def _prepare_decode(call: AttentionCall, page_size: int) -> Callable[[], Tensor]
 
 for _backend, _library, _mask in (
     ("fa2", LIBRARY, (bool_mask_only, mask_shared_by_heads)),
-    ("fa3", replace(LIBRARY, runs_on=lambda capability: capability == (9, 0), needs="9.0"), ()),
+    (
+        "fa3",
+        replace(LIBRARY, runs_on=lambda capability: capability == (9, 0), needs="9.0"),
+        (no_mask,),
+    ),
 ):
     register(
-        Kernel(
+        adapt(
             f"flashinfer-{_backend}",
-            _prefill(_backend),
-            unavailable=_library.unavailable,
-            unsupported=all_of(
-                *_limits, mask_or_causal, *(_mask or (no_mask,)), causal_only_square
-            ),
+            _library,
+            partial(_prefill, backend=_backend),
+            (*_limits, mask_or_causal, *_mask, causal_only_square),
+            f"FlashInfer's {_backend.upper()} prefill",
             prepare=partial(_prepare_prefill, backend=_backend),
-            about=f"FlashInfer's {_backend.upper()} prefill",
-            library=LIBRARY.package,
-            install=LIBRARY.install,
         )
     )
 
 
 def _decode_kernel(page_size: int = DEFAULT_PAGE_SIZE) -> Kernel:
     check_page_size(page_size)
-    return Kernel(
+    return adapt(
         "flashinfer-decode",
-        partial(decode, page_size=page_size),
-        unavailable=LIBRARY.unavailable,
-        unsupported=all_of(*_limits, decode_only, no_mask, causal_only_square),
+        LIBRARY,
+        partial(_decode, page_size=page_size),
+        (*_limits, decode_only, no_mask, causal_only_square),
+        f"FlashInfer's decode over a cache of pages of {page_size} keys",
         prepare=partial(_prepare_decode, page_size=page_size),
-        about=f"FlashInfer's decode over a cache of pages of {page_size} keys",
-        library=LIBRARY.package,
-        install=LIBRARY.install,
         options=_decode_kernel,
     )
 

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from capture.call import AttentionCall
+from capture.interceptor import Arguments
+from replay.kernels.adapter import drop_in
 from replay.kernels.compiling import CompiledPerSignature
-from replay.kernels.registry import register_kernel
+from replay.kernels.constraints import all_of, mask_or_causal, no_dropout, up_to_float32
+from replay.kernels.registry import Kernel, register
 
 
 def _plain(
@@ -71,36 +73,25 @@ def _causal_block_mask(q_len: int, kv_len: int, device: torch.device) -> BlockMa
     return create_block_mask(causal, None, None, q_len, kv_len, device=str(device))
 
 
-def _unsupported(call: AttentionCall) -> str | None:
-    if call.dropout_p > 0:
-        return "no dropout"
-    if call.attn_mask is not None and call.is_causal:
-        return "attn_mask and is_causal together"
-    if call.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"dtype {call.dtype}"
-    return None
-
-
-@register_kernel(
-    "flex", unsupported=_unsupported, about="FlexAttention under torch.compile", library="torch"
-)
-def flex(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """FlexAttention under torch.compile."""
+def _attend(call: Arguments) -> Tensor:
+    query, key, value, attn_mask, _, is_causal, scale, enable_gqa = call
     if attn_mask is not None:
-        shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-        mask = attn_mask.expand(shape)
+        mask = attn_mask.expand(*query.shape[:3], key.shape[2])
         return _compiled_masked(query, key, value, mask, scale, enable_gqa)
     block_mask = None
     if is_causal:
         block_mask = _causal_block_mask(query.shape[2], key.shape[2], query.device)
     return _compiled_plain(query, key, value, block_mask, scale, enable_gqa)
+
+
+_limits = (no_dropout, mask_or_causal, up_to_float32)
+
+register(
+    Kernel(
+        "flex",
+        drop_in(_attend, _limits),
+        unsupported=all_of(*_limits),
+        about="FlexAttention under torch.compile",
+        library="torch",
+    )
+)

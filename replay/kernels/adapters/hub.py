@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from capture.interceptor import Arguments
+from replay.kernels.adapter import adapt
 from replay.kernels.constraints import (
     Constraint,
-    all_of,
     causal_only_square,
     half_precision,
     max_head_dim,
@@ -33,7 +34,7 @@ from replay.kernels.constraints import (
 )
 from replay.kernels.layout import on_bhsd, on_bshd
 from replay.kernels.library import Capability, Library
-from replay.kernels.registry import Kernel, register
+from replay.kernels.registry import register
 from replay.rows.row import AccuracyClass
 
 PATIENCE_SECONDS = 2.0
@@ -78,16 +79,14 @@ class HubKernel:
             return f"{self.repository} has no {self.function}"
         return None
 
-    def run(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, is_causal: bool
-    ) -> Tensor:
+    def run(self, call: Arguments) -> Tensor:
         found = _fetch(self.repository)
         if isinstance(found, str):
             raise ImportError(found)
-        options: dict[str, Any] = {self.scale: scale, self.causal: is_causal}
+        options: dict[str, Any] = {self.scale: call.scale, self.causal: call.is_causal}
         if self.bhsd:
             options["tensor_layout"] = "HND"
-        output = getattr(found, self.function)(query, key, value, **options)
+        output = getattr(found, self.function)(call.query, call.key, call.value, **options)
         return output[0] if isinstance(output, tuple) else output
 
 
@@ -163,20 +162,19 @@ KNOWN = (
 
 def _register(hub_kernel: HubKernel) -> None:
     if hub_kernel.bhsd:
-        attention, prepare = on_bhsd(hub_kernel.run), None
+        attend, prepare = on_bhsd(hub_kernel.run), None
     else:
-        attention, prepare = on_bshd(hub_kernel.run)
+        attend, prepare = on_bshd(hub_kernel.run)
     register(
-        Kernel(
+        adapt(
             f"hub:{hub_kernel.repository}",
-            attention,
+            hub_kernel.library,
+            attend,
+            (*_limits, *hub_kernel.limits),
+            hub_kernel.about,
+            prepare=prepare,
             accuracy_class=hub_kernel.accuracy_class,
             unavailable=hub_kernel.unavailable,
-            unsupported=all_of(*_limits, *hub_kernel.limits),
-            prepare=prepare,
-            about=hub_kernel.about,
-            library="kernels",
-            install=hub_kernel.library.install,
         )
     )
 

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
+from capture.interceptor import Arguments
+from replay.kernels.adapter import adapt
 from replay.kernels.constraints import (
-    all_of,
     causal_only_square,
     half_precision,
     head_dims,
@@ -32,7 +33,7 @@ from replay.kernels.constraints import (
 )
 from replay.kernels.layout import on_bhsd, unit_stride
 from replay.kernels.library import Library
-from replay.kernels.registry import Kernel, register
+from replay.kernels.registry import register
 
 LIBRARY = Library(
     module="sageattention",
@@ -43,21 +44,14 @@ LIBRARY = Library(
 )
 
 
-def _run(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float | None,
-    is_causal: bool,
-    smooth_k: bool,
-) -> Tensor:
+def _run(call: Arguments, smooth_k: bool) -> Tensor:
     return LIBRARY.load().sageattn(
-        query,
-        key,
-        value,
+        call.query,
+        call.key,
+        call.value,
         tensor_layout="HND",
-        is_causal=is_causal,
-        sm_scale=scale,
+        is_causal=call.is_causal,
+        sm_scale=call.scale,
         smooth_k=smooth_k,
     )
 
@@ -89,26 +83,26 @@ def _prepare(call: AttentionCall, smooth_k: bool) -> Callable[[], Tensor]:
     )
 
 
+_limits = (
+    no_dropout,
+    half_precision,
+    no_mask,
+    causal_only_square,
+    same_value_dim,
+    head_dims(64, 96, 128),
+)
+
+
 def _register(name: str, smooth_k: bool, variant_of: str = "") -> None:
     register(
-        Kernel(
+        adapt(
             name,
+            LIBRARY,
             on_bhsd(partial(_run, smooth_k=smooth_k)),
-            accuracy_class="quantised",
-            unavailable=LIBRARY.unavailable,
-            unsupported=all_of(
-                no_dropout,
-                half_precision,
-                no_mask,
-                causal_only_square,
-                same_value_dim,
-                head_dims(64, 96, 128),
-            ),
+            _limits,
+            "SageAttention 1 (Triton): INT8 QKᵀ, float16 PV; changes the key in place",
             prepare=partial(_prepare, smooth_k=smooth_k),
-            default=not variant_of,
-            about="SageAttention 1 (Triton): INT8 QKᵀ, float16 PV; changes the key in place",
-            library=LIBRARY.package,
-            install=LIBRARY.install,
+            accuracy_class="quantised",
             variant_of=variant_of,
         )
     )

@@ -26,24 +26,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
+from capture.interceptor import Arguments
+from replay.kernels.adapter import Prepare, adapt, at_once
 from replay.kernels.adapters import sage2_core
 from replay.kernels.constraints import (
+    AnyCall,
     Constraint,
-    all_of,
     bool_mask_only,
     causal_only_square,
     half_precision,
     mask_or_causal,
     max_head_dim,
-    needs_padding,
+    needs_mask,
     no_dropout,
     no_mask,
+    padding_mask_only,
     same_value_dim,
 )
-from replay.kernels.layout import Packed, Prepare, refuse, unit_stride
+from replay.kernels.layout import Packed, in_layout, on_bhsd, unit_stride
 from replay.kernels.library import Capability, Library
-from replay.kernels.registry import Attention, Kernel, register
+from replay.kernels.registry import register
 
 LIBRARY = Library(
     module="sageattention",
@@ -91,37 +93,20 @@ class Function:
             )
         return None
 
-    def attention(self, options: Options) -> Attention:
-        library = self.library
-
-        def attention(
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            attn_mask: Tensor | None = None,
-            dropout_p: float = 0.0,
-            is_causal: bool = False,
-            *,
-            scale: float | None = None,
-            enable_gqa: bool = False,
-        ) -> Tensor:
-            masks: Options = {}
-            if attn_mask is not None and self.mask is not no_mask:
-                masks = {"attn_mask": attn_mask[(None,) * (4 - attn_mask.ndim)]}
-                attn_mask = None
-            refuse(attn_mask, dropout_p)
-            return getattr(library.load(), self.function)(
-                unit_stride(query),
-                unit_stride(key),
-                unit_stride(value),
-                tensor_layout="HND",
-                is_causal=is_causal,
-                sm_scale=scale,
-                **masks,
-                **options,
-            )
-
-        return attention
+    def run(self, call: Arguments, options: Options) -> Tensor:
+        masks: Options = {}
+        if call.attn_mask is not None:
+            masks["attn_mask"] = call.attn_mask[(None,) * (4 - call.attn_mask.ndim)]
+        return getattr(LIBRARY.load(), self.function)(
+            call.query,
+            call.key,
+            call.value,
+            tensor_layout="HND",
+            is_causal=call.is_causal,
+            sm_scale=call.scale,
+            **masks,
+            **options,
+        )
 
     def prepare(self, options: Options) -> Prepare | None:
         return None if self.core is None else partial(self.core, **options)
@@ -221,14 +206,11 @@ FUNCTIONS = (
 )
 
 
-def _packed(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor) -> Packed:
-    return Packed.of(unit_stride(query), unit_stride(key), unit_stride(value), attn_mask)
-
-
-def _varlen(smooth_k: bool) -> tuple[Attention, Prepare]:
+def _prepare_varlen(call: AnyCall, smooth_k: bool) -> Callable[[], Tensor]:
     """`sageattn_varlen`; its quantisation is inside, so its core lacks the packing only."""
+    packed = Packed.of(in_layout(call, unit_stride))
 
-    def run(packed: Packed, scale: float | None) -> Tensor:
+    def run() -> Tensor:
         output = LIBRARY.load().sageattn_varlen(
             packed.query_THD,
             packed.key_THD,
@@ -238,73 +220,48 @@ def _varlen(smooth_k: bool) -> tuple[Attention, Prepare]:
             packed.longest_query,
             packed.longest_key,
             is_causal=False,
-            sm_scale=scale,
+            sm_scale=call.scale,
             smooth_k=smooth_k,
         )
         return packed.unpack(output)
 
-    def attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        refuse(None, dropout_p)
-        if attn_mask is None or is_causal:
-            raise NotImplementedError("this kernel is for padding masks")
-        return run(_packed(query, key, value, attn_mask), scale)
-
-    def prepare(call: AttentionCall) -> Callable[[], Tensor]:
-        assert call.attn_mask is not None
-        packed = _packed(call.query, call.key, call.value, call.attn_mask)
-        return lambda: run(packed, call.scale)
-
-    return attention, prepare
+    return run
 
 
-def _register_all() -> None:
+def _register_functions() -> None:
     for function in FUNCTIONS:
-        for options_named, options in {"": {}, **function.variants}.items():
-            name = f"{function.kernel}[{options_named}]" if options_named else function.kernel
-            mask = (mask_or_causal, function.mask)
+        for named, options in {"": {}, **function.variants}.items():
             register(
-                Kernel(
-                    name,
-                    function.attention(options),
+                adapt(
+                    f"{function.kernel}[{named}]" if named else function.kernel,
+                    function.library,
+                    on_bhsd(partial(function.run, options=options)),
+                    (*_limits, mask_or_causal, function.mask, causal_only_square),
+                    function.about,
+                    prepare=function.prepare(options),
                     accuracy_class="quantised",
                     unavailable=function.unavailable,
-                    unsupported=all_of(*_limits, *mask, causal_only_square),
-                    prepare=function.prepare(options),
-                    default=not options_named,
-                    about=function.about,
-                    library=LIBRARY.package,
-                    install=LIBRARY.install,
-                    variant_of=function.kernel if options_named else "",
+                    variant_of=function.kernel if named else "",
                 )
             )
-    library = replace(LIBRARY, functions=("sageattn_varlen",))
-    for options_named, smooth_k in {"": True, "smooth_k=on": True, "smooth_k=off": False}.items():
-        attention, prepare = _varlen(smooth_k)
+
+
+def _register_varlen() -> None:
+    for named, smooth_k in {"": True, "smooth_k=on": True, "smooth_k=off": False}.items():
+        prepare = partial(_prepare_varlen, smooth_k=smooth_k)
         register(
-            Kernel(
-                f"sage2-varlen[{options_named}]" if options_named else "sage2-varlen",
-                attention,
-                accuracy_class="quantised",
-                unavailable=library.unavailable,
-                unsupported=all_of(*_limits, mask_or_causal, needs_padding),
+            adapt(
+                f"sage2-varlen[{named}]" if named else "sage2-varlen",
+                replace(LIBRARY, functions=("sageattn_varlen",)),
+                at_once(prepare),
+                (*_limits, mask_or_causal, needs_mask, padding_mask_only),
+                "SageAttention 2 (Triton) on a padded batch, packed by its padding mask",
                 prepare=prepare,
-                default=not options_named,
-                about="SageAttention 2 (Triton) on a padded batch, packed by its padding mask",
-                library=LIBRARY.package,
-                install=LIBRARY.install,
-                variant_of="sage2-varlen" if options_named else "",
+                accuracy_class="quantised",
+                variant_of="sage2-varlen" if named else "",
             )
         )
 
 
-_register_all()
+_register_functions()
+_register_varlen()

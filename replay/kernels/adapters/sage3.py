@@ -11,8 +11,9 @@ from functools import partial
 
 from torch import Tensor
 
+from capture.interceptor import Arguments
+from replay.kernels.adapter import adapt
 from replay.kernels.constraints import (
-    all_of,
     causal_only_square,
     default_scale,
     half_precision,
@@ -24,7 +25,7 @@ from replay.kernels.constraints import (
 )
 from replay.kernels.layout import on_bhsd
 from replay.kernels.library import Library
-from replay.kernels.registry import Kernel, register
+from replay.kernels.registry import register
 
 LIBRARY = Library(
     module="sageattn3",
@@ -37,41 +38,34 @@ LIBRARY = Library(
 )
 
 
-def _run(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float | None,
-    is_causal: bool,
-    per_block_mean: bool,
-) -> Tensor:
+_limits = (
+    no_dropout,
+    half_precision,
+    no_mask,
+    default_scale,
+    causal_only_square,
+    no_gqa,
+    same_value_dim,
+    head_dims(64, 128),
+)
+
+
+def _run(call: Arguments, per_block_mean: bool) -> Tensor:
     # The scale is the default one: `default_scale` has seen to it.
     return LIBRARY.load().sageattn3_blackwell(
-        query, key, value, is_causal=is_causal, per_block_mean=per_block_mean
+        call.query, call.key, call.value, is_causal=call.is_causal, per_block_mean=per_block_mean
     )
 
 
 def _register(name: str, per_block_mean: bool, variant_of: str = "") -> None:
     register(
-        Kernel(
+        adapt(
             name,
+            LIBRARY,
             on_bhsd(partial(_run, per_block_mean=per_block_mean)),
+            _limits,
+            "SageAttention 3: FP4 (consumer Blackwell); changes the key in place",
             accuracy_class="quantised",
-            unavailable=LIBRARY.unavailable,
-            unsupported=all_of(
-                no_dropout,
-                half_precision,
-                no_mask,
-                default_scale,
-                causal_only_square,
-                no_gqa,
-                same_value_dim,
-                head_dims(64, 128),
-            ),
-            default=not variant_of,
-            about="SageAttention 3: FP4 (consumer Blackwell); changes the key in place",
-            library=LIBRARY.package,
-            install=LIBRARY.install,
             variant_of=variant_of,
         )
     )

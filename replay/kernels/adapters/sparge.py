@@ -15,12 +15,13 @@ from functools import partial
 
 from torch import Tensor
 
-from capture.call import AttentionCall
+from capture.interceptor import Arguments
+from replay.kernels.adapter import adapt
 from replay.kernels.constraints import (
-    all_of,
     half_precision,
     head_dims,
     min_length,
+    no_causal,
     no_dropout,
     no_gqa,
     no_mask,
@@ -28,7 +29,7 @@ from replay.kernels.constraints import (
 )
 from replay.kernels.layout import on_bhsd
 from replay.kernels.library import Library
-from replay.kernels.registry import Kernel, register
+from replay.kernels.registry import register
 
 LIBRARY = Library(
     module="spas_sage_attn",
@@ -40,46 +41,39 @@ LIBRARY = Library(
 DEFAULT_TOPK = 0.5
 
 
-def _no_causal(call: AttentionCall) -> str | None:
-    if not call.is_causal:
-        return None
-    return "causal: spas_sage2_attn_meansim_topk_cuda does not hand is_causal to its kernel"
+_limits = (
+    no_dropout,
+    half_precision,
+    no_mask,
+    no_causal,
+    no_gqa,
+    same_value_dim,
+    head_dims(64, 128),
+    min_length(128),
+)
 
 
-def _run(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float | None,
-    is_causal: bool,
-    topk: float,
-) -> Tensor:
+def _run(call: Arguments, topk: float) -> Tensor:
     return LIBRARY.load().spas_sage2_attn_meansim_topk_cuda(
-        query, key, value, is_causal=is_causal, scale=scale, topk=topk, tensor_layout="HND"
+        call.query,
+        call.key,
+        call.value,
+        is_causal=False,
+        scale=call.scale,
+        topk=topk,
+        tensor_layout="HND",
     )
 
 
 def _register(name: str, topk: float, variant_of: str = "") -> None:
     register(
-        Kernel(
+        adapt(
             name,
+            LIBRARY,
             on_bhsd(partial(_run, topk=topk)),
+            _limits,
+            f"SpargeAttn: SageAttention 2 on {topk:.0%} of the blocks",
             accuracy_class="quantised",
-            unavailable=LIBRARY.unavailable,
-            unsupported=all_of(
-                no_dropout,
-                half_precision,
-                no_mask,
-                _no_causal,
-                no_gqa,
-                same_value_dim,
-                head_dims(64, 128),
-                min_length(128),
-            ),
-            default=not variant_of,
-            about=f"SpargeAttn: SageAttention 2 on {topk:.0%} of the blocks",
-            library=LIBRARY.package,
-            install=LIBRARY.install,
             variant_of=variant_of,
         )
     )

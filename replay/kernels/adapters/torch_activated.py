@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.attention
@@ -31,7 +33,7 @@ from replay.kernels.constraints import (
     no_mask,
     same_value_dim,
 )
-from replay.kernels.library import Capability, Library, version
+from replay.kernels.library import Library, version
 from replay.kernels.registry import Attention, Kernel, register
 
 
@@ -50,30 +52,11 @@ def activated(implementation: str) -> Iterator[None]:
 
 
 def _attention(implementation: str) -> Attention:
-    def attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
+    def attention(*arguments: Any, **named: Any) -> Tensor:
         if implementation == "FA4":
             fa4.find_cutlass()
         with activated(implementation), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return TORCH_SDPA(
-                query,
-                key,
-                value,
-                attn_mask,
-                dropout_p,
-                is_causal,
-                scale=scale,
-                enable_gqa=enable_gqa,
-            )
+            return TORCH_SDPA(*arguments, **named)
 
     return attention
 
@@ -90,16 +73,10 @@ def _trial(attention: Attention, device: torch.device) -> str | None:
     return None
 
 
-def _unavailable(
-    attention: Attention, library: Library, runs_on: Callable[[Capability], bool], needs: str
-) -> Callable[[torch.device], str | None]:
+def _unavailable(attention: Attention, library: Library) -> Callable[[torch.device], str | None]:
     def unavailable(device: torch.device) -> str | None:
-        if device.type != "cuda" or not torch.cuda.is_available():
-            return "needs a CUDA GPU"
-        capability = torch.cuda.get_device_capability(device)
-        if not runs_on(capability):
-            here = ".".join(map(str, capability))
-            return f"needs compute capability {needs} (this GPU has {here})"
+        if reason := library.wrong_device(device):
+            return reason
         if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
             return f"needs PyTorch 2.11 (this is {torch.__version__})"
         if reason := library.unavailable(device):
@@ -112,16 +89,18 @@ def _unavailable(
     return unavailable
 
 
-for _implementation, _library, _runs_on, _needs in (
-    ("FA3", fa3.LIBRARY, lambda capability: capability[0] == 9, "9.0"),
-    ("FA4", fa4.LIBRARY, lambda capability: capability[0] in (9, 10), "9.0 or 10.0"),
-):
+for _implementation, _library in {
+    "FA3": replace(fa3.LIBRARY, runs_on=lambda capability: capability[0] == 9, needs="9.0"),
+    "FA4": replace(
+        fa4.LIBRARY, runs_on=lambda capability: capability[0] in (9, 10), needs="9.0 or 10.0"
+    ),
+}.items():
     _kernel = _attention(_implementation)
     register(
         Kernel(
             f"torch-{_implementation.lower()}",
             _kernel,
-            unavailable=_unavailable(_kernel, _library, _runs_on, _needs),
+            unavailable=_unavailable(_kernel, _library),
             unsupported=all_of(
                 no_dropout,
                 half_precision,

@@ -10,6 +10,7 @@ import contextlib
 import warnings
 from functools import partial
 from types import FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from capture.call import AttentionCall
 from capture.interceptor import TORCH_SDPA
 from replay.kernels.compiling import CompiledPerSignature
+from replay.kernels.constraints import mask_or_causal, no_dropout
 from replay.kernels.registry import Kernel, register
 from replay.timing.machine import available_bytes
 
@@ -47,39 +49,11 @@ def _attention(backend: SDPBackend | None) -> FunctionType:
     for flash (seen with torch 2.13).
     """
 
-    def attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
+    def attention(*arguments: Any, **named: Any) -> Tensor:
         if backend is None:
-            return TORCH_SDPA(
-                query,
-                key,
-                value,
-                attn_mask,
-                dropout_p,
-                is_causal,
-                scale=scale,
-                enable_gqa=enable_gqa,
-            )
+            return TORCH_SDPA(*arguments, **named)
         with sdpa_kernel(backend):
-            return TORCH_SDPA(
-                query,
-                key,
-                value,
-                attn_mask,
-                dropout_p,
-                is_causal,
-                scale=scale,
-                enable_gqa=enable_gqa,
-            )
+            return TORCH_SDPA(*arguments, **named)
 
     assert isinstance(attention, FunctionType)
     return attention
@@ -95,10 +69,8 @@ def _unavailable(backend: SDPBackend | None, device: torch.device) -> str | None
 
 def _unsupported(backend: SDPBackend | None, call: AttentionCall) -> str | None:
     """PyTorch's own reason for refusing the call on this backend."""
-    if call.attn_mask is not None and call.is_causal:
-        return "attn_mask and is_causal together"
-    if call.dropout_p > 0:
-        return "dropout: its output is random, so nothing can judge it"
+    if reason := mask_or_causal(call) or no_dropout(call):
+        return reason
     only = contextlib.nullcontext() if backend is None else sdpa_kernel(backend)
     with only, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from capture.interceptor import Arguments
+from replay.kernels.adapter import adapt
 from replay.kernels.constraints import (
-    all_of,
     causal_only_square,
     half_precision,
     max_head_dim,
@@ -33,7 +34,7 @@ from replay.kernels.constraints import (
 )
 from replay.kernels.layout import on_bshd
 from replay.kernels.library import Library, version
-from replay.kernels.registry import Kernel, register
+from replay.kernels.registry import register
 
 LIBRARY = Library(
     module="transformer_engine.pytorch",
@@ -81,8 +82,8 @@ def _unavailable(backend: str, device: torch.device) -> str | None:
     if _chosen == backend:
         return LIBRARY.unavailable(device)
     # Importing it would settle the backend, which asking must not.
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return "needs a CUDA GPU"
+    if reason := LIBRARY.wrong_device(device):
+        return reason
     if not version(LIBRARY.package) and importlib.util.find_spec("transformer_engine") is None:
         return f"not installed: {LIBRARY.install}"
     return None
@@ -105,24 +106,17 @@ def _module(
     )
 
 
-def _run(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float | None,
-    is_causal: bool,
-    backend: str,
-) -> Tensor:
+def _run(call: Arguments, backend: str) -> Tensor:
     choose(backend)
-    _, q_len, heads, head_dim = query.shape
-    dims = (head_dim, value.shape[3])
-    module = _module(heads, dims, key.shape[2], scale, q_len != key.shape[1])
-    output = module(
-        query,
-        key,
-        value,
+    _, q_len, heads, head_dim = call.query.shape
+    _, kv_len, kv_heads, _ = call.key.shape
+    dims = (head_dim, call.value.shape[3])
+    output = _module(heads, dims, kv_heads, call.scale, q_len != kv_len)(
+        call.query,
+        call.key,
+        call.value,
         qkv_format="bshd",
-        attn_mask_type="causal" if is_causal else "no_mask",
+        attn_mask_type="causal" if call.is_causal else "no_mask",
     )
     return output.unflatten(2, (heads, -1))
 
@@ -132,13 +126,13 @@ for _backend, _about in {
     "fused": "Transformer Engine on cuDNN's fused attention",
     "unfused": "Transformer Engine's unfused attention",
 }.items():
-    _attention, _prepare = on_bshd(partial(_run, backend=_backend))
+    _attend, _prepare = on_bshd(partial(_run, backend=_backend))
     register(
-        Kernel(
+        adapt(
             f"te-{_backend}",
-            _attention,
-            unavailable=partial(_unavailable, _backend),
-            unsupported=all_of(
+            LIBRARY,
+            _attend,
+            (
                 no_dropout,
                 half_precision,
                 no_mask,
@@ -146,10 +140,9 @@ for _backend, _about in {
                 multiple_of_8,
                 max_head_dim(256),
             ),
+            _about,
             prepare=_prepare,
-            about=_about,
-            library=LIBRARY.package,
-            install=LIBRARY.install,
+            unavailable=partial(_unavailable, _backend),
             own_process=True,
         )
     )

@@ -14,125 +14,76 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from capture.call import AttentionCall
+from capture.interceptor import Arguments
+from replay.kernels.adapter import adapt, at_once
 from replay.kernels.constraints import (
-    Constraint,
-    all_of,
+    AnyCall,
     half_precision,
     max_head_dim,
+    max_queries,
     no_causal,
     no_dropout,
     padding_mask_only,
 )
-from replay.kernels.layout import padding_keys, refuse
-from replay.kernels.library import TRITON_INSTALL, triton_unavailable
+from replay.kernels.layout import padding_keys
+from replay.kernels.library import TRITON
 from replay.kernels.pages import DEFAULT_PAGE_SIZE, check_page_size
-from replay.kernels.registry import Attention, Kernel, register
+from replay.kernels.registry import Kernel, register
 
 if TYPE_CHECKING:
     from replay.kernels.triton.paging import PagedCache
 
-MAXIMUM_QUERIES = 16
-"""With more, a prefill kernel is the one to compare."""
+DECODE_LIMITS = (no_dropout, half_precision, max_head_dim(256), max_queries(16))
 
 
-def few_queries(call: AttentionCall) -> str | None:
-    q_len = call.shape.q_len
-    if q_len <= MAXIMUM_QUERIES:
-        return None
-    return f"decode only: at most {MAXIMUM_QUERIES} queries per sequence, not {q_len}"
+def _decode(call: Arguments) -> Tensor:
+    from replay.kernels.triton.decode import decode
+
+    return decode(
+        call.query, call.key, call.value, call.attn_mask, call.is_causal, scale=call.scale
+    )
 
 
-DECODE_LIMITS: tuple[Constraint, ...] = (
-    no_dropout,
-    half_precision,
-    max_head_dim(256),
-    few_queries,
-)
-
-
-def decode(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    from replay.kernels.triton import decode
-
-    refuse(None, dropout_p)
-    return decode.decode(query, key, value, attn_mask, is_causal, scale=scale)
-
-
-def paged(
-    key: Tensor, value: Tensor, attn_mask: Tensor | None, page_size: int
-) -> tuple[PagedCache, Tensor | None]:
+def paged(call: AnyCall, page_size: int) -> tuple[PagedCache, Tensor | None]:
     """SDPA's key and value in pages, and where each sequence began in them; None for at 0."""
     from replay.kernels.triton.paging import page
 
-    if attn_mask is None:
-        return page(key, value, page_size), None
-    keys = padding_keys(attn_mask, key.shape[0], key.shape[2])
+    keys = padding_keys(call)
+    if keys is None:
+        return page(call.key, call.value, page_size), None
     starts = keys.int().argmax(dim=1)
-    return page(key, value, page_size, lengths=keys.sum(dim=1), starts=starts), starts
+    lengths = keys.sum(dim=1)
+    return page(call.key, call.value, page_size, lengths=lengths, starts=starts), starts
 
 
-def _paged_decode(page_size: int) -> Attention:
-    def attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        from replay.kernels.triton.paged_decode import paged_decode
-
-        refuse(None, dropout_p)
-        cache, _ = paged(key, value, attn_mask, page_size)
-        return paged_decode(query, *cache, scale=scale)
-
-    return attention
-
-
-def _prepare_paged(call: AttentionCall, page_size: int) -> Callable[[], Tensor]:
+def _prepare_paged(call: AnyCall, page_size: int) -> Callable[[], Tensor]:
     from replay.kernels.triton.paged_decode import paged_decode
 
-    cache, _ = paged(call.key, call.value, call.attn_mask, page_size)
+    cache, _ = paged(call, page_size)
     return lambda: paged_decode(call.query, *cache, scale=call.scale)
 
 
 def _paged_kernel(page_size: int = DEFAULT_PAGE_SIZE) -> Kernel:
     check_page_size(page_size)
-    return Kernel(
+    prepare = partial(_prepare_paged, page_size=page_size)
+    return adapt(
         "triton-paged-decode",
-        _paged_decode(page_size),
-        unavailable=triton_unavailable,
-        unsupported=all_of(*DECODE_LIMITS, no_causal, padding_mask_only),
-        prepare=partial(_prepare_paged, page_size=page_size),
-        about=f"ours: decode in Triton over shuffled pages of {page_size} keys",
-        library="triton",
-        install=TRITON_INSTALL,
+        TRITON,
+        at_once(prepare),
+        (*DECODE_LIMITS, no_causal, padding_mask_only),
+        f"ours: decode in Triton over shuffled pages of {page_size} keys",
+        prepare=prepare,
         options=_paged_kernel,
     )
 
 
 register(
-    Kernel(
+    adapt(
         "triton-decode",
-        decode,
-        unavailable=triton_unavailable,
-        unsupported=all_of(*DECODE_LIMITS),
-        about="ours: decode in Triton, the keys split among programs",
-        library="triton",
-        install=TRITON_INSTALL,
+        TRITON,
+        _decode,
+        DECODE_LIMITS,
+        "ours: decode in Triton, the keys split among programs",
     )
 )
 register(_paged_kernel())

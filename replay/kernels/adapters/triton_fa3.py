@@ -7,52 +7,41 @@ kernel cannot be checked on the CPU.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
+from capture.interceptor import Arguments
+from replay.kernels.adapter import adapt
 from replay.kernels.constraints import (
-    all_of,
     half_precision,
     max_head_dim,
     multiple_of_8,
     no_dropout,
     no_mask,
+    no_negative_scale,
     same_value_dim,
 )
-from replay.kernels.layout import refuse
-from replay.kernels.library import TRITON_INSTALL, is_interpreted, triton_unavailable
-from replay.kernels.registry import Kernel, register
+from replay.kernels.library import TRITON, is_interpreted
+from replay.kernels.registry import register
 
-HOPPER = (9, 0)
+LIBRARY = replace(TRITON, runs_on=lambda capability: capability == (9, 0), needs="9.0")
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """SDPA's arguments to `prefill_hopper`'s."""
+def _attend(call: Arguments) -> Tensor:
     from replay.kernels.triton.prefill_hopper import prefill_hopper
 
-    refuse(attn_mask, dropout_p)
-    return prefill_hopper(query, key, value, is_causal=is_causal, scale=scale)
+    return prefill_hopper(
+        call.query, call.key, call.value, is_causal=call.is_causal, scale=call.scale
+    )
 
 
-def unavailable(device: torch.device) -> str | None:
+def _unavailable(device: torch.device) -> str | None:
     if is_interpreted():
         return "Gluon has no interpreter"
-    if reason := triton_unavailable(device):
+    if reason := LIBRARY.unavailable(device):
         return reason
-    capability = torch.cuda.get_device_capability(device)
-    if capability != HOPPER:
-        return f"needs compute capability 9.0 (this GPU has {'.'.join(map(str, capability))})"
     try:
         import replay.kernels.triton.prefill_hopper  # noqa: F401
     except (ImportError, AttributeError) as error:
@@ -60,17 +49,12 @@ def unavailable(device: torch.device) -> str | None:
     return None
 
 
-def no_negative_scale(call: AttentionCall) -> str | None:
-    scale = call.softmax_scale
-    return None if scale >= 0 else f"scale {scale:g}: must not be negative"
-
-
 register(
-    Kernel(
+    adapt(
         "triton-fa3",
-        attention,
-        unavailable=unavailable,
-        unsupported=all_of(
+        LIBRARY,
+        _attend,
+        (
             no_dropout,
             half_precision,
             no_mask,
@@ -79,8 +63,7 @@ register(
             max_head_dim(128),
             no_negative_scale,
         ),
-        about="ours for Hopper: TMA, warp specialisation, FlashAttention 3's schedule (Gluon)",
-        library="triton",
-        install=TRITON_INSTALL,
+        "ours for Hopper: TMA, warp specialisation, FlashAttention 3's schedule (Gluon)",
+        unavailable=_unavailable,
     )
 )

@@ -9,6 +9,7 @@ call, the core is the attention kernel on what is quantised already (it quantise
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,38 +17,22 @@ import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
-from replay.kernels.constraints import all_of, half_precision, max_head_dim, no_dropout, no_mask
-from replay.kernels.layout import refuse
-from replay.kernels.library import TRITON_INSTALL, is_interpreted, triton_unavailable
-from replay.kernels.registry import Kernel, register
+from capture.interceptor import Arguments
+from replay.kernels.adapter import adapt
+from replay.kernels.constraints import half_precision, max_head_dim, no_dropout, no_mask
+from replay.kernels.library import TRITON
+from replay.kernels.registry import register
+
+FP8_LIBRARY = replace(
+    TRITON, runs_on=lambda capability: capability >= (8, 9), needs="8.9 or higher"
+)
 
 
-def _run(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    score_dtype: torch.dtype,
-    fp8_value: bool,
-    smooth_k: bool,
-) -> Tensor:
+def _attend(call: Arguments, **options: Any) -> Tensor:
     from replay.kernels.triton.quantised_prefill import quantised_prefill
 
-    refuse(attn_mask, dropout_p)
     return quantised_prefill(
-        query,
-        key,
-        value,
-        is_causal,
-        scale=scale,
-        score_dtype=score_dtype,
-        fp8_value=fp8_value,
-        smooth_k=smooth_k,
+        call.query, call.key, call.value, call.is_causal, scale=call.scale, **options
     )
 
 
@@ -61,16 +46,6 @@ def _prepare(
     return lambda: attend(call.query, quantised, call.is_causal, scale=call.scale)
 
 
-def _fp8_unavailable(device: torch.device) -> str | None:
-    reason = triton_unavailable(device)
-    if reason is None and not is_interpreted():
-        capability = torch.cuda.get_device_capability(device)
-        if capability < (8, 9):
-            here = ".".join(map(str, capability))
-            reason = f"FP8 needs compute capability 8.9 or newer (this GPU has {here})"
-    return reason
-
-
 def _register(
     base: str, score_dtype: torch.dtype, fp8_value: bool, about: str, smooth_k: bool
 ) -> None:
@@ -79,19 +54,16 @@ def _register(
         "fp8_value": fp8_value,
         "smooth_k": smooth_k,
     }
-    is_int8_only = score_dtype == torch.int8 and not fp8_value
+    is_fp8 = fp8_value or score_dtype == torch.float8_e4m3fn
     register(
-        Kernel(
+        adapt(
             base if smooth_k else f"{base}[smooth_k=off]",
-            partial(_run, **options),
-            accuracy_class="quantised",
-            unavailable=triton_unavailable if is_int8_only else _fp8_unavailable,
-            unsupported=all_of(no_dropout, half_precision, no_mask, max_head_dim(256)),
+            FP8_LIBRARY if is_fp8 else TRITON,
+            partial(_attend, **options),
+            (no_dropout, half_precision, no_mask, max_head_dim(256)),
+            f"ours: {about}",
             prepare=partial(_prepare, **options),
-            default=smooth_k,
-            about=f"ours: {about}",
-            library="triton",
-            install=TRITON_INSTALL,
+            accuracy_class="quantised",
             variant_of="" if smooth_k else base,
         )
     )

@@ -13,109 +13,66 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
-from replay.kernels.adapters.triton_decode import (
-    DECODE_LIMITS,
-    paged,
-)
+from replay.kernels.adapter import adapt, at_once
+from replay.kernels.adapters.triton_decode import DECODE_LIMITS, paged
 from replay.kernels.chosen_keys import mask_of_tokens
-from replay.kernels.constraints import all_of, no_causal, padding_mask_only
-from replay.kernels.layout import padding_keys, refuse
-from replay.kernels.library import TRITON_INSTALL, triton_unavailable
+from replay.kernels.constraints import AnyCall, no_causal, padding_mask_only
+from replay.kernels.layout import padding_keys
+from replay.kernels.library import TRITON
 from replay.kernels.pages import DEFAULT_PAGE_SIZE, check_page_size
 from replay.kernels.registry import Kernel, register
 
+if TYPE_CHECKING:
+    from replay.kernels.triton.paging import PagedCache
+
 DEFAULT_KEEP = 0.02
+LIMITS = (*DECODE_LIMITS, no_causal, padding_mask_only)
 
 
-def _choose(
-    query: Tensor, key: Tensor, attn_mask: Tensor | None, scale: float | None, keep: float
-) -> Tensor:
+def _choose(call: AnyCall, keep: float) -> Tensor:
     """(B, Hkv, K) int32."""
     from replay.kernels.triton.token_choice import choose_tokens
 
-    allowed = None
-    if attn_mask is not None:
-        allowed = padding_keys(attn_mask, key.shape[0], key.shape[2])
-    return choose_tokens(query, key, keep, allowed=allowed, scale=scale)
+    return choose_tokens(call.query, call.key, keep, allowed=padding_keys(call), scale=call.scale)
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    keep: float,
-) -> Tensor:
+def _prepare(call: AnyCall, keep: float) -> Callable[[], Tensor]:
     from replay.kernels.triton.sparse_decode import sparse_decode
 
-    refuse(None, dropout_p)
-    indices = _choose(query, key, attn_mask, scale, keep)
-    return sparse_decode(query, key, value, indices, scale=scale)
-
-
-def _prepare(call: AttentionCall, keep: float) -> Callable[[], Tensor]:
-    from replay.kernels.triton.sparse_decode import sparse_decode
-
-    indices = _choose(call.query, call.key, call.attn_mask, call.scale, keep)
+    indices = _choose(call, keep)
     return lambda: sparse_decode(call.query, call.key, call.value, indices, scale=call.scale)
 
 
 def _chosen(call: AttentionCall, keep: float) -> Tensor:
-    return mask_of_tokens(_choose(call.query, call.key, call.attn_mask, call.scale, keep), call)
+    return mask_of_tokens(_choose(call, keep), call)
 
 
-def _attend_paged(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    keep: float,
-    page_size: int,
-) -> Tensor:
-    from replay.kernels.triton.sparse_decode import paged_sparse_decode
+def _choose_paged(call: AnyCall, cache: PagedCache, keep: float) -> Tensor:
+    """(B, Hkv, K) int32, from where each sequence begins in its pages."""
     from replay.kernels.triton.token_choice import choose_paged_tokens
 
-    refuse(None, dropout_p)
-    cache, _ = paged(key, value, attn_mask, page_size)
-    indices = choose_paged_tokens(
-        query, cache.key_pages, cache.block_table, cache.lengths, keep, scale=scale
-    )
-    return paged_sparse_decode(query, *cache, indices, scale=scale)
-
-
-def _prepare_paged(call: AttentionCall, keep: float, page_size: int) -> Callable[[], Tensor]:
-    from replay.kernels.triton.sparse_decode import paged_sparse_decode
-    from replay.kernels.triton.token_choice import choose_paged_tokens
-
-    cache, _ = paged(call.key, call.value, call.attn_mask, page_size)
-    indices = choose_paged_tokens(
+    return choose_paged_tokens(
         call.query, cache.key_pages, cache.block_table, cache.lengths, keep, scale=call.scale
     )
+
+
+def _prepare_paged(call: AnyCall, keep: float, page_size: int) -> Callable[[], Tensor]:
+    from replay.kernels.triton.sparse_decode import paged_sparse_decode
+
+    cache, _ = paged(call, page_size)
+    indices = _choose_paged(call, cache, keep)
     return lambda: paged_sparse_decode(call.query, *cache, indices, scale=call.scale)
 
 
 def _chosen_paged(call: AttentionCall, keep: float, page_size: int) -> Tensor:
-    from replay.kernels.triton.token_choice import choose_paged_tokens
-
-    cache, starts = paged(call.key, call.value, call.attn_mask, page_size)
-    indices = choose_paged_tokens(
-        call.query, cache.key_pages, cache.block_table, cache.lengths, keep, scale=call.scale
-    )
+    cache, starts = paged(call, page_size)
+    indices = _choose_paged(call, cache, keep)
     if starts is not None:
         moved = indices + starts[:, None, None].to(indices.dtype)
         indices = torch.where(indices < 0, indices, moved)
@@ -129,17 +86,16 @@ def _check_keep(keep: float) -> None:
 
 def _sparse_kernel(keep: float = DEFAULT_KEEP) -> Kernel:
     _check_keep(keep)
-    return Kernel(
+    prepare = partial(_prepare, keep=keep)
+    return adapt(
         "triton-sparse-decode",
-        partial(_attend, keep=keep),
+        TRITON,
+        at_once(prepare),
+        LIMITS,
+        f"ours: decode in Triton with the highest-scoring {keep:.3g} of the keys",
+        prepare=prepare,
         accuracy_class="sparse",
-        unavailable=triton_unavailable,
-        unsupported=all_of(*DECODE_LIMITS, no_causal, padding_mask_only),
-        prepare=partial(_prepare, keep=keep),
         default=False,
-        about=f"ours: decode in Triton with the highest-scoring {keep:.3g} of the keys",
-        library="triton",
-        install=TRITON_INSTALL,
         chosen=partial(_chosen, keep=keep),
         options=_sparse_kernel,
     )
@@ -148,17 +104,16 @@ def _sparse_kernel(keep: float = DEFAULT_KEEP) -> Kernel:
 def _paged_sparse_kernel(keep: float = DEFAULT_KEEP, page_size: int = DEFAULT_PAGE_SIZE) -> Kernel:
     _check_keep(keep)
     check_page_size(page_size)
-    return Kernel(
+    prepare = partial(_prepare_paged, keep=keep, page_size=page_size)
+    return adapt(
         "triton-paged-sparse-decode",
-        partial(_attend_paged, keep=keep, page_size=page_size),
+        TRITON,
+        at_once(prepare),
+        LIMITS,
+        f"ours: the same over shuffled pages of {page_size} keys",
+        prepare=prepare,
         accuracy_class="sparse",
-        unavailable=triton_unavailable,
-        unsupported=all_of(*DECODE_LIMITS, no_causal, padding_mask_only),
-        prepare=partial(_prepare_paged, keep=keep, page_size=page_size),
         default=False,
-        about=f"ours: the same over shuffled pages of {page_size} keys",
-        library="triton",
-        install=TRITON_INSTALL,
         chosen=partial(_chosen_paged, keep=keep, page_size=page_size),
         options=_paged_sparse_kernel,
     )

@@ -14,10 +14,18 @@ import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
-from replay.kernels.constraints import all_of, dtypes, mask_or_causal, multiple_of_8, no_dropout
-from replay.kernels.layout import refuse, unit_stride
+from capture.interceptor import Arguments
+from replay.kernels.adapter import adapt
+from replay.kernels.constraints import (
+    AnyCall,
+    mask_or_causal,
+    multiple_of_8,
+    no_dropout,
+    up_to_float32,
+)
+from replay.kernels.layout import bshd, contiguous_bshd, in_layout
 from replay.kernels.library import Library
-from replay.kernels.registry import Kernel, register
+from replay.kernels.registry import register
 
 LIBRARY = Library(
     module="xformers.ops",
@@ -35,20 +43,23 @@ def _aligned_mask(call: AttentionCall) -> str | None:
     return f"attn_mask over {call.shape.kv_len} keys: needs a multiple of 8"
 
 
-def _bias(attn_mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The mask as (B, Hq, Sq, Sk) of the query's dtype, as views where nothing must change."""
-    if attn_mask.dtype == torch.bool:
-        bias = torch.zeros(attn_mask.shape, dtype=query.dtype, device=query.device)
-        attn_mask = bias.masked_fill_(~attn_mask, -torch.inf)
-    return attn_mask.to(query.dtype).expand(*query.shape[:3], key.shape[2])
+def _bias(call: AnyCall) -> object:
+    """A mask as (B, Hq, Sq, Sk) of the query's dtype, as views where nothing must change."""
+    if call.is_causal:
+        return LIBRARY.load().LowerTriangularMask()
+    mask, dtype = call.attn_mask, call.query.dtype
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+        mask = bias.masked_fill_(~mask, -torch.inf)
+    return mask.to(dtype).expand(*call.query.shape[:3], call.key.shape[2])
 
 
-def _grouped(
-    query: Tensor, key: Tensor, value: Tensor, bias: object
-) -> tuple[Tensor, Tensor, Tensor, object]:
-    """BHSD tensors as BSHD, or with grouped heads (B, S, key heads, heads in a group, D)."""
-    kv_heads = key.shape[1]
-    query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+def _grouped(call: Arguments, bias: object) -> tuple[Tensor, Tensor, Tensor, object]:
+    """BSHD tensors and their bias, with grouped heads as (B, S, key heads, heads in a group, D)."""
+    query, key, value = call.query, call.key, call.value
+    kv_heads = key.shape[2]
     if query.shape[2] == kv_heads:
         return query, key, value, bias
     query = query.unflatten(2, (kv_heads, -1))
@@ -66,53 +77,22 @@ def _run(query: Tensor, key: Tensor, value: Tensor, bias: object, scale: float |
     return (output.flatten(2, 3) if output.ndim == 5 else output).transpose(1, 2)
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """`memory_efficient_attention` with SDPA's arguments."""
-    refuse(None, dropout_p)
-    bias: object = LIBRARY.load().LowerTriangularMask() if is_causal else None
-    if attn_mask is not None:
-        bias = _bias(attn_mask, query, key)
-    query, key, value = (unit_stride(each) for each in (query, key, value))
-    return _run(*_grouped(query, key, value, bias), scale)
+def _attend(call: Arguments) -> Tensor:
+    return _run(*_grouped(in_layout(call, bshd), _bias(call)), call.scale)
 
 
 def _prepare(call: AttentionCall) -> Callable[[], Tensor]:
-    bias: object = LIBRARY.load().LowerTriangularMask() if call.is_causal else None
-    if call.attn_mask is not None:
-        bias = _bias(call.attn_mask, call.query, call.key)
-    query, key, value = (
-        each.transpose(1, 2).contiguous().transpose(1, 2)
-        for each in (call.query, call.key, call.value)
-    )
-    arguments = _grouped(query, key, value, bias)
+    arguments = _grouped(in_layout(call, contiguous_bshd), _bias(call))
     return lambda: _run(*arguments, call.scale)
 
 
 register(
-    Kernel(
+    adapt(
         "xformers",
-        attention,
-        unavailable=LIBRARY.unavailable,
-        unsupported=all_of(
-            no_dropout,
-            dtypes(torch.float16, torch.bfloat16, torch.float32),
-            mask_or_causal,
-            multiple_of_8,
-            _aligned_mask,
-        ),
+        LIBRARY,
+        _attend,
+        (no_dropout, up_to_float32, mask_or_causal, multiple_of_8, _aligned_mask),
+        "xFormers' memory_efficient_attention",
         prepare=_prepare,
-        about="xFormers' memory_efficient_attention",
-        library=LIBRARY.package,
-        install=LIBRARY.install,
     )
 )

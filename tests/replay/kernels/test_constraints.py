@@ -19,6 +19,7 @@ from replay.kernels.constraints import (
     head_dims,
     key_range,
     max_head_dim,
+    max_queries,
     min_length,
 )
 
@@ -72,6 +73,8 @@ CASES: list[tuple[Constraint, dict[str, Any], str | None]] = [
     ),
     (constraints.decode_only, {"q_len": 1}, None),
     (constraints.decode_only, {}, "decode only: one query per sequence, not 9"),
+    (max_queries(9), {}, None),
+    (max_queries(8), {}, "decode only: at most 8 queries per sequence, not 9"),
     (constraints.default_scale, {}, None),
     (constraints.default_scale, {"scale": 32**-0.5}, None),
     (
@@ -80,6 +83,8 @@ CASES: list[tuple[Constraint, dict[str, Any], str | None]] = [
         "takes no scale: always 1/sqrt(head_dim), not 0.125",
     ),
     (constraints.same_value_dim, {}, None),
+    (constraints.no_negative_scale, {"scale": 0.0}, None),
+    (constraints.no_negative_scale, {"scale": -0.5}, "scale -0.5: must not be negative"),
     (
         constraints.same_value_dim,
         {"v_head_dim": 16},
@@ -100,6 +105,11 @@ CASES: list[tuple[Constraint, dict[str, Any], str | None]] = [
     (min_length(10), {"q_len": 20, "kv_len": 3}, "length 3: at least 10"),
     (dtypes(torch.float32), {}, None),
     (dtypes(torch.float16), {}, "dtype float32: needs float16"),
+    (
+        constraints.up_to_float32,
+        {"dtype": torch.float64},
+        "dtype float64: needs float16, bfloat16 or float32",
+    ),
     (constraints.half_precision, {}, "dtype float32: needs float16 or bfloat16"),
     (constraints.half_precision, {"dtype": torch.bfloat16}, None),
     (constraints.adjacent_elements, {}, None),
@@ -116,8 +126,8 @@ CASES: list[tuple[Constraint, dict[str, Any], str | None]] = [
         "takes a padding mask only: the same for all heads and queries, "
         "masking keys before or after the rest",
     ),
-    (constraints.needs_padding, {"attn_mask": torch.arange(13) < 5}, None),
-    (constraints.needs_padding, {}, "for padded batches: this call has no attn_mask"),
+    (constraints.needs_mask, {"attn_mask": ANY_MASK}, None),
+    (constraints.needs_mask, {}, "for padded batches: this call has no attn_mask"),
 ]
 
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from capture.call import AttentionCall
-from replay.kernels.adapters import triton_varlen
 from replay.kernels.constraints import key_range
 from replay.kernels.registry import catalogue
 from replay.kernels.triton.varlen import KeyRanges, key_ranges, packed, padded
@@ -181,17 +180,18 @@ def test_the_drop_in_and_its_core(
 
 
 def test_what_the_drop_in_refuses() -> None:
-    unsupported = catalogue()["triton-varlen"].unsupported
+    kernel = catalogue()["triton-varlen"]
+    unsupported = kernel.unsupported
     assert unsupported(call_of(None)) == "for padded batches: this call has no attn_mask"
     scattered = torch.arange(70, device=DEVICE) % 2 == 0
     refused = unsupported(call_of(scattered.expand(2, 1, 1, 70)))
     assert refused is not None
     assert refused.startswith("takes a padding mask only")
     call = call_of(None)
-    with pytest.raises(NotImplementedError, match="needs an attn_mask"):
-        triton_varlen.attention(call.query, call.key, call.value)
-    with pytest.raises(NotImplementedError, match="no dropout"):
-        triton_varlen.attention(call.query, call.key, call.value, scattered, 0.1)
+    with pytest.raises(NotImplementedError, match="no attn_mask"):
+        kernel.attention(call.query, call.key, call.value)
+    with pytest.raises(NotImplementedError, match="dropout"):
+        kernel.attention(call.query, call.key, call.value, scattered, 0.1)
 
 
 def test_ranges_can_be_a_models_own() -> None:

@@ -1,0 +1,98 @@
+"""How another library's function becomes a kernel.
+
+An adapter is a function of one call's arguments. Here, and nowhere else, it gets SDPA's signature,
+and what it cannot do becomes an error instead of another output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from capture.call import AttentionCall
+from capture.interceptor import Arguments
+from replay.kernels.constraints import ASKED_AT_EVERY_CALL, Constraint, all_of
+from replay.kernels.library import Library
+from replay.kernels.registry import Attention, Kernel
+from replay.rows.row import AccuracyClass
+
+Attend = Callable[[Arguments], Tensor]
+"""Attention of one call."""
+
+Prepare = Callable[[AttentionCall], Callable[[], Tensor]]
+"""What `Kernel.prepare` is: all that comes before the core, and the core."""
+
+
+def drop_in(attend: Attend, limits: Sequence[Constraint]) -> Attention:
+    """`attend` with SDPA's own signature.
+
+    It raises NotImplementedError where an argument has no counterpart, of those limits that can be
+    asked at every call (`ASKED_AT_EVERY_CALL`).
+    """
+    asked = sorted((each for each in ASKED_AT_EVERY_CALL if each in limits), key=limits.index)
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        call = Arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        for constraint in asked:
+            if (reason := constraint(call)) is not None:
+                raise NotImplementedError(reason)
+        return attend(call)
+
+    return attention
+
+
+def at_once(prepare: Callable[[Arguments], Callable[[], Tensor]]) -> Attend:
+    """The drop-in of a kernel that prepares a call and runs the core, and nothing else."""
+    return lambda call: prepare(call)()
+
+
+def adapt(
+    name: str,
+    library: Library,
+    attend: Attend,
+    limits: Sequence[Constraint],
+    about: str,
+    *,
+    prepare: Prepare | None = None,
+    accuracy_class: AccuracyClass = "exact",
+    unavailable: Callable[[torch.device], str | None] | None = None,
+    default: bool = True,
+    variant_of: str = "",
+    own_process: bool = False,
+    chosen: Callable[[AttentionCall], Tensor] | None = None,
+    options: Callable[..., Kernel] | None = None,
+) -> Kernel:
+    """A kernel of `library`; what is not said here, `Kernel` says.
+
+    Args:
+        limits: what it asks of a call; the first that is not met is its reason.
+        unavailable: instead of the library's own.
+    """
+    return Kernel(
+        name,
+        drop_in(attend, limits),
+        accuracy_class,
+        unavailable or library.unavailable,
+        all_of(*limits),
+        prepare,
+        default=default and not variant_of,
+        about=about,
+        library=library.package,
+        install=library.install,
+        variant_of=variant_of,
+        own_process=own_process,
+        chosen=chosen,
+        options=options,
+    )

@@ -1,0 +1,172 @@
+"""SDPA's signature around an adapter, and one sentence for one reason, whichever the kernel."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from capture.call import AttentionCall
+from capture.interceptor import Arguments, bind
+from replay.kernels.adapter import at_once, drop_in
+from replay.kernels.constraints import (
+    causal_only_square,
+    half_precision,
+    mask_or_causal,
+    no_dropout,
+    no_mask,
+)
+from replay.kernels.registry import Kernel, catalogue
+
+MakeCall = Callable[..., AttentionCall]
+
+
+def test_the_signature_is_sdpas() -> None:
+    signature = inspect.signature(drop_in(lambda call: call.query, ()))
+    assert signature.parameters == inspect.signature(bind).parameters
+
+
+def test_arguments_arrive_however_they_are_passed(make_call: MakeCall) -> None:
+    call = make_call(q_heads=4, kv_heads=2, attn_mask=torch.ones(9, 13), scale=0.3)
+    seen: list[Arguments] = []
+
+    def attend(arguments: Arguments) -> Tensor:
+        seen.append(arguments)
+        return arguments.query
+
+    attention = drop_in(attend, (no_dropout,))
+    tensors = (call.query, call.key, call.value, call.attn_mask)
+    assert attention(*tensors, 0.0, True, scale=0.3, enable_gqa=True) is call.query
+    assert attention(**{**call.arguments(), "is_causal": True}) is call.query
+    assert attention(*tensors[:3]) is call.query
+    assert seen[0] == seen[1] == Arguments(*tensors, 0.0, True, 0.3, True)
+    assert seen[2] == Arguments(*tensors[:3], None, 0.0, False, None, False)
+
+
+def test_limits_hold_where_nobody_asked(make_call: MakeCall) -> None:
+    attention = drop_in(
+        lambda call: call.query, (no_mask, no_dropout, half_precision, causal_only_square)
+    )
+    for options in ({"dropout_p": 0.1}, {"attn_mask": torch.ones(9, 13)}, {"is_causal": True}):
+        with pytest.raises(NotImplementedError):
+            attention(**make_call(**options).arguments())
+    # dtypes and head dimensions are the library's to refuse; nobody ignores them.
+    call = make_call(kv_len=9, is_causal=True)
+    assert attention(**call.arguments()) is call.query
+
+
+def test_at_once_prepares_each_call_anew(make_call: MakeCall) -> None:
+    prepared = []
+
+    def prepare(call: Arguments) -> Callable[[], Tensor]:
+        prepared.append(call)
+        return lambda: call.value
+
+    attention = drop_in(at_once(prepare), (mask_or_causal,))
+    call = make_call()
+    assert attention(**call.arguments()) is attention(**call.arguments()) is call.value
+    assert len(prepared) == 2
+
+
+PADDING = torch.arange(160) < torch.tensor([[90], [160]])
+BASES: list[dict[str, Any]] = [
+    {"q_len": 160, "batch": 2},
+    {"q_len": 1, "batch": 2},
+    {"q_len": 160, "batch": 2, "attn_mask": PADDING[:, None, None]},
+]
+"""Every kernel supports at least one of these calls."""
+
+FEATURES: dict[str, tuple[dict[str, Any], str]] = {
+    "dropout": ({"dropout_p": 0.1}, "dropout: its output is random, so nothing can judge it"),
+    "mask": (
+        {"attn_mask": torch.rand(160) < 0.5},
+        "takes no attn_mask|takes a padding mask only: .*",
+    ),
+    "float mask": (
+        {"attn_mask": torch.zeros(160)},
+        r"takes no attn_mask|takes a bool (padding|attn_)\w* ?\w* only, not float32",
+    ),
+    "mask by head": (
+        {"attn_mask": torch.rand(1, 2, 1, 160) < 0.5},
+        "takes no attn_mask|takes a padding mask only: .*|takes one attn_mask for all heads",
+    ),
+    "causal": (
+        {"is_causal": True},
+        "takes no is_causal|causal with .* bottom right, SDPA's .*"
+        "|attn_mask and is_causal together",
+    ),
+    "mask and causal": (
+        {"is_causal": True, "attn_mask": PADDING[:, None, None]},
+        "attn_mask and is_causal together|takes no attn_mask|takes no is_causal",
+    ),
+    "scale": ({"scale": 0.3}, r"takes no scale: always 1/sqrt\(head_dim\), not 0.3"),
+    "negative scale": (
+        {"scale": -1.0},
+        r"takes no scale: always 1/sqrt\(head_dim\), not -1|scale -1: must not be negative",
+    ),
+    "grouped": (
+        {"q_heads": 4, "kv_heads": 2},
+        "4 query heads over 2 key heads: needs as many of both",
+    ),
+    "narrow values": ({"v_head_dim": 32}, "value head_dim 32 differs from query head_dim 64"),
+    "odd head_dim": ({"head_dim": 60}, "head_dim 60: (needs|at most) .*"),
+    "large head_dim": ({"head_dim": 512}, "head_dim 512: (needs|at most) .*"),
+    "float32": ({"dtype": torch.float32}, "dtype float32: needs [a-z0-9, ]* or [a-z0-9]*"),
+    "float64": ({"dtype": torch.float64}, "dtype float64: needs [a-z0-9, ]* or [a-z0-9]*"),
+    "queries": ({"q_len": 150, "kv_len": 160}, "decode only: .* per sequence, not 150"),
+}
+"""What a kernel may not support, and the only ways to say so."""
+
+ADAPTED = [
+    name
+    for name, kernel in catalogue().items()
+    if not kernel.variant_of and not name.startswith("torch-")
+]
+"""Those around PyTorch's own SDPA pass everything on, and repeat PyTorch's reasons."""
+
+
+def supported(kernel: Kernel, make_call: MakeCall, **changes: Any) -> AttentionCall:
+    """A call with those changes, of a base that the kernel supports."""
+    common: dict[str, Any] = {"kv_len": 160, "head_dim": 64, "dtype": torch.float16}
+    base = next(each for each in BASES if kernel.unsupported(make_call(**common, **each)) is None)
+    return make_call(**{**common, **base, **changes})
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_one_reason_has_one_sentence(make_call: MakeCall, name: str) -> None:
+    kernel = catalogue()[name]
+    for feature, (changes, sentence) in FEATURES.items():
+        reason = kernel.unsupported(supported(kernel, make_call, **changes))
+        if reason is not None:
+            assert re.fullmatch(sentence, reason), f"{feature}: {reason}"
+
+
+@pytest.mark.parametrize("name", ["torch-math", "torch-default-compiled", "torch-fa3"])
+@pytest.mark.parametrize("feature", ["dropout", "mask and causal"])
+def test_what_pytorch_does_not_judge_is_said_as_by_others(
+    make_call: MakeCall, name: str, feature: str
+) -> None:
+    changes, sentence = FEATURES[feature]
+    reason = catalogue()[name].unsupported(
+        make_call(q_len=160, kv_len=160, batch=2, dtype=torch.float16, **changes)
+    )
+    assert reason is not None
+    assert re.fullmatch(sentence, reason)
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_no_drop_in_ignores_an_argument(make_call: MakeCall, name: str) -> None:
+    """Even when called without asking `unsupported` first."""
+    kernel = catalogue()[name]
+    for feature in ("dropout", "mask", "causal", "mask and causal", "scale"):
+        call = supported(kernel, make_call, **FEATURES[feature][0])
+        reason = kernel.unsupported(call)
+        # Whether a mask is one of padding is not asked at every call: that waits for the GPU.
+        if reason is not None and "padding mask" not in reason:
+            with pytest.raises(NotImplementedError, match="^" + re.escape(reason)):
+                kernel.attention(**call.arguments())
