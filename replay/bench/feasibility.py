@@ -15,8 +15,8 @@ PATIENCE_SECONDS = 1800
 def check_size(specs: list[Spec], device: torch.device, kernels: int) -> None:
     """Refuse shapes that this machine cannot hold, or would work on for very long.
 
-    Memory: query, key, value and output, the float64 gold with its temporaries, and inputs kept to
-    compare with. Time, on a CPU only: the gold, and about ten runs of every kernel at the rate of
+    Memory: query, key, value and output, the float64 reference with its temporaries, and inputs kept to
+    compare with. Time, on a CPU only: the reference, and about ten runs of every kernel at the rate of
     this machine's float32 matrix products.
 
     Raises:

@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
-from replay.accuracy.errors import compare
-from replay.accuracy.reference import attention, same_dtype
-from replay.accuracy.tolerance import judge, tolerance
+from replay.accuracy.judge import Expected, judge
 from replay.kernels import library
 from replay.kernels.adapters import hub, torch_activated, transformer_engine
 from replay.kernels.registry import catalogue, find
@@ -224,20 +222,14 @@ def verify(make_call: Callable[..., AttentionCall]) -> Callable[..., str | None]
                 outputs = {"drop-in": kernel.attention(**own.arguments())}
                 if kernel.prepare is not None:
                     outputs["core"] = kernel.prepare(arranged.to("cpu"))()
-            gold = attention(call)
+            expected = Expected.of(call)
             for which, output in outputs.items():
                 if which == "core" and output.dtype != call.dtype:
                     assert name == "fa3-fp8"
                 else:
                     assert output.dtype == call.dtype
-                assert output.shape == gold.shape
-                verdict = judge(
-                    output,
-                    gold,
-                    compare(output, gold),
-                    rule,
-                    tolerance(call, same_dtype(call), gold),
-                )
+                assert output.shape == expected.reference.shape
+                verdict = judge(output, expected, rule)
                 assert verdict.passed, f"{name} {which}, {kind}: {verdict.sentence}"
         return None
 

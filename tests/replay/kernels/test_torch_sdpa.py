@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from capture.call import AttentionCall
-from replay.accuracy.errors import compare
-from replay.accuracy.reference import attention, same_dtype
-from replay.accuracy.tolerance import judge, tolerance
+from replay.accuracy.judge import Expected, judge
 from replay.kernels.registry import catalogue
 
 MakeCall = Callable[..., AttentionCall]
@@ -37,10 +35,7 @@ CALLS: dict[str, dict[str, Any]] = {
 def check(name: str, call: AttentionCall) -> None:
     with torch.no_grad():
         output = catalogue()[name].attention(**call.arguments())
-    gold = attention(call)
-    verdict = judge(
-        output, gold, compare(output, gold), "exact", tolerance(call, same_dtype(call), gold)
-    )
+    verdict = judge(output, Expected.of(call), "exact")
     assert verdict.passed, f"{name}: {verdict.sentence}"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from capture.call import Shape
+from capture.shape import Shape
 from replay.plan.choose import Uniform, choose, layer_costs, uniform
 from replay.plan.matching import CensusError
 from replay.plan.plan import Budget, PlanError

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from capture.call import Shape
 from capture.census import Census, Signature
 from capture.interceptor import Arguments
 from capture.modules import Site
+from capture.shape import Shape
 from replay.plan.matching import CensusError, match
 from replay.rows.row import CallFacts, Mask
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
-from replay.accuracy.errors import compare
+from replay.accuracy.judge import Expected, judge
 from replay.accuracy.reference import same_dtype
-from replay.accuracy.tolerance import judge, tolerance
+from replay.accuracy.tolerance import tolerance
 from replay.rows.row import AccuracyClass
 
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_*.py"]
@@ -26,14 +26,17 @@ def device() -> torch.device:
 
 @pytest.fixture
 def assert_right() -> Callable[..., None]:
-    """`assert_right(output, gold, call, "exact")`: the replay's own verdict."""
+    """`assert_right(output, reference, call, "exact")`: the replay's own verdict."""
 
     def check(
-        output: Tensor, gold: Tensor, call: AttentionCall, accuracy_class: AccuracyClass = "exact"
+        output: Tensor,
+        reference: Tensor,
+        call: AttentionCall,
+        accuracy_class: AccuracyClass = "exact",
     ) -> None:
         assert output.dtype == call.dtype
-        allowed = tolerance(call, same_dtype(call), gold)
-        verdict = judge(output, gold, compare(output, gold), accuracy_class, allowed)
+        allowed = tolerance(call, same_dtype(call), reference)
+        verdict = judge(output, Expected(reference, allowed), accuracy_class)
         assert verdict.passed, verdict.sentence
 
     return check

@@ -36,9 +36,9 @@ normal = functools.partial(factories.normal, dtype=HALF, device=DEVICE)
 @pytest.fixture(scope="module")
 def verify() -> Verify:
     """`verify(call)`: output by the replay's rule for exact kernels, and the log-sum-exp."""
-    from replay.accuracy.errors import compare
+    from replay.accuracy.judge import Expected, judge
     from replay.accuracy.reference import same_dtype
-    from replay.accuracy.tolerance import judge, tolerance
+    from replay.accuracy.tolerance import tolerance
 
     def check(call: AttentionCall, **options: Any) -> None:
         query, key, value, mask = call.query, call.key, call.value, call.attn_mask
@@ -48,8 +48,7 @@ def verify() -> Verify:
         expected = attend(query, key, value, mask, call.is_causal, call.scale)
         assert output.dtype == call.dtype
         allowed = tolerance(call, same_dtype(call), expected.output)
-        errors = compare(output, expected.output)
-        verdict = judge(output, expected.output, errors, "exact", allowed)
+        verdict = judge(output, Expected(expected.output, allowed), "exact")
         assert verdict.passed, verdict.sentence
         torch.testing.assert_close(lse.double(), expected.lse, rtol=1e-4, atol=2e-4)
 

@@ -1,4 +1,4 @@
-"""8-bit prefill against attention on the numbers its operands stand for, and against the gold."""
+"""8-bit prefill against attention on the numbers its operands stand for, and against the reference."""
 
 from __future__ import annotations
 
@@ -171,8 +171,8 @@ def test_any_shape_stride_and_scale(
 
 def test_smoothing_rescues_keys_with_an_offset(device: torch.device) -> None:
     call = random_call(1, 2, 2, 64, 256, 64, device=device, offset=30.0)
-    gold = attention(call)
-    plain, smooth = (compare(run(call, "sage", on), gold).relative_l1 for on in (False, True))
+    reference = attention(call)
+    plain, smooth = (compare(run(call, "sage", on), reference).relative_l1 for on in (False, True))
     assert smooth < 0.02
     assert plain > 10 * smooth
 

@@ -174,9 +174,9 @@ def test_the_drop_in_and_its_core(
     kernel = catalogue()["triton-varlen"]
     assert kernel.unsupported(call) is None
     assert kernel.prepare is not None
-    gold = attend(call.query, call.key, call.value, mask, is_causal, 0.2).output
-    assert_right(kernel.attention(**call.arguments()), gold, call)
-    assert_right(kernel.prepare(call)(), gold, call)
+    reference = attend(call.query, call.key, call.value, mask, is_causal, 0.2).output
+    assert_right(kernel.attention(**call.arguments()), reference, call)
+    assert_right(kernel.prepare(call)(), reference, call)
 
 
 def test_what_the_drop_in_refuses() -> None:
