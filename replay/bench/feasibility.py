@@ -13,11 +13,11 @@ PATIENCE_SECONDS = 1800
 
 
 def check_size(specs: list[Spec], device: torch.device, kernels: int) -> None:
-    """Refuse shapes that this machine cannot hold, or would work on for very long.
+    """Refuse shapes that do not fit into this machine's memory or would take it very long.
 
-    Memory: query, key, value and output, the float64 reference with its temporaries, and inputs kept to
-    compare with. Time, on a CPU only: the reference, and about ten runs of every kernel at the rate of
-    this machine's float32 matrix products.
+    Memory: query, key, value and output, the float64 reference with its temporaries, and the copy
+    of the inputs to compare with. Time, on a CPU only: the reference, and about ten runs of every
+    kernel at the rate of this machine's float32 matrix products.
 
     Raises:
         ShapeError: with the `--max-seq` that fits.

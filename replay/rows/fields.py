@@ -17,7 +17,7 @@ from replay.rows.row import Row
 
 SCHEMA = 2
 """The version of a row's fields, in every row. Version 1, up to 0.1, had none of its own; its
-`accuracy.reference` is `accuracy.reference` now."""
+`accuracy.gold` is now `accuracy.reference`."""
 
 
 class Field(NamedTuple):

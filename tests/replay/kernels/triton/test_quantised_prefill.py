@@ -1,4 +1,4 @@
-"""8-bit prefill against attention on the numbers its operands stand for, and against the reference."""
+"""8-bit prefill against attention on what its operands stand for, and against the reference."""
 
 from __future__ import annotations
 
