@@ -111,8 +111,11 @@ def test_a_second_run_repeats_the_first_and_nothing_is_printed(
         ("llama-3.1-8b", 8),
     ],
 )
-def test_steps_of_a_tiny_run(name: str, steps: int) -> None:
+def test_steps_unasked_and_loading_prints_nothing(
+    capfd: pytest.CaptureFixture[str], name: str, steps: int
+) -> None:
     assert models.load(name, size="tiny", device="cpu").settings["steps"] == steps
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("name", models.NAMES)
