@@ -362,7 +362,7 @@ SCRIPTS = {
         "    while piece: piece = piece[os.write(replies, piece):]\n"
         "say(done=True); rest()"
     ),
-    "prints-for-ever": ("begin()\nwhile True: os.write(1, b'y' * 65536)"),
+    "prints-for-ever": "begin()\nwhile True: os.write(1, b'y' * 65536)",
     "closes-its-output": (
         "say(ready=True); receive(); os.close(1); os.close(2); say(at='a'); time.sleep(0.3)\n"
         "say(done=True); rest()"
