@@ -116,9 +116,9 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "fails_when_imported": ("error", "RuntimeError: built for another PyTorch", ""),
     "segfault_when_timed": ("crash", "ended by SIGSEGV", "in segfault_when_timed"),
     "hang_when_timed": ("timeout", "no sign of life", ""),
-    "take_memory": ("out-of-memory", "can't allocate memory", ""),
+    "take_memory": ("out-of-memory", r"needed \d", ""),
     "keep_memory": ("out-of-memory", "all of it is kept; it keeps the memory it took", ""),
-    "too_large": ("out-of-memory", "can't allocate memory", ""),
+    "too_large": ("out-of-memory", r"needed \d", ""),
     "unwritten": ("inaccurate", "are NaN or infinite in the output", ""),
     "one_nan": ("inaccurate", NAN, ""),
     "one_infinity": ("inaccurate", NAN, ""),
@@ -218,7 +218,7 @@ def test_given_up_after_three_workers_and_no_baseline(run_cli: RunCli, recorded:
     assert [row["kernel"] for row in rows] == ["torch-math", crashing] * 4
     assert [row["status"] for row in rows] == ["ok", "crash"] * 4
     assert all(row["time_ms"] and not row["speedup"] for row in rows[::2])
-    assert all(row["accuracy"]["reference"] is None for row in rows[::2])
+    assert all(row["accuracy"]["kernel"] is None for row in rows[::2])
     told = "not tried again, it ended 3 workers"
     assert [told in row["reason"] for row in rows[1::2]] == [False, False, True, True]
 
@@ -265,7 +265,7 @@ def test_kernels_that_want_a_process_of_their_own(tmp_path: Path, quick: Setting
     assert [row.kernel for row in rows] == [*(kernel.name for kernel in asked), "torch-default"]
     assert [row.status for row in rows] == ["ok", "ok", "crash", "ok", "ok"]
     assert rows[2].reason == "the worker exited with code 9"
-    assert all(row.environment == "this" and row.machine["torch"] for row in rows)
+    assert all(row.environment == "this" and row.machine.torch for row in rows)
     assert [row.speedup and row.speedup.vs for row in rows] == [
         *("torch-default", "torch-default", None, "torch-default", None)
     ]
