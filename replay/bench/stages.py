@@ -20,7 +20,7 @@ from replay.kernels.registry import Kernel
 from replay.rows.row import Accuracy, CallFacts, Machine, Program, Row, SpeedupOver, Summary
 from replay.timing import flops
 from replay.timing.rounds import Samples
-from replay.timing.statistics import MINIMUM_PAIRS, paired_speedup, summarize
+from replay.timing.statistics import paired_speedup, summarize
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,7 @@ def make_row(
     samples = timed.samples if is_timed else None
     core = timed.core_samples if is_timed and not confirmed.core_fault else None
     time_ms = None if samples is None else summarize(samples.ms)
+    over_time = ("took longer than --max-seconds",) * (samples is not None and samples.is_over_time)
     no_core = (f"no core time: {confirmed.core_fault}",) if confirmed.core_fault else ()
     return Row(
         kernel=checked.kernel.name,
@@ -111,11 +112,11 @@ def make_row(
         reason=confirmed.finding.reason,
         environment=options.environment,
         process=options.process,
-        flags=checked.flags + no_core,
+        flags=checked.flags + no_core + over_time,
         changed_inputs=checked.changed_inputs,
         time_ms=time_ms,
         core_time_ms=None if core is None else summarize(core.ms),
-        speedup=_speedup(confirmed, baseline, settings.seed),
+        speedup=_speedup(confirmed, baseline),
         tflops=None if time_ms is None else flops.tflops(call, time_ms.p50),
         gb_per_s=None if time_ms is None else flops.gb_per_s(call, time_ms.p50),
         flop_per_byte=flops.arithmetic_intensity(call),
@@ -140,10 +141,10 @@ def make_row(
     )
 
 
-def _speedup(confirmed: Confirmed, baseline: Confirmed | None, seed: int) -> SpeedupOver | None:
+def _speedup(confirmed: Confirmed, baseline: Confirmed | None) -> SpeedupOver | None:
     if baseline is None or confirmed is baseline:
         return None
-    if min(len(baseline.ms), len(confirmed.ms)) < MINIMUM_PAIRS:
+    if not (baseline.ms and confirmed.ms):
         return None
-    found = paired_speedup(baseline.ms, confirmed.ms, seed)
+    found = paired_speedup(baseline.ms, confirmed.ms)
     return SpeedupOver(**vars(found), vs=baseline.timed.checked.kernel.name)

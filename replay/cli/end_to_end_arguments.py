@@ -6,9 +6,6 @@ import argparse
 
 from capture.arguments import positive
 
-LEAST_ROUNDS = 3
-"""Fewer give no interval (`replay.timing.statistics.MINIMUM_PAIRS`)."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `--e2e` and `--plan`."""
@@ -23,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model-rounds",
         type=positive,
         metavar="N",
-        help="timed runs of the model with each kernel (default: 5 to 10, as many as fit into 6 s)",
+        help="timed runs of the model with each kernel (default: 6 to 10, as many as fit into 6 s)",
     )
     model.add_argument("--text", metavar="FILE", help="a language model's perplexity on a text")
     model.add_argument("--e2e-json", metavar="FILE", help="a JSON object per kernel and model")
@@ -53,6 +50,4 @@ def misuse(arguments: argparse.Namespace) -> str:
         return "whole models compare with their own attention: leave out --baseline-kernel"
     if arguments.e2e and arguments.in_process:
         return "--e2e runs the model in a process of its own: leave out --in-process"
-    if arguments.model_rounds is not None and arguments.model_rounds < LEAST_ROUNDS:
-        return f"--model-rounds {arguments.model_rounds} gives no interval: {LEAST_ROUNDS} at least"
     return ""

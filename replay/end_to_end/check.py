@@ -31,13 +31,13 @@ from replay.end_to_end.prediction import KernelAt, Prediction, everywhere, predi
 from replay.end_to_end.span import RUN, Clocked, Span
 from replay.end_to_end.typical import by_round, delayed
 from replay.rows.row import KernelId, Row, Speedup, Status, TimeSummary
-from replay.timing.statistics import MINIMUM_PAIRS, paired_speedup, summarize
+from replay.timing.defaults import MINIMUM_ROUNDS
+from replay.timing.statistics import paired_speedup, summarize
 
 MOST_ROUNDS = 10
-FEWEST_ROUNDS = 5
 ROUNDS_SECONDS = 6.0
-"""Where nobody says how many rounds: as many as a kernel has in this time, but `FEWEST_ROUNDS` at
-least. The bootstrap of three covers 75 %, of five 95 % (simulated)."""
+"""Where nobody says how many rounds: as many as a kernel has in this time, but `MINIMUM_ROUNDS` at
+least."""
 NEIGHBOURS = 2
 """Kernels that share a run of the model's own attention in a round."""
 
@@ -208,7 +208,7 @@ def _run_rounds(arms: Sequence[_Arm], process: ModelProcess, wanted: int | None,
         if wanted is None:
             taken = [run.times.run for arm in arms for run in arm.runs]
             affordable = int(ROUNDS_SECONDS / statistics.mean(taken))
-            total = min(MOST_ROUNDS, max(affordable, FEWEST_ROUNDS))
+            total = min(MOST_ROUNDS, max(affordable, MINIMUM_ROUNDS))
 
 
 def _attempt(arm: _Arm, process: ModelProcess, run: Callable[[], Run]) -> Run | None:
@@ -278,10 +278,10 @@ def _checked(
     own_seconds = own.seconds()
     for span, seconds in arm.seconds().items():
         before = [own_seconds[span][each] for each in arm.beside] if span in own_seconds else []
-        compares = arm is not own and len(before) >= MINIMUM_PAIRS
+        compares = arm is not own and bool(before)
         checked.measured[span] = Measured(
             summarize([1000 * each for each in seconds]),
-            paired_speedup(before, seconds, seed) if compares else None,
+            paired_speedup(before, seconds) if compares else None,
             _rate(arm.runs[-1].times.tokens.get(span), seconds),
         )
     if arm is own:

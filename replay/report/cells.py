@@ -42,9 +42,14 @@ def cell(path: str, group: Group, kernel: KernelId, errors_against: str = "refer
 
 
 def speedup_text(speedup: Speedup) -> str:
-    """`1.25× (1.21-1.30)`, with the digits that tell its interval from 1; `1.01× tie`."""
-    if speedup.verdict == "tie":
-        return f"{speedup.ratio:.2f}× tie"
+    """`1.25× (1.21-1.30)`, with the digits that tell its interval from 1; `1.00× same`;
+    `1.02× ? (0.95-1.10)`, where nobody knows; `too few rounds`."""
+    if speedup.low is None or speedup.high is None:
+        return "too few rounds"
+    if speedup.verdict == "same":
+        return f"{speedup.ratio:.2f}× same"
+    if speedup.verdict == "ambiguous":
+        return f"{speedup.ratio:.2f}× ? ({speedup.low:.2f}-{speedup.high:.2f})"
     digits = 2
     while digits < MOST_DIGITS and 1 in (round(speedup.low, digits), round(speedup.high, digits)):
         digits += 1

@@ -52,6 +52,7 @@ class Candidate:
 
     function: Function
     rounds: int = 0
+    is_over_time: bool = False
     warm_up_ms: list[float] = field(default_factory=list)
     ms: list[float] = field(default_factory=list)
     host_ms: list[float] = field(default_factory=list)
