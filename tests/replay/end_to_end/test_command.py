@@ -64,7 +64,6 @@ PLAN = ("--dir", "recorded", "--plan", "plan.json")
         ((*E2E, "--in-process"), "leave out --in-process"),
         ((*E2E, "--also-random"), "--also-random is not for whole models"),
         ((*E2E, "--baseline-kernel", "torch-math"), "leave out --baseline-kernel"),
-        ((*E2E, "--model-rounds", "2"), "gives no interval: 3 at least"),
         ((*E2E, "--text", "none.txt"), "--text is for language models"),
         ((*E2E, "--use-plan", "none.json"), "cannot read the plan none.json"),
         ((*E2E, "--use-plan", "other.json"), "a plan for flux and recorded holds model.py:build"),

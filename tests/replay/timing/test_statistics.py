@@ -116,9 +116,10 @@ def test_ranks_beyond_the_samples_are_extrapolated() -> None:
 
 
 def test_correlated_rounds_count_less() -> None:
-    runs = [float(index // 10) + 0.01 * (index % 10) for index in range(100)]
+    runs = [1.0 + index // 10 + 0.01 * (index % 10) for index in range(100)]
     correlated, spread = median_interval(runs), median_interval(no_trend(100))
-    assert correlated is not None and spread is not None
+    assert correlated is not None
+    assert spread is not None
     assert correlated.high - correlated.low > 0.4 * 10
     assert spread.high - spread.low < 0.25 * 100
 
@@ -134,7 +135,8 @@ def test_calls_are_correlated_within_themselves() -> None:
     a, b = no_trend(30), [100 + each for each in no_trend(30)]
     together = median_interval(a, b)
     one_after_the_other = median_interval(a + b)
-    assert together is not None and one_after_the_other is not None
+    assert together is not None
+    assert one_after_the_other is not None
     assert together.high - together.low < one_after_the_other.high - one_after_the_other.low
     # Of 60 samples rank 21 has 97.5 %; rank 1 … 30 are the first call's.
     assert together == Interval(21, 110)
