@@ -49,7 +49,8 @@ def speedup_text(speedup: Speedup) -> str:
     if speedup.verdict == "same":
         return f"{speedup.ratio:.2f}× same"
     if speedup.verdict == "ambiguous":
-        return f"{speedup.ratio:.2f}× ? ({speedup.low:.2f}-{speedup.high:.2f})"
+        high = f"{speedup.high:.2f}" if speedup.high < 10 else f"{speedup.high:.0f}"
+        return f"{speedup.ratio:.2f}× ? ({speedup.low:.2f}-{high})"
     digits = 2
     while digits < MOST_DIGITS and 1 in (round(speedup.low, digits), round(speedup.high, digits)):
         digits += 1

@@ -106,10 +106,10 @@ def test_ends_of_the_interval_are_order_statistics(count: int, rank: int) -> Non
 
 def test_ranks_beyond_the_samples_are_extrapolated() -> None:
     trend = [1.1**index for index in range(8)]
-    # By hand: autocorrelation of the ranks 0.625, + (1 + 3 · 0.625) / 8 + 4 / 8 is more than 0.9;
-    # √19 · 3.5 ranks on either side of 4.5, where there are 3.5.
+    # By hand: autocorrelation of the ranks 0.625, + (1 + 3 · 0.625) / 8 + 4 / 8 is more than 0.75;
+    # √7 · 3.5 ranks on either side of 4.5, where there are 3.5.
     interval = median_interval(trend)
-    beyond = 3.5 * (math.sqrt(19) - 1)
+    beyond = 3.5 * (math.sqrt(7) - 1)
     assert interval is not None
     assert interval.low == pytest.approx(1.1**-beyond)
     assert interval.high == pytest.approx(1.1 ** (7 + beyond))
