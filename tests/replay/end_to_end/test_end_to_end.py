@@ -54,7 +54,7 @@ def test_what_a_kernel_does_to_the_model_costs_its_own_row(checks: Checks) -> No
     assert "10 s" in status["hangs"][1]
     assert status["fails"] == (
         "error",
-        "not tried in the model, since it failed in the replay: ValueError: nowhere",
+        "not run in the model because it failed in the replay: ValueError: nowhere",
     )
     wrong = found["wrong"]
     assert status["wrong"] == ("ok", "")
