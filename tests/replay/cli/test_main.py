@@ -96,7 +96,7 @@ def test_random_shape(run_cli: RunCli) -> None:
         ),
         ((*SHAPE, "--kernels", "triton-sparse-decode[keep=2]"), ("at most 1, not 2",)),
         (("--dir", "missing"), ("missing: no such directory", "capture --model")),
-        (("--suite", "llama", "--max-seq", "10"), ("--max-seq 10 leaves nothing of llama", "1024")),
+        (("--suite", "llama", "--max-seq", "10"), ("--max-seq 10 excludes every shape", "1024")),
         ((*SHAPE, "--json", "no/such/folder/rows.jsonl"), ("cannot write no/such/folder",)),
     ],
 )

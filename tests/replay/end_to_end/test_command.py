@@ -75,8 +75,8 @@ PLAN = ("--dir", "recorded", "--plan", "plan.json")
         ((*E2E, "--kernels", "nope"), "no kernel 'nope'"),
         (PLAN, "--plan and --budget require each other"),
         (("--dir", "recorded", "--budget", "cosine=0.9"), "require each other"),
-        ((*PLAN, "--budget", "speed=2"), "no metric 'speed' to budget"),
-        ((*PLAN, "--budget", "cosine=2"), "cosine lies between -1 and 1"),
+        ((*PLAN, "--budget", "speed=2"), "unknown metric 'speed' in the budget"),
+        ((*PLAN, "--budget", "cosine=2"), "cosine must be between -1 and 1"),
         (("--dir", "recorded", "--plan", "no/plan", "--budget", "rmse=1"), "cannot write no/plan"),
         (("--dir", "recorded", "--use-plan", "plan.json"), "--use-plan requires --e2e"),
         (("--dir", "recorded", "--text", "a.txt"), "--text requires --e2e"),
@@ -103,7 +103,7 @@ def test_recordings_that_do_not_serve(refused: Refused) -> None:
     edit(lambda data: data["captures"][0]["settings"].pop("given"))
     assert "does not say how its model was built" in refused(*E2E)
     edit(lambda data: data["captures"][0]["settings"].pop("model"))
-    assert "in a script of yours" in refused(*E2E)
+    assert "in your own script" in refused(*E2E)
     edit(lambda data: data["captures"][0].update(census={}))
     assert "number of calls: capture it again" in refused(*E2E)
 
@@ -202,8 +202,8 @@ def test_where_an_interpreter_imports_from(tmp_path: Path) -> None:
     version = list(sys.version_info[:2])
     told = json.dumps([version, ["", sys.path[-1], "/opt/elsewhere"]])
     assert import_path(interpreter("good", told)) == ("/opt/elsewhere",)
-    with pytest.raises(ModelRefused, match=r"is Python 2\.7 and this one"):
+    with pytest.raises(ModelRefused, match=r"is Python 2\.7, but the model runs in Python"):
         import_path(interpreter("old", json.dumps([[2, 7], []])))
     for broken in (interpreter("broken", "hello"), str(tmp_path / "none")):
-        with pytest.raises(ModelRefused, match="does not say where it imports from"):
+        with pytest.raises(ModelRefused, match="did not report its import path"):
             import_path(broken)
