@@ -6,11 +6,14 @@ import json
 import math
 import socket
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from huggingface_hub import HfApi
 
 import models
@@ -24,6 +27,11 @@ TRAINED = [name for name in models.NAMES if pretrained_weights.directory(name)]
 UNTRAINED = [name for name in models.NAMES if name not in TRAINED]
 
 
+def slow_videos(names: Iterable[str]) -> list[Any]:
+    slow = pytest.mark.slow
+    return [pytest.param(name, marks=slow if "video" in name else ()) for name in names]
+
+
 def output(result: Any) -> torch.Tensor:
     for name in ("frames", "images", "sequences"):
         if name in result:
@@ -35,14 +43,79 @@ def parameters(runnable: models.Runnable) -> torch.Tensor:
     return torch.cat([p.flatten() for root in runnable.roots.values() for p in root.parameters()])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", models.NAMES)
-def test_two_runs_are_equal_and_finite(tiny: Tiny, name: str) -> None:
-    runnable = tiny(name)
-    first, second = output(runnable.run()), output(runnable.run())
-    assert torch.equal(first, second)
-    assert first.isfinite().all()
-    assert first.float().std() > 0.01
+@dataclass
+class Run:
+    """One whole inference, and the query and key of every attention call it made."""
+
+    runnable: models.Runnable
+    output: torch.Tensor
+    calls: Calls
+
+
+@pytest.fixture(scope="module")
+def first_run(tiny: Tiny) -> Callable[..., Run]:
+    """The first run of the tiny model of a name, with the weights it has unasked or with random
+    ones; made once, for a video takes seconds."""
+    runs: dict[tuple[str, str | None], Run] = {}
+
+    def get(name: str, weights: str | None = None) -> Run:
+        if (name, weights) not in runs:
+            runnable = tiny(name)
+            if weights is not None:
+                steps = runnable.settings["steps"]
+                runnable = models.load(
+                    name, size="tiny", weights=weights, device="cpu", steps=steps
+                )
+            with recorded_calls() as calls:
+                runs[name, weights] = Run(runnable, output(runnable.run()), calls)
+        return runs[name, weights]
+
+    return get
+
+
+@contextmanager
+def recorded_calls() -> Iterator[Calls]:
+    """Query and key of every scaled_dot_product_attention call made meanwhile."""
+    calls: Calls = []
+    original = F.scaled_dot_product_attention
+
+    def recorder(query: Any, key: Any, value: Any, *rest: Any, **named: Any) -> torch.Tensor:
+        calls.append((query.clone(), key.clone()))
+        return original(query, key, value, *rest, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "scaled_dot_product_attention", recorder)
+        yield calls
+
+
+@pytest.mark.parametrize("name", slow_videos(models.NAMES))
+def test_a_second_run_repeats_the_first_and_nothing_is_printed(
+    first_run: Callable[..., Run], capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    first = first_run(name)
+    second = output(first.runnable.run())
+    assert torch.equal(first.output, second)
+    assert second.isfinite().all()
+    assert second.float().std() > 0.01
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        ("cogvideo", 6),
+        ("cogvideo-5b", 4),
+        ("flux", 12),
+        ("flux-schnell", 4),
+        ("llama", 8),
+        ("llama-3.1-8b", 8),
+    ],
+)
+def test_steps_unasked_and_loading_prints_nothing(
+    capfd: pytest.CaptureFixture[str], name: str, steps: int
+) -> None:
+    assert models.load(name, size="tiny", device="cpu").settings["steps"] == steps
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("name", models.NAMES)
@@ -69,12 +142,12 @@ CLIP = ((1, 2, 77, 32), (1, 2, 77, 32))
 UNTRAINED_CALLS = {
     "cogvideo": {
         T5: 2 * 2,  # layers × (prompt, empty prompt)
-        ((2, 4, 64 + 3 * 12 * 16, 64),) * 2: 4 * 4,  # layers × steps
+        ((2, 4, 64 + 3 * 12 * 16, 64),) * 2: 4 * 2,  # layers × steps
     },
     "flux": {
         T5: 2,
         CLIP: 2,
-        ((1, 2, 64 + 20 * 20, 128),) * 2: (2 + 4) * 4,  # (double + single blocks) × steps
+        ((1, 2, 64 + 20 * 20, 128),) * 2: (2 + 4) * 2,  # (double + single blocks) × steps
         ((1, 1, 40 * 40, 32),) * 2: 1,  # the middle of the VAE's decoder
     },
     "llama": {
@@ -105,28 +178,6 @@ def sizes(calls: Calls) -> dict[Any, int]:
     return dict(Counter((tuple(query.shape), tuple(key.shape)) for query, key in calls))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", UNTRAINED)
-def test_every_attention_call_of_an_untrained_model(attention_calls: Calls, name: str) -> None:
-    models.load(name, size="tiny", device="cpu").run()
-    assert sizes(attention_calls) == UNTRAINED_CALLS[name.partition("-")[0]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TRAINED)
-def test_every_attention_call_is_of_the_same_size_with_random_weights(
-    tiny: Tiny, attention_calls: Calls, name: str
-) -> None:
-    tiny(name).run()
-    assert sizes(attention_calls) == TRAINED_CALLS[name]
-    attention_calls.clear()
-    steps = tiny(name).settings["steps"]
-    drawn = models.load(name, size="tiny", weights="random", device="cpu", steps=steps)
-    assert drawn.weights == f"random, seed 0 (built-in configuration of the trained {name})"
-    drawn.run()
-    assert sizes(attention_calls) == TRAINED_CALLS[name]
-
-
 def mean_entropy(calls: Calls, *, causal: bool) -> float:
     """Of the largest calls' attention weights, in shares of that of uniform ones."""
     most = max(query.shape[2] * query.shape[3] for query, _ in calls)
@@ -146,26 +197,28 @@ def mean_entropy(calls: Calls, *, causal: bool) -> float:
     return sum(found) / len(found)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["cogvideo-5b", "flux-schnell", "llama-3.1-8b"])
-def test_random_attention_is_neither_uniform_nor_one_hot(
-    tiny: Tiny, attention_calls: Calls, name: str
+@pytest.mark.parametrize("name", slow_videos(UNTRAINED))
+def test_untrained_attention_is_neither_uniform_nor_one_hot(
+    first_run: Callable[..., Run], name: str
 ) -> None:
-    tiny(name).run()
-    assert 0.3 < mean_entropy(attention_calls, causal=name.startswith("llama")) < 0.99
+    calls = first_run(name).calls
+    assert sizes(calls) == UNTRAINED_CALLS[name.partition("-")[0]]
+    assert 0.3 < mean_entropy(calls, causal=name.startswith("llama")) < 0.99
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TRAINED)
-def test_trained_attention_is_more_structured_than_random(
-    tiny: Tiny, attention_calls: Calls, name: str
+@pytest.mark.parametrize("name", slow_videos(TRAINED))
+def test_trained_weights_make_the_calls_of_random_ones_with_more_structure(
+    first_run: Callable[..., Run], name: str
 ) -> None:
-    entropy = {}
-    for weights in ("pretrained", "random"):
-        attention_calls.clear()
-        models.load(name, size="tiny", weights=weights, device="cpu", steps=2).run()
-        entropy[weights] = mean_entropy(attention_calls, causal=name == "llama")
-    assert entropy["pretrained"] < entropy["random"] - 0.05
+    trained, drawn = first_run(name), first_run(name, "random")
+    assert drawn.runnable.weights == (
+        f"random, seed 0 (built-in configuration of the trained {name})"
+    )
+    assert sizes(trained.calls) == sizes(drawn.calls) == TRAINED_CALLS[name]
+    causal = name == "llama"
+    assert (
+        mean_entropy(trained.calls, causal=causal) < mean_entropy(drawn.calls, causal=causal) - 0.05
+    )
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -279,9 +332,3 @@ def test_steps_prompt_and_dtype_are_heeded() -> None:
     assert {parameter.dtype for parameter in runnable.roots[""].parameters()} == {torch.bfloat16}
     buffers = dict(runnable.roots[""].named_buffers())
     assert buffers["model.rotary_emb.inv_freq"].dtype == torch.float32
-
-
-@pytest.mark.parametrize("name", ["cogvideo", "flux", "llama"])
-def test_nothing_is_printed(capfd: pytest.CaptureFixture[str], name: str) -> None:
-    models.load(name, size="tiny", device="cpu", steps=1).run()
-    assert capfd.readouterr() == ("", "")

@@ -510,7 +510,7 @@ def test_a_reference_kernel_that_changes_inputs_or_fails(
     assert rows["torch-math"].accuracy.kernel is None
     assert rows["torch-math"].accuracy.reference.max_abs < 1e-5
     assert rows["torch-math"].changed_inputs == ()
-    assert (rows["mutating"].status, rows["mutating"].changed_inputs) == ("error", ["key"])
+    assert (rows["mutating"].status, rows["mutating"].changed_inputs) == ("error", ("key",))
 
 
 def test_a_broken_file_is_one_row_and_the_others_run(

@@ -16,7 +16,7 @@ from replay.end_to_end.check import MOST_ROUNDS, Checked, check
 from replay.end_to_end.model_clock import RunTimes
 from replay.end_to_end.model_process import BASELINE, ModelProcess, Run, RunFailed, Variant
 from replay.end_to_end.span import RUN
-from replay.rows.row import GpuState, Row
+from replay.rows.row import GpuState, KernelId, Row
 from replay.timing.statistics import summarize
 from tests import factories
 from tests.factories import census
@@ -280,7 +280,7 @@ def test_a_kernel_that_changed_its_inputs_in_the_replay() -> None:
     rows[1] = replace(rows[1], changed_inputs=("key",))
     variants = [Variant("a", "a"), Variant("b", "b"), Variant("plan", "", plan=Path("plan.json"))]
     process = cast("ModelProcess", Pretended())
-    plan = {"plan": lambda module, phase: "a" if module == "layers.0" else "b"}
+    plan = {"plan": lambda module, phase: KernelId("a" if module == "layers.0" else "b")}
     found = check(record, rows, variants, process, rounds=3, kernel_at=plan)
     assert [each.changed_inputs for each in found] == [[], ["key"], [], ["key"]]
 

@@ -35,7 +35,7 @@ def made(measured: float = 0.9, saved: float = 0.2, attention: float = 0.2, **sp
     )
     predicted = replace(predicted, **span)
     checked = Checked("fast", "model", "none")
-    checked.prediction = Prediction("fast", "torch-default", predicted, {})
+    checked.prediction = Prediction(predicted, {})
     ratio = 1 / measured
     checked.measured = {
         RUN: Measured(

@@ -17,11 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
-from replay.accuracy.judge import Expected, judge
 from replay.kernels import library
 from replay.kernels.adapters import hub, torch_activated, transformer_engine
-from replay.kernels.registry import catalogue, find
+from replay.kernels.registry import catalogue
 
 
 def textbook(
@@ -52,6 +50,15 @@ def textbook(
 def formula() -> Callable[..., Tensor]:
     """`textbook`, for stand-ins."""
     return textbook
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Tensors are small here: waiting for a second thread costs more than it computes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)
@@ -125,112 +132,3 @@ def unavailable(gpu: Callable[[int, int], torch.device]) -> Callable[..., str | 
         return catalogue()[name].unavailable(gpu(major, minor))
 
     return ask
-
-
-def in_model_strides(call: AttentionCall) -> AttentionCall:
-    """Views of (B, S, H, D) memory, as a model's projections give."""
-    return call.with_tensors(
-        {
-            name: tensor.transpose(1, 2).contiguous().transpose(1, 2)
-            for name, tensor in call.tensors().items()
-            if name in ("query", "key", "value")
-        }
-    )
-
-
-def with_far_elements(call: AttentionCall) -> AttentionCall:
-    """Heads whose elements are not adjacent: (B, H, D, S) memory."""
-    return call.with_tensors(
-        {
-            name: tensor.mT.contiguous().mT
-            for name, tensor in call.tensors().items()
-            if name in ("query", "key", "value")
-        }
-    )
-
-
-def padding(lengths: list[int], kv_len: int, side: str = "right") -> Tensor:
-    """(B, 1, 1, Sk) bool, True where a key counts."""
-    position = torch.arange(kv_len).flip(0) if side == "left" else torch.arange(kv_len)
-    return (position < torch.tensor(lengths)[:, None])[:, None, None]
-
-
-KINDS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "batch": {"batch": 2},
-    "scale": {"scale": 0.3},
-    "scale, batch": {"scale": 0.3, "batch": 2},
-    "cross": {"batch": 2, "q_len": 130, "kv_len": 150},
-    "causal": {"is_causal": True},
-    "causal, batch": {"is_causal": True, "batch": 2},
-    "causal, longer keys": {"is_causal": True, "kv_len": 150},
-    "grouped": {"q_heads": 4, "kv_heads": 2},
-    "grouped, causal, batch": {"q_heads": 6, "kv_heads": 2, "batch": 2, "is_causal": True},
-    "decode": {"batch": 2, "q_heads": 8, "kv_heads": 2, "q_len": 1, "kv_len": 133},
-    "decode of one": {"q_len": 1, "kv_len": 48},
-    "decode, scale": {"batch": 2, "q_len": 1, "kv_len": 48, "scale": 0.3},
-    "padded right": {"batch": 2, "attn_mask": padding([130, 77], 130)},
-    "padded left": {"batch": 2, "attn_mask": padding([60, 130], 130, "left")},
-    "padded decode": {
-        "batch": 2,
-        "q_heads": 4,
-        "kv_heads": 2,
-        "q_len": 1,
-        "attn_mask": padding([60, 130], 130, "left"),
-    },
-    "bool mask": {"attn_mask": torch.rand(130, 130) < 0.7, "kv_len": 130},
-    "bool mask, batch": {"attn_mask": torch.rand(2, 1, 130, 136) < 0.7, "batch": 2, "kv_len": 136},
-    "mask by head": {"attn_mask": torch.rand(1, 2, 130, 136) < 0.7, "kv_len": 136},
-    "float mask": {"attn_mask": torch.randn(1, 1, 130, 136), "kv_len": 136},
-    "narrow values": {"v_head_dim": 32},
-    "head_dim 96": {"head_dim": 96},
-    "head_dim 80": {"head_dim": 80},
-    "bfloat16": {"dtype": torch.bfloat16},
-    "float32": {"dtype": torch.float32},
-}
-"""Kinds of call, as arguments of `make_call`."""
-
-
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def verify(make_call: Callable[..., AttentionCall]) -> Callable[..., str | None]:
-    """`verify(name, kind)`: the kernel's reason, or None after checking drop-in and core."""
-
-    def check(name: str, kind: str) -> str | None:
-        options = {"q_len": 130, "head_dim": 64, "dtype": torch.float16, **KINDS[kind]}
-        call = make_call(
-            **{"kv_len": options["q_len"] if "attn_mask" not in options else 130} | options
-        )
-        mask = call.attn_mask
-        if mask is not None and mask.is_floating_point():
-            call = call.with_tensors({"attn_mask": mask.to(call.dtype)})
-        kernel = find(name)
-        if reason := kernel.unsupported(call):
-            return reason
-        rule = kernel.accuracy_class if name == "fa3-fp8" else "exact"
-        for arranged in (call, in_model_strides(call), with_far_elements(call)):
-            if kernel.unsupported(arranged):
-                assert arranged.key.stride(-1) != 1
-                continue
-            with torch.no_grad():
-                # Its own tensors: some kernels change them.
-                own = arranged.to("cpu")
-                outputs = {"drop-in": kernel.attention(**own.arguments())}
-                if kernel.prepare is not None:
-                    outputs["core"] = kernel.prepare(arranged.to("cpu"))()
-            expected = Expected.of(call)
-            for which, output in outputs.items():
-                if which == "core" and output.dtype != call.dtype:
-                    assert name == "fa3-fp8"
-                else:
-                    assert output.dtype == call.dtype
-                assert output.shape == expected.reference.shape
-                verdict = judge(output, expected, rule)
-                assert verdict.passed, f"{name} {which}, {kind}: {verdict.sentence}"
-        return None
-
-    return check

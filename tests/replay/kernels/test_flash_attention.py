@@ -19,8 +19,8 @@ from capture.call import AttentionCall
 from replay.kernels.adapters import fa3, torch_activated
 from replay.kernels.layout import Packed
 from replay.kernels.registry import catalogue
+from tests.replay.kernels.kinds import KINDS, MASKED, call_of, cases, verify
 
-Verify = Callable[..., "str | None"]
 Formula = Callable[..., Tensor]
 
 
@@ -123,9 +123,14 @@ def flash_attn(install: Callable[..., ModuleType], formula: Formula) -> None:
     )
 
 
-@pytest.fixture(params=["tensor", "tuple"])
+@pytest.fixture(params=["a tensor", "a tuple"])
+def flash_attn_interface_returns(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
 def flash_attn_interface(
-    install: Callable[..., ModuleType], formula: Formula, request: pytest.FixtureRequest
+    install: Callable[..., ModuleType], formula: Formula, flash_attn_interface_returns: str
 ) -> None:
     def flash_attn_func(
         q: Tensor,
@@ -159,7 +164,7 @@ def flash_attn_interface(
         else:
             _readable(q, k, v)
         output = formula(*heads_first, softmax_scale, causal).transpose(1, 2)
-        return (output, torch.empty(0)) if request.param == "tuple" else output
+        return output if flash_attn_interface_returns == "a tensor" else (output, torch.empty(0))
 
     install(
         "flash_attn_interface", version=("flash_attn_3", "3.0.0b1"), flash_attn_func=flash_attn_func
@@ -194,15 +199,6 @@ BOTTOM_RIGHT = (
 )
 FLOAT32 = "dtype float32: needs float16 or bfloat16"
 NO_MASK = "takes no attn_mask"
-MASKED = (
-    "padded right",
-    "padded left",
-    "padded decode",
-    "bool mask",
-    "bool mask, batch",
-    "mask by head",
-    "float mask",
-)
 NARROW = "value head_dim 32 differs from query head_dim 64"
 REFUSED = {
     "causal, longer keys": BOTTOM_RIGHT,
@@ -213,47 +209,53 @@ REFUSED = {
 
 
 @pytest.mark.usefixtures("flash_attn")
-def test_fa2(verify: Verify, kind: str) -> None:
-    assert verify("fa2", kind) == REFUSED.get(kind)
+def test_fa2() -> None:
+    assert verify("fa2") == REFUSED
 
 
 @pytest.mark.usefixtures("flash_attn_interface")
 @pytest.mark.parametrize("name", ["fa3", "fa3-fp8"])
-def test_fa3(verify: Verify, kind: str, name: str) -> None:
-    assert verify(name, kind) == REFUSED.get(kind)
+def test_fa3(name: str, flash_attn_interface_returns: str) -> None:
+    assert verify(name, flash_attn_interface_returns) == REFUSED
 
 
 @pytest.mark.usefixtures("flash_attn_4")
-def test_fa4(verify: Verify, kind: str) -> None:
-    refused = {name: reason for name, reason in REFUSED.items() if name != "narrow values"}
-    assert verify("fa4", kind) == refused.get(kind)
+def test_fa4() -> None:
+    assert verify("fa4") == {
+        kind: reason for kind, reason in REFUSED.items() if kind != "narrow values"
+    }
 
 
 @pytest.mark.usefixtures("flash_attn")
-def test_fa2_varlen_is_for_padded_batches(verify: Verify, kind: str) -> None:
-    reason = verify("fa2-varlen", kind)
-    if kind.startswith("padded"):
-        assert reason is None
-    elif kind == "float mask":
-        assert reason == "takes a bool padding mask only, not float16"
-    elif kind in MASKED:
-        assert reason is not None
-        assert reason.startswith("takes a padding mask only")
-    elif kind in ("float32", "narrow values"):
-        assert reason == REFUSED[kind]
-    else:
-        assert reason == "for padded batches: this call has no attn_mask"
+def test_fa2_varlen_is_for_padded_batches() -> None:
+    no_padding = (
+        "takes a padding mask only: the same for all heads and queries, "
+        "masking keys before or after the rest"
+    )
+    assert verify("fa2-varlen") == {
+        **{
+            kind: "for padded batches: this call has no attn_mask"
+            for kind in KINDS
+            if kind not in MASKED
+        },
+        **{kind: no_padding for kind in MASKED if "padded" not in kind},
+        "float mask": "takes a bool padding mask only, not float16",
+        "float32": FLOAT32,
+        "narrow values": NARROW,
+    }
 
 
 @pytest.mark.usefixtures("flash_attn")
-def test_fa2_kvcache_is_for_decode(verify: Verify, kind: str) -> None:
-    reason = verify("fa2-kvcache", kind)
-    if "decode" in kind:
-        assert reason is None
-    elif kind in ("float32", "narrow values"):
-        assert reason == REFUSED[kind]
-    else:
-        assert reason == "decode only: one query per sequence, not 130"
+def test_fa2_kvcache_is_for_decode() -> None:
+    assert verify("fa2-kvcache") == {
+        **{
+            kind: "decode only: one query per sequence, not 130"
+            for kind in KINDS
+            if "decode" not in kind
+        },
+        "float32": FLOAT32,
+        "narrow values": NARROW,
+    }
 
 
 def test_quantise_keeps_what_float8_can() -> None:
@@ -308,12 +310,15 @@ def implementations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize(("name", "implementation"), [("torch-fa3", "FA3"), ("torch-fa4", "FA4")])
 def test_activation_lasts_one_call(
-    verify: Verify, implementations: list[str], kind: str, name: str, implementation: str
+    implementations: list[str], name: str, implementation: str
 ) -> None:
     """On the CPU PyTorch's own flash answers; which backend it is belongs to the GPU."""
-    assert verify(name, kind) == REFUSED.get(kind)
-    # Twice: PyTorch refuses the third arrangement, of heads whose elements are apart.
-    assert implementations == ([] if kind in REFUSED else [implementation, "restore"] * 2)
+    assert verify(name) == REFUSED
+    runs = sum(case[0] == name for case in cases())
+    assert implementations == [implementation, "restore"] * runs
+    assert catalogue()[name].unsupported(call_of("plain", "elements apart")) == (
+        "the elements of a head lie 130 apart in the query: must be adjacent"
+    )
 
 
 def test_activation_gives_back_what_was_active(implementations: list[str]) -> None:

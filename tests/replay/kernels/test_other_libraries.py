@@ -19,8 +19,8 @@ from torch import Tensor
 from capture.call import AttentionCall
 from replay.kernels.adapters import flashinfer, hub, transformer_engine
 from replay.kernels.registry import catalogue
+from tests.replay.kernels.kinds import KINDS, MASKED, check, verify
 
-Verify = Callable[..., "str | None"]
 Install = Callable[..., ModuleType]
 Formula = Callable[..., Tensor]
 Unavailable = Callable[..., "str | None"]
@@ -30,15 +30,12 @@ BOTTOM_RIGHT = (
 )
 FLOAT32 = "dtype float32: needs float16 or bfloat16"
 NARROW = "value head_dim 32 differs from query head_dim 64"
-MASKED = (
-    "padded right",
-    "padded left",
-    "padded decode",
-    "bool mask",
-    "bool mask, batch",
-    "mask by head",
-    "float mask",
-)
+REFUSED = {
+    "causal, longer keys": BOTTOM_RIGHT,
+    "float32": FLOAT32,
+    "narrow values": NARROW,
+    **dict.fromkeys(MASKED, "takes no attn_mask"),
+}
 OTHER_HEAD_DIMS = {
     "head_dim 96": "head_dim 96: needs 64, 128 or 256",
     "head_dim 80": "head_dim 80: needs 64, 128 or 256",
@@ -86,12 +83,11 @@ def xformers(install: Install, formula: Formula) -> None:
 
 
 @pytest.mark.usefixtures("xformers")
-def test_xformers(verify: Verify, kind: str) -> None:
-    unaligned = dict.fromkeys(
+def test_xformers() -> None:
+    assert verify("xformers") == dict.fromkeys(
         ("padded right", "padded left", "padded decode", "bool mask"),
         "attn_mask over 130 keys: needs a multiple of 8",
     )
-    assert verify("xformers", kind) == unaligned.get(kind)
 
 
 class DotProductAttention:
@@ -154,23 +150,18 @@ def te(install: Install, formula: Formula, monkeypatch: pytest.MonkeyPatch) -> C
 
 
 @pytest.mark.parametrize("backend", ["flash", "fused", "unfused"])
-def test_transformer_engine(
-    verify: Verify, te: Callable[[], None], kind: str, backend: str
-) -> None:
+def test_transformer_engine(te: Callable[[], None], backend: str) -> None:
     transformer_engine.choose(backend)
     te()
-    refused = {
-        "causal, longer keys": BOTTOM_RIGHT,
-        "float32": FLOAT32,
-        **dict.fromkeys(MASKED, "takes no attn_mask"),
+    assert verify(f"te-{backend}") == {
+        kind: reason for kind, reason in REFUSED.items() if kind != "narrow values"
     }
-    assert verify(f"te-{backend}", kind) == refused.get(kind)
     switches = {name: os.environ[switch] for name, switch in transformer_engine.SWITCHES.items()}
     assert switches == {name: str(int(name == backend)) for name in switches}
 
 
 def test_transformer_engine_has_one_backend_a_process(
-    verify: Verify, te: Callable[[], None], unavailable: Unavailable
+    te: Callable[[], None], unavailable: Unavailable
 ) -> None:
     assert unavailable("te-flash") == (
         "not installed: pip install --no-build-isolation transformer-engine[pytorch]"
@@ -183,9 +174,9 @@ def test_transformer_engine_has_one_backend_a_process(
     )
     assert unavailable("te-flash") == taken
     assert unavailable("te-fused") is None
-    assert verify("te-fused", "plain") is None
+    check("te-fused", "plain")
     with pytest.raises(RuntimeError, match="one backend a process"):
-        verify("te-flash", "plain")
+        check("te-flash", "plain")
 
 
 def test_asking_settles_nothing(te: Callable[[], None], unavailable: Unavailable) -> None:
@@ -362,21 +353,15 @@ def planned(install: Install, formula: Formula, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("backend", ["fa2", "fa3"])
-def test_flashinfer_prefill(verify: Verify, planned: list[str], kind: str, backend: str) -> None:
-    refused = {
-        "causal, longer keys": BOTTOM_RIGHT,
-        "float32": FLOAT32,
-        "narrow values": NARROW,
-        **OTHER_HEAD_DIMS,
-    }
-    if backend == "fa3":
-        refused |= dict.fromkeys(MASKED, "takes no attn_mask")
-    else:
+def test_flashinfer_prefill(planned: list[str], backend: str) -> None:
+    refused = {**REFUSED, **OTHER_HEAD_DIMS}
+    if backend == "fa2":
+        refused = {kind: reason for kind, reason in refused.items() if kind not in MASKED}
         refused |= {
             "mask by head": "takes one attn_mask for all heads",
             "float mask": "takes a bool attn_mask only, not float16",
         }
-    assert verify(f"flashinfer-{backend}", kind) == refused.get(kind)
+    assert verify(f"flashinfer-{backend}") == refused
 
 
 def test_a_plan_is_made_once_for_the_core(
@@ -404,18 +389,14 @@ def test_a_mask_does_not_outlive_its_call(
     assert torch.equal(kernel.attention(**call.arguments()), before)
 
 
-def test_flashinfer_decode(verify: Verify, planned: list[str], kind: str) -> None:
-    reason = verify("flashinfer-decode", kind)
-    if kind.startswith("decode"):
-        assert reason is None
-    elif kind == "padded decode":
-        assert reason == "takes no attn_mask"
-    else:
-        assert reason is not None
+def test_flashinfer_decode(planned: list[str]) -> None:
+    refused = verify("flashinfer-decode")
+    assert refused["padded decode"] == "takes no attn_mask"
+    assert set(KINDS) - set(refused) == {"decode", "decode of one", "decode, scale"}
 
 
 def test_flashinfer_decodes_pages_of_the_wanted_size(
-    verify: Verify, planned: list[str], monkeypatch: pytest.MonkeyPatch
+    planned: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = []
     real = flashinfer._paged
@@ -426,7 +407,7 @@ def test_flashinfer_decodes_pages_of_the_wanted_size(
         return pages
 
     monkeypatch.setattr(flashinfer, "_paged", paged)
-    assert verify("flashinfer-decode[page_size=7]", "decode") is None
+    check("flashinfer-decode[page_size=7]", "decode")
     assert set(sizes) == {7}
 
 
@@ -494,16 +475,8 @@ def kernels_package(
 
 
 @pytest.mark.parametrize("repository", [each.repository for each in hub.KNOWN])
-def test_hub_kernels(
-    verify: Verify, kernels_package: dict[str, Any], kind: str, repository: str
-) -> None:
-    refused = {
-        "causal, longer keys": BOTTOM_RIGHT,
-        "float32": FLOAT32,
-        "narrow values": NARROW,
-        **dict.fromkeys(MASKED, "takes no attn_mask"),
-    }
-    assert verify(f"hub:{repository}", kind) == refused.get(kind)
+def test_hub_kernels(kernels_package: dict[str, Any], repository: str) -> None:
+    assert verify(f"hub:{repository}") == REFUSED
 
 
 def test_without_a_network_only_the_cache_is_asked(

@@ -25,21 +25,12 @@ from torch import Tensor
 from capture.call import AttentionCall
 from replay.kernels.adapters import sage2
 from replay.kernels.registry import Kernel, catalogue, select
+from tests.replay.kernels.kinds import KINDS, MASKED, VARIANTS, check, verify
 
-Verify = Callable[..., "str | None"]
 Install = Callable[..., ModuleType]
 Formula = Callable[..., Tensor]
 Calls = list[dict[str, Any]]
 
-MASKED = (
-    "padded right",
-    "padded left",
-    "padded decode",
-    "bool mask",
-    "bool mask, batch",
-    "mask by head",
-    "float mask",
-)
 REFUSED = {
     "causal, longer keys": (
         "causal with 130 queries and 150 keys: its mask is aligned bottom right, SDPA's top left"
@@ -335,10 +326,12 @@ def _variants(base: str) -> list[Kernel]:
 
 
 @pytest.mark.usefixtures("sage_1")
-@pytest.mark.parametrize("name", ["sage1", "sage1[smooth_k=off]"])
-def test_sage1(verify: Verify, kind: str, name: str) -> None:
-    refused = {**REFUSED, "head_dim 80": "head_dim 80: needs 64, 96 or 128"}
-    assert verify(name, kind) == refused.get(kind)
+@pytest.mark.parametrize("variant", VARIANTS["sage1"])
+def test_sage1(variant: str) -> None:
+    assert verify("sage1", variant) == {
+        **REFUSED,
+        "head_dim 80": "head_dim 80: needs 64, 96 or 128",
+    }
 
 
 @pytest.mark.usefixtures("sage_1")
@@ -392,28 +385,23 @@ def test_the_core_of_sage1_on_the_real_kernels() -> None:
 
 
 @pytest.mark.parametrize("function", sage2.FUNCTIONS, ids=lambda function: function.kernel)
-def test_sage2(verify: Verify, sage_2: Calls, kind: str, function: sage2.Function) -> None:
-    refused: dict[str, str | None] = dict(REFUSED)
+def test_sage2(sage_2: Calls, function: sage2.Function) -> None:
+    refused = dict(REFUSED)
     if function.kernel == "sage2-fp16-triton":
-        refused |= dict.fromkeys(MASKED)
+        refused = {kind: reason for kind, reason in REFUSED.items() if kind not in MASKED}
         refused["float mask"] = "takes a bool attn_mask only, not float16"
-    if kind in ("head_dim 96", "head_dim 80") or (kind in MASKED and not refused.get(kind)):
-        # The library pads these or takes the mask itself; it exposes no core for them.
-        kernel = catalogue()[function.kernel]
-        if kernel.prepare is not None:
-            with pytest.raises(NotImplementedError, match="core time"):
-                verify(function.kernel, kind)
-            return
-    assert verify(function.kernel, kind) == refused.get(kind)
+    # The library pads these or takes the mask itself; it exposes no core for them.
+    without_core = {"head_dim 96", "head_dim 80", *MASKED}
+    assert verify(function.kernel, without_core=without_core) == refused
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("base", [function.kernel for function in sage2.FUNCTIONS])
-def test_every_variant_passes_its_options(verify: Verify, sage_2: Calls, base: str) -> None:
+def test_every_variant_passes_its_options(sage_2: Calls, base: str) -> None:
     function = next(each for each in sage2.FUNCTIONS if each.kernel == base)
     for kernel in _variants(base)[1:]:
         sage_2.clear()
-        assert verify(kernel.name, "grouped, causal, batch") is None
+        check(kernel.name, "grouped, causal, batch")
         options = function.variants[kernel.name.partition("[")[2].rstrip("]")]
         dropped_in = next(each for each in sage_2 if each["function"] == function.function)
         assert options.items() <= dropped_in.items()
@@ -455,14 +443,14 @@ def test_names_of_variants() -> None:
     assert all("accum=fp16," in name or "accum=fp32," in name for name in smoothed)
 
 
-@pytest.mark.parametrize("name", ["sage2-varlen", "sage2-varlen[smooth_k=off]"])
-def test_sage2_varlen(verify: Verify, sage_2: Calls, kind: str, name: str) -> None:
-    reason = verify(name, kind)
-    if kind.startswith("padded"):
-        assert reason is None
-        assert {call["smooth_k"] for call in sage_2} == {"off" not in name}
-    else:
-        assert reason is not None
+@pytest.mark.parametrize("variant", VARIANTS["sage2-varlen"])
+def test_sage2_varlen(sage_2: Calls, variant: str) -> None:
+    assert set(KINDS) - set(verify("sage2-varlen", variant)) == {
+        "padded right",
+        "padded left",
+        "padded decode",
+    }
+    assert {call["smooth_k"] for call in sage_2} == {variant != "smooth_k=off"}
 
 
 @pytest.mark.usefixtures("sage_2")
@@ -532,18 +520,19 @@ OTHER_HEAD_DIMS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "per_block"),
-    [("sage3", True), ("sage3[mean=block]", True), ("sage3[mean=sequence]", False)],
-)
-def test_sage3(verify: Verify, sage_3: list[bool], kind: str, name: str, per_block: bool) -> None:
-    refused = {**FEWER_KEY_HEADS, **REFUSED, **OTHER_HEAD_DIMS}
-    refused |= dict.fromkeys(
+@pytest.mark.parametrize("variant", VARIANTS["sage3"])
+def test_sage3(sage_3: list[bool], variant: str) -> None:
+    scaled = dict.fromkeys(
         ("scale", "scale, batch", "decode, scale"),
         "takes no scale: always 1/sqrt(head_dim), not 0.3",
     )
-    assert verify(name, kind) == refused.get(kind)
-    assert set(sage_3) <= {per_block}
+    assert verify("sage3", variant) == {
+        **FEWER_KEY_HEADS,
+        **REFUSED,
+        **OTHER_HEAD_DIMS,
+        **scaled,
+    }
+    assert set(sage_3) == {variant != "mean=sequence"}
 
 
 @pytest.fixture
@@ -584,15 +573,14 @@ def spas_sage_attn(install: Install, formula: Formula) -> list[float]:
     return shares
 
 
-@pytest.mark.parametrize(("name", "topk"), [("sparge", 0.5), ("sparge[topk=0.25]", 0.25)])
-def test_sparge(
-    verify: Verify, spas_sage_attn: list[float], kind: str, name: str, topk: float
-) -> None:
-    refused = {**FEWER_KEY_HEADS, **REFUSED, **OTHER_HEAD_DIMS}
-    refused |= dict.fromkeys(
-        ("causal", "causal, batch", "causal, longer keys", "grouped, causal, batch"),
-        "takes no is_causal",
-    )
-    refused |= dict.fromkeys(("decode of one", "decode, scale"), "length 1: at least 128")
-    assert verify(name, kind) == refused.get(kind)
-    assert set(spas_sage_attn) <= {topk}
+@pytest.mark.parametrize(("variant", "topk"), zip(VARIANTS["sparge"], (0.5, 0.25), strict=True))
+def test_sparge(spas_sage_attn: list[float], variant: str, topk: float) -> None:
+    causal = ("causal", "causal, batch", "causal, longer keys", "grouped, causal, batch")
+    assert verify("sparge", variant) == {
+        **FEWER_KEY_HEADS,
+        **REFUSED,
+        **OTHER_HEAD_DIMS,
+        **dict.fromkeys(causal, "takes no is_causal"),
+        **dict.fromkeys(("decode of one", "decode, scale"), "length 1: at least 128"),
+    }
+    assert set(spas_sage_attn) == {topk}

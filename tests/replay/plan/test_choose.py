@@ -14,7 +14,8 @@ from replay.plan.choose import Uniform, choose, layer_costs, uniform
 from replay.plan.matching import CensusError
 from replay.plan.plan import Budget, PlanError
 from replay.rows.row import Accuracy, Row, Status
-from tests.factories import accuracy, census, errors, row
+from replay.timing.statistics import paired_speedup
+from tests.factories import accuracy, census, errors, row, speedup_over
 from tests.factories import call_facts as facts
 
 COSINE = Budget("cosine", 0.99)
@@ -152,6 +153,18 @@ def test_equal_layers_do_not_choose_unequally_by_chance() -> None:
     rows += [row("old", b, 10.0), row("new", b, 4.0), row("newer", b, 3.9)]
     counted = census(("layers.0", "denoise", 64, 1), ("layers.1", "denoise", 64, 1))
     assert set(chosen(rows, counted).values()) == {"new"}
+
+
+@pytest.mark.parametrize(("against", "chosen"), [(10.0, "alone"), (5.1, "old")])
+def test_rounds_of_two_processes_are_not_paired(against: float, chosen: str) -> None:
+    """A kernel with its own worker is as fast as its speed-up over the baseline there says."""
+    call = facts("a", "layers.0")
+    rows = [row("old", call, 10.0), row("alone", call, 5.0)]
+    before, after = [against] * 5, [5.0, 5.2] * 2 + [5.0]
+    over = speedup_over("old", paired_speedup(before, after))
+    rows[1] = replace(rows[1], process="alone", speedup=over)
+    plan = choose(rows, census(("layers.0", "denoise", 64, 8)), Budget("cosine", 0.9), "old")
+    assert plan.choices[0].kernel == chosen
 
 
 def test_kernels_of_other_environments_are_not_chosen() -> None:

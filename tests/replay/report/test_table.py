@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from rich.console import Console
 
 from replay.accuracy.errors import compare
+from replay.report.cells import cell, speedup_text
 from replay.report.groups import group_rows, pooled_speedup
 from replay.report.table import print_report
 from replay.rows.row import CallFacts, Errors, KernelId, Mask, Row, Status
@@ -199,6 +201,48 @@ def test_rounds_of_two_processes_are_not_paired() -> None:
     assert pooled_speedup(group, mine) == speedup(2.5, 2.5, 2.5)
     assert pooled_speedup(group, mine, over=alone) is None
     assert pooled_speedup(group, alone, over=mine) is None
+
+
+def test_a_kernel_file_may_have_an_at_sign_in_its_path() -> None:
+    name = "/home/me@work/mine.py:fast"
+    rows = [row("base", call()), row(name, call(), (0.5,) * 3, against=(1.0,) * 3)]
+    rows += [replace(each, environment="fa4") for each in rows]
+    (group,) = group_rows(rows)
+    assert [str(each) for each in group.rows] == ["base", name, "base@fa4", f"{name}@fa4"]
+    for environment in ("this", "fa4"):
+        assert pooled_speedup(group, KernelId(name, environment)) == speedup(2.0, 2.0, 2.0)
+        assert cell("speedup.ratio", group, KernelId("base", environment)) == "baseline"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "text"),
+    [
+        (1.003, 1.02, "1.010× (1.003-1.020)"),
+        (0.98, 0.9996, "1.0100× (0.9800-0.9996)"),
+        (1.0000001, 1.02, "1.0100× (1.0000-1.0200)"),
+        (1.21, 1.3, "1.01× (1.21-1.30)"),
+        (0.99, 1.02, "1.01× tie"),
+    ],
+)
+def test_an_interval_that_is_no_tie_does_not_read_as_one(
+    low: float, high: float, text: str
+) -> None:
+    assert speedup_text(speedup(1.01, low, high)) == text
+
+
+def test_columns_of_work_show_the_middle_value_of_an_even_number_of_calls() -> None:
+    rows = [replace(row("base", call(str(tflops))), tflops=tflops) for tflops in (100.0, 200.0)]
+    (group,) = group_rows(rows)
+    assert cell("tflops", group, KernelId("base")) == "150"
+
+
+def test_a_shortage_of_memory_is_said_once() -> None:
+    rows = [row("base", call(name)) for name in ("a", "b")]
+    for name, size in (("a", "1.5"), ("b", "2.25")):
+        reason = f"needed {size} GiB, 10 GiB of 80 GiB free"
+        rows.append(row("greedy", call(name), status="out-of-memory", reason=reason))
+    assert report(rows).count("greedy: out-of-memory: needed 1.5 GiB") == 1
+    assert report(rows).count("out-of-memory") == 1
 
 
 def test_decode_calls_of_very_different_caches_are_apart() -> None:

@@ -28,17 +28,6 @@ def segfault(*arguments: Any, **options: Any) -> Tensor:
     raise AssertionError("still here")
 
 
-def sigkill(*arguments: Any, **options: Any) -> Tensor:
-    sys.stderr.write("the last words of sigkill")
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError("still here")
-
-
-def abort(*arguments: Any, **options: Any) -> Tensor:
-    os.write(1, b"the last words of abort, cut \xff short")
-    os.abort()
-
-
 def hang(*arguments: Any, **options: Any) -> Tensor:
     print("the last words of hang")
     time.sleep(3600)
@@ -53,11 +42,6 @@ def exit_politely(*arguments: Any, **options: Any) -> Tensor:
     sys.exit(0)
 
 
-def real_time_signal(*arguments: Any, **options: Any) -> Tensor:
-    os.kill(os.getpid(), signal.SIGRTMIN + 1)
-    raise AssertionError("still here")
-
-
 def fork_and_die(*arguments: Any, **options: Any) -> Tensor:
     """What it forked stays, with both pipes open."""
     if os.fork() == 0:
@@ -69,12 +53,6 @@ def fork_and_die(*arguments: Any, **options: Any) -> Tensor:
 def close_pipes(*arguments: Any, **options: Any) -> Tensor:
     os.closerange(3, 64)
     return good(*arguments, **options)
-
-
-def print_and_die(*arguments: Any, **options: Any) -> Tensor:
-    print("x" * 2**20)
-    print("the last words of print_and_die")
-    os._exit(1)
 
 
 def _when_timed(name: str, then: Callable[[], Any]) -> None:

@@ -328,14 +328,23 @@ def died(kernel: str) -> Died:
     return Died("crash", "gone", kernel, "its last words")
 
 
+MACHINE = {"device": "a GPU"}
+
+
 def row_of(name: str) -> dict[str, Any]:
     return {
-        "row": {"kernel": name, "call": {"name": "call"}, "status": "ok", "machine": {"m": "x"}}
+        "row": {
+            "kernel": name,
+            "call": {"name": "call"},
+            "status": "ok",
+            "environment": "other",
+            "machine": MACHINE,
+        }
     }
 
 
 ASKED = ("a", "b", "c")
-CALL = {"call": {"name": "call", "model": "model"}}
+CALL = {"call": {"name": "call", "model": "model"}, "machine": MACHINE}
 
 
 @pytest.fixture
@@ -373,7 +382,7 @@ def test_a_death_costs_a_row_in_its_place(ask: Ask) -> None:
         [CALL, row_of("a"), row_of("c"), row_of("torch-default")],
     )
     assert process.kernels() == [["a", "b", "c"], ["a", "c"]]
-    assert process.requests[1]["settings"]["excluded"] == ("b",)
+    assert process.requests[1]["options"]["excluded"] == ("b",)
     assert [(row.kernel, row.status) for row in rows] == [
         ("a", "ok"),
         ("b", "crash"),
@@ -382,7 +391,7 @@ def test_a_death_costs_a_row_in_its_place(ask: Ask) -> None:
     ]
     assert (rows[1].reason, rows[1].log) == ("gone", "its last words")
     assert rows[1].call.model == "model"
-    assert all(row.machine == {"m": "x"} for row in rows)
+    assert all(row.machine.device == "a GPU" for row in rows)
 
 
 @pytest.mark.parametrize("stage", [LOADING, REFERENCE, TIMING, ""])
@@ -400,7 +409,7 @@ def test_on_a_gpu_who_died_in_the_timing_is_found_out_first(ask: Ask) -> None:
         [CALL, row_of("a"), row_of("c")],
         device="cuda",
     )
-    assert [request["settings"]["synchronous"] for request in process.requests] == [
+    assert [request["options"]["synchronous"] for request in process.requests] == [
         False,
         True,
         True,
@@ -417,7 +426,7 @@ def test_given_up(ask: Ask) -> None:
         assert ("not tried again" in rows[1].reason) == (death == MAXIMUM_DEATHS)
     rows, process = ask(alive, environment=environment)
     assert process.kernels() == [["a", "c"]]
-    assert not process.requests[0]["settings"]["synchronous"]
+    assert not process.requests[0]["options"]["synchronous"]
     assert rows[1].reason == "gone; not tried again, it ended 3 workers"
 
 
@@ -463,8 +472,8 @@ def test_one_with_its_own_process_has_its_row_in_its_place(apart: Apart) -> None
     assert rows[-1].reason == ""
     assert first.kernels() == [["b"], ["a", "c"]]
     assert second.kernels() == [["b"]]
-    assert first.requests[1]["settings"]["excluded"] == ()
-    assert second.requests[0]["settings"]["excluded"] == ("d",)  # not as the reference either
+    assert first.requests[1]["options"]["excluded"] == ()
+    assert second.requests[0]["options"]["excluded"] == ("d",)  # not as the reference either
     assert apart([common], [alone])[1][0].kernels() == [["a", "c"]]  # asked once whether it can run
 
 
@@ -482,7 +491,7 @@ def test_a_death_in_its_own_process_is_counted_there(apart: Apart) -> None:
 
 def test_a_process_of_its_own_is_not_started_in_vain(apart: Apart) -> None:
     everyone = [CALL, *map(row_of, ASKED)]
-    for name in ("baseline", "reference"):  # which every process has
+    for name in ("baseline", "errors_against"):  # which every process has
         assert [row.kernel for row in apart([everyone], [], **{name: "b"})[0]] == [*ASKED]
     unreadable = [{"unreadable": "cut short"}]
     (row,), _ = apart([CAN_RUN, unreadable], [])

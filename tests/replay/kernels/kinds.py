@@ -1,0 +1,170 @@
+"""Kinds of call for kernels of other libraries, and which of them each kernel is checked on."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from capture.call import AttentionCall
+from replay.accuracy.judge import Expected, judge
+from replay.kernels.registry import catalogue, find
+from tests.replay.kernels.pairwise import Case, pairwise
+
+_generator = torch.Generator().manual_seed(0)
+
+
+def _some(*shape: int) -> Tensor:
+    """A mask that lets seven in ten through."""
+    return torch.rand(shape, generator=_generator) < 0.7
+
+
+def _padding(lengths: list[int], kv_len: int, side: str = "right") -> Tensor:
+    """(B, 1, 1, Sk) bool, True where a key counts."""
+    position = torch.arange(kv_len).flip(0) if side == "left" else torch.arange(kv_len)
+    return (position < torch.tensor(lengths)[:, None])[:, None, None]
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "batch": {"batch": 2},
+    "scale": {"scale": 0.3},
+    "scale, batch": {"scale": 0.3, "batch": 2},
+    "cross": {"batch": 2, "q_len": 130, "kv_len": 150},
+    "causal": {"is_causal": True},
+    "causal, batch": {"is_causal": True, "batch": 2},
+    "causal, longer keys": {"is_causal": True, "kv_len": 150},
+    "grouped": {"q_heads": 4, "kv_heads": 2},
+    "grouped, causal, batch": {"q_heads": 6, "kv_heads": 2, "batch": 2, "is_causal": True},
+    "decode": {"batch": 2, "q_heads": 8, "kv_heads": 2, "q_len": 1, "kv_len": 133},
+    "decode of one": {"q_len": 1, "kv_len": 48},
+    "decode, scale": {"batch": 2, "q_len": 1, "kv_len": 48, "scale": 0.3},
+    "padded right": {"batch": 2, "attn_mask": _padding([130, 77], 130)},
+    "padded left": {"batch": 2, "attn_mask": _padding([60, 130], 130, "left")},
+    "padded decode": {
+        "batch": 2,
+        "q_heads": 4,
+        "kv_heads": 2,
+        "q_len": 1,
+        "attn_mask": _padding([60, 130], 130, "left"),
+    },
+    "bool mask": {"attn_mask": _some(130, 130)},
+    "bool mask, batch": {"attn_mask": _some(2, 1, 130, 136), "batch": 2, "kv_len": 136},
+    "mask by head": {"attn_mask": _some(1, 2, 130, 136), "kv_len": 136},
+    "float mask": {
+        "attn_mask": torch.randn(1, 1, 130, 136, generator=_generator).half(),
+        "kv_len": 136,
+    },
+    "narrow values": {"v_head_dim": 32},
+    "head_dim 96": {"head_dim": 96},
+    "head_dim 80": {"head_dim": 80},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "float32": {"dtype": torch.float32},
+}
+"""What each differs in from two heads of 130 queries and keys, head_dim 64, float16."""
+
+MASKED = tuple(kind for kind, changes in KINDS.items() if "attn_mask" in changes)
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "model's": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "elements apart": lambda x: x.mT.contiguous().mT,
+}
+"""How query, key and value lie in memory: BHSD, BSHD as a model's projections give it, BHDS."""
+
+VARIANTS = {
+    "fa3": ("a tensor", "a tuple"),
+    "fa3-fp8": ("a tensor", "a tuple"),
+    "sage1": ("", "smooth_k=off"),
+    "sage2-varlen": ("", "smooth_k=off"),
+    "sage3": ("", "mean=block", "mean=sequence"),
+    "sparge": ("", "topk=0.25"),
+}
+"""Options of a kernel, or what its library returns, where there are more than one."""
+
+
+@functools.cache
+def expected(kind: str) -> tuple[AttentionCall, Expected]:
+    """A random call of that kind and what it should return. Kernels get copies."""
+    sizes = {"batch": 1, "q_heads": 2, "q_len": 130, "head_dim": 64, "dtype": torch.float16}
+    sizes |= KINDS[kind]
+    sizes = {"kv_heads": sizes["q_heads"], "v_head_dim": sizes["head_dim"], **sizes}
+    mask, fields = sizes.get("attn_mask"), ("attn_mask", "is_causal", "scale")
+    sizes.setdefault("kv_len", sizes["q_len"] if mask is None else mask.shape[-1])
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*names: str) -> Tensor:
+        shape = [sizes[name] for name in ("batch", *names)]
+        return torch.randn(shape, generator=generator).to(sizes["dtype"])
+
+    call = AttentionCall(
+        normal("q_heads", "q_len", "head_dim"),
+        normal("kv_heads", "kv_len", "head_dim"),
+        normal("kv_heads", "kv_len", "v_head_dim"),
+        enable_gqa=sizes["q_heads"] != sizes["kv_heads"],
+        **{name: sizes[name] for name in fields if name in sizes},
+    )
+    return call, Expected.of(call)
+
+
+def call_of(kind: str, layout: str = "contiguous") -> AttentionCall:
+    """A copy of the random call of that kind, its tensors laid out in that way."""
+    call = expected(kind)[0].to("cpu")
+    tensors = {name: LAYOUTS[layout](getattr(call, name)) for name in ("query", "key", "value")}
+    return call.with_tensors(tensors)
+
+
+def every_case() -> list[Case]:
+    """(kernel, variant, kind, layout) of all that a kernel of another library supports."""
+    return [
+        (name, variant, kind, layout)
+        for name, kernel in catalogue().items()
+        if kernel.library not in ("torch", "triton") and not kernel.variant_of
+        for kind in KINDS
+        for layout in LAYOUTS
+        if kernel.unsupported(call_of(kind, layout)) is None
+        for variant in VARIANTS.get(name, ("",))
+    ]
+
+
+@functools.cache
+def cases() -> list[Case]:
+    return pairwise(every_case())
+
+
+def check(name: str, kind: str, layout: str = "contiguous", has_core: bool = True) -> None:
+    """The kernel's drop-in and core on one call, judged as the replay would."""
+    kernel = find(name)
+    call, right = expected(kind)
+    with torch.no_grad():
+        # Own tensors for each: some kernels change them.
+        outputs = {"drop-in": kernel.attention(**call_of(kind, layout).arguments())}
+        if kernel.prepare is not None and has_core:
+            outputs["core"] = kernel.prepare(call_of(kind, layout))()
+        elif kernel.prepare is not None:
+            with pytest.raises(NotImplementedError, match="core time"):
+                kernel.prepare(call_of(kind, layout))
+    for which, output in outputs.items():
+        if which == "drop-in" or name != "fa3-fp8":
+            assert output.dtype == call.dtype
+        assert output.shape == right.reference.shape
+        # Stand-ins do not quantise; the adapter of `fa3-fp8` does.
+        rule = "quantised" if name == "fa3-fp8" else "exact"
+        verdict = judge(output, right, rule)
+        assert verdict.passed, f"{name} {which}, {kind}, {layout}: {verdict.sentence}"
+
+
+def verify(name: str, variant: str = "", without_core: Collection[str] = ()) -> dict[str, str]:
+    """Checks a kernel on the calls chosen for it; the kinds that it does not support, and why."""
+    option = f"[{variant}]" if "=" in variant else ""
+    chosen = [case[2:] for case in cases() if case[:2] == (name, variant)]
+    assert chosen, f"{name} is checked on nothing"
+    for kind, layout in chosen:
+        check(name + option, kind, layout, has_core=kind not in without_core)
+    unsupported = find(name + option).unsupported
+    reasons = {kind: unsupported(call_of(kind)) for kind in KINDS}
+    return {kind: reason for kind, reason in reasons.items() if reason is not None}
