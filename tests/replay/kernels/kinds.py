@@ -52,8 +52,15 @@ KINDS: dict[str, dict[str, Any]] = {
         "q_len": 1,
         "attn_mask": _padding([60, 130], 130, "left"),
     },
+    "padded, scale": {"batch": 2, "scale": 0.3, "attn_mask": _padding([130, 77], 130)},
     "bool mask": {"attn_mask": _some(130, 130)},
     "bool mask, batch": {"attn_mask": _some(2, 1, 130, 136), "batch": 2, "kv_len": 136},
+    "bool mask, grouped": {
+        "attn_mask": _some(130, 136),
+        "q_heads": 4,
+        "kv_heads": 2,
+        "kv_len": 136,
+    },
     "mask by head": {"attn_mask": _some(1, 2, 130, 136), "kv_len": 136},
     "float mask": {
         "attn_mask": torch.randn(1, 1, 130, 136, generator=_generator).half(),

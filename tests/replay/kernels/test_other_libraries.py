@@ -85,7 +85,7 @@ def xformers(install: Install, formula: Formula) -> None:
 @pytest.mark.usefixtures("xformers")
 def test_xformers() -> None:
     assert verify("xformers") == dict.fromkeys(
-        ("padded right", "padded left", "padded decode", "bool mask"),
+        ("padded right", "padded left", "padded decode", "padded, scale", "bool mask"),
         "attn_mask over 130 keys: needs a multiple of 8",
     )
 

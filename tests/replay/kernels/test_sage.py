@@ -344,6 +344,9 @@ def test_sage1_changes_its_key_as_a_user_would_see(
     assert torch.equal(call.key, before)
     catalogue()["sage1"].attention(**call.arguments())
     assert not torch.equal(call.key, before)
+    call.key.copy_(before)
+    catalogue()["sage1[smooth_k=off]"].attention(**call.arguments())
+    assert torch.equal(call.key, before)
 
 
 REAL_CORE = """
@@ -449,6 +452,7 @@ def test_sage2_varlen(sage_2: Calls, variant: str) -> None:
         "padded right",
         "padded left",
         "padded decode",
+        "padded, scale",
     }
     assert {call["smooth_k"] for call in sage_2} == {variant != "smooth_k=off"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ import torch
 from capture.call import AttentionCall
 from replay.accuracy.judge import Expected, judge
 from replay.kernels.registry import catalogue
+from tests.replay.kernels.pairwise import pairwise
 
 MakeCall = Callable[..., AttentionCall]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ON_CPU = ["torch-default", "torch-math", "torch-flash"]
 
 CALLS: dict[str, dict[str, Any]] = {
@@ -39,10 +42,9 @@ def check(name: str, call: AttentionCall) -> None:
     assert verdict.passed, f"{name}: {verdict.sentence}"
 
 
-@pytest.mark.parametrize("kind", CALLS)
-@pytest.mark.parametrize("name", ON_CPU)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_against_the_oracle(make_call: MakeCall, kind: str, name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("kind", "name", "precision"), pairwise(product(CALLS, ON_CPU, DTYPES)))
+def test_against_the_oracle(make_call: MakeCall, kind: str, name: str, precision: str) -> None:
+    dtype = DTYPES[precision]
     call = make_call(dtype=dtype, **CALLS[kind])
     mask = call.attn_mask
     if mask is not None and mask.is_floating_point():

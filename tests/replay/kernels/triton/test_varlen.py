@@ -70,17 +70,17 @@ def test_packed_elements_without_queries_or_keys() -> None:
     assert_packed([], [])
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_packed_batch(data: st.DataObject) -> None:
     lengths = data.draw(
-        st.lists(st.tuples(st.integers(0, 200), st.integers(0, 200)), min_size=1, max_size=4)
+        st.lists(st.tuples(st.integers(0, 150), st.integers(0, 150)), min_size=1, max_size=3)
     )
     assert_packed(
         [queries for queries, _ in lengths],
         [keys for _, keys in lengths],
         data.draw(st.sampled_from([40, 64, 128])),
-        data.draw(st.integers(1, 3)),
+        data.draw(st.integers(1, 2)),
         data.draw(st.booleans()),
     )
 
@@ -126,12 +126,12 @@ def test_padded(is_causal: bool, head_dim: int) -> None:
     assert_padded(ranges, 200, head_dim, is_causal)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_padded_batch(data: st.DataObject) -> None:
-    length = data.draw(st.integers(1, 300))
+    length = data.draw(st.integers(1, 200))
     ends = st.tuples(st.integers(0, length), st.integers(0, length))
-    drawn = data.draw(st.lists(ends, min_size=1, max_size=4))
+    drawn = data.draw(st.lists(ends, min_size=1, max_size=3))
     ranges = [(min(pair), abs(pair[0] - pair[1])) for pair in drawn]
     head_dim = data.draw(st.sampled_from([40, 64, 128]))
     assert_padded(ranges, length, head_dim, data.draw(st.booleans()))
