@@ -177,7 +177,7 @@ def main(arguments: list[str] | None = None) -> None:
             "Training": (
                 f"{card.machine(device)}, seed {seed}. {first.describe(stages[0])}; batches of "
                 f"{scale.autoencoder_crops} quarters of videos, then of "
-                f"{scale.autoencoder_batch} whole ones. {second.describe(stages[1])}; v-prediction "
+                f"{scale.autoencoder_batch} full ones. {second.describe(stages[1])}; v-prediction "
                 f"on the published noise schedule, but with snr_shift_scale {SNR_SHIFT:g} in place "
                 f"of {VARIANT.snr_shift_scale:g}; batches of {scale.batch} videos, "
                 f"{WITHOUT_CAPTION:.0%} without caption.\n\n![loss](loss.png)"

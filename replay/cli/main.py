@@ -129,7 +129,7 @@ def _run(
         except ValueError as error:
             raise UsageError(str(error)) from error
 
-    def kept(produced: Iterator[Row]) -> Iterator[Row]:
+    def collected(produced: Iterator[Row]) -> Iterator[Row]:
         for row in produced:
             rows.append(row)
             yield row
@@ -140,7 +140,7 @@ def _run(
         _opened(arguments.csv) as csv_file,
     ):
         with _progress(len(workloads)) as report:
-            produced = kept(where.replay(workloads, assigned, settings, report))
+            produced = collected(where.replay(workloads, assigned, settings, report))
             if json_file is not None:
                 write_jsonl(produced, json_file)
             for _ in produced:

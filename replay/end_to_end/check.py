@@ -187,10 +187,12 @@ def check(
     return [_checked(capture, rows, arm, own, at, seed, mismatch) for arm in arms]
 
 
-def _run_rounds(arms: Sequence[_Arm], process: ModelProcess, wanted: int | None, seed: int) -> None:
+def _run_rounds(
+    arms: Sequence[_Arm], process: ModelProcess, requested: int | None, seed: int
+) -> None:
     own, *others = arms
     shuffle = random.Random(seed).shuffle
-    done, total = 0, wanted or MOST_ROUNDS
+    done, total = 0, requested or MOST_ROUNDS
     while done < total:
         kernels = [arm for arm in others if arm.failure is None]
         shuffle(kernels)
@@ -205,7 +207,7 @@ def _run_rounds(arms: Sequence[_Arm], process: ModelProcess, wanted: int | None,
                 if arm.failure is None:
                     arm.paired_with.append(len(own.runs) - 1)
         done += 1
-        if wanted is None:
+        if requested is None:
             taken = [run.times.run for arm in arms for run in arm.runs]
             affordable = int(ROUNDS_SECONDS / statistics.mean(taken))
             total = min(MOST_ROUNDS, max(affordable, FEWEST_ROUNDS))

@@ -57,16 +57,16 @@ def match(
             "the recording has no census of the model's calls (its manifest was rebuilt from the "
             "files): capture it again"
         )
-    alike: dict[object, list[CallFacts]] = {}
+    by_kind: dict[object, list[CallFacts]] = {}
     for call in {call.name: call for call in replayed}.values():
-        alike.setdefault(_kind_of_call(call), []).append(call)
+        by_kind.setdefault(_kind_of_call(call), []).append(call)
     counted = []
     for row in census["rows"]:
         signature = census["signatures"][row["signature"]]
-        everyone = alike.get(_kind_of_signature(row["phase"], signature), [])
-        own = [call for call in everyone if call.module == row["module"]]
-        pools = (own, everyone) if own_first else (everyone,)
-        shares = _shares(pools, signature["key"][-2]) if everyone else {}
+        pool = by_kind.get(_kind_of_signature(row["phase"], signature), [])
+        own = [call for call in pool if call.module == row["module"]]
+        pools = (own, pool) if own_first else (pool,)
+        shares = _shares(pools, signature["key"][-2]) if pool else {}
         counted.append(Counted(row["module"], row["phase"], row["calls"], shares))
     return counted
 

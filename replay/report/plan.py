@@ -64,12 +64,12 @@ def fold(choices: Sequence[Choice]) -> list[tuple[str, list[Choice]]]:
     groups = [(tuple(choice.module.split(".")), [choice]) for choice in choices]
     # From the end: layer indices are usually deeper in the path than those of model parts.
     for position in reversed(range(max((len(parts) for parts, _ in groups), default=0))):
-        alike: dict[object, list[tuple[tuple[str, ...], list[Choice]]]] = {}
+        mergeable: dict[object, list[tuple[tuple[str, ...], list[Choice]]]] = {}
         for parts, members in groups:
             is_numbered = parts[position : position + 1] and parts[position].isdigit()
             rest = (*parts[:position], None, *parts[position + 1 :]) if is_numbered else parts
-            alike.setdefault((_kind(members[0]), rest), []).append((parts, members))
-        groups = [_merged(each, position) for each in alike.values()]
+            mergeable.setdefault((_kind(members[0]), rest), []).append((parts, members))
+        groups = [_merged(each, position) for each in mergeable.values()]
     return [(".".join(parts), members) for parts, members in groups]
 
 

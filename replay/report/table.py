@@ -54,15 +54,15 @@ def _group_report(
     ran.sort(key=lambda name: _rank(group, name))
     if ran:
         for table in TABLES:
-            wanted = [
+            paths = [
                 path
                 for path, column in COLUMNS.items()
                 if column.table == table and (column.metric in metrics or "all" in metrics)
             ]
-            if wanted:
-                headings = [COLUMNS[path].heading for path in wanted]
+            if paths:
+                headings = [COLUMNS[path].heading for path in paths]
                 lines = [
-                    [cell(path, group, name, errors_against) for path in wanted] for name in ran
+                    [cell(path, group, name, errors_against) for path in paths] for name in ran
                 ]
                 parts.append(_table(group, ran, headings, lines))
         if compare_stats:
@@ -149,10 +149,10 @@ def _notes(group: Group, ran: Sequence[KernelId], errors_against: str) -> list[T
             notes.append(
                 f"{name}: {row.reason}; worst at {place(row.call)}, batch {batch} head {head}"
             )
-        kept = [row for row in group.rows[name] if row.kept is not None]
-        if kept:
+        sparse = [row for row in group.rows[name] if row.kept is not None]
+        if sparse:
             notes.append(
-                f"{name}: errors are relative to attention to all keys; verdict: {kept[0].reason}"
+                f"{name}: errors are relative to attention to all keys; verdict: {sparse[0].reason}"
             )
         changed = {each for row in group.rows[name] for each in row.changed_inputs}
         overwritten = {each for row in group.rows[name] for each in row.overwrites}

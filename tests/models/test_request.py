@@ -21,7 +21,7 @@ import models
         ("mine.py", {}, "is a file without a function: write mine.py:FUNCTION"),
         ("llama", {"size": "huge"}, "--size is 'huge': choose from tiny, full"),
         ("llama", {"weights": "good"}, "--weights is 'good': choose from random, pretrained"),
-        ("llama", {"dtype": "float8"}, "--dtype is 'float8': choose from float32, bfloat16, float16"),
+        ("llama", {"dtype": "float8"}, "--dtype is 'float8': choose from float32, bfloat16"),
         ("llama", {"steps": 0}, "must be at least 1"),
         ("llama", {"device": "cuda:99"}, "PyTorch finds"),
         ("llama", {"device": "abacus"}, "--device is 'abacus'"),
