@@ -270,7 +270,7 @@ class Checker:
             if wrong := malformed(output, self._call, any_dtype=True):
                 return wrong
             judged = self._referee.judge(
-                kernel.name, kernel.accuracy_class, output, checked.chosen
+                kernel.name, kernel.accuracy_class, output, checked.chosen, of_core=True
             ).finding
         except Exception as error:
             return classify(error).reason
