@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -69,6 +70,21 @@ class Referee(Protocol):
         chosen: Tensor | None,
     ) -> str:
         """What is wrong with rows of timed samples; empty for nothing."""
+
+    def clock(self, kernel: str, run: Callable[[], object], device: torch.device) -> None:
+        """Let a block of calls run by a clock that the kernel cannot reach, if there is one."""
+
+
+BLOCK_MS = 10.0
+MOST_CALLS = 1000
+
+
+def block_of_calls(run: Callable[[], object], device: torch.device, calls: int) -> None:
+    """Calls one after another, until the last one's work is done."""
+    for _ in range(calls):
+        run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class LocalReferee:
@@ -157,6 +173,9 @@ class LocalReferee:
             if wrong:
                 return wrong
         return ""
+
+    def clock(self, kernel: str, run: Callable[[], object], device: torch.device) -> None:
+        """In this process there is no clock that a kernel could not reach."""
 
     def _expected_of(self, kernel: str, chosen: Tensor | None) -> Expected:
         if chosen is None:

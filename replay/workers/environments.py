@@ -21,7 +21,7 @@ from replay.bench.settings import Settings, WorkerOptions
 from replay.kernels.registry import Kernel, catalogue
 from replay.rows.files import rebuilt
 from replay.rows.row import HERE, CallFacts, Machine, Row, Status
-from replay.workers.judge import Judge
+from replay.workers.judge import Hearing, Judge
 from replay.workers.process import CannotStart, Died, Process
 from replay.workloads.recorded import Workload
 
@@ -47,9 +47,6 @@ class Found:
     """The command that would install its library."""
 
 
-OK = {"finding": ("ok", "")}
-
-
 @dataclasses.dataclass
 class _Heard:
     """What a worker has said about a call so far."""
@@ -57,16 +54,6 @@ class _Heard:
     loaded: Loaded
     rows: list[Row]
     timing: bool = False
-    verdicts: list[tuple[str, dict[str, Any]]] = dataclasses.field(default_factory=list)
-    """What the judge said, by kernel."""
-
-    def is_confirmed(self, kernel: str) -> bool:
-        """Whether the judge has seen a kernel's outputs and found none of them wrong."""
-        mine = [verdict for name, verdict in self.verdicts if name == kernel]
-        return bool(mine) and all(
-            not verdict.get("wrong") and verdict.get("judged", OK)["finding"][0] == "ok"
-            for verdict in mine
-        )
 
 
 class Environment:
@@ -218,27 +205,23 @@ class Environment:
             "settings": settings.to_json(),
             "options": options.to_json(),
         }
+        hearing = None if self._judge is None else Hearing(self._judge, workload, settings)
         for message in self._process.ask(do="replay", **request):
             if "call" in message:
                 facts = rebuilt(CallFacts, message["call"])
                 heard.loaded = Loaded(facts, rebuilt(Machine, message["machine"]))
             elif "row" in message:
                 row = rebuilt(Row, message["row"])
-                believed = self._judge is None or heard.is_confirmed(row.kernel)
-                if row.is_correct and not believed:
-                    reason = "its row says that it is right, and the judge does not"
-                    row = self._row(row.kernel, heard.loaded, "error", reason)
+                objection = "" if hearing is None else hearing.objection(row)
+                if objection:
+                    row = self._row(row.kernel, heard.loaded, "error", objection)
                 heard.rows.append(row)
             elif "unreadable" in message:
                 heard.rows = [self._row("", heard.loaded, "error", message["unreadable"])]
             elif "failed" in message:
                 raise WorkerError(message["failed"]) from RuntimeError(message["traceback"])
-            elif "judge" in message and self._judge is not None:
-                question = message["judge"]
-                verdict = self._judge.answer(question, workload, settings)
-                if not question.get("of_core"):
-                    heard.verdicts.append((question.get("kernel", ""), verdict))
-                self._process.tell(**verdict)
+            elif "judge" in message and hearing is not None:
+                self._process.tell(**hearing.answer(message["judge"]))
             elif "at" in message:
                 heard.timing = heard.timing or message["at"] == TIMING
                 report(message["at"])

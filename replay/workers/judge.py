@@ -5,11 +5,14 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
+import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from replay.bench.settings import Settings
+from replay.rows.row import Row
 from replay.workers.process import Process
 from replay.workloads.recorded import Workload
 
@@ -55,3 +58,64 @@ class Judge:
             wait([self._starting])
         self._process.close()
         shutil.rmtree(self.spool, ignore_errors=True)
+
+
+DISAGREEMENT = 3.0
+"""How many times longer than its row says a call may take by the parent's clock. A busy machine
+makes a short block twice as long now and then; a clock that was tampered with is off by more."""
+LATENCY_MS = 0.2
+"""What messages between the processes may take of it."""
+
+
+@dataclass
+class Hearing:
+    """What the parent itself has seen of the kernels of one call."""
+
+    judge: Judge
+    workload: Workload
+    settings: Settings
+    _verdicts: dict[str, list[bool]] = field(default_factory=dict)
+    """Of the outputs of each kernel, in the order they came."""
+    _began: float = 0.0
+    _block_ms: dict[str, float] = field(default_factory=dict)
+    """One call of each kernel, by the clock of this process."""
+
+    def answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        """What to tell a worker that has something to be judged or clocked.
+
+        Raises:
+            CannotStart, Died: the judge does not work.
+        """
+        kernel = question.get("kernel", "")
+        if question["do"] == "start clock":
+            self._began = time.perf_counter()
+            return {}
+        if question["do"] == "stop clock":
+            milliseconds = (time.perf_counter() - self._began) * 1000 - LATENCY_MS
+            self._block_ms[kernel] = milliseconds / question["calls"]
+            return {}
+        found = self.judge.answer(question, self.workload, self.settings)
+        if "wrong" in found:
+            self._verdicts.setdefault(kernel, []).append(not found["wrong"])
+        elif "judged" in found and not question["of_core"]:
+            status = found["judged"]["finding"][0]
+            self._verdicts.setdefault(kernel, []).append(status == "ok")
+        return found
+
+    def objection(self, row: Row) -> str:
+        """Why a row cannot be what it says; empty where nothing speaks against it."""
+        if not row.is_correct:
+            return ""
+        verdicts = self._verdicts.get(row.kernel, [])
+        if not verdicts or not all(verdicts):
+            return "its row says that it is right, and the judge does not"
+        block = self._block_ms.get(row.kernel)
+        if row.time_ms is None or block is None:
+            return ""
+        reported = row.time_ms.p50 + (row.host_ms or 0.0)
+        if block <= DISAGREEMENT * reported:
+            return ""
+        return (
+            f"its row says {reported:.3g} ms a call, and by another process's clock it takes "
+            f"{block:.3g} ms: something changed the clock"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import os
 from dataclasses import asdict
@@ -13,6 +14,7 @@ import torch
 
 from capture.errors import DatasetError
 from replay.bench.failures import classify
+from replay.bench.guard import Guard
 from replay.bench.runner import Loaded, replay
 from replay.bench.settings import Settings, WorkerOptions
 from replay.kernels.registry import find
@@ -29,13 +31,20 @@ def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
     Raises:
         ContextLost: a kernel left this process unusable.
     """
+    guard = _guard()
     if request["do"] == "probe":
-        _probe(request, say)
+        _probe(request, say, guard)
     else:
-        _replay(request, say, hear)
+        _replay(request, say, hear, guard)
 
 
-def _probe(request: dict[str, Any], say: Say) -> None:
+@functools.cache
+def _guard() -> Guard:
+    """Made at the first request, when no kernel of anybody's has been imported."""
+    return Guard()
+
+
+def _probe(request: dict[str, Any], say: Say, guard: Guard) -> None:
     """Which kernels can run on the device, and the version of their library."""
     device = torch.device(request["device"])
     for name in request["kernels"]:
@@ -46,11 +55,13 @@ def _probe(request: dict[str, Any], say: Say) -> None:
         except Exception as error:
             say(probed=name, reason=classify(error)[1])
             continue
+        finally:
+            guard.settle(name)
         version = _version(kernel.library)
         say(probed=name, reason=reason, version=version, install=kernel.install)
 
 
-def _replay(request: dict[str, Any], say: Say, hear: Hear) -> None:
+def _replay(request: dict[str, Any], say: Say, hear: Hear, guard: Guard) -> None:
     settings = Settings.from_json(request["settings"])
     options = WorkerOptions.from_json(request["options"])
 
@@ -67,7 +78,7 @@ def _replay(request: dict[str, Any], say: Say, hear: Hear) -> None:
         wanted = workload_of(request["workload"])
         LEFTOVERS.update(filter(None, [options.spool]))
         referees = RemoteReferee.factory(say, hear, options.spool) if options.spool else None
-        for row in replay([wanted], kernels, settings, report, tell, options, referees):
+        for row in replay([wanted], kernels, settings, report, tell, options, referees, guard):
             say(row=asdict(row))
     except DatasetError as error:
         say(unreadable=str(error))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from capture.call import AttentionCall
-from replay.bench.referee import Judged, Referee, Sample
+from replay.bench.referee import BLOCK_MS, MOST_CALLS, Judged, Referee, Sample, block_of_calls
 from replay.bench.runner import Referees
 from replay.bench.settings import Settings
 from replay.rows.files import rebuilt
@@ -86,6 +89,16 @@ class RemoteReferee:
         )
         wrong: str = answer["wrong"]
         return wrong
+
+    def clock(self, kernel: str, run: Callable[[], object], device: torch.device) -> None:
+        block_of_calls(run, device, 1)
+        began = time.perf_counter()
+        block_of_calls(run, device, 3)
+        call_ms = (time.perf_counter() - began) * 1000 / 3
+        calls = max(1, min(int(BLOCK_MS / max(call_ms, 1e-3)), MOST_CALLS))
+        self._ask(do="start clock", kernel=kernel)
+        block_of_calls(run, device, calls)
+        self._ask(do="stop clock", kernel=kernel, calls=calls)
 
     def _file(self, tensors: dict[str, Tensor]) -> str:
         path = next(self._files)
