@@ -191,7 +191,7 @@ def time_together(
             report(name)
             try:
                 functions[_Part(name, is_core=True)] = each.kernel.prepare(each.call)
-            except Exception as error:
+            except BaseException as error:
                 faults[name] = classify(error).reason
     with stderr_apart(options):
         measured = measure(

@@ -56,9 +56,9 @@ class Candidate:
     ms: list[float] = field(default_factory=list)
     host_ms: list[float] = field(default_factory=list)
     layer_host_ms: list[float] = field(default_factory=list)
-    error: Exception | None = None
+    error: BaseException | None = None
 
-    def drop(self, error: Exception) -> None:
+    def drop(self, error: BaseException) -> None:
         # The frames of the traceback hold the candidate's tensors, on a GPU gigabytes of them.
         traceback.clear_frames(error.__traceback__)
         self.error = error

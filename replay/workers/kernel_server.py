@@ -43,7 +43,7 @@ def _probe(request: dict[str, Any], say: Say) -> None:
         try:
             kernel = find(name).loaded()
             reason = kernel.unavailable(device)
-        except Exception as error:
+        except BaseException as error:
             say(probed=name, reason=classify(error)[1])
             continue
         version = _version(kernel.library)

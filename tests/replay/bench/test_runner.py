@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from capture.call import AttentionCall
 from capture.errors import DatasetError
+from replay.bench.check import file_name
 from replay.bench.inputs import Inputs
 from replay.bench.runner import replay
 from replay.bench.settings import Settings, WorkerOptions
@@ -69,6 +71,7 @@ OUTCOMES: dict[str, tuple[Callable[..., Any], str, str]] = {
         "ValueError: no such tile",
     ),
     "raises-silently": (raising(AssertionError()), "error", "AssertionError: AssertionError"),
+    "exits": (raising(SystemExit(0)), "error", "SystemExit: 0"),
     "out-of-memory": (
         raising(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")),
         "out-of-memory",
@@ -128,6 +131,7 @@ def test_unavailable_and_unsupported_kernels_are_not_called(
         kernels("absent", never, unavailable=lambda device: f"not installed on {device}"),
         kernels("picky", never, unsupported=lambda call: f"head_dim {call.shape.head_dim}"),
         kernels("bad-check", never, unsupported=lambda call: f"{call.no_such_fact}"),
+        kernels("leaves", never, unsupported=lambda call: sys.exit(0)),
     )
     assert (rows["absent"].status, rows["absent"].reason) == (
         "unavailable",
@@ -136,6 +140,7 @@ def test_unavailable_and_unsupported_kernels_are_not_called(
     assert (rows["picky"].status, rows["picky"].reason) == ("unsupported", "head_dim 32")
     assert rows["bad-check"].status == "error"
     assert "no_such_fact" in rows["bad-check"].reason
+    assert (rows["leaves"].status, rows["leaves"].reason) == ("error", "SystemExit: 0")
     assert rows["torch-default"].status == "ok"
     for name in ("absent", "picky", "bad-check"):
         assert rows[name].flop_per_byte is not None
@@ -315,6 +320,35 @@ def test_what_is_timed_is_judged_too(
         assert row.speedup is None
         assert row.accuracy is not None
         assert row.accuracy.reference.nan_count or row.accuracy.reference.relative_l1 > 0.9
+
+
+@pytest.mark.parametrize("call_number", [1, 2, 5, 20])
+def test_a_kernel_that_ends_the_program_loses_its_row_only(
+    make_call: MakeCall,
+    workload: MakeWorkload,
+    kernels: Register,
+    quick: Settings,
+    call_number: int,
+) -> None:
+    """While it is checked, judged for determinism, warmed up and timed."""
+    calls = 0
+
+    def leaves(**arguments: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == call_number:
+            sys.exit(0)
+        return sdpa(**arguments)
+
+    others = {"prepare": lambda call: sys.exit(0)}
+    settings = replace(quick, errors_against="leaves") if call_number == 1 else quick
+    rows = rows_of(
+        make_call(), workload, settings, kernels("leaves", leaves), kernels("core", sdpa, **others)
+    )
+    assert rows["core"].status == "ok"
+    assert rows["core"].flags == ("no core time: SystemExit: 0",)
+    if call_number > 1:  # the first one was for the errors against it
+        assert (rows["leaves"].status, rows["leaves"].reason) == ("error", "SystemExit: 0")
 
 
 def test_a_kernel_that_fails_while_timed(
@@ -549,6 +583,29 @@ def test_outputs_are_kept(
     saved = load_file(tmp_path / "call" / "mine.safetensors")["output"]
     assert torch.equal(saved, sdpa(**call.arguments()))
     assert (tmp_path / "call" / "torch-default.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    "name", ["../../up", "a/b.py:f", "x" * 300, "/etc/x", "[red]", "=1+1", ".."]
+)
+def test_whatever_a_kernel_is_called_its_file_is_in_the_folder(
+    make_call: MakeCall,
+    workload: MakeWorkload,
+    kernels: Register,
+    quick: Settings,
+    tmp_path: Path,
+    name: str,
+) -> None:
+    kept = tmp_path / "in" / "kept"
+    rows_of(make_call(), workload, replace(quick, save_output=kept), kernels(name, sdpa))
+    assert len(list(kept.glob("call/*"))) == 2
+    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 2
+
+
+def test_no_two_kernels_share_a_file() -> None:
+    names = ["a/b", "a-b", "a:b", "a%2Fb", "x" * 300, "x" * 299, "triton-fa2[block=64]"]
+    assert len({file_name(name) for name in names}) == len(names)
+    assert file_name("triton-fa2[block=64]") == "triton-fa2[block=64]"
 
 
 def test_a_folder_that_cannot_be_written_is_no_kernels_error(
