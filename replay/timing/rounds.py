@@ -6,7 +6,8 @@ import random
 import statistics
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -28,6 +29,19 @@ work to rise, however short the calls."""
 MAXIMUM_WARM_UP_CALLS = 1000
 STEADY_CALLS = 3
 STEADY_GAIN = 0.02
+
+
+C = TypeVar("C", bound=Hashable, contravariant=True)
+
+
+class Witness(Protocol[C]):
+    """Who prepares the inputs of each timed call and looks at what it returned."""
+
+    def before(self, key: C) -> None:
+        """Called right before each timed call."""
+
+    def after(self, key: C, result: object) -> None:
+        """Given what the last timed call of a sample returned."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +76,7 @@ def measure(
     on_progress: Progress | None = None,
     on_sample: Callable[[K], None] | None = None,
     synchronous: bool = False,
+    witness: Witness[K] | None = None,
 ) -> dict[K, Samples]:
     """Time every candidate on `device`, once in each of `rounds` rounds.
 
@@ -71,7 +86,8 @@ def measure(
     error that makes the whole process unusable is raised; `on_sample` is told who is next before
     every warm-up and sample, and with `synchronous` each sample ends before the next begins, so
     that the last one named is the one that did it. So many untimed `calls_before` each sample are
-    of the same candidate.
+    of the same candidate. A `witness` is called, untimed, right before each timed call, and is
+    given what the last one of a sample returned.
 
     Raises:
         ValueError: `cache="cold"` on the CPU, a device that is neither CPU nor CUDA, no rounds.
@@ -81,6 +97,10 @@ def measure(
         raise ValueError(f"{rounds} rounds measure nothing: ask for at least one")
     timer = timer_for(device, cache, calls_before)
     entered = {key: Candidate(function) for key, function in candidates.items()}
+    if witness is not None:
+        for key, candidate in entered.items():
+            candidate.before = partial(witness.before, key)
+            candidate.after = partial(witness.after, key)
     report = on_progress or (lambda stage, done, total: None)
     announce = on_sample or (lambda key: None)
     for done, (key, candidate) in enumerate(entered.items(), start=1):

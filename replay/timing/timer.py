@@ -8,8 +8,7 @@
   caches.
   `cold` overwrites a buffer of at least twice the L2 cache before each sample, so neither the
   kernel's inputs nor its output are cached; `warm` runs the kernel once, untimed, before.
-- On CPU: the standard library's `timeit`, the mean of enough calls to last a millisecond. The
-  cache is always warm.
+- On CPU: wall time, the mean of enough calls to last a millisecond. The cache is always warm.
 
 In a model the layer before ran the same kernel; in a replay another kernel did. `calls_before` puts
 calls of the same one before each sample. That matters for launches, and on a GPU at its power
@@ -19,7 +18,6 @@ limit, whose clock needs some 40 ms to settle at what a kernel draws (`docs/note
 from __future__ import annotations
 
 import time
-import timeit
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -51,6 +49,10 @@ class Candidate:
     """The running record of one function."""
 
     function: Function
+    before: Function = lambda: None
+    """Called, untimed, right before each timed call."""
+    after: Callable[[object], None] = lambda result: None
+    """Given what the last timed call of each sample returned."""
     rounds: int = 0
     warm_up_ms: list[float] = field(default_factory=list)
     ms: list[float] = field(default_factory=list)
@@ -147,14 +149,18 @@ class CudaTimer:
                 candidate.function()
             # Else the host would wait for room in a queue of earlier samples' launches.
             torch.cuda.synchronize(self.device)
+            candidate.before()
             self.rest_of_layer()
             torch.cuda._sleep(self.wait_cycles[candidate])
             if self.cache == "cold":
                 self.flush.zero_()
             start.record()
-            host_ms = _wall_ms(candidate.function)
+            began = time.perf_counter()
+            result = candidate.function()
+            host_ms = (time.perf_counter() - began) * 1000
             end.record()
             layer_host_ms = host_ms + _wall_ms(self.rest_of_layer)
+            candidate.after(result)
         self.pending.append(_Enqueued(candidate, host_ms, layer_host_ms, start, end))
 
     def collect(self) -> None:
@@ -173,11 +179,11 @@ class CudaTimer:
 
 
 class CpuTimer:
-    """`timeit`, with all of torch's threads."""
+    """Wall time, with all of torch's threads."""
 
     def __init__(self, calls_before: int) -> None:
         self.calls_before = calls_before
-        self.timers: dict[Candidate, tuple[timeit.Timer, int]] = {}
+        self.calls: dict[Candidate, int] = {}
 
     def warm_up_ms(self, function: Function) -> float:
         return first_call(function, "cpu")[1]
@@ -185,15 +191,20 @@ class CpuTimer:
     def calibrate(self, candidate: Candidate) -> float:
         call_ms = min(candidate.warm_up_ms)
         number = min(int(MINIMUM_CPU_SAMPLE_MS / call_ms) + 1, MAXIMUM_CPU_CALLS)
-        timer = timeit.Timer("function()", globals={"function": candidate.function})
-        self.timers[candidate] = (timer, number)
+        self.calls[candidate] = number
         return call_ms * (self.calls_before + number)
 
     def sample(self, candidate: Candidate) -> None:
-        timer, number = self.timers[candidate]
+        number, seconds = self.calls[candidate], 0.0
         for _ in range(self.calls_before):
             candidate.function()
-        candidate.ms.append(timer.timeit(number) / number * 1000)
+        for _ in range(number):
+            candidate.before()
+            began = time.perf_counter()
+            result = candidate.function()
+            seconds += time.perf_counter() - began
+        candidate.after(result)
+        candidate.ms.append(seconds / number * 1000)
 
     def collect(self) -> None:
         """Nothing is left under way on the CPU."""

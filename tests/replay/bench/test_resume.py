@@ -422,4 +422,4 @@ def test_the_command_keeps_its_hands_off_another_file(
 def test_there_must_be_a_file(run_cli: RunCli, arguments: tuple[str, ...]) -> None:
     code, _, err = run_cli("--random", *QUICK, "--resume", *arguments)
     assert code == 2
-    assert "--resume continues a file: name it with --json FILE" in err
+    assert "--resume requires a file to continue: give --json FILE" in err
