@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from replay.rows.printable import printable
 from replay.rows.row import Status
 
 LONGEST_REASON = 500
@@ -40,8 +41,7 @@ def classify(error: BaseException) -> Finding:
         raise error
     first = _message(error).strip().partition("\n")[0]
     # It is shown in a terminal: no escape codes, no surrogates, no megabytes.
-    text = "".join(letter if letter.isprintable() else " " for letter in first[:LONGEST_REASON])
-    text = text.strip() or type(error).__name__
+    text = printable(first[:LONGEST_REASON]).strip() or type(error).__name__
     out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
     if out_of_memory or "not enough memory" in text or "can't allocate memory" in text:
         return Finding("out-of-memory", _shortage(text))

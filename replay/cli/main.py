@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 from attention_replay import Error
 from replay.cli.arguments import parser
 from replay.cli.end_to_end_arguments import misuse
+from replay.cli.stdout import reserved_stdout
 from replay.rows.fields import METRICS
 from replay.timing.defaults import CALLS_BEFORE_IN_MODELS, CPU_SECONDS, SECONDS
 
@@ -136,8 +137,9 @@ def _run(
 
     # JSON is written row by row, so an interrupted run keeps what it measured.
     with (
-        _opened(arguments.json, append=arguments.resume) as json_file,
-        _opened(arguments.csv) as csv_file,
+        reserved_stdout() as stdout,
+        _opened(arguments.json, stdout, append=arguments.resume) as json_file,
+        _opened(arguments.csv, stdout) as csv_file,
     ):
         with _progress(len(workloads)) as report:
             produced = collected(where.replay(workloads, assigned, settings, report))
@@ -155,7 +157,7 @@ def _progress(total: int) -> Iterator[Callable[[Workload, str], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("replay", total=total)
         order: dict[str, int] = {}
@@ -420,14 +422,22 @@ def _device(name: str | None) -> torch.device:
 
 
 @contextlib.contextmanager
-def _opened(path: str | None, *, append: bool = False) -> Iterator[TextIO | None]:
+def _opened(
+    path: str | None, stdout: TextIO | None = None, *, append: bool = False
+) -> Iterator[TextIO | None]:
     if path is None:
         yield None
     elif path == "-":
-        yield sys.stdout
+        yield stdout or sys.stdout
     else:
         try:
-            file = open(path, "a" if append else "w", newline="")  # noqa: SIM115 - closed below
+            file = open(  # noqa: SIM115 - closed below
+                path,
+                "a" if append else "w",
+                encoding="utf-8",
+                errors="backslashreplace",
+                newline="",
+            )
         except OSError as error:
             raise UsageError(f"cannot write {path}: {error.strerror}") from error
         with file:

@@ -74,6 +74,17 @@ def kernels_in_order(text: str, names: Sequence[str]) -> list[str]:
     return sorted(present, key=lambda name: present[name])
 
 
+def test_names_cannot_act_on_the_terminal() -> None:
+    """Neither by Rich's markup nor by control characters, which a recording's names may have."""
+    facts = call("evil\x1b[2J", module="layers\n.0", model="\x1b[31mmodel[/]", weights="\x07[b]w")
+    text = report([row("[red]kernel[/red]", facts), row("other", facts)])
+    assert "[red]kernel[/red]" in text
+    assert " [31mmodel[/]" in text
+    assert "weights:  [b]w" in text
+    assert all(line.isprintable() for line in text.splitlines())
+    assert len(text.splitlines()) == len(text.split("\n")) - 1
+
+
 def test_no_line_is_longer_than_the_terminal_and_no_name_is_lost() -> None:
     kernel = "hub:some-organisation/a-very-long-kernel-name-with-every-option-spelled-out-fp8-e4m3"
     module = "transformer.transformer_blocks." + "a_module_with_a_long_name." * 5 + "attn1"
