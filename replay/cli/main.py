@@ -80,8 +80,9 @@ def _dispatch(arguments: argparse.Namespace) -> int:
             kernels = _kernels(arguments, options, where, device)
             settings = _settings(arguments, device)
             workloads, note = _workloads(arguments, device, kernels)
-            if note:
-                print(f"replay: {note}", file=sys.stderr)
+            for each in (note, _no_readings(arguments, device)):
+                if each:
+                    print(f"replay: {each}", file=sys.stderr)
             assigned = where.assign(kernels, settings.device)
             rows = _run(workloads, assigned, settings, where, arguments)
         if "-" not in (arguments.json, arguments.csv):
@@ -352,6 +353,7 @@ def _settings(arguments: argparse.Namespace, device: torch.device) -> Settings:
         baseline=arguments.baseline_kernel or (OWN if of_models else None),
         errors_against=arguments.errors_against,
         compare_stats=arguments.compare_stats,
+        energy=device.type == "cuda" and _wants_energy(arguments),
         resources=arguments.resources,
         save_output=Path(arguments.save_output) if arguments.save_output else None,
     )
@@ -405,6 +407,19 @@ def _metrics(text: str) -> list[str]:
     if not metrics:
         raise UsageError(f"--metric is empty: choose from {', '.join(METRICS)}")
     return metrics
+
+
+def _wants_energy(arguments: argparse.Namespace) -> bool:
+    return not {"energy", "all"}.isdisjoint(_metrics(arguments.metric))
+
+
+def _no_readings(arguments: argparse.Namespace, device: torch.device) -> str:
+    """Say once what no row will tell of the machine, and why."""
+    from replay.timing.gpu_state import why_no_state
+
+    if device.type == "cpu" and _wants_energy(arguments):
+        return "energy needs an NVIDIA GPU"
+    return why_no_state(device)
 
 
 def _device(name: str | None) -> torch.device:

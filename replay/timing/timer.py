@@ -34,6 +34,9 @@ Cache = Literal["cold", "warm"]
 
 T = TypeVar("T")
 
+TIMERS = {"cuda": "cuda-events", "cpu": "perf_counter"}
+"""What takes samples, by the kind of device."""
+
 MINIMUM_FLUSH_BYTES = 256 * 2**20
 CYCLES_PER_MS = 2_000_000
 """About a millisecond at a GPU's usual 1–2 GHz; a wait only has to be long enough."""

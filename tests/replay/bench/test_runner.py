@@ -26,6 +26,8 @@ from replay.bench.settings import Settings, WorkerOptions
 from replay.kernels.registry import Kernel, catalogue
 from replay.rows.files import row_to_json
 from replay.rows.row import Mask, Row
+from replay.timing.energy import Block
+from replay.timing.gpu_state import NoReading
 from replay.timing.rounds import Samples, measure
 from replay.workloads.recorded import Workload
 
@@ -180,9 +182,56 @@ def test_how_samples_were_taken_is_in_the_row(
         "right"
     ]
     assert asked == [2]
-    assert (row.cache, row.calls_before) == ("warm", 2)
+    assert (row.cache, row.calls_before, row.timer) == ("warm", 2, "perf_counter")
     assert row.layer_host_ms is not None
     assert row.layer_host_ms.p50 == 0.7
+
+
+def test_energy_is_measured_of_what_was_timed_and_costs_no_row(
+    make_call: MakeCall,
+    workload: MakeWorkload,
+    kernels: Register,
+    quick: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    outcomes = iter(
+        [
+            Block(mj=200.0, power_w=500.0, seconds=1.1, burst_ms=1.0, sustained_ms=1.1),
+            Block(mj=200.0, power_w=500.0, seconds=1.1, burst_ms=1.0, sustained_ms=1.01),
+            NoReading("the counter stands still"),
+            SystemExit(0),
+        ]
+    )
+
+    def measured(run: Callable[[], Tensor], device: torch.device, call_ms: float) -> Block:
+        assert run().shape == (1, 2, 9, 32)
+        assert call_ms > 0
+        outcome = next(outcomes)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr("replay.bench.runner.measure_energy", measured)
+    names = ("slows-down", "steady", "uncounted", "leaves")
+    rows = rows_of(
+        make_call(),
+        workload,
+        replace(quick, energy=True, baseline="slows-down"),
+        *(kernels(name, sdpa) for name in names),
+        kernels("fails", raising(ValueError("no"))),
+    )
+    assert next(outcomes, None) is None  # one that failed is not run again
+    flops = 2 * 2 * 9 * 13 * (32 + 32)
+    first = rows["slows-down"]
+    assert first.energy is not None
+    assert first.energy.tflops_per_w == pytest.approx(flops / 0.2 / 1e12)
+    assert (first.energy.mj, first.energy.power_w, first.energy.seconds) == (200.0, 500.0, 1.1)
+    assert (first.burst_ms, first.sustained_ms) == (1.0, 1.1)
+    assert (rows["steady"].burst_ms, rows["steady"].sustained_ms) == (None, None)
+    assert rows["steady"].energy == first.energy
+    assert rows["uncounted"].flags == ("no energy: the counter stands still",)
+    assert rows["leaves"].flags == ("no energy: SystemExit: 0",)
+    assert [rows[name].status for name in names] == ["ok"] * 4
 
 
 @pytest.mark.parametrize("changed", ["query", "key", "value", "attn_mask"])

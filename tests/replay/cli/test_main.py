@@ -67,7 +67,7 @@ def test_the_heading_says_how_samples_were_taken(
 
 def test_random_shape(run_cli: RunCli) -> None:
     code, out, err = run_cli(*SHAPE, "--causal", *QUICK, "--metric", "all")
-    assert (code, err.strip()) == (0, "")
+    assert (code, err.strip()) == (0, "replay: energy needs an NVIDIA GPU")
     assert "random · synthetic · 1×4/2×70×32 · bfloat16 · causal" in out
     for kernel in ("torch-default", "torch-math", "torch-flash"):
         assert kernel in out
@@ -267,6 +267,19 @@ def test_a_name_is_only_a_name(
     first = next(csv.DictReader(csv_file.open(newline="")))
     assert first["kernel"] == ("'=1+1" if name == "=1+1" else name)
     assert len(list((tmp_path / "kept" / "random-00").iterdir())) == 2
+
+
+@pytest.mark.parametrize("metric", ["energy", "all"])
+def test_a_processor_has_no_energy_and_that_is_said_once(run_cli: RunCli, metric: str) -> None:
+    chosen = ("--kernels", "torch-math,torch-flash", "--metric", metric, "--json", "-")
+    code, out, err = run_cli(*SHAPE, *QUICK, *chosen)
+    assert code == 0
+    assert err.count("energy needs an NVIDIA GPU") == 1
+    assert [(row["energy"], row["flags"], row["timer"]) for row in rows(out)] == [
+        (None, [], "perf_counter")
+    ] * 3
+    _, _, err = run_cli(*SHAPE, *QUICK, "--metric", "time")
+    assert "energy" not in err
 
 
 def test_stdout_is_only_csv(run_cli: RunCli) -> None:
