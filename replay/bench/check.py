@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 import io
-import re
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import torch
 from safetensors.torch import save_file
@@ -31,6 +32,9 @@ from replay.rows.row import Accuracy
 from replay.timing.gpu_state import gpu_is_lost
 from replay.timing.timer import first_call, work_left
 
+LONGEST_FILE_NAME = 200
+"""Of the 255 bytes that file systems take."""
+
 
 def refusal(kernel: Kernel, call: AttentionCall, device: torch.device) -> Finding | None:
     """Why a kernel cannot run a call here, if it cannot."""
@@ -40,7 +44,7 @@ def refusal(kernel: Kernel, call: AttentionCall, device: torch.device) -> Findin
             return Finding("unavailable", reason)
         if reason := kernel.unsupported(call):
             return Finding("unsupported", reason)
-    except Exception as error:  # somebody's predicate is wrong, which costs its row only
+    except BaseException as error:  # somebody's predicate is wrong, which costs its row only
         return classify(error)
     return None
 
@@ -104,7 +108,7 @@ class Checker:
                     tuple(launched_programs(checked.run)) if self._settings.resources else ()
                 ),
             )
-        except Exception as error:
+        except BaseException as error:
             return replace(checked, finding=self._failure(error))
         if self._save_to is not None:  # outside: a full disk is not the kernel's error
             _save(output, kernel, self._save_to)
@@ -146,7 +150,7 @@ class Checker:
 
     def _first_call(
         self, checked: Checked, alive: Callable[[], None]
-    ) -> tuple[Checked, Any, Exception | None]:
+    ) -> tuple[Checked, Any, BaseException | None]:
         """What was learnt, and what the kernel returned or raised."""
         output, milliseconds, failure = None, None, None
         self._inputs.poison(self._call)
@@ -156,7 +160,7 @@ class Checker:
                 output, milliseconds = first_call(checked.run, self._settings.device)
             # Before the inputs are restored, in case it returns one of them.
             output = output.clone() if isinstance(output, Tensor) else output
-        except Exception as error:
+        except BaseException as error:
             failure = error
         changed = self._inputs.restore(self._call)
         self._guard.settle(checked.kernel.name)
@@ -208,7 +212,7 @@ class Checker:
                 return replace(judged, finding=_wrong_again(judged.finding.reason))
         return checked
 
-    def _failure(self, error: Exception) -> Finding:
+    def _failure(self, error: BaseException) -> Finding:
         finding = classify(error)
         if gpu_is_lost(self._settings.device):
             raise ContextLost(finding.reason) from error
@@ -256,7 +260,7 @@ class Checker:
             if wrong := malformed(output, self._call):
                 return Finding("error", f"{wrong} after it was timed"), checked.accuracy
             judged = self._referee.judge(kernel.name, kernel.accuracy_class, output, checked.chosen)
-        except Exception as error:
+        except BaseException as error:
             return classify(error), checked.accuracy
         finally:
             self._inputs.restore(checked.call)
@@ -284,7 +288,7 @@ class Checker:
             judged = self._referee.judge(
                 kernel.name, kernel.accuracy_class, output, checked.chosen, of_core=True
             ).finding
-        except Exception as error:
+        except BaseException as error:
             return classify(error).reason
         finally:
             self._inputs.restore(checked.call)
@@ -297,7 +301,8 @@ def output_of(kernel: Kernel, call: AttentionCall, inputs: Inputs) -> Tensor | N
         return None
     try:
         return drop_in(kernel.loaded().attention, call)().clone()
-    except Exception:
+    except BaseException as error:
+        classify(error)  # the user's interrupt goes on
         return None
     finally:
         inputs.restore(call)
@@ -318,10 +323,18 @@ def _wrong_again(sentence: str) -> Finding:
 
 
 def _save(output: Tensor, kernel: Kernel, directory: Path) -> None:
-    # A user's kernel is named by its path, which must not lead out of the directory.
-    name = re.sub(r"[/\\:]+", "-", kernel.name)
     directory.mkdir(parents=True, exist_ok=True)
-    save_file({"output": output.to("cpu").contiguous()}, directory / f"{name}.safetensors")
+    path = directory / f"{file_name(kernel.name)}.safetensors"
+    save_file({"output": output.to("cpu").contiguous()}, path)
+
+
+def file_name(kernel: str) -> str:
+    """For each kernel its own. A user's is named by its path, which must not lead elsewhere."""
+    name = quote(kernel, safe="[]=,")
+    if len(name) <= LONGEST_FILE_NAME:
+        return name
+    digest = hashlib.sha256(kernel.encode()).hexdigest()[:16]
+    return f"{name[: LONGEST_FILE_NAME - 17]}-{digest}"
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import secrets
+import statistics
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +26,8 @@ from replay.bench.stages import Checked, Timed, make_row
 from replay.bench.witness import Part, Witness
 from replay.kernels.registry import Kernel, catalogue, find
 from replay.rows.row import HERE, CallFacts, Machine, Mask, Row, Status
-from replay.timing.gpu_state import gpu_is_lost
+from replay.timing.energy import measure_energy
+from replay.timing.gpu_state import NoReading, gpu_is_lost
 from replay.timing.machine import describe
 from replay.timing.rounds import measure
 from replay.workloads.recorded import Workload
@@ -208,7 +211,7 @@ def time_together(
             report(name)
             try:
                 functions[Part(name, is_core=True)] = each.kernel.prepare(each.call)
-            except Exception as error:
+            except BaseException as error:
                 faults[name] = classify(error).reason
     with stderr_apart(options):
         measured = measure(
@@ -224,7 +227,7 @@ def time_together(
             witness=witness,
         )
     witness.close()
-    return [
+    timed = [
         Timed(
             each,
             measured.get(Part(name)),
@@ -238,6 +241,24 @@ def time_together(
         for each in checked
         if (name := each.kernel.name)
     ]
+    return [_with_energy(each, settings, report) for each in timed] if settings.energy else timed
+
+
+def _with_energy(timed: Timed, settings: Settings, report: Callable[[str], None]) -> Timed:
+    """Let a kernel that was timed run for a second, alone."""
+    samples = timed.samples
+    if samples is None or samples.error is not None:
+        return timed
+    report(timed.checked.kernel.name)
+    call_ms = statistics.median(samples.ms)
+    try:
+        return replace(timed, block=measure_energy(timed.checked.run, settings.device, call_ms))
+    except NoReading as error:
+        return replace(timed, no_energy=str(error))
+    except BaseException as error:
+        if gpu_is_lost(settings.device):
+            raise
+        return replace(timed, no_energy=classify(error).reason)
 
 
 def _facts(workload: Workload, call: AttentionCall) -> CallFacts:

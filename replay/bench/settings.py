@@ -31,6 +31,8 @@ class Settings:
     """`reference`, `captured` or a kernel: an output to compare with beside the first two."""
     compare_stats: bool = False
     save_output: Path | None = None
+    energy: bool = False
+    """Measure the energy of a call too, a second or two for each kernel."""
     resources: bool = False
     """Note the registers and shared memory of Triton programs."""
 

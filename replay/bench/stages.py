@@ -17,10 +17,12 @@ from replay.bench.referee import Sample
 from replay.bench.settings import Settings, WorkerOptions
 from replay.kernels.library import is_interpreted
 from replay.kernels.registry import Kernel
-from replay.rows.row import Accuracy, CallFacts, Machine, Program, Row, SpeedupOver, Summary
+from replay.rows.row import Accuracy, CallFacts, Energy, Machine, Program, Row, SpeedupOver, Summary
 from replay.timing import flops
+from replay.timing.energy import Block
 from replay.timing.rounds import Samples
 from replay.timing.statistics import MINIMUM_PAIRS, paired_speedup, summarize
+from replay.timing.timer import TIMERS
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,10 @@ class Timed:
     """What a timed call returned that is no output at all."""
     changed_inputs: tuple[str, ...] = ()
     """Inputs that changed while it was timed."""
+    block: Block | None = None
+    """Its calls back to back, where energy was asked for."""
+    no_energy: str = ""
+    """Why there is none."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,8 @@ def make_row(
     core = timed.core_samples if is_timed and not confirmed.core_fault else None
     time_ms = None if samples is None else summarize(samples.ms)
     no_core = (f"no core time: {confirmed.core_fault}",) if confirmed.core_fault else ()
+    no_energy = (f"no energy: {timed.no_energy}",) if timed.no_energy else ()
+    block = timed.block if is_timed else None
     return Row(
         kernel=checked.kernel.name,
         call=facts,
@@ -120,7 +128,7 @@ def make_row(
         reason=confirmed.finding.reason,
         environment=options.environment,
         process=options.process,
-        flags=tuple(dict.fromkeys((*checked.flags, *confirmed.flags, *no_core))),
+        flags=tuple(dict.fromkeys((*checked.flags, *confirmed.flags, *no_core, *no_energy))),
         changed_inputs=tuple(dict.fromkeys(checked.changed_inputs + timed.changed_inputs)),
         time_ms=time_ms,
         core_time_ms=None if core is None else summarize(core.ms),
@@ -136,6 +144,9 @@ def make_row(
             if samples is not None and samples.layer_host_ms
             else None
         ),
+        energy=None if block is None else _energy(block, call),
+        burst_ms=block.burst_ms if block is not None and block.settles else None,
+        sustained_ms=block.sustained_ms if block is not None and block.settles else None,
         accuracy=confirmed.accuracy,
         kept=checked.kept,
         output_summary=checked.output_summary,
@@ -143,10 +154,16 @@ def make_row(
         programs=checked.programs,
         gpu_before=None if timed.samples is None else timed.samples.gpu_before,
         gpu_during=None if timed.samples is None else timed.samples.gpu_during,
+        timer="" if samples is None else TIMERS[settings.device.type],
         cache="" if samples is None else settings.cache,
         calls_before=None if samples is None else settings.calls_before,
         machine=machine,
     )
+
+
+def _energy(block: Block, call: AttentionCall) -> Energy:
+    per_joule = flops.flops(call) / block.mj / 1e9
+    return Energy(block.mj, per_joule, block.power_w, block.seconds)
 
 
 def _speedup(confirmed: Confirmed, baseline: Confirmed | None, seed: int) -> SpeedupOver | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 from attention_replay import Error
 from replay.cli.arguments import parser
 from replay.cli.end_to_end_arguments import misuse
+from replay.cli.stdout import reserved_stdout
 from replay.rows.fields import METRICS
 from replay.timing.defaults import CALLS_BEFORE_IN_MODELS, CPU_SECONDS, SECONDS
 
@@ -79,8 +80,9 @@ def _dispatch(arguments: argparse.Namespace) -> int:
             kernels = _kernels(arguments, options, where, device)
             settings = _settings(arguments, device)
             workloads, note = _workloads(arguments, device, kernels)
-            if note:
-                print(f"replay: {note}", file=sys.stderr)
+            for each in (note, _no_readings(arguments, device)):
+                if each:
+                    print(f"replay: {each}", file=sys.stderr)
             assigned = where.assign(kernels, settings.device)
             rows = _run(workloads, assigned, settings, where, arguments)
         if "-" not in (arguments.json, arguments.csv):
@@ -136,8 +138,9 @@ def _run(
 
     # JSON is written row by row, so an interrupted run keeps what it measured.
     with (
-        _opened(arguments.json, append=arguments.resume) as json_file,
-        _opened(arguments.csv) as csv_file,
+        reserved_stdout() as stdout,
+        _opened(arguments.json, stdout, append=arguments.resume) as json_file,
+        _opened(arguments.csv, stdout) as csv_file,
     ):
         with _progress(len(workloads)) as report:
             produced = collected(where.replay(workloads, assigned, settings, report))
@@ -155,7 +158,7 @@ def _progress(total: int) -> Iterator[Callable[[Workload, str], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("replay", total=total)
         order: dict[str, int] = {}
@@ -350,6 +353,7 @@ def _settings(arguments: argparse.Namespace, device: torch.device) -> Settings:
         baseline=arguments.baseline_kernel or (OWN if of_models else None),
         errors_against=arguments.errors_against,
         compare_stats=arguments.compare_stats,
+        energy=device.type == "cuda" and _wants_energy(arguments),
         resources=arguments.resources,
         save_output=Path(arguments.save_output) if arguments.save_output else None,
     )
@@ -405,6 +409,19 @@ def _metrics(text: str) -> list[str]:
     return metrics
 
 
+def _wants_energy(arguments: argparse.Namespace) -> bool:
+    return not {"energy", "all"}.isdisjoint(_metrics(arguments.metric))
+
+
+def _no_readings(arguments: argparse.Namespace, device: torch.device) -> str:
+    """Say once what no row will tell of the machine, and why."""
+    from replay.timing.gpu_state import why_no_state
+
+    if device.type == "cpu" and _wants_energy(arguments):
+        return "energy needs an NVIDIA GPU"
+    return why_no_state(device)
+
+
 def _device(name: str | None) -> torch.device:
     import torch
 
@@ -420,14 +437,22 @@ def _device(name: str | None) -> torch.device:
 
 
 @contextlib.contextmanager
-def _opened(path: str | None, *, append: bool = False) -> Iterator[TextIO | None]:
+def _opened(
+    path: str | None, stdout: TextIO | None = None, *, append: bool = False
+) -> Iterator[TextIO | None]:
     if path is None:
         yield None
     elif path == "-":
-        yield sys.stdout
+        yield stdout or sys.stdout
     else:
         try:
-            file = open(path, "a" if append else "w", newline="")  # noqa: SIM115 - closed below
+            file = open(  # noqa: SIM115 - closed below
+                path,
+                "a" if append else "w",
+                encoding="utf-8",
+                errors="backslashreplace",
+                newline="",
+            )
         except OSError as error:
             raise UsageError(f"cannot write {path}: {error.strerror}") from error
         with file:

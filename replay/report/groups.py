@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
+from replay.rows.printable import printable
 from replay.rows.row import CallFacts, KernelId, Row, Speedup
 from replay.timing.statistics import MINIMUM_PAIRS, paired_speedup, percentile, speed_verdict
 
@@ -27,7 +28,7 @@ class Group:
 
     @property
     def weights(self) -> str:
-        return self.calls[0].weights
+        return printable(self.calls[0].weights)
 
 
 def group_rows(rows: Iterable[Row], *, per_call: bool = False) -> list[Group]:
@@ -146,7 +147,7 @@ def statuses(rows: Sequence[Row]) -> str:
 
 def place(call: CallFacts) -> str:
     """Locate a call: `step 3 transformer_blocks.0.attn1`, or its name if no module made it."""
-    return f"step {call.step} {call.module}" if call.module else call.name
+    return printable(f"step {call.step} {call.module}" if call.module else call.name)
 
 
 def _kind(call: CallFacts) -> tuple[object, ...]:
@@ -183,4 +184,4 @@ def _title(calls: list[CallFacts]) -> str:
     if len(calls) == 1 and first.module:
         parts.append(place(first))
     parts.append("1 call" if len(calls) == 1 else f"{len(calls)} calls")
-    return " · ".join(part for part in parts if part)
+    return printable(" · ".join(part for part in parts if part))

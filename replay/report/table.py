@@ -15,7 +15,7 @@ from replay.report.groups import Group, group_rows, place, pooled_speedup, typic
 from replay.rows.fields import COLUMNS
 from replay.rows.row import KernelId, Row
 
-TABLES = ("speed", "accuracy", "work")
+TABLES = ("speed", "accuracy", "work", "machine")
 
 
 def print_report(

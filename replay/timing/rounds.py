@@ -56,7 +56,7 @@ class Samples:
     """By round, the same of one call and what comes after it in a model's layer
     (`replay.timing.host_load`); empty on CPU."""
     warm_up_calls: int
-    error: Exception | None
+    error: BaseException | None
     """What dropped the candidate, if anything did; `ms` then holds the rounds before it."""
     gpu_before: GpuState | None
     """Before the first round, the same for all candidates."""
@@ -130,8 +130,8 @@ def warm_up(candidate: Candidate, timer: Timer, rounds: int, max_seconds: float)
         while not _is_warm(times):
             times.append(timer.warm_up_ms(candidate.function))
         cost_ms = timer.calibrate(candidate)
-    except Exception as error:
-        if timer.is_lost():
+    except BaseException as error:
+        if timer.is_lost() or isinstance(error, KeyboardInterrupt):
             raise
         candidate.drop(error)
         return
@@ -168,8 +168,8 @@ def run_rounds(
                 timer.sample(candidate)
                 if synchronous:
                     timer.collect()
-            except Exception as error:
-                if timer.is_lost():
+            except BaseException as error:
+                if timer.is_lost() or isinstance(error, KeyboardInterrupt):
                     raise
                 candidate.drop(error)
         if done == total - 1:

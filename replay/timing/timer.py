@@ -34,6 +34,9 @@ Cache = Literal["cold", "warm"]
 
 T = TypeVar("T")
 
+TIMERS = {"cuda": "cuda-events", "cpu": "perf_counter"}
+"""What takes samples, by the kind of device."""
+
 MINIMUM_FLUSH_BYTES = 256 * 2**20
 CYCLES_PER_MS = 2_000_000
 """About a millisecond at a GPU's usual 1–2 GHz; a wait only has to be long enough."""
@@ -62,9 +65,9 @@ class Candidate:
     ms: list[float] = field(default_factory=list)
     host_ms: list[float] = field(default_factory=list)
     layer_host_ms: list[float] = field(default_factory=list)
-    error: Exception | None = None
+    error: BaseException | None = None
 
-    def drop(self, error: Exception) -> None:
+    def drop(self, error: BaseException) -> None:
         # The frames of the traceback hold the candidate's tensors, on a GPU gigabytes of them.
         traceback.clear_frames(error.__traceback__)
         self.error = error

@@ -122,5 +122,5 @@ def _found(kernel: Kernel, device: torch.device) -> Found:
     try:
         kernel = kernel.loaded()
         return Found(kernel.unavailable(device), install=kernel.install)
-    except Exception as error:
+    except BaseException as error:
         return Found(classify(error)[1])

@@ -52,7 +52,7 @@ def _probe(request: dict[str, Any], say: Say, guard: Guard) -> None:
         try:
             kernel = find(name).loaded()
             reason = kernel.unavailable(device)
-        except Exception as error:
+        except BaseException as error:
             say(probed=name, reason=classify(error)[1])
             continue
         finally:

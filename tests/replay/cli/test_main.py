@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import replay as replay_package
 from replay.cli.arguments import parser
 from replay.cli.main import _settings
-from replay.kernels.registry import Kernel
+from replay.kernels.registry import Kernel, catalogue
 from replay.rows.fields import FIELDS
 
 RunCli = Callable[..., tuple[int, str, str]]
@@ -67,7 +67,7 @@ def test_the_heading_says_how_samples_were_taken(
 
 def test_random_shape(run_cli: RunCli) -> None:
     code, out, err = run_cli(*SHAPE, "--causal", *QUICK, "--metric", "all")
-    assert (code, err.strip()) == (0, "")
+    assert (code, err.strip()) == (0, "replay: energy needs an NVIDIA GPU")
     assert "random · synthetic · 1×4/2×70×32 · bfloat16 · causal" in out
     for kernel in ("torch-default", "torch-math", "torch-flash"):
         assert kernel in out
@@ -231,6 +231,55 @@ def test_stdout_is_only_json(run_cli: RunCli) -> None:
     assert found["torch-math"]["status"] == "ok"
     assert found["torch-cudnn"]["status"] == "unavailable"
     assert len(found["torch-math"]["time_ms"]["samples"]) == found["torch-math"]["time_ms"]["n"]
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(
+    "name", ["[red]", "[/red]", "=1+1", "a,b", 'say "hi"', "../up", "{0}", "%s"]
+)
+def test_a_name_is_only_a_name(
+    run_cli: RunCli,
+    kernels: Callable[..., Kernel],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    name: str,
+) -> None:
+    """In progress, tables, CSV and files."""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # so that progress is drawn
+
+    def attention(query: Any, key: Any, value: Any, **options: Any) -> torch.Tensor:
+        print("noise")
+        return F.scaled_dot_product_attention(query, key, value, **options)
+
+    kernels(name, attention)
+    monkeypatch.setattr(
+        "replay.kernels.registry.select", lambda *_, **__: ([catalogue()[name]], [])
+    )
+    code, out, err = run_cli(*SHAPE, *QUICK, "--json", "-")
+    assert code == 0, err
+    assert [row["kernel"] for row in rows(out)] == [name, "torch-default"]
+    csv_file = tmp_path / "rows.csv"
+    code, out, err = run_cli(
+        *(*SHAPE, *QUICK, "--csv", str(csv_file), "--save-output", str(tmp_path / "kept"))
+    )
+    assert code == 0, err
+    assert name in re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", out)
+    first = next(csv.DictReader(csv_file.open(newline="")))
+    assert first["kernel"] == ("'=1+1" if name == "=1+1" else name)
+    assert len(list((tmp_path / "kept" / "random-00").iterdir())) == 2
+
+
+@pytest.mark.parametrize("metric", ["energy", "all"])
+def test_a_processor_has_no_energy_and_that_is_said_once(run_cli: RunCli, metric: str) -> None:
+    chosen = ("--kernels", "torch-math,torch-flash", "--metric", metric, "--json", "-")
+    code, out, err = run_cli(*SHAPE, *QUICK, *chosen)
+    assert code == 0
+    assert err.count("energy needs an NVIDIA GPU") == 1
+    assert [(row["energy"], row["flags"], row["timer"]) for row in rows(out)] == [
+        (None, [], "perf_counter")
+    ] * 3
+    _, _, err = run_cli(*SHAPE, *QUICK, "--metric", "time")
+    assert "energy" not in err
 
 
 def test_stdout_is_only_csv(run_cli: RunCli) -> None:
