@@ -1,14 +1,14 @@
-"""Runnable models: build one, and drive one representative inference through its whole pipeline.
+"""Runnable models: build one, and run one representative inference through its full pipeline.
 
-This package knows nothing of recording or replaying attention. Importing it imports no torch. All
-imports inside the package are relative, so that it also works under another name beside a user's
-own ``models``. A file imports from the lines below its own:
+This package is independent of recording and replaying attention. Importing it does not import
+torch. All imports inside the package are relative, so that it also works under another name
+alongside a user's own ``models``. A file imports only from the lines below its own:
 
-    __init__                                     load: from a user's words to a runnable
+    __init__                                     load: from the user's arguments to a runnable
     built_in/  checkpoint  userfunction          build: by name, from a directory, by a function
     diffusion  generation                        pipelines, and language models
     hub  inference  offline_tokenizers  random_weights
-    request                                      the user's wishes, complete and checked
+    request                                      the user's request, complete and checked
     pretrained_weights  runnable
     language  libraries  outputs
     errors
@@ -50,27 +50,27 @@ def load(
     dtype: str | None = None,
     device: str | None = None,
 ) -> Runnable:
-    """Build ``model`` and return it with one whole inference, ready to run.
+    """Build ``model`` and return it with one full inference, ready to run.
 
     Args:
         model: A name from ``NAMES``, the directory of a diffusers or transformers checkpoint, or
             ``path/file.py:function``.
         size: ``"tiny"`` (built offline in a second; the default without CUDA) or ``"full"``
             (official sequence lengths; the default on CUDA and with ``checkpoint``).
-        weights: ``"pretrained"`` (the default; for tiny the trained weights that come with this
-            package, of the names that have some) or ``"random"``.
+        weights: ``"pretrained"`` (the default; for tiny, the trained weights shipped with this
+            package, which exist for some names) or ``"random"``.
         checkpoint: Hub id or directory to load instead of the official one; with
-            ``weights="random"`` only its configuration is used.
-        prompt: Text to run on; the default is the model's own.
+            ``weights="random"``, only its configuration is used.
+        prompt: Text to run on; the default depends on the model.
         steps: Denoising steps, or new tokens of a language model.
-        seed: Of the weights that are random, the initial noise and everything else drawn.
-        dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; default bfloat16 on CUDA, else
+        seed: Seed of random weights, the initial noise and everything else drawn.
+        dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; by default bfloat16 on CUDA, else
             float32.
-        device: A torch device such as ``"cuda:1"``; default CUDA where there is one.
+        device: A torch device such as ``"cuda:1"``; by default CUDA if available.
 
     Raises:
-        ModelError: The request cannot be met; one sentence with the remedy. Nothing is ever
-            replaced silently by other weights or another size.
+        ModelError: The request cannot be met; the message names the remedy. Other weights or
+            another size are never substituted silently.
 
     Example:
         >>> runnable = load("llama", size="tiny")
@@ -78,7 +78,7 @@ def load(
     """
     if model not in NAMES and not _is_user_function(model) and not Path(model).is_dir():
         raise ModelError(_unknown(model))
-    # Late, so that --help needs no torch; and before the builders' own imports, which chatter.
+    # Late, so that --help needs no torch; and before the builders' own imports, which log.
     from .inference import quiet
     from .request import from_user
 
@@ -119,10 +119,10 @@ def _is_user_function(model: str) -> bool:
 
 def _unknown(model: str) -> str:
     if model.endswith(".py"):
-        return f"{model} names a file but no function: write {model}:FUNCTION"
+        return f"{model} is a file without a function: write {model}:FUNCTION"
     near = difflib.get_close_matches(model, NAMES, n=3, cutoff=0.5)
-    names = f"did you mean {' or '.join(near)}?" if near else f"the names are {', '.join(NAMES)}."
+    names = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(NAMES)}."
     return (
-        f"no model or directory is called {model!r}: {names} A directory that save_pretrained "
-        "wrote, or FILE.py:FUNCTION, works as well"
+        f"no model or directory is called {model!r}: {names} A directory written by "
+        "save_pretrained, or FILE.py:FUNCTION, also works"
     )

@@ -34,10 +34,10 @@ TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "vocab.txt", "spie
 
 
 def build(request: Request) -> Runnable:
-    """The pipeline or model that the directory ``request.name`` holds.
+    """Build the pipeline or model in the directory ``request.name``.
 
     Raises:
-        ModelError: The directory holds neither, or something that cannot be read or driven.
+        ModelError: The directory contains neither, or one that cannot be read or run.
     """
     directory = Path(request.name)
     if (directory / "model_index.json").is_file():
@@ -45,8 +45,8 @@ def build(request: Request) -> Runnable:
     if (directory / "config.json").is_file():
         return _transformer(request)
     raise ModelError(
-        f"{directory} holds neither model_index.json (a diffusers pipeline) nor config.json "
-        "(a transformers model): give a directory that save_pretrained wrote"
+        f"{directory} contains neither model_index.json (a diffusers pipeline) nor config.json "
+        "(a transformers model): give a directory written by save_pretrained"
     )
 
 
@@ -56,8 +56,8 @@ def _pipeline(request: Request) -> Runnable:
     if "prompt" not in parameters or _required(parameters) - {"prompt"}:
         needs = ", ".join(sorted(_required(parameters))) or "no prompt"
         raise ModelError(
-            f"{request.name} is a {type(pipeline).__name__}, which takes {needs} where we have a "
-            "prompt: call it in a function of your own and give FILE.py:FUNCTION"
+            f"{request.name} is a {type(pipeline).__name__}, which takes {needs} instead of just a "
+            "prompt: call it in your own function and give FILE.py:FUNCTION"
         )
     prompt = PROMPT if request.prompt is None else request.prompt
     steps = request.steps or DENOISING_STEPS
@@ -98,7 +98,7 @@ def _transformer(request: Request) -> Runnable:
     if model.main_input_name != "input_ids":
         raise ModelError(
             f"{request.name} is a {type(model).__name__}, which reads {model.main_input_name} "
-            "where we have text: call it in a function of your own and give FILE.py:FUNCTION"
+            "instead of text: call it in your own function and give FILE.py:FUNCTION"
         )
     steps = (request.steps or NEW_TOKENS) if model.can_generate() else 0
     tokenizer = _tokenizer(request)
@@ -122,8 +122,8 @@ def _tokenizer(request: Request) -> PreTrainedTokenizerBase | None:
         return read_checkpoint(AutoTokenizer.from_pretrained, request.name)
     if request.prompt is not None:
         raise ModelError(
-            f"{request.name} has no tokenizer to read --prompt with: leave it out to run on "
-            "random token ids, or save the tokenizer into the directory"
+            f"{request.name} has no tokenizer for --prompt: leave it out to run on random token "
+            "ids, or save the tokenizer into the directory"
         )
     return None
 
@@ -131,7 +131,7 @@ def _tokenizer(request: Request) -> PreTrainedTokenizerBase | None:
 def _input_ids(
     tokenizer: PreTrainedTokenizerBase | None, request: Request, config: Any, steps: int
 ) -> tuple[torch.Tensor, str]:
-    """The prompt's token ids (1, length), short enough for the positions the model has."""
+    """Return the prompt's token ids (1, length), short enough for the model's positions."""
     positions = getattr(config, "max_position_embeddings", None) or PROMPT_TOKENS + steps
     return prompt_ids(
         tokenizer,
@@ -149,7 +149,7 @@ def _forward_runnable(
     prompt: str,
     weights: str,
 ) -> Runnable:
-    """One forward pass of a model that writes no text, such as an encoder."""
+    """Make a runnable of one forward pass of a model that generates no text, e.g. an encoder."""
     model.to(request.device).eval()
     inputs = {"input_ids": input_ids.to(request.device)}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])

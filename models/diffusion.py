@@ -1,4 +1,4 @@
-"""What the diffusers pipelines here have in common: from a pipeline to a runnable."""
+"""Code shared by the diffusers pipelines: from a pipeline to a runnable."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .runnable import Runnable
 def read_pipeline(
     pipeline_class: type[DiffusionPipeline], source: str, dtype: torch.dtype
 ) -> DiffusionPipeline:
-    """Load a whole pipeline from a directory or a hub id.
+    """Load a full pipeline from a directory or a hub id.
 
     Raises:
         ModelError: It cannot be read, or some of its weights are missing.
@@ -35,7 +35,7 @@ def read_pipeline(
     pipeline = read_checkpoint(pipeline_class.from_pretrained, source, **options)
     for name, component in pipeline.components.items():
         if isinstance(component, nn.Module):
-            # diffusers leaves what it did not find on the meta device.
+            # diffusers leaves missing weights on the meta device.
             refuse_missing(
                 source, [f"{name}.{key}" for key, p in component.named_parameters() if p.is_meta]
             )
@@ -45,7 +45,7 @@ def read_pipeline(
 def read_built_in(
     pipeline_class: type[DiffusionPipeline], directory: Path, request: Request
 ) -> DiffusionPipeline:
-    """Load the pipeline of ours in ``directory``: trained, or redrawn where random is wanted.
+    """Load our own pipeline in ``directory``, trained or with random weights.
 
     Raises:
         ModelError: It cannot be read, or some of its weights are missing.
@@ -66,10 +66,10 @@ def pipeline_runnable(
     settings: dict[str, Any],
     note: str = "",
 ) -> Runnable:
-    """Make ``pipeline(**arguments)``, with noise drawn from the seed, a runnable.
+    """Make a runnable of ``pipeline(**arguments)``, with noise drawn from the seed.
 
-    The noise comes from a CPU generator: the same on every device. Where the pipeline shows its
-    latents after each step, the result has the last ones as ``latents``.
+    The noise comes from a CPU generator, so it is the same on every device. If the pipeline exposes
+    its latents after each step, the result has the last ones as ``latents``.
     """
     pipeline.to(request.device)
     pipeline.set_progress_bar_config(disable=True)
@@ -112,7 +112,7 @@ def pipeline_runnable(
 
 
 def tiny_t5(vocabulary: int) -> T5EncoderModel:
-    """A T5 encoder of two layers of two heads of 64, 64 wide."""
+    """Build a T5 encoder with two layers, two heads of 64, and width 64."""
     config = T5Config(
         vocab_size=vocabulary, d_model=64, d_kv=64, d_ff=128, num_layers=2, num_heads=2
     )
@@ -120,28 +120,28 @@ def tiny_t5(vocabulary: int) -> T5EncoderModel:
 
 
 def embeddings(*shape: int, request: Request, stream: int) -> torch.Tensor:
-    """Normal noise of ``shape`` in place of a text encoder's output; one per ``stream``."""
+    """Draw normal noise of ``shape`` in place of a text encoder's output, one per ``stream``."""
     generator = torch.Generator().manual_seed(request.seed + stream)
     return torch.randn(shape, generator=generator).to(request.device, request.dtype)
 
 
 def refuse_prompt(request: Request) -> None:
-    """With random embeddings there is no text encoder to read a prompt.
+    """Refuse a prompt: with random embeddings, there is no text encoder to read it.
 
     Raises:
         ModelError: A prompt was given.
     """
     if request.prompt is not None:
         raise ModelError(
-            "--prompt has no effect on random weights of this size, whose text embeddings are "
-            "random as well: leave it out, or use --weights pretrained or --size tiny"
+            "--prompt has no effect with random weights of this size, whose text embeddings are "
+            "also random: leave it out, or use --weights pretrained or --size tiny"
         )
 
 
 def unknown_words(request: Request, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Which words of the prompt a trained picture model never saw, in a sentence; empty for none.
+    """Name in one sentence the prompt's words that a trained picture model never saw, if any.
 
-    ``tokenizer`` is of the words that it was trained on (``offline_tokenizers.t5_tokenizer``).
+    ``tokenizer`` has a token for each word it was trained on (``offline_tokenizers.t5_tokenizer``).
     """
     if request.weights != "pretrained" or request.prompt is None:
         return ""
@@ -151,6 +151,6 @@ def unknown_words(request: Request, tokenizer: PreTrainedTokenizerBase) -> str:
         return ""
     unknown = ", ".join(dict.fromkeys(spelt))
     return (
-        f"the built-in {request.name} knows a few words, and none of these: {unknown}; for "
-        f"captions that it knows see models/pretrained/{request.name}/README.md"
+        f"the built-in {request.name} knows only a few words, and none of these: {unknown}; for "
+        f"captions that it knows, see models/pretrained/{request.name}/README.md"
     )

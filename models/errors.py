@@ -1,7 +1,7 @@
-"""How every file in this package refuses."""
+"""The error that every file in this package raises."""
 
 from attention_replay import Error
 
 
 class ModelError(Error):
-    """A model cannot be built as asked: one sentence that names the remedy."""
+    """A model cannot be built as requested; the message names the remedy."""

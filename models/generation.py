@@ -1,4 +1,4 @@
-"""Language models: prompts of a wanted length, and prefill with greedy decode."""
+"""Language models: prompts of a given length, and prefill with greedy decode."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def prompt_ids(
     vocabulary: int,
     passage: str = PASSAGE,
 ) -> tuple[torch.Tensor, str]:
-    """Token ids (1, length) on the CPU, and a phrase that says what they are.
+    """Return token ids (1, length) on the CPU, and a phrase that describes them.
 
-    The user's prompt is taken whole. Without one the ids are exactly ``tokens`` long: ``passage``,
-    repeated as often as needed, or, without a tokenizer, drawn from the seed.
+    The user's prompt is used in full. Without one, there are exactly ``tokens`` ids: of
+    ``passage``, repeated as often as needed, or drawn from the seed if there is no tokenizer.
 
     Raises:
         ModelError: The prompt is empty.
@@ -106,7 +106,7 @@ def generation_runnable(
     def score(ids: torch.Tensor) -> torch.Tensor:
         ids = ids.to(request.device)
         with torch.no_grad(), quiet():
-            # The mask as in generation, so that attention takes the same road.
+            # With a mask, as in generation, so that attention takes the same code path.
             read = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
         return read.logits[0].cpu()
 

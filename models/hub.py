@@ -1,4 +1,4 @@
-"""Reading checkpoints: from a directory, from the Hugging Face hub, or a sentence why not."""
+"""Read checkpoints from a directory or the Hugging Face hub, or explain why they cannot be read."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ def read_checkpoint(load: Callable[..., Loaded], source: str, **options: Any) ->
         source: A directory or a hub id.
 
     Raises:
-        ModelError: The hub cannot be reached and has nothing cached, does not have ``source``,
-            or does not give it to us; or the directory does not hold what ``load`` reads.
+        ModelError: The hub cannot be reached and nothing is cached, or it does not have ``source``
+            or denies access to it; or the directory does not contain what ``load`` reads.
     """
     if Path(source).is_dir():
         try:
             return load(source, local_files_only=True, **options)
-        # A checkpoint can be broken in as many ways as there are libraries reading it.
+        # Every library raises its own errors for a broken checkpoint.
         except Exception as error:
             raise ModelError(
-                f"{source} does not hold what this model needs ({_first_line(error)}); "
-                "give a directory that save_pretrained wrote"
+                f"{source} does not contain what this model needs ({_first_line(error)}): "
+                "give a directory written by save_pretrained"
             ) from error
     unreachable = _why_unreachable(source)
     try:
         return load(source, local_files_only=unreachable is not None, **options)
-    # OSError, ValueError, or the errors of whichever HTTP library the hub client uses.
+    # OSError, ValueError, or an error of whichever HTTP library the hub client uses.
     except Exception as error:
         reason = unreachable or error
         raise ModelError(
@@ -51,10 +51,10 @@ def read_checkpoint(load: Callable[..., Loaded], source: str, **options: Any) ->
 
 
 def refuse_missing(source: str, keys: Sequence[str]) -> None:
-    """The libraries only warn of weights they did not find, and go on with random ones.
+    """Refuse missing weights, of which the libraries only warn before using random ones.
 
     Raises:
-        ModelError: There are such ``keys``.
+        ModelError: ``keys`` is not empty.
     """
     if keys:
         raise ModelError(
@@ -64,7 +64,7 @@ def refuse_missing(source: str, keys: Sequence[str]) -> None:
 
 
 def _why_unreachable(source: str) -> Exception | None:
-    """Ask the hub once; the libraries would retry each file for half a minute.
+    """Query the hub once; the libraries would retry each file for half a minute.
 
     Raises:
         ModelError: The hub did not answer, and no part of ``source`` is cached.
@@ -76,7 +76,7 @@ def _why_unreachable(source: str) -> Exception | None:
         try:
             if any(isinstance(try_to_load_from_cache(source, name), str) for name in cached):
                 return error
-        except ValueError:  # not even the form of a hub id
+        except ValueError:  # not a valid hub id
             raise ModelError(
                 f"{source} is neither a directory nor a hub id: {_REMEDIES}"
             ) from error

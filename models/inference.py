@@ -1,4 +1,4 @@
-"""One inference: quiet, without gradients, and the same on every call."""
+"""One inference: quiet, without gradients and reproducible."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def repeatable(infer: Callable[[], Any], *, seed: int, device: torch.device) -> Callable[[], Any]:
-    """Wrap ``infer`` so that each call sees the same random numbers and needs no gradients."""
+    """Wrap ``infer`` so that each call draws the same random numbers and tracks no gradients."""
 
     def run() -> Any:
         with torch.no_grad(), quiet(), seeded(seed, device):
@@ -22,7 +22,7 @@ def repeatable(infer: Callable[[], Any], *, seed: int, device: torch.device) -> 
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Draw torch's random numbers from ``seed``, then give the global generators their state back.
+    """Draw torch's random numbers from ``seed``, and restore the global generators on exit.
 
     A builder that draws on the CPU makes the same weights for every device.
     """
@@ -33,9 +33,9 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the logs and progress bars of diffusers and transformers, and restore them after.
+    """Silence the logs and progress bars of diffusers and transformers, and restore them on exit.
 
-    A library that is not there, or cannot be imported, makes no noise.
+    Libraries that are not installed or cannot be imported are skipped.
     """
     libraries: list[Any] = []
     for name in ("diffusers", "transformers", "huggingface_hub"):

@@ -1,4 +1,4 @@
-"""Texts as a language model reads them: encoded, scored, decoded."""
+"""Encode, score and decode texts with a language model."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from transformers import PreTrainedTokenizerBase
 from .errors import ModelError
 
 SCORED_TOKENS = 4096
-"""Tokens of a text that are scored at most: their logits over 128k words take 1 GiB in bfloat16."""
+"""Most tokens of a text that are scored: their logits over 128k tokens take 1 GiB in bfloat16."""
 
 
 @dataclass(frozen=True)
 class Language:
-    """What a language model does with a text, beside continuing it.
+    """How a language model scores, encodes and decodes a text.
 
     Attributes:
-        score: Logits (T, V) on the CPU, row t those of the token after t, for token ids (1, T) read
-            in one forward, as a prefill is. None for an encoder-decoder, which reads no text alone.
-        tokenizer: None where there is none, as with random weights of full size.
+        score: Computes logits (T, V) on the CPU for token ids (1, T) read in one forward, as in
+            prefill; row t predicts token t + 1. None for an encoder-decoder, which cannot read a
+            text alone.
+        tokenizer: None if there is none, as with random weights of full size.
         positions: How many tokens the model can read.
     """
 
@@ -30,21 +31,21 @@ class Language:
     positions: int
 
     def encode(self, text: str) -> torch.Tensor:
-        """Token ids (1, T) of the text's beginning, on the CPU: at most `SCORED_TOKENS`.
+        """Return token ids (1, T) of the start of the text, on the CPU: at most `SCORED_TOKENS`.
 
         Raises:
             ModelError: There is no tokenizer, or the text has fewer than two tokens.
         """
         if self.tokenizer is None:
-            raise ModelError("these weights come without a tokenizer to read a text with")
+            raise ModelError("these weights have no tokenizer to read a text: leave out the text")
         most = min(self.positions, SCORED_TOKENS)
         ids = self.tokenizer(text, truncation=True, max_length=most)["input_ids"]
         if len(ids) < 2:
-            raise ModelError("the text has fewer than two tokens: none follows another")
+            raise ModelError("the text has fewer than two tokens: give a longer one")
         return torch.tensor([ids])
 
     def decode(self, ids: torch.Tensor) -> str:
-        """Text of token ids (1, T); without a tokenizer, the ids themselves."""
+        """Convert token ids (1, T) to text; without a tokenizer, return the ids themselves."""
         if self.tokenizer is None:
             return " ".join(str(token) for token in ids[0].tolist())
         return str(self.tokenizer.decode(ids[0]))

@@ -1,4 +1,4 @@
-"""diffusers and transformers as installed here: which versions, and what changed between them."""
+"""The installed versions of diffusers and transformers, and the differences between versions."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ Version = tuple[int, int]
 """Major and minor."""
 
 DTYPE_SINCE: dict[Library, Version] = {"diffusers": (0, 40), "transformers": (4, 56)}
-"""Since when `from_pretrained` takes `dtype`; it took `torch_dtype` before."""
+"""The first version whose `from_pretrained` takes `dtype` instead of `torch_dtype`."""
 
 
 def dtype_keyword(library: Library) -> str:
-    """What the library's `from_pretrained` calls the dtype of the weights."""
+    """Return the name of the dtype argument of the library's `from_pretrained`."""
     installed = _numbers(importlib.metadata.version(library))
     return "dtype" if installed >= DTYPE_SINCE[library] else "torch_dtype"
 
 
 def check(model: str, needs: Mapping[Library, Version]) -> None:
-    """Refuse libraries that are missing, or too old for `model`, which needs these or newer ones.
+    """Refuse libraries that are missing, or older than `model` needs.
 
     Raises:
-        ModelError: with the library, the version that is needed and the one that is installed.
+        ModelError: with the library, the required version and the installed one.
     """
     for library, oldest in needs.items():
-        wanted = ".".join(map(str, oldest))
+        required = ".".join(map(str, oldest))
         try:
             installed = importlib.metadata.version(library)
         except importlib.metadata.PackageNotFoundError:
             raise ModelError(
                 f"{model} needs {library}, which is not installed: "
-                f"pip install '{library}>={wanted}'"
+                f"pip install '{library}>={required}'"
             ) from None
         if _numbers(installed) < oldest:
             raise ModelError(
-                f"{model} needs {library} {wanted} or newer, and {installed} is installed: upgrade "
-                "it, or record a checkpoint directory (--model DIR) or a function of yours "
-                "(--model FILE.py:FUNCTION), which it is new enough for"
+                f"{model} needs {library} {required} or newer, but {installed} is installed: "
+                "upgrade it, or record a checkpoint directory (--model DIR) or your own function "
+                "(--model FILE.py:FUNCTION), for which it is new enough"
             )
 
 
 def is_failed_import(error: Exception) -> bool:
-    """Whether something could not be imported: the lazy imports of both raise RuntimeError too."""
+    """Whether an import failed: the lazy imports of both libraries also raise RuntimeError."""
     return isinstance(error, ImportError) or str(error).startswith("Failed to import ")
 
 
 def not_importable(model: str, error: Exception) -> ModelError:
-    """What to say where a library that builds `model` is missing or cannot be imported."""
+    """Explain that a library that builds `model` is missing or cannot be imported."""
     if isinstance(error, ModuleNotFoundError) and error.name and "." not in error.name:
         package = {"PIL": "pillow", "google": "protobuf"}.get(error.name, error.name)
         return ModelError(f"{model} needs {package}, which is not installed: pip install {package}")
@@ -64,7 +64,7 @@ def not_importable(model: str, error: Exception) -> ModelError:
     reason = str(error).strip().partition("\n")[0]
     return ModelError(
         f"{' and '.join(versions)} cannot be imported together here ({reason}): install versions "
-        "of one time, say the newest of both"
+        "released at the same time, such as the newest of both"
     )
 
 

@@ -1,6 +1,6 @@
-"""Tokenizers of the real classes, made without any download.
+"""Tokenizers of the real classes, built without a download.
 
-One token per character, so that they read anything; with ``words``, one for each of these too.
+They have one token per character, so they read any text, and one for each of ``words``, if given.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from transformers import CLIPTokenizer, PreTrainedTokenizerFast, T5Tokenizer
 
 
 def t5_tokenizer(words: Sequence[str] = ()) -> T5Tokenizer:
-    """Unigram pieces for printable ASCII; anything else is ``<unk>``."""
+    """Build a tokenizer with unigram pieces for printable ASCII; anything else is ``<unk>``."""
     special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -10.0), ("▁", -2.0)]
     characters = string.ascii_letters + string.digits + string.punctuation
     pieces = [(character, -3.0) for character in characters]
-    # Likelier than "▁" and a character, so that no word is spelt.
+    # Likelier than "▁" and a character, so that no word is split into characters.
     pieces += [(f"▁{word}", -4.0) for word in words]
     return T5Tokenizer(vocab=special + pieces, extra_ids=0)
 
 
 def clip_tokenizer(max_length: int, words: Sequence[str] = ()) -> CLIPTokenizer:
-    """Bytes, each alone and as the end of a word, as in CLIP's own vocabulary.
+    """Build a tokenizer of bytes, each alone and at the end of a word, as in CLIP's vocabulary.
 
     Merges compete: a word that contains the start of another may stay in pieces.
     """
@@ -31,7 +31,7 @@ def clip_tokenizer(max_length: int, words: Sequence[str] = ()) -> CLIPTokenizer:
     tokens = ["<|startoftext|>", "<|endoftext|>", *byte_characters]
     tokens += [character + "</w>" for character in byte_characters]
     merges: list[tuple[str, str]] = []
-    for word in words:  # from its first character on, one more at a time
+    for word in words:  # from its first character, adding one at a time
         pieces = [*word[:-1], word[-1] + "</w>"]
         for end in range(1, len(pieces)):
             merge = ("".join(pieces[:end]), pieces[end])
@@ -43,7 +43,7 @@ def clip_tokenizer(max_length: int, words: Sequence[str] = ()) -> CLIPTokenizer:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes and nothing merged: any text of n bytes is n tokens, and decodes to itself."""
+    """Build a tokenizer of single bytes: any text of n bytes is n tokens, and decodes to itself."""
     tokens = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

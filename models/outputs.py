@@ -1,4 +1,4 @@
-"""What a run returned, as named tensors on the CPU: two runs can be compared, and kept."""
+"""The outputs of a run as named tensors on the CPU, so that runs can be compared and saved."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Kind = Literal["language", "diffusion", "tensor"]
 
 @dataclass(frozen=True)
 class Outputs:
-    """The outputs of one run: contiguous, on the CPU, in the dtypes that the model gave them.
+    """The outputs of one run: contiguous, on the CPU, in the model's own dtypes.
 
     Attributes:
-        kind: What sort of model they come from.
-        tensors: Of a run that returned nothing like these, none. By kind:
+        kind: The kind of model that they come from.
+        tensors: Empty if the run returned none of these. By kind:
 
             - ``language``: ``sequences`` (1, T), prompt and new tokens; ``logits`` (steps, V), one
-              row for each new token, where the run returned them.
-            - ``diffusion``: ``latents`` after the last step, in the pipeline's own layout, where
-              it shows them; ``frames`` (F, C, H, W) of a video or ``images`` (N, C, H, W), both in
-              [0, 1], where it decodes; ``output`` where it makes something else, sound say.
+              row per new token, if the run returned them.
+            - ``diffusion``: ``latents`` after the last step, in the pipeline's own layout, if it
+              exposes them; ``frames`` (F, C, H, W) of a video or ``images`` (N, C, H, W), both in
+              [0, 1], if it decodes; ``output`` if it makes something else, such as sound.
             - ``tensor``: ``output``, of any shape.
     """
 
@@ -36,7 +36,7 @@ class Outputs:
 
 
 def of_generation(result: Any) -> Outputs:
-    """Name the result of transformers' ``generate``; of a batch, the first sequence."""
+    """Name the result of transformers' ``generate``: the first sequence of a batch."""
     tensors = {"sequences": result.sequences[:1]}
     logits = getattr(result, "logits", None)
     if logits is not None:
@@ -48,8 +48,8 @@ def of_pipeline(result: Any, *, decoded: bool) -> Outputs:
     """Name the result of a diffusers pipeline.
 
     Args:
-        result: The pipeline's own, with the last step's ``latents`` where they are known.
-        decoded: False where the pipeline returns latents in place of pictures.
+        result: The pipeline's own result, with the last step's ``latents`` if known.
+        decoded: False if the pipeline returns latents instead of pictures.
     """
     if not decoded:
         return _outputs("diffusion", {"latents": _first(result)["output"]})
@@ -61,20 +61,20 @@ def of_pipeline(result: Any, *, decoded: bool) -> Outputs:
 
 
 def of_anything(result: Any) -> Outputs:
-    """Name what is not ours to know: a generation, pictures, or else the first tensor in it."""
+    """Name a result of unknown type: a generation, pictures, or else its first tensor."""
     if isinstance(getattr(result, "sequences", None), Tensor):
         return of_generation(result)
     if pictures := _pictures(result):
         return _outputs("diffusion", pictures)
     found = _first(result)
     if found and found["output"].ndim == 2 and found["output"].dtype == torch.int64:
-        # What `generate` returns by default.
+        # This is what `generate` returns by default.
         return _outputs("language", {"sequences": found["output"][:1]})
     return _outputs("tensor", found)
 
 
 def _outputs(kind: Kind, tensors: dict[str, Tensor]) -> Outputs:
-    # Copies: a part of a tensor would otherwise keep, or store, all of it.
+    # Copy: a view would keep the entire tensor alive, and save all of it.
     layout = torch.contiguous_format
     return Outputs(
         kind,
@@ -83,19 +83,19 @@ def _outputs(kind: Kind, tensors: dict[str, Tensor]) -> Outputs:
 
 
 def _pictures(result: Any) -> dict[str, Tensor]:
-    """``frames`` or ``images`` of a pipeline's result, if these are pictures and not latents."""
+    """Return a pipeline's ``frames`` or ``images``, if these are pictures and not latents."""
     for name in ("frames", "images"):
         pictures = _channels_first(getattr(result, name, None))
         if pictures is None or pictures.ndim < 4 or pictures.shape[-3] not in (1, 3, 4):
             continue
-        known = pictures.nan_to_num()  # a kernel's NaN are for the comparison to find
+        known = pictures.nan_to_num()  # a kernel's NaNs are left for the comparison to find
         if known.min() >= 0 and known.max() <= 1:
             return {name: pictures.flatten(0, -4)}
     return {}
 
 
 def _channels_first(value: Any) -> Tensor | None:
-    """Pictures (…, C, H, W) from diffusers' output types: ``pt``, ``np`` and ``pil``."""
+    """Convert diffusers' output types ``pt``, ``np`` and ``pil`` to pictures (…, C, H, W)."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, np.ndarray):
@@ -115,7 +115,7 @@ def _first(result: Any) -> dict[str, Tensor]:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested containers, in their order."""
+    """Yield every tensor in nested containers, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, np.ndarray) and value.dtype.kind in "biuf":

@@ -1,4 +1,4 @@
-"""Random weights at any size: allocated once, in place, on the device that will use them."""
+"""Random weights of any size, allocated once, on the device that will use them."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ def build_random(
 ) -> Module:
     """Construct a model with random parameters of ``dtype`` directly on ``device``, in eval mode.
 
-    Norm scales are 1, biases 0, and all else is normal with a standard deviation of
-    1/√(fan-in), which keeps activations near unit size, so that they stay finite in half
-    precision at any depth. Buffers keep the values and the dtype their constructors gave them:
-    rotary frequencies in half precision would be wrong.
+    Norm scales are 1, biases are 0, and all else is normal with a standard deviation of
+    1/√(fan-in), which keeps activations near unit size and thus finite in half precision at any
+    depth. Buffers keep the values and dtype from their constructors: rotary frequencies would be
+    wrong in half precision.
 
     Args:
-        construct: Makes the model; it runs with parameters on the meta device, so it takes no
-            memory for them and none of the time of an initialisation that is then thrown away.
+        construct: Makes the model. It runs with parameters on the meta device, so it needs neither
+            memory for them nor time for an initialisation that is then discarded.
     """
     with init_empty_weights(include_buffers=False):
         model = construct()
     _draw_parameters(model, seed=seed, dtype=dtype, device=device)
-    return model.to(device).eval()  # the buffers are what is left to move
+    return model.to(device).eval()  # only the buffers are left to move
 
 
 def redraw(models: Iterable[nn.Module], *, seed: int) -> None:
-    """Give models that have weights random ones instead, by the same rule; one stream for each."""
+    """Replace the models' weights with random ones, by the same rule; each has its own seed."""
     for stream, model in enumerate(models):
-        some = next(model.parameters())
-        _draw_parameters(model, seed=seed + stream, dtype=some.dtype, device=some.device)
+        first = next(model.parameters())
+        _draw_parameters(model, seed=seed + stream, dtype=first.dtype, device=first.device)
 
 
 def _draw_parameters(
@@ -55,4 +55,4 @@ def _draw_parameters(
                 values.fill_(0.0 if name.endswith("bias") else 1.0)
             setattr(module, name, nn.Parameter(values, requires_grad=False))
     if isinstance(model, PreTrainedModel):
-        model.tie_weights()  # giving each name its own values has untied them
+        model.tie_weights()  # drawing each name separately has untied them

@@ -1,4 +1,4 @@
-"""A user's wishes, completed by the defaults and checked before anything is built."""
+"""A user's request, completed with defaults and checked before anything is built."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class Request:
-    """What to build and run. ``prompt`` and ``steps`` stay None where the model's own apply.
+    """What to build and run. ``prompt`` and ``steps`` stay None if the model's own apply.
 
-    ``size`` and ``weights`` are decided for the models we name; for a user's directory or
-    function both are None, since these bring their own.
+    ``size`` and ``weights`` are set for the named models; for a user's directory or function both
+    are None, since these have their own.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Request:
     dtype: torch.dtype
     device: torch.device
     given: frozenset[str] = frozenset()
-    """Which of prompt, steps, dtype and device the user asked for, rather than the defaults."""
+    """Which of prompt, steps, dtype and device the user gave."""
 
     @property
     def is_tiny(self) -> bool:
@@ -40,11 +40,11 @@ class Request:
 
     @property
     def is_built_in(self) -> bool:
-        """The tiny model of ours, rather than an official or given configuration."""
+        """Our own tiny model, rather than an official or given configuration."""
         return self.is_tiny and self.checkpoint is None
 
     def settings(self, **more: Any) -> dict[str, Any]:
-        """The request as plain JSON, with what the model adds (``prompt``, ``steps``, …)."""
+        """Return the request as plain JSON, plus what the model adds (``prompt``, ``steps``, …)."""
         return {
             "size": self.size,
             "weights": self.weights,
@@ -69,16 +69,16 @@ def from_user(
     dtype: str | None,
     device: str | None,
 ) -> Request:
-    """Complete and check a request; ``named`` says that ``name`` is one of our models.
+    """Complete and check a request; ``named`` says whether ``name`` is one of ``models.NAMES``.
 
     Raises:
-        ModelError: A value is unknown, or two of them contradict each other.
+        ModelError: A value is invalid, or two of them contradict each other.
     """
     _one_of("size", size, ("tiny", "full"))
     _one_of("weights", weights, ("random", "pretrained"))
     _one_of("dtype", dtype, tuple(DTYPES))
     if steps is not None and steps < 1:
-        raise ModelError(f"--steps is {steps}: at least one step is needed")
+        raise ModelError(f"--steps is {steps}: it must be at least 1")
     where = _device(device)
     if named:
         if size is None:
@@ -93,10 +93,10 @@ def from_user(
                 "--size full, or --checkpoint DIR"
             )
     else:
-        asked = {"--size": size, "--weights": weights, "--checkpoint": checkpoint}
-        if meaningless := [option for option, value in asked.items() if value is not None]:
+        options = {"--size": size, "--weights": weights, "--checkpoint": checkpoint}
+        if meaningless := [option for option, value in options.items() if value is not None]:
             raise ModelError(
-                f"{name} brings its own size and weights: leave out {' and '.join(meaningless)}"
+                f"{name} has its own size and weights: leave out {' and '.join(meaningless)}"
             )
     optional = {"prompt": prompt, "steps": steps, "dtype": dtype, "device": device}
     return Request(
@@ -115,7 +115,7 @@ def from_user(
 
 def _one_of(option: str, value: str | None, choices: tuple[str, ...]) -> None:
     if value is not None and value not in choices:
-        raise ModelError(f"--{option} is {value!r}: choose {', '.join(choices)}")
+        raise ModelError(f"--{option} is {value!r}: choose from {', '.join(choices)}")
 
 
 def _device(name: str | None) -> torch.device:
@@ -124,10 +124,10 @@ def _device(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ModelError(f"--device is {name!r}: write cpu, cuda or cuda:1, say") from error
+        raise ModelError(f"--device is {name!r}: write, e.g., cpu, cuda or cuda:1") from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ModelError(
-            f"--device is {name!r}, and torch sees {torch.cuda.device_count()} CUDA devices: "
-            "use --device cpu, or install a CUDA build of torch"
+            f"--device is {name!r}, but PyTorch finds {torch.cuda.device_count()} CUDA devices: "
+            "use --device cpu, or install a CUDA build of PyTorch"
         )
     return device

@@ -1,4 +1,4 @@
-"""What every builder in this package returns."""
+"""The type that every builder in this package returns."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ if TYPE_CHECKING:  # the package must be importable without importing torch
 
 @dataclass
 class Runnable:
-    """A model in eval mode, and one whole inference through it.
+    """A model in eval mode, and one full inference through it.
 
     Attributes:
         name: The model as the user gave it.
         roots: The modules to watch, by name: ``{"transformer": …, "text_encoder": …, "vae": …}``
             for a pipeline, ``{"": model}`` for a single model.
-        sampled: Glob (``fnmatch``) over dotted module paths, the root's name first, of the
-            modules that matter most: ``"transformer.*"``, or ``"*"`` for all.
-        run: One whole inference without gradients. The same on every call: noise is drawn anew
+        sampled: Glob (``fnmatch``) over dotted module paths, starting with the root's name, of
+            the modules that matter most: ``"transformer.*"``, or ``"*"`` for all.
+        run: Runs one full inference without gradients, the same on every call: noise is redrawn
             from the seed and the key/value cache starts empty. Returns the pipeline's own result:
             diffusers' output object (``frames`` or ``images``, and the last ``latents``), or
             transformers' generation output (``sequences``, and ``logits`` of each new token).
-        outputs: Turns what ``run`` returned into named tensors on the CPU.
-        weights: Where the weights are from, for people and manifests.
+        outputs: Converts the result of ``run`` to named tensors on the CPU.
+        weights: Where the weights come from, for people and manifests.
         settings: What was run, as plain JSON.
-        note: What to know before believing its outputs, a sentence; empty where there is nothing.
-        language: Scores and decodes text, if this is a language model of which we know how.
+        note: One sentence to know before trusting its outputs; empty if there is none.
+        language: Scores and decodes text, if this is a language model that supports it.
     """
 
     name: str

@@ -1,9 +1,9 @@
-"""A user's own model: ``path/file.py:function``, a function that builds it and says how to run it.
+"""A user's own model: ``path/file.py:function``, a function that builds the model and its run.
 
 The function returns ``(module, run)``: an ``nn.Module``, or a dictionary of them by name, and a
 callable without arguments that runs one inference. It may declare any of ``seed``, ``device`` (a
 ``torch.device``), ``dtype`` (a ``torch.dtype``), ``steps`` and ``prompt``. The last two are passed
-only where the user gave them, so that the function's own defaults hold.
+only if the user gave them, so that the function's own defaults apply.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .runnable import Runnable
 
 
 def build(request: Request) -> Runnable:
-    """Call the user's function and take what it returns.
+    """Build a runnable by calling the user's function.
 
     Raises:
         ModelError: The file or the function is missing, raises, or returns something else. The
-            user's own exception is the cause.
+            cause is the user's own exception.
     """
     file, _, name = request.name.rpartition(":")
     path = Path(file).expanduser().resolve()
@@ -68,7 +68,7 @@ def build(request: Request) -> Runnable:
 
 @contextmanager
 def _importable(directory: Path) -> Iterator[None]:
-    """Let the user's file import its neighbours, and only it: imports can be late, in run()."""
+    """Let only the user's file import its neighbours, also late, while ``run`` is active."""
     entry = str(directory)
     sys.path.insert(0, entry)
     try:
@@ -80,7 +80,7 @@ def _importable(directory: Path) -> Iterator[None]:
 def _import(path: Path, file: str) -> ModuleType:
     private_name = f"_attention_replay_user_{path.stem}"
     spec = spec_from_file_location(private_name, path)
-    assert spec is not None  # the name ends in .py, so there is a loader for it
+    assert spec is not None  # the name ends in .py, so it has a loader
     assert spec.loader is not None
     module = module_from_spec(spec)
     sys.modules[private_name] = module  # dataclasses and pickle look their module up
@@ -100,15 +100,15 @@ def _function(module: ModuleType, name: str, file: str) -> Callable[..., Any]:
             for other, value in vars(module).items()
             if inspect.isfunction(value) and value.__module__ == module.__name__
         ]
-        there = f"it has {', '.join(own)}" if own else "it has no function"
-        raise ModelError(f"{file} has no function {name!r}: {there}")
+        remedy = f"choose from {', '.join(own)}" if own else "add it"
+        raise ModelError(f"{file} has no function {name!r}: {remedy}")
     return function
 
 
 def _arguments(function: Callable[..., Any], request: Request, file: str) -> dict[str, Any]:
-    """What the function declares, among what we have to offer."""
+    """Return the available arguments that the function declares."""
     declared = inspect.signature(function).parameters
-    # A default is ours to drop; a wish is not.
+    # A default may be dropped; what the user gave may not.
     if ignored := sorted(request.given - declared.keys()):
         raise ModelError(
             f"the function in {file} takes no {' or '.join(ignored)}: leave out "

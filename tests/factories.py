@@ -19,6 +19,7 @@ from replay.kernels.registry import Kernel
 from replay.rows.row import (
     Accuracy,
     CallFacts,
+    Energy,
     Errors,
     GpuState,
     Machine,
@@ -194,7 +195,7 @@ def full_row() -> Row:
     """Every field has a value."""
     random = compare(normal(1, 2, 3, 4), normal(1, 2, 3, 4, seed=1))
     times = summarize([1.0, 2.0, 4.0])
-    state = GpuState(1980, 690.5, 61, ("software power cap", "0x400"))
+    state = GpuState(1980, 690.5, 61, ("software power cap", "0x400"), 2619)
     summary = Summary(-1.0, 1.0, 0.0, 0.5)
     return row(
         call=call_facts(step=2, call_index=7, mask=Mask("bool", (1, 1, 1, 64))),
@@ -206,6 +207,10 @@ def full_row() -> Row:
         time_ms=times,
         core_time_ms=times,
         first_call_ms=100.0,
+        energy=Energy(150.0, 0.8, 690.0, 1.05),
+        burst_ms=1.9,
+        sustained_ms=2.2,
+        timer="cuda-events",
         host_ms=0.02,
         layer_host_ms=summarize([0.6, 0.7, 0.8]),
         cache="cold",
@@ -224,7 +229,7 @@ def full_row() -> Row:
         programs=(Program("kernel", 32, 0, 1024, 4),),
         gpu_before=state,
         gpu_during=state,
-        machine=Machine(*["x"] * 7),
+        machine=Machine(*["x"] * 9),
     )
 
 

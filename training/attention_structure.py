@@ -1,9 +1,9 @@
-"""How structured attention is, layer by layer: trained weights beside random ones.
+"""Measure how structured attention is, layer by layer, with trained and with random weights.
 
     python -m training.attention_structure                    all three built-in models
     python -m training.attention_structure llama --steps 2
 
-Calls are recorded with our own `capture`, over every layer and step of one whole inference; decode
+Calls are recorded with our own `capture`, over every layer and step of one full inference; decode
 calls, which have one query, are left out. A Markdown table goes to stdout.
 """
 
@@ -23,7 +23,7 @@ import models
 from capture import AttentionCall, load, record
 from training.card import machine, table
 
-QUERIES = 256  # of each call and head, evenly spread
+QUERIES = 256  # per call and head, evenly spaced
 FEWEST_KEYS = 16  # of a causal query: entropy over fewer says little
 MOST_CALLS = 400
 
@@ -33,11 +33,11 @@ class Structure:
     """Means over heads and queries.
 
     Attributes:
-        entropy: of the attention weights, divided by that of uniform ones: 1 is uniform.
+        entropy: entropy of the attention weights relative to uniform ones: 1 is uniform.
         largest: the largest weight of a query.
-        offset: ‖mean of K over tokens‖ / ‖its standard deviation‖, norms over channels.
-            What smoothing K takes away, in units of what it leaves.
-        top_mass: the weight that the heaviest 1 % of a query's keys carry together.
+        offset: ‖mean of K over tokens‖ / ‖its standard deviation‖, norms over channels: what
+            smoothing K removes, in units of what remains.
+        top_mass: the total weight of the heaviest 1 % of a query's keys.
     """
 
     entropy: float
@@ -55,7 +55,7 @@ HEADINGS = {
 
 
 def structure(call: AttentionCall) -> Structure:
-    """The four figures of one call; causality and a mask are heeded."""
+    """Compute the four figures of one call, with its causality and mask."""
     query, key = call.query.float(), call.key.float()
     key_of_query = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     rows = torch.linspace(0, query.shape[2] - 1, min(QUERIES, query.shape[2])).round().long()
@@ -88,7 +88,7 @@ def structure(call: AttentionCall) -> Structure:
 
 
 def per_layer(runnable: models.Runnable) -> dict[str, Structure]:
-    """Run the model and give each attention module's mean over its calls, in the model's order."""
+    """Run the model and return each attention module's mean over its calls, in model order."""
     found: dict[str, list[Structure]] = {}
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "calls"
@@ -113,7 +113,7 @@ def mean(structures: Iterable[Structure]) -> Structure:
 
 
 def compare(name: str, steps: int | None = None) -> list[list[str]]:
-    """A row per layer of ``name``, and one for all: trained → random for each figure."""
+    """Return a row per layer of ``name``, and one for all: trained / random for each figure."""
     layers = {
         weights: per_layer(models.load(name, size="tiny", weights=weights, steps=steps))
         for weights in ("pretrained", "random")
@@ -137,12 +137,12 @@ def compare(name: str, steps: int | None = None) -> list[list[str]]:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m training.attention_structure")
     names = ["cogvideo", "flux", "llama"]
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(names)}")
-    parser.add_argument("--steps", type=int, help="of denoising; default the model's own")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"any of {', '.join(names)}")
+    parser.add_argument("--steps", type=int, help="denoising steps (default: the model's own)")
     given = parser.parse_args(arguments)
     rows: list[list[str]] = []
     for name in given.models or names:
-        print(f"{name}: one inference with each weights", file=sys.stderr)
+        print(f"{name}: one inference with trained, one with random weights", file=sys.stderr)
         rows += compare(name, given.steps)
     headings = [f"{HEADINGS[item.name]}, trained / random" for item in fields(Structure)]
     print(table(["model", "layer", *headings], rows))

@@ -1,4 +1,4 @@
-"""The first stage of pictures and videos: an autoencoder, and a bank of encoded scenes."""
+"""The first stage for pictures and videos: an autoencoder, and a bank of encoded scenes."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from training import shapes
 from training.loop import History, Stage, train
 from training.shapes import Scene
 
-DIVERGENCE = 5e-4  # weight of the KL term per latent value: latents of about unit size
+DIVERGENCE = 5e-4  # weight of the KL term per latent value: gives latents of about unit size
 CROPPED = 0.5  # share of the time spent on crops of half the side
-EMPHASIS = 3.0  # of what is coloured: it is little of the picture, and all that captions tell
+EMPHASIS = 3.0  # of coloured pixels: a small part of the picture, but all that captions describe
 
 
 @dataclass(frozen=True)
 class Canvas:
-    """What is drawn: ``frames`` is 1 for pictures."""
+    """The size of what is drawn; ``frames`` is 1 for pictures."""
 
     height: int
     width: int
     frames: int
 
     def draw(self, scenes: Sequence[Scene], seed: int, device: torch.device) -> Tensor:
-        """(B, 3, frames, H, W) in −1…1, the layout and range of a video autoencoder."""
+        """Draw (B, 3, frames, H, W) in −1…1, the layout and range of a video autoencoder."""
         drawn = shapes.render(
             scenes,
             height=self.height,
@@ -53,18 +53,18 @@ def train_autoencoder(
     seed: int,
     device: torch.device,
 ) -> History:
-    """Minimise the error of the reconstruction, and a little of the KL divergence.
+    """Minimise the reconstruction error, with a small weight on the KL divergence.
 
-    First on crops of ``crops`` scenes at a time, since colours are learned from many things; then
-    on ``batch`` whole scenes. The error is the absolute one for sharp edges and the
-    squared one for colours: the absolute error alone can rest where things are left out, which is
-    the median of their colours.
+    Training starts on crops of ``crops`` scenes per batch, since colours are learned from many
+    things, and continues on ``batch`` full scenes. The error is the absolute error, for sharp
+    edges, plus the squared error, for colours: with the absolute error alone, training can stall
+    where things are left out, which is the median of their colours.
     """
     flat = canvas.frames == 1
 
     def loss(generator: torch.Generator, progress: float) -> Tensor:
         cropped = progress < CROPPED
-        drawn_seed = generator.initial_seed()  # no number need come back from the GPU
+        drawn_seed = generator.initial_seed()  # avoids a read from the GPU
         chosen = shapes.sample(
             scenes, crops if cropped else batch, torch.Generator().manual_seed(drawn_seed)
         )
@@ -84,7 +84,8 @@ def train_autoencoder(
         weighted: Tensor = (1 + EMPHASIS * saturation) * (error.abs() + error.square())
         return weighted.mean() + DIVERGENCE * 0.5 * divergence.mean()
 
-    # Shapes are few and stay: what cuDNN tries first is not always fast on narrow convolutions.
+    # Benchmark: the sizes are few and fixed, and cuDNN's first choice is not always fast on narrow
+    # convolutions.
     with torch.backends.cudnn.flags(enabled=True, benchmark=True):
         return train(stage, autoencoder, loss, work=work, seed=seed, device=device)
 
@@ -104,14 +105,14 @@ def encode_scenes(
     """Encode ``count`` drawn scenes, or as many as ``seconds`` allow.
 
     Returns:
-        Latents in the autoencoder's layout, bfloat16 on a GPU, and the scene of each.
+        Latents in the autoencoder's layout, bfloat16 on a GPU, and their scenes.
     """
     started = time.monotonic()
     latents: list[Tensor] = []
     drawn: list[Scene] = []
     while len(drawn) < count and (not drawn or time.monotonic() - started < seconds):
         number = min(batch, count - len(drawn))
-        batch_seed = seed * 1_000_003 + len(drawn) + (1 << 41)  # apart from training's
+        batch_seed = seed * 1_000_003 + len(drawn) + (1 << 41)  # distinct from training's seeds
         chosen = shapes.sample(scenes, number, torch.Generator().manual_seed(batch_seed))
         clip = canvas.draw(chosen, batch_seed, device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
@@ -132,10 +133,10 @@ def _stored(device: torch.device) -> torch.dtype:
 def reconstruct(
     autoencoder: nn.Module, canvas: Canvas, scenes: Sequence[Scene], device: torch.device
 ) -> tuple[list[Tensor], float]:
-    """Encode and decode scenes as they are drawn, in the autoencoder's own dtype.
+    """Draw scenes, and encode and decode them in the autoencoder's own dtype.
 
     Returns:
-        Of each scene the decoded frames (T, 3, H, W) in 0…1, and the PSNR of all in dB.
+        The decoded frames (T, 3, H, W) of each scene in 0…1, and the PSNR over all scenes in dB.
     """
     dtype = next(autoencoder.parameters()).dtype
     decoded: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""The model card: what the weights are, how they were made, and what was measured."""
+"""The model card: the weights, their training and their evaluation."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 
 
 def write(directory: Path, title: str, sections: Mapping[str, str]) -> None:
-    """Write ``README.md`` into ``directory``: the sections in their order."""
+    """Write ``README.md`` into ``directory``, with the sections in order."""
     blocks = [f"# {title}"] + [f"## {name}\n{text.strip()}" for name, text in sections.items()]
     (directory / "README.md").write_text("\n\n".join(blocks) + "\n", encoding="utf-8")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """Format a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def rates_table(rates: Mapping[str, Mapping[str, float]]) -> str:
-    """Percentages: a row per name, a column per part of the caption that was judged."""
+    """Format percentages: a row per name, a column per judged part of the caption."""
     parts = list(dict.fromkeys(part for row in rates.values() for part in row))
     rows = [
         [name, *(f"{100 * row[part]:.0f} %" if part in row else "" for part in parts)]
@@ -32,13 +32,13 @@ def rates_table(rates: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def machine(device: torch.device) -> str:
-    """Where it ran, and with what."""
+    """Describe the device and the versions of torch and Python."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return f"{name}, torch {torch.__version__}, Python {platform.python_version()}"
 
 
 def sizes(directory: Path) -> str:
-    """Bytes and parameters of each weight file, and the whole directory."""
+    """Tabulate parameters and size of each weight file, and of the entire directory."""
     from safetensors import safe_open
 
     rows = []
@@ -47,6 +47,6 @@ def sizes(directory: Path) -> str:
             count = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
         name = path.parent.name if path.parent != directory else "model"
         rows.append([name, f"{count / 1e6:.2f} million", f"{path.stat().st_size / 1e6:.2f} MB"])
-    whole = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-    rows.append(["everything in this directory", "", f"{whole / 1e6:.2f} MB"])
+    total = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    rows.append(["everything in this directory", "", f"{total / 1e6:.2f} MB"])
     return table(["part", "parameters", "size"], rows)

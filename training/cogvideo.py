@@ -22,16 +22,16 @@ from training.shapes import Scene
 
 VARIANT = VARIANTS["cogvideo"]
 TEXT_TOKENS = 64
-WITHOUT_CAPTION = 0.1  # share of the training that guidance's other half learns from
+WITHOUT_CAPTION = 0.1  # share of training without caption, which guidance needs
 LATENT_CHANNELS = 8
 SHOWN = 16  # videos on the contact sheet, five frames each
 FRAMES_PER_LATENT = 2
 SNR_SHIFT = 50.0
 """How much noisier the noise schedule is than that of Stable Diffusion; CogVideoX-2b has 3.
 
-Where a thing is and where it moves shows in thousands of latent values at once, so it is settled
-while the noise is still a thousand times the signal. With 3 that is over after the first of ten
-steps, and in a tenth of the training.
+A thing's place and motion show in thousands of latent values at once, so they are decided while the
+noise is still a thousand times the signal. With 3, this phase is over after the first of ten steps,
+and takes a tenth of the training.
 """
 
 
@@ -119,12 +119,12 @@ def main(arguments: list[str] | None = None) -> None:
     pipeline.vae.register_to_config(scaling_factor=1 / float(latents.float().std()))
     start_as_identity(pipeline.transformer)
     if given.compile:
-        for block in pipeline.transformer.transformer_blocks:  # one compilation serves all
+        for block in pipeline.transformer.transformer_blocks:  # all share one compilation
             block.compile()
     second = train_transformer(stages[1], pipeline, latents, scenes, scale, given)
     pipeline.to(torch.bfloat16).save_pretrained(given.out)
 
-    # From here on what was saved, loaded as anybody would.
+    # From here on, use the saved model, loaded as a user would.
     saved = CogVideoXPipeline.from_pretrained(given.out, dtype=torch.bfloat16).to(device)
     saved.set_progress_bar_config(disable=True)
     order = torch.randperm(len(held_out), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -177,7 +177,7 @@ def main(arguments: list[str] | None = None) -> None:
             "Training": (
                 f"{card.machine(device)}, seed {seed}. {first.describe(stages[0])}; batches of "
                 f"{scale.autoencoder_crops} quarters of videos, then of "
-                f"{scale.autoencoder_batch} whole ones. {second.describe(stages[1])}; v-prediction "
+                f"{scale.autoencoder_batch} full ones. {second.describe(stages[1])}; v-prediction "
                 f"on the published noise schedule, but with snr_shift_scale {SNR_SHIFT:g} in place "
                 f"of {VARIANT.snr_shift_scale:g}; batches of {scale.batch} videos, "
                 f"{WITHOUT_CAPTION:.0%} without caption.\n\n![loss](loss.png)"
@@ -204,7 +204,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def make_pipeline(scale: Scale) -> CogVideoXPipeline:
-    """The architecture, with fresh weights."""
+    """Build the architecture with new weights."""
     tokenizer = t5_tokenizer(shapes.words(shapes.pictures() + shapes.videos()))
     canvas = scale.canvas
     return CogVideoXPipeline(
@@ -222,7 +222,7 @@ def make_pipeline(scale: Scale) -> CogVideoXPipeline:
             sample_height=canvas.height // 4,
             sample_frames=canvas.frames,
             temporal_compression_ratio=FRAMES_PER_LATENT,
-            # Finer than published, whose positions hardly differ over so few patches and frames.
+            # Finer than published: those positions hardly differ over so few patches and frames.
             spatial_interpolation_scale=0.25,
             temporal_interpolation_scale=0.0625,
         ),
@@ -250,10 +250,10 @@ def train_transformer(
     scale: Scale,
     given: options.Options,
 ) -> History:
-    """From √ᾱ latent + √(1 − ᾱ) noise predict v = √ᾱ noise − √(1 − ᾱ) latent."""
+    """Train to predict v = √ᾱ noise − √(1 − ᾱ) latent from √ᾱ latent + √(1 − ᾱ) noise."""
     device = given.device
     ids = token_ids(pipeline.tokenizer, [str(scene) for scene in scenes], TEXT_TOKENS).to(device)
-    nothing = token_ids(pipeline.tokenizer, [""], TEXT_TOKENS).to(device)
+    empty_ids = token_ids(pipeline.tokenizer, [""], TEXT_TOKENS).to(device)
     signal = pipeline.scheduler.alphas_cumprod.to(device, torch.float32)
     scaling = pipeline.vae.config.scaling_factor
 
@@ -266,16 +266,17 @@ def train_transformer(
         time = (time * len(signal)).long().clamp(max=len(signal) - 1)
         clean = latents[batch].float().transpose(1, 2) * scaling  # (B, T, C, H, W)
         noise = torch.randn(clean.shape, generator=generator, device=device)
-        kept = signal[time].sqrt()[:, None, None, None, None]
-        lost = (1 - signal[time]).sqrt()[:, None, None, None, None]
-        untold = uniform(1000) < 1000 * WITHOUT_CAPTION
-        captions = torch.where(untold[:, None], nothing, ids[batch])
+        signal_scale = signal[time].sqrt()[:, None, None, None, None]
+        noise_scale = (1 - signal[time]).sqrt()[:, None, None, None, None]
+        is_unconditional = uniform(1000) < 1000 * WITHOUT_CAPTION
+        captions = torch.where(is_unconditional[:, None], empty_ids, ids[batch])
         predicted = pipeline.transformer(
-            hidden_states=kept * clean + lost * noise,
+            hidden_states=signal_scale * clean + noise_scale * noise,
             encoder_hidden_states=pipeline.text_encoder(captions)[0],
             timestep=time,
         ).sample
-        return (predicted.float() - (kept * noise - lost * clean)).square().mean()
+        velocity = signal_scale * noise - noise_scale * clean
+        return (predicted.float() - velocity).square().mean()
 
     trained = nn.ModuleList([pipeline.transformer, pipeline.text_encoder])
     return train(
@@ -299,7 +300,7 @@ def draw(
     scale: Scale,
     seed: int,
 ) -> list[Tensor]:
-    """A video (T, 3, H, W) in 0…1 for each caption."""
+    """Draw a video (T, 3, H, W) in 0…1 for each caption."""
     drawn: list[Tensor] = []
     for start in range(0, len(scenes), 25):
         prompts = [str(scene) for scene in scenes[start : start + 25]]

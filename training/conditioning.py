@@ -1,4 +1,4 @@
-"""How captions and noise levels reach the denoisers, as far as the two share it."""
+"""Captions and noise levels for both denoisers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-NOISIER = (4.0, 1.2)  # exponents at the start and at the end of the training; 1 is uniform
+NOISIER = (4.0, 1.2)  # exponents at the start and the end of training; 1 is uniform
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, captions: Sequence[str], length: int) -> Tensor:
-    """(B, length), padded as the pipelines pad."""
+    """Tokenize captions to (B, length), padded as in the pipelines."""
     ids: Tensor = tokenizer(
         list(captions),
         padding="max_length",
@@ -26,11 +26,11 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, captions: Sequence[str], lengt
 def draw_times(
     count: int, progress: float, generator: torch.Generator, device: torch.device
 ) -> Tensor:
-    """(count,) times of the noise schedule, 0 data, 1 noise: most noise first, later all kinds.
+    """Draw (count,) times of the noise schedule, 0 data, 1 noise: at first mostly noise, later all.
 
-    A thing that can be seen need not be read about, so captions are learned from those times alone
-    that hide it; as a rare few among the others they teach nothing. Each batch has one time from
-    each of ``count`` parts that are equally likely.
+    A thing that is visible need not be read from the caption, so captions are learned only at noisy
+    times that hide it; if these are rare, captions are not learned. Each batch has one time from
+    each of ``count`` equally likely parts.
     """
     within = torch.rand(count, generator=generator, device=device)
     even = (torch.arange(count, device=device) + within) / count
@@ -39,7 +39,7 @@ def draw_times(
 
 @torch.no_grad()
 def start_as_identity(transformer: nn.Module) -> None:
-    """Let every block add nothing and the output be zero at first, which trains faster.
+    """Initialise every block to add nothing and the output to zero, which trains faster.
 
     Peebles and Xie, Scalable Diffusion Models with Transformers, 2022 (adaLN-Zero).
     """

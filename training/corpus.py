@@ -1,7 +1,7 @@
-"""The text that Python itself ships: the standard library's sources and the language reference.
+"""The text that ships with Python: the standard library's sources and the language reference.
 
-Each document belongs to one of three parts by a checksum of its name, so that a file which is held
-out with one Python is held out with every other. Licence of the text: PSF.
+A checksum of its name assigns each document to one of three parts, so that a file held out with one
+Python version is held out with every other. Licence of the text: PSF.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-SMALLEST, LARGEST = 200, 400_000  # bytes; above it are tables
-# Tables in Python's syntax; packages that are not Python's own; and what old versions generated.
+SMALLEST, LARGEST = 200, 400_000  # bytes; larger files are tables
+# Tables in Python's syntax, packages that are not Python's own, and what old versions generated.
 LEFT_OUT = {"encodings", "site-packages", "dist-packages", "__pycache__", "pydoc_data", "_vendor"}
 ONE_IN = 40
 
@@ -36,8 +36,8 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents by part, in the order of their names; ``source`` says which Python's, ``licence``
-    is the text that goes with quotes of them, empty where the library has none."""
+    """Documents by part, sorted by name; ``source`` names their Python, ``licence`` is the text
+    that goes with quotes of them, empty if the library has none."""
 
     source: str
     licence: str
@@ -46,7 +46,7 @@ class Corpus:
     test: tuple[Document, ...]
 
     def describe(self) -> str:
-        """What it is, in a sentence, with a checksum of all of it."""
+        """Describe the corpus in one sentence, with a checksum of all of it."""
         digest = hashlib.sha256()
         for document in (*self.train, *self.validation, *self.test):
             digest.update(f"{document.name}\0{document.text}\0".encode())
@@ -63,7 +63,7 @@ class Corpus:
 
 
 def read(library: Path | None = None) -> Corpus:
-    """Read the standard library in ``library``, by default that of the running Python.
+    """Read the standard library in ``library``, by default the running Python's.
 
     Raises:
         FileNotFoundError: There is no Python source.
@@ -75,7 +75,7 @@ def read(library: Path | None = None) -> Corpus:
         source = f"The library in {library.resolve().name}"
     documents = _reference(library) + _sources(library)
     if not documents:
-        raise FileNotFoundError(f"{library} holds no Python source: give another --library")
+        raise FileNotFoundError(f"{library} contains no Python source: give another --library")
     documents.sort(key=lambda document: document.name)
     parts = {
         part: tuple(document for document in documents if document.part == part)
@@ -100,7 +100,7 @@ def _sources(library: Path) -> list[Document]:
 
 
 def _reference(library: Path) -> list[Document]:
-    """The chapters behind ``help("topics")``: prose, in the markup of the documentation."""
+    """Read the chapters behind ``help("topics")``: prose, in the documentation's markup."""
     path = library / "pydoc_data" / "topics.py"
     if not path.is_file():
         return []

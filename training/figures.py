@@ -1,4 +1,4 @@
-"""Loss curves and contact sheets as PNG, drawn with Pillow alone."""
+"""Loss curves and contact sheets as PNG, drawn with only Pillow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COLOURS = ((31, 98, 178), (200, 80, 30), (40, 140, 70), (130, 60, 150))
 
 
 def loss_curve(path: Path, curves: Mapping[str, Sequence[tuple[int, float]]], title: str) -> None:
-    """Loss over steps, both axes logarithmic; one line per name."""
+    """Plot loss over steps, both axes logarithmic, one line per name."""
     points = [point for curve in curves.values() for point in curve if point[1] > 0]
     steps = [max(1, step) for step, _ in points]
     x_low, x_high = math.log10(min(steps)), math.log10(max(*steps, 10))
@@ -53,7 +53,7 @@ def loss_curve(path: Path, curves: Mapping[str, Sequence[tuple[int, float]]], ti
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times the powers of ten between 10^low and 10^high; fewer where they crowd."""
+    """Return 1, 2 and 5 times the powers of ten in 10^low…10^high; fewer over a wide range."""
     factors = (1, 2, 5) if high - low < 2.5 else (1,)
     decades = range(math.floor(low), math.ceil(high) + 1)
     values = [factor * 10.0**decade for decade in decades for factor in factors]
@@ -66,8 +66,8 @@ def contact_sheet(
     """Write rows of pictures, each with its caption below.
 
     Args:
-        rows: Of pictures (3, H, W) in 0…1; a video's row holds some of its frames.
-        columns: How many rows stand side by side.
+        rows: Rows of pictures (3, H, W) in 0…1; a video's row has some of its frames.
+        columns: How many rows are placed side by side.
     """
     _, height, width = rows[0][0].shape
     row_width = width * len(rows[0]) + 6
@@ -82,12 +82,12 @@ def contact_sheet(
         for place, picture in enumerate(row):
             sheet.paste(_image(picture), (left + place * width, top))
         draw.multiline_text((left + 2, top + height + 3), caption, INK, font, spacing=1)
-    # A palette is a third of the size, and enough to look at.
+    # A palette image is a third of the size, and good enough to look at.
     sheet.quantize(128).save(path, optimize=True)
 
 
 def _wrapped(text: str, width: int, font: ImageFont.ImageFont | ImageFont.FreeTypeFont) -> str:
-    """Broken into lines of at most so many pixels; a longer word has a line of its own."""
+    """Wrap text into lines of at most ``width`` pixels; a longer word gets its own line."""
     lines = [""]
     for word in text.split():
         longer = f"{lines[-1]} {word}".strip()

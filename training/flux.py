@@ -30,10 +30,10 @@ VARIANT = VARIANTS["flux"]
 TEXT_TOKENS = 64
 SHOWN = 24  # pictures on the contact sheet
 SHIFT = 2.0
-"""Logarithm by which the schedule's odds of noise to signal are raised; published: 0.5 to 1.15.
+"""Logarithm of the factor on the schedule's odds of noise to signal; published: 0.5 to 1.15.
 
-Where things are shows in a thousand latent values at once, so it is settled while the noise is
-still ten times and more the signal. With the published shift for so few tokens that is over after
+A thing's place shows in a thousand latent values at once, so it is decided while the noise is still
+ten times the signal or more. With the published shift for so few tokens, this phase is over after
 the first of twelve steps.
 """
 
@@ -89,9 +89,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Train, save, load, judge, and write the card."""
     given = options.parse("flux", __doc__, arguments)
     require_muon()
-    # Its backward failed here on an H200 with torch 2.11 and cuDNN 9.19.0, inside the transformer:
-    # "Expected mha_graph.execute(...).is_good()". With the other backends all is well, and so it
-    # is with cuDNN for contiguous tensors of the same shape.
+    # cuDNN's backward failed here on an H200 with torch 2.11 and cuDNN 9.19.0, inside the
+    # transformer: "Expected mha_graph.execute(...).is_good()". The other backends work, and so does
+    # cuDNN for contiguous tensors of the same shape.
     torch.backends.cuda.enable_cudnn_sdp(False)
     scale = SMOKE if given.smoke else FULL
     stages = given.limited([scale.autoencoder, scale.transformer])
@@ -121,7 +121,7 @@ def main(arguments: list[str] | None = None) -> None:
         device=device,
         seconds=scale.bank_seconds,
     )
-    # Centred and of unit size, as the pipeline expects them.
+    # Centred and of unit size, as the pipeline expects.
     pipeline.vae.register_to_config(
         shift_factor=float(latents.float().mean()), scaling_factor=1 / float(latents.float().std())
     )
@@ -131,7 +131,7 @@ def main(arguments: list[str] | None = None) -> None:
     second = train_transformer(stages[1], pipeline, latents, scenes, scale, given)
     pipeline.to(torch.bfloat16).save_pretrained(given.out)
 
-    # From here on what was saved, loaded as anybody would.
+    # From here on, use the saved model, loaded as a user would.
     saved = FluxPipeline.from_pretrained(given.out, dtype=torch.bfloat16).to(device)
     saved.set_progress_bar_config(disable=True)
     wanted = shapes.sample(held_out, scale.judged, torch.Generator().manual_seed(seed))
@@ -206,7 +206,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def make_pipeline(scale: Scale) -> FluxPipeline:
-    """The architecture, with fresh weights."""
+    """Build the architecture with new weights."""
     words = shapes.words(shapes.pictures() + shapes.videos())
     clip_tokens, t5_tokens = clip_tokenizer(77, words), t5_tokenizer(words)
     clip_config = CLIPTextConfig(
@@ -260,7 +260,7 @@ def train_transformer(
     scale: Scale,
     given: options.Options,
 ) -> History:
-    """Flow matching: from (1 − t) latent + t noise predict noise − latent."""
+    """Train by flow matching: predict noise − latent from (1 − t) latent + t noise."""
     device = given.device
     captions = [str(scene) for scene in scenes]
     t5_ids = token_ids(pipeline.tokenizer_2, captions, TEXT_TOKENS).to(device)
@@ -275,7 +275,7 @@ def train_transformer(
         clean = (latents[batch].float() - config.shift_factor) * config.scaling_factor
         clean = pipeline._pack_latents(clean, *clean.shape)
         noise = torch.randn(clean.shape, generator=generator, device=device)
-        # Through the shift, as the pipeline does it.
+        # Shifted, as in the pipeline.
         time = draw_times(scale.batch, progress, generator, device)
         sigma = torch.sigmoid(time.logit(1e-4) + SHIFT)
         mixed = torch.lerp(clean, noise, sigma[:, None, None])
@@ -306,7 +306,7 @@ def train_transformer(
 def draw(
     pipeline: FluxPipeline, scenes: Sequence[Scene], *, steps: int, scale: Scale, seed: int
 ) -> list[Tensor]:
-    """A picture (1, 3, H, W) in 0…1 for each caption."""
+    """Draw a picture (1, 3, H, W) in 0…1 for each caption."""
     drawn: list[Tensor] = []
     for start in range(0, len(scenes), 25):
         prompts = [str(scene) for scene in scenes[start : start + 25]]

@@ -1,8 +1,7 @@
-"""Reads colours, shapes, textures, layout and motion back from pixels, and scores captions.
+"""Detect colours, shapes, textures, layout and motion from pixels, and score captions.
 
-It never sees the caption while it looks. Whatever is saturated is a thing, its hue names the
-colour, and the outline that overlaps its pixels most, at the same area and centre of mass, names
-the shape.
+Detection does not see the caption. A saturated region is a thing; its hue gives the colour, and the
+outline that overlaps it most, at the same area and centre of mass, gives the shape.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from training.shapes import COLOURS, LAYOUTS, MOTIONS, SHAPES, Scene
 SATURATED = 0.2  # largest minus smallest channel
 SMALLEST = 0.01  # area of a thing, as a share of the picture
 PARTS = ("colours", "shapes", "textures", "layout", "motion", "all")
-DARK = 0.8  # of the bright part of a thing
+DARK = 0.8  # relative to the bright part of a thing
 MOVED = 0.1  # least displacement that counts as motion, in picture heights
 
-# Area in squared radii, and the centre of mass below the middle in radii, by shape.
+# By shape: area in squared radii, and how far the centre of mass is below the middle, in radii.
 _AREA = {"circle": 3.14159, "square": 4.0, "triangle": 2.0, "cross": 20 / 9}
 _SINKS = {"circle": 0.0, "square": 0.0, "triangle": 1 / 3, "cross": 0.0}
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A thing in a picture; ``centre`` is (x, y)."""
+    """A thing detected in a picture; ``centre`` is (x, y)."""
 
     colour: str
     shape: str
@@ -39,7 +38,7 @@ class Seen:
 
 
 def see(picture: Tensor) -> list[Seen]:
-    """The things in ``picture`` (3, H, W) in 0…1, the largest first; one per colour."""
+    """Detect the things in ``picture`` (3, H, W) in 0…1, largest first, one per colour."""
     picture = picture.float().cpu()
     low, high = picture.amin(0), picture.amax(0)
     coloured = high - low > SATURATED
@@ -60,7 +59,7 @@ def see(picture: Tensor) -> list[Seen]:
 
 @dataclass(frozen=True)
 class Watched:
-    """The things in the first, the middle and the last frame; of a picture, thrice the same."""
+    """The things in the first, middle and last frame; for a picture, three times the same."""
 
     first: list[Seen]
     middle: list[Seen]
@@ -68,7 +67,7 @@ class Watched:
 
 
 def watch(frames: Tensor) -> Watched:
-    """Look at ``frames`` (T, 3, H, W) in 0…1."""
+    """Detect the things in ``frames`` (T, 3, H, W) in 0…1."""
     middle = see(frames[len(frames) // 2])
     if len(frames) == 1:
         return Watched(middle, middle, middle)
@@ -76,7 +75,7 @@ def watch(frames: Tensor) -> Watched:
 
 
 def watch_all(shown: Sequence[Tensor]) -> list[Watched]:
-    """Look at each, on one thread: pictures are too small for more, and contended ones crawl."""
+    """Watch each on one thread: pictures are too small for more, which contention would slow."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -105,7 +104,7 @@ def _describe(colour: str, region: Tensor, brightness: Tensor) -> Seen:
 def _overlap(
     region: Tensor, x: Tensor, y: Tensor, centre: tuple[float, float], area: float, shape: str
 ) -> float:
-    """Intersection over union of ``region`` and the outline of the same area and centre of mass."""
+    """Return the IoU of ``region`` and the outline with the same area and centre of mass."""
     radius = (area / _AREA[shape]) ** 0.5
     across = (x - centre[0]).abs() / radius
     down = (y - centre[1]) / radius + _SINKS[shape]
@@ -122,7 +121,7 @@ def _overlap(
 
 
 def _texture(region: Tensor, brightness: Tensor) -> str:
-    """Plain if little is dark (edges are), striped if rows are all dark or all bright."""
+    """Classify as plain if little is dark (edges are), striped if rows are all dark or bright."""
     dark = region & (brightness < DARK * brightness[region].quantile(0.9))
     if dark.sum() < 0.25 * region.sum():
         return "plain"
@@ -133,10 +132,10 @@ def _texture(region: Tensor, brightness: Tensor) -> str:
 
 
 def score(scene: Scene, watched: Watched) -> dict[str, bool]:
-    """Which parts of the caption of ``scene`` hold in what was ``watched``.
+    """Return which parts of the caption of ``scene`` are true of what was ``watched``.
 
-    ``colours``, ``shapes``, ``textures`` of the middle frame, ``layout`` for two things,
-    ``motion`` for a moving one, and ``all`` of them.
+    The parts are ``colours``, ``shapes`` and ``textures`` of the middle frame, ``layout`` for two
+    things, ``motion`` for a moving one, and ``all`` of them.
     """
     seen = {thing.colour: thing for thing in watched.middle}
     wanted = {thing.colour: thing for thing in scene.things}
@@ -165,7 +164,7 @@ def _layout(seen: Sequence[Seen | None]) -> str | None:
 
 
 def _motion(watched: Watched) -> str | None:
-    """Where the largest thing went between the first and the last frame."""
+    """Return where the largest thing moved between the first and the last frame."""
     if not watched.first or not watched.last:
         return None
     start, end = watched.first[0].centre, watched.last[0].centre
@@ -176,7 +175,7 @@ def _motion(watched: Watched) -> str | None:
 
 
 def rates(scenes: Sequence[Scene], shown: Sequence[Watched]) -> dict[str, float]:
-    """The share of scenes for which each part of the caption holds, of those that have the part."""
+    """Return the share of scenes where each part of the caption is true, of those that have it."""
     scores = [score(scene, watched) for scene, watched in zip(scenes, shown, strict=True)]
     parts = dict.fromkeys(part for result in scores for part in result)
     return {
@@ -187,7 +186,7 @@ def rates(scenes: Sequence[Scene], shown: Sequence[Watched]) -> dict[str, float]
 
 
 def chance(scenes: Sequence[Scene], shown: Sequence[Watched], *, seed: int = 0) -> dict[str, float]:
-    """The same rates when every picture is judged by another scene's caption."""
+    """Return the rates if every picture is judged by another scene's caption."""
     order = random.Random(seed).sample(range(len(scenes)), len(scenes))
     others = [*order[1:], order[0]]
     return rates([scenes[index] for index in others], [shown[index] for index in order])

@@ -23,8 +23,8 @@ from training.corpus import Document
 from training.loop import Stage, train
 from training.ngram import KneserNey
 
-PASSES = 20  # over the text: more of them learn it by heart
-HELD_OUT_CHARACTERS = 6000  # of each document that is shipped as a prompt
+PASSES = 20  # over the text: with more, the model memorises it
+HELD_OUT_CHARACTERS = 6000  # of each document in the shipped prompt
 HELD_OUT_DOCUMENTS = 4
 PROMPTS = (
     'def read_lines(path, encoding="utf-8"):\n    """Return',
@@ -49,7 +49,7 @@ class Scale:
 
 
 FULL = Scale(
-    context=1152,  # 1,024 of a prompt, and some to write
+    context=1152,  # 1,024 for a prompt, and some to generate
     batch=32,
     vocabulary=2048,
     hidden=256,
@@ -119,7 +119,7 @@ def main(arguments: list[str] | None = None) -> None:
     if texts.licence:
         (given.out / "PYTHON-LICENSE.txt").write_text(texts.licence, encoding="utf-8")
 
-    # From here on what was saved, loaded as anybody would.
+    # From here on, use the saved model, loaded as a user would.
     saved = LlamaForCausalLM.from_pretrained(given.out, dtype=torch.bfloat16).to(given.device)
     reloaded = AutoTokenizer.from_pretrained(given.out)
     perplexity = math.exp(log_loss(saved, tokens["test"], scale.context, given.device))
@@ -158,8 +158,8 @@ def main(arguments: list[str] | None = None) -> None:
                 "text.\n\n![loss](loss.png)"
             ),
             "Measured": (
-                f"On {len(tokens['test']):,} tokens of held-out documents, of which the model is "
-                f"asked for those with at least {scale.context // 2} tokens before them:\n\n"
+                f"On {len(tokens['test']):,} tokens of held-out documents; the model predicts "
+                f"those with at least {scale.context // 2} tokens before them:\n\n"
                 + card.table(
                     ["", "perplexity per token", "bits per byte"],
                     [
@@ -184,7 +184,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def make_tokenizer(documents: tuple[Document, ...], scale: Scale) -> PreTrainedTokenizerFast:
-    """Byte-pair encoding of the training text; ``<s>`` starts every document."""
+    """Train a byte-pair encoding on the training text; ``<s>`` starts every document."""
     tokenizer = Tokenizer(tokenizer_models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -206,7 +206,7 @@ def make_tokenizer(documents: tuple[Document, ...], scale: Scale) -> PreTrainedT
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, documents: tuple[Document, ...]) -> Tensor:
-    """All documents as one stream (N,) of int16 ids, ``<s>`` before each."""
+    """Encode all documents as one stream (N,) of int16 ids, ``<s>`` before each."""
     encoded = tokenizer([document.text for document in documents], add_special_tokens=False)
     start = tokenizer.bos_token_id
     stream = [token for ids in encoded["input_ids"] for token in (start, *ids)]
@@ -243,7 +243,7 @@ def make_model(scale: Scale, tokenizer: PreTrainedTokenizerFast) -> LlamaForCaus
 def log_loss(
     model: LlamaForCausalLM, tokens: Tensor, context: int, device: torch.device, batch: int = 32
 ) -> float:
-    """Mean −log p, in nats, of the tokens that have at least half a ``context`` before them."""
+    """Return the mean −log p, in nats, of tokens with at least half a ``context`` before them."""
     half = context // 2
     windows = tokens.unfold(0, context, half)
     total, count = 0.0, 0
@@ -260,9 +260,9 @@ def log_loss(
 
 
 def held_out_text(documents: tuple[Document, ...]) -> str:
-    """The beginnings of the longest held-out documents that are not tests.
+    """Return the beginnings of the longest held-out documents that are not tests.
 
-    Not of asyncio, parts of which came from elsewhere under a licence of their own.
+    asyncio is excluded: parts of it came from elsewhere under their own licence.
     """
     chosen = [
         document
@@ -279,7 +279,7 @@ def held_out_text(documents: tuple[Document, ...]) -> str:
 def samples(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, device: torch.device, seed: int
 ) -> str:
-    """Continuations of ``PROMPTS`` at temperature 0.6, as fenced text."""
+    """Continue ``PROMPTS`` at temperature 0.6, as fenced text."""
     torch.manual_seed(seed)
     blocks = []
     room = model.config.max_position_embeddings
@@ -294,7 +294,7 @@ def samples(
             pad_token_id=tokenizer.eos_token_id,
         )
         text = tokenizer.decode(written[0], skip_special_tokens=True)
-        # A fence that no sample closes.
+        # Five backquotes: no sample closes this fence.
         blocks.append(f"`````\n{text}\n`````")
     return f"The prompts are {list(PROMPTS)!r}; temperature 0.6.\n\n" + "\n\n".join(blocks)
 

@@ -1,9 +1,9 @@
 """One training loop for every stage: seeded, within a time limit, resumable, with a progress line.
 
-A step draws all its randomness from the seed and its own number, so that a resumed run goes on as
-an uninterrupted one would, on the same data. A stage that ends by the clock, as most do, still ends
-elsewhere each time. What is kept at the end is the running average of the
-weights, which samples and predicts better than the last ones.
+A step draws all its randomness from the seed and its own number, so that a resumed run continues on
+the same data as an uninterrupted one. A stage that ends by its time limit, as most do, still ends
+at a different step each time. The final weights are the running average, which samples and predicts
+better than the last weights.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ VALIDATE_SECONDS = 20.0
 WARM_UP_STEPS = 100
 
 Loss = Callable[[torch.Generator, float], Tensor]
-"""From a generator on the training device, and the progress 0…1, to a scalar."""
+"""Maps a generator on the training device and the progress 0…1 to a scalar."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What to train and for how long: whichever of ``steps`` and ``seconds`` is reached first.
+    """A training stage, which ends after ``steps`` or ``seconds``, whichever comes first.
 
-    The learning rate rises for a hundred steps and falls as a cosine to a hundredth, over the
-    share of the steps or of the seconds that is used up, whichever is the larger.
+    The learning rate warms up for a hundred steps and decays as a cosine to a hundredth, over the
+    share of the steps or of the seconds that is used up, whichever is larger.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Stage:
 
 @dataclass
 class History:
-    """What happened: (step, mean loss since the last point), and the same of validation."""
+    """(step, mean loss since the last point) during training, and the same for validation."""
 
     losses: list[tuple[int, float]] = field(default_factory=list)
     validations: list[tuple[int, float]] = field(default_factory=list)
@@ -70,7 +70,7 @@ class History:
         muon = ""
         if stage.muon_learning_rate:
             muon = (
-                "; for the matrices inside of blocks torch.optim.Muon, learning rate "
+                "; for the matrices inside blocks torch.optim.Muon, learning rate "
                 f"{stage.muon_learning_rate:g}"
             )
         ended = "all its steps" if self.steps >= stage.steps else "its time limit"
@@ -92,14 +92,14 @@ def train(
     validate: Callable[[], float] | None = None,
     matrices: Sequence[Tensor] = (),
 ) -> History:
-    """Train ``module`` and leave the averaged weights in it, in eval mode.
+    """Train ``module``, leaving it with the averaged weights, in eval mode.
 
-    Muon updates ``matrices``, which are some of the module's parameters, and AdamW the others.
-    With ``validate`` (lower is better) the averaged weights that scored best are kept instead.
-    The state in ``work`` is continued where there is one; a finished stage only gives its weights.
+    Muon updates ``matrices``, a subset of the module's parameters, and AdamW the others. With
+    ``validate`` (lower is better), the averaged weights that scored best are used instead. A state
+    in ``work`` is resumed; if it is of a finished stage, only its weights are loaded.
 
     Raises:
-        ValueError: That state is of another seed or of other settings.
+        ValueError: The state is from another seed or other settings.
     """
     run = _Run(stage, module, matrices, device, seed)
     state = work / f"{stage.name.replace(' ', '-')}.pt"
@@ -107,7 +107,7 @@ def train(
         saved_state = torch.load(state, map_location=device, weights_only=True)
         if saved_state["of"] != run.of:
             raise ValueError(
-                f"{state} is of a run with other settings ({saved_state['of']}, not {run.of}): "
+                f"{state} is from a run with other settings ({saved_state['of']}, not {run.of}): "
                 "use --restart, or another --work"
             )
         run.restore(saved_state)
@@ -124,7 +124,7 @@ def train(
             value = loss(generator, progress)
         run.step(value, progress)
         recent.append(value.detach())
-        # Asynchronous until somebody reads a value: without this, the clock would run ahead.
+        # The GPU runs asynchronously: without this, the time would be that of the host alone.
         if device.type == "cuda" and history.steps % 10 == 0:
             torch.cuda.synchronize()
         history.seconds = time.monotonic() - started
@@ -149,7 +149,7 @@ def train(
 
 
 class _Run:
-    """Weights, their average, and the optimisers: what a checkpoint holds."""
+    """The contents of a checkpoint: weights, their average, and the optimisers."""
 
     def __init__(
         self,
@@ -165,10 +165,10 @@ class _Run:
         self.parameters: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
         self.average = [parameter.detach().clone() for parameter in self.parameters]
         self.best: list[Tensor] | None = None
-        elsewhere = {id(matrix) for matrix in matrices}
+        by_muon = {id(matrix) for matrix in matrices}
         self.optimisers = [
             adamw(
-                [p for p in self.parameters if id(p) not in elsewhere],
+                [p for p in self.parameters if id(p) not in by_muon],
                 learning_rate=stage.learning_rate,
                 weight_decay=stage.weight_decay,
                 fused=device.type == "cuda",
@@ -182,7 +182,7 @@ class _Run:
                     weight_decay=stage.weight_decay,
                 )
             )
-        # More time or steps may be given to a run that goes on.
+        # A resumed run may be given more time or steps.
         settings = {**asdict(stage), "seed": seed}
         self.of = {name: settings[name] for name in settings if name not in ("steps", "seconds")}
         self.of["optimisers"] = [type(optimiser).__name__ for optimiser in self.optimisers]
@@ -195,7 +195,7 @@ class _Run:
 
     def step(self, value: Tensor, progress: float) -> None:
         rate = 0.01 + 0.99 * (1 + math.cos(math.pi * progress)) / 2
-        # A short run warms up for a tenth of it.
+        # A short run warms up for a tenth of its steps.
         warm_up = min(WARM_UP_STEPS, max(1, self.stage.steps // 10))
         rate *= min(1.0, (self.history.steps + 1) / warm_up)
         for group in self._parameter_groups():

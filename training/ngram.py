@@ -1,4 +1,4 @@
-"""What counting alone achieves: an interpolated, modified Kneser–Ney model over token ids.
+"""A count-based baseline: an interpolated, modified Kneser–Ney model over token ids.
 
 Chen and Goodman, An Empirical Study of Smoothing Techniques for Language Modeling, 1998, section 3
 (discounts D₁, D₂, D₃₊ estimated from the counts of counts, per order).
@@ -18,7 +18,7 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class _Order:
-    """One order: sorted n-grams with counts; sorted contexts with totals and what is held back."""
+    """One order: sorted n-grams with counts; sorted contexts with totals and held-back mass."""
 
     grams: Ids
     counts: Values
@@ -57,11 +57,11 @@ class KneserNey:
         self._orders.reverse()
 
     def perplexity(self, tokens: Ids) -> float:
-        """Of each token but the first ``order - 1``, given those before it."""
+        """Return the perplexity of all tokens but the first ``order - 1``, given those before."""
         return math.exp(-float(np.log(self.probabilities(tokens)).mean()))
 
     def probabilities(self, tokens: Ids) -> Values:
-        """(N - order + 1,) of each token but the first ``order - 1``."""
+        """Return (N - order + 1,) probabilities of all tokens but the first ``order - 1``."""
         grams = self._pack(tokens, self.order)
         probability: Values = np.full(len(grams), 1 / self.vocabulary)
         for length, order in enumerate(self._orders, start=1):
@@ -79,7 +79,7 @@ class KneserNey:
         return probability
 
     def _pack(self, tokens: Ids, length: int) -> Ids:
-        """Every run of ``length`` ids as one integer, the last id in the lowest bits."""
+        """Pack every run of ``length`` ids into one integer, the last id in the lowest bits."""
         count = len(tokens) - length + 1
         packed = np.zeros(count, dtype=np.int64)
         for start in range(length):
@@ -104,7 +104,7 @@ def _class(counts: Values) -> Ids:
 
 
 def _discounts(counts: Values) -> Values:
-    """D₀ = 0, D₁, D₂, D₃₊ from how many grams occur once, twice, three and four times."""
+    """Compute D₀ = 0, D₁, D₂, D₃₊ from how many grams occur once, twice, three and four times."""
     once, twice, thrice, four = (max(1, int((counts == number).sum())) for number in (1, 2, 3, 4))
     share = once / (once + 2 * twice)
     raw = [
@@ -117,6 +117,6 @@ def _discounts(counts: Values) -> Values:
 
 
 def _look_up(keys: Ids, values: Values, wanted: Ids) -> Values:
-    """The value of each wanted key, 0 where it is unknown; ``keys`` are sorted."""
+    """Return the value of each wanted key, 0 if it is unknown; ``keys`` are sorted."""
     place = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     return np.where(keys[place] == wanted, values[place], 0.0)

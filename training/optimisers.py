@@ -1,8 +1,8 @@
-"""Which optimiser updates what: Muon the weight matrices inside of a transformer, AdamW the rest.
+"""The optimisers: Muon for the weight matrices inside a transformer, AdamW for the rest.
 
-Muon moves all directions of a matrix equally far, also those whose gradient is faint at first, as
-when a word of the caption only matters together with a place in the picture. Our video model
-learned directions with it and not, in the same time, with AdamW.
+Muon moves a matrix equally far in all directions, including those whose gradient is faint at first,
+as when a word of the caption only matters together with a place in the picture. Our video model
+learned directions of motion with Muon but, in the same time, not with AdamW.
 
 Source: Jordan, Muon: An optimizer for hidden layers in neural networks, 2024.
 """
@@ -20,7 +20,7 @@ _NOT_HIDDEN = re.compile(r"norm|bias|embed")
 
 
 def hidden_matrices(*transformers: nn.Module) -> list[Tensor]:
-    """The matrices of attention and feed-forward layers: none that embeds or modulates."""
+    """Return the matrices of attention and feed-forward layers, not of embeddings or modulation."""
     return [
         parameter
         for transformer in transformers
@@ -32,7 +32,7 @@ def hidden_matrices(*transformers: nn.Module) -> list[Tensor]:
 def adamw(
     parameters: Sequence[Tensor], *, learning_rate: float, weight_decay: float, fused: bool
 ) -> torch.optim.Optimizer:
-    """AdamW; biases and scales do not decay."""
+    """Build AdamW without weight decay on biases and scales."""
     return torch.optim.AdamW(
         [
             {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
@@ -47,9 +47,9 @@ def adamw(
 def muon(
     matrices: Sequence[Tensor], *, learning_rate: float, weight_decay: float
 ) -> torch.optim.Optimizer:
-    """PyTorch's Muon, with the settings that trained the weights of this package.
+    """Build PyTorch's Muon with the settings that trained the weights of this package.
 
-    Those were trained by an implementation of ours with the same arithmetic in float32; PyTorch's
+    Those were trained by our own implementation, with the same arithmetic in float32; PyTorch's
     Newton–Schulz iteration is in bfloat16.
 
     Raises:
@@ -63,18 +63,18 @@ def muon(
         momentum=0.95,
         nesterov=True,
         ns_steps=5,
-        adjust_lr_fn="original",  # times √(out / in) where that is above 1
+        adjust_lr_fn="original",  # times √(out / in) if that is above 1
     )
 
 
 def require_muon() -> None:
-    """Say so early where this PyTorch is too old.
+    """Fail early if this PyTorch is too old.
 
     Raises:
-        RuntimeError: with the version that is needed and the one that is installed.
+        RuntimeError: with the required version and the installed one.
     """
     if not hasattr(torch.optim, "Muon"):
         raise RuntimeError(
-            f"torch {torch.__version__} has no Muon, with which this model is trained: install "
-            "torch 2.9 or newer (pip install 'torch>=2.9')"
+            f"torch {torch.__version__} has no Muon, which trains this model: install torch 2.9 or "
+            "newer (pip install 'torch>=2.9')"
         )

@@ -1,4 +1,4 @@
-"""The command line that the three scripts share."""
+"""The command line shared by the three scripts."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Options:
-    """Where to write, what to run on, and how much of it.
+    """Where to write, what to run on, and for how long.
 
-    ``smoke`` is the whole path on small data for a few steps; ``seconds`` is shared out among the
-    stages in proportion to their own limits.
+    ``smoke`` runs everything on small data for a few steps; ``seconds`` is divided among the stages
+    in proportion to their own limits.
     """
 
     out: Path
@@ -42,19 +42,19 @@ class Options:
 
 def parse(name: str, description: str | None, arguments: list[str] | None) -> Options:
     parser = argparse.ArgumentParser(prog=f"python -m training.{name}", description=description)
-    parser.add_argument("--out", type=Path, help="weights and card; default models/pretrained")
-    parser.add_argument("--work", type=Path, help="checkpoints, from which a stopped run goes on")
-    parser.add_argument("--restart", action="store_true", help="forget those checkpoints")
+    parser.add_argument("--out", type=Path, help="for weights and card (default models/pretrained)")
+    parser.add_argument("--work", type=Path, help="for checkpoints, to resume a stopped run")
+    parser.add_argument("--restart", action="store_true", help="delete the checkpoints")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seconds", type=float, help="of training, all stages together")
+    parser.add_argument("--seconds", type=float, help="training time of all stages together")
     parser.add_argument("--compile", action="store_true", help="use torch.compile")
     parser.add_argument("--library", type=Path, help="another Python's lib/python3.x (llama)")
     parser.add_argument("--smoke", action="store_true", help="a few steps on small data")
     given = parser.parse_args(arguments)
     runs = ROOT / "training" / "runs"
     work = given.work or runs / (f"{name}-smoke" if given.smoke else name)
-    # What a smoke run makes must not pass for the real thing.
+    # The output of a smoke run must not pass for real weights.
     out = given.out or (work / "weights" if given.smoke else ROOT / "models" / "pretrained" / name)
     if given.restart:
         shutil.rmtree(work, ignore_errors=True)

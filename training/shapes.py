@@ -1,8 +1,8 @@
 """Procedural pictures and videos of coloured, textured shapes, and captions that describe them.
 
-A scene is what a caption says; everything a caption does not say (size, place, pace, the texture
-of the background) is drawn at random. Colours are saturated and backgrounds grey, so that
-``training.judge`` can read a scene back from its pixels.
+A scene is what its caption describes; everything else (size, place, speed, the texture of the
+background) is drawn at random. Colours are saturated and backgrounds grey, so that
+``training.judge`` can detect a scene from its pixels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 SHAPES = ("circle", "square", "triangle", "cross")
 TEXTURES = ("plain", "striped", "checkered")
-GROUNDS = {"dark": 0.35, "light": 0.65}  # no further apart, or their difference drowns things
+GROUNDS = {"dark": 0.35, "light": 0.65}  # further apart, they would drown out the things
 COLOURS = {
     "red": (0.90, 0.10, 0.10),
     "green": (0.10, 0.75, 0.15),
@@ -27,12 +27,12 @@ COLOURS = {
     "magenta": (0.90, 0.15, 0.85),
     "cyan": (0.10, 0.85, 0.90),
 }
-LAYOUTS = ("left of", "above")  # of the first thing to the second
+LAYOUTS = ("left of", "above")  # of the first thing relative to the second
 MOTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}  # (x, y), y downwards
 
 SHADE = 0.55  # brightness of the dark part of a texture
 PERIOD = 1 / 6  # of a texture, in picture heights
-CLOUDS = 0.1  # contrast of a background: faint, or it is most of what there is to learn
+CLOUDS = 0.1  # contrast of a background: faint, or it would be most of what is learned
 HELD_OUT_ONE_IN = 4
 
 
@@ -67,7 +67,7 @@ def things() -> list[Thing]:
 
 
 def pictures() -> list[Scene]:
-    """Every still scene: one thing, or two of different colours and shapes."""
+    """Return every still scene: one thing, or two of different colours and shapes."""
     single = [Scene((thing,), ground) for thing in things() for ground in GROUNDS]
     pairs = [
         Scene((first, second), ground, layout=layout)
@@ -80,7 +80,7 @@ def pictures() -> list[Scene]:
 
 
 def videos() -> list[Scene]:
-    """Every moving scene."""
+    """Return every moving scene."""
     return [
         Scene((thing,), ground, motion=motion)
         for thing in things()
@@ -90,14 +90,14 @@ def videos() -> list[Scene]:
 
 
 def words(scenes: Sequence[Scene]) -> list[str]:
-    """Every word of their captions."""
+    """Return every word of the captions, sorted."""
     return sorted({word for scene in scenes for word in str(scene).split()})
 
 
 def split(scenes: Sequence[Scene]) -> tuple[list[Scene], list[Scene]]:
-    """Scenes to train on, and scenes held out: their captions are never seen in training.
+    """Split into scenes to train on and held-out scenes, whose captions training never sees.
 
-    By a checksum of the caption, so that it is the same everywhere and always.
+    The split uses a checksum of the caption, so it is always the same.
     """
     train: list[Scene] = []
     held_out: list[Scene] = []
@@ -108,7 +108,7 @@ def split(scenes: Sequence[Scene]) -> tuple[list[Scene], list[Scene]]:
 
 
 def sample(scenes: Sequence[Scene], count: int, generator: torch.Generator) -> list[Scene]:
-    """``count`` scenes drawn with replacement, as many with one thing as with two."""
+    """Draw ``count`` scenes with replacement, those with one thing and with two equally likely."""
     kinds = [[s for s in scenes if len(s.things) == number] for number in (1, 2)]
     kinds = [kind for kind in kinds if kind]
     drawn = torch.randint(1 << 30, (count, 2), generator=generator).tolist()
@@ -127,8 +127,8 @@ def render(
     """Draw each scene.
 
     Args:
-        generator: Of the CPU; what captions leave open. The same numbers give the same scene on
-            any device.
+        generator: A CPU generator for what captions leave open. The same numbers give the same
+            scene on any device.
 
     Returns:
         (B, frames, 3, height, width) in 0…1.
@@ -153,7 +153,7 @@ def render(
 class _Layer:
     """One thing of every scene: shape, texture and radius (B,), colour (B, 3), centre (B, T, 2).
 
-    A scene without it has a radius far below zero, which covers nothing.
+    For a scene without this thing, the radius is far below zero, which covers nothing.
     """
 
     shape: Tensor
@@ -191,7 +191,7 @@ def _layers(
 def _place(
     scene: Scene, index: int, frames: int, aspect: float, a: float, b: float, c: float, d: float
 ) -> tuple[float, Tensor]:
-    """Radius, and centre per frame (T, 2), of a scene's thing, from four numbers in 0…1."""
+    """Return a thing's radius, and its centre per frame (T, 2), from four numbers in 0…1."""
     time = torch.linspace(-0.5, 0.5, frames) if frames > 1 else torch.zeros(1)
     if scene.motion:
         radius = 0.16 + 0.04 * a
@@ -214,7 +214,7 @@ def _place(
 
 
 def _distance(x: Tensor, y: Tensor, radius: Tensor, shape: Tensor) -> Tensor:
-    """Signed distance (B, T, H, W) to the outline, negative inside; near it, it is exact."""
+    """Return the signed distance (B, T, H, W) to the outline, negative inside, exact near it."""
     across, down = x.abs(), y.abs()
     arm = radius / 3
     bars = torch.minimum(
@@ -234,7 +234,7 @@ def _distance(x: Tensor, y: Tensor, radius: Tensor, shape: Tensor) -> Tensor:
 
 
 def _shade(x: Tensor, y: Tensor, texture: Tensor) -> Tensor:
-    """Brightness (B, T, H, W): a texture moves with its thing."""
+    """Return the brightness (B, T, H, W); a texture moves with its thing."""
     row, column = (torch.floor(2 * place / PERIOD) % 2 for place in (y, x))
     chosen = texture[:, None, None, None]
     striped = row.expand(*row.shape[:3], x.shape[3])
@@ -249,7 +249,7 @@ def _ground(
     generator: torch.Generator,
     device: torch.device | str,
 ) -> Tensor:
-    """Grey (B, H, W): a level with soft clouds."""
+    """Draw grey backgrounds (B, H, W): a level with soft clouds."""
     level = torch.tensor([GROUNDS[scene.ground] for scene in scenes], device=device)
     clouds = torch.rand(len(scenes), 1, 6, 6, generator=generator).to(device) - 0.5
     soft = F.interpolate(clouds, size=(height, width), mode="bicubic", align_corners=False)

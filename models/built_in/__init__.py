@@ -1,7 +1,7 @@
-"""The models that have a name: one file a family, found by what it declares.
+"""The named models: one file per family, found by what it declares.
 
-To add one, write a file with the three things of `Family`. These files are imported to list the
-names, as ``--help`` does, so they import torch and the libraries inside of functions.
+To add one, write a file with the three members of `Family`. These files are imported to list the
+names, e.g. by ``--help``, so they import torch and the libraries inside functions.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class Family(Protocol):
-    """What each file in this folder has.
+    """The members of each file in this folder.
 
     Attributes:
-        NAMES: What a user calls each model of the family, and what it is, in a line.
+        NAMES: The name of each model of the family, with a one-line description.
         NEEDS: The oldest versions of the libraries that build it.
     """
 
@@ -30,11 +30,11 @@ class Family(Protocol):
     NEEDS: Mapping[Library, Version]
 
     def build(self, request: Request) -> Runnable:
-        """The model ``request.name`` as ``request`` wants it."""
+        """Build the model ``request.name`` as requested."""
 
 
 def families() -> dict[str, Family]:
-    """The family of each name, in the order of the files."""
+    """Return the family of each name, in the order of the files."""
     found: dict[str, Family] = {}
     for file in pkgutil.iter_modules(__path__):
         family: Any = import_module(f".{file.name}", __package__)

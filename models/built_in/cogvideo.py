@@ -19,19 +19,19 @@ NAMES = {
     "cogvideo-5b": "CogVideoX-5b, text to video, rotary positions (diffusers)",
 }
 NEEDS: dict[Library, Version] = {
-    "transformers": (5, 0),  # reads the tokenizers that come with this package
-    "diffusers": (0, 36),  # the first that imports beside transformers 5
+    "transformers": (5, 0),  # reads the tokenizers that ship with this package
+    "diffusers": (0, 36),  # the first that can be imported with transformers 5
 }
 
 PROMPT = "A red panda reads a newspaper by the sea."
 BUILT_IN_PROMPT = "a striped red circle moving right on a dark background"
-BUILT_IN_STEPS = 6  # a video takes seconds on a CPU; the model card says what becomes of it
+BUILT_IN_STEPS = 6  # a video takes seconds on a CPU; the model card gives its quality
 GUIDANCE_SCALE = 6.0  # above 1: every step runs the prompt and the empty prompt, a batch of 2
 
 
 @dataclass(frozen=True)
 class Variant:
-    """The published model: its hub id, and what differs from the class's own defaults."""
+    """A published model: its hub id, and how it differs from the class's defaults."""
 
     hub_id: str
     transformer: dict[str, Any]
@@ -54,7 +54,7 @@ VARIANTS = {
 
 
 def build(request: Request) -> Runnable:
-    """CogVideoX as ``request`` wants it.
+    """Build CogVideoX as requested.
 
     Raises:
         ModelError: The checkpoint cannot be read.
@@ -134,7 +134,7 @@ def build(request: Request) -> Runnable:
 
 
 def scheduler(variant: Variant) -> CogVideoXDDIMScheduler:
-    """The published noise schedule."""
+    """Build the published noise schedule."""
     from diffusers import CogVideoXDDIMScheduler
 
     return CogVideoXDDIMScheduler(
@@ -150,7 +150,7 @@ def scheduler(variant: Variant) -> CogVideoXDDIMScheduler:
 
 
 def tiny_pipeline(variant: Variant, request: Request) -> CogVideoXPipeline:
-    """Four layers of four heads of 64 over 64 text tokens and 3·12·16 = 576 video tokens."""
+    """Build four layers of four heads of 64, with 64 text and 3·12·16 = 576 video tokens."""
     from diffusers import AutoencoderKLCogVideoX, CogVideoXPipeline, CogVideoXTransformer3DModel
 
     from ..diffusion import tiny_t5
@@ -188,7 +188,7 @@ def tiny_pipeline(variant: Variant, request: Request) -> CogVideoXPipeline:
 
 
 def _random(variant: Variant, request: Request) -> CogVideoXPipeline:
-    """The transformer alone, at full size: it is where the attention is."""
+    """Build only the transformer, at full size: it contains the attention."""
     from diffusers import CogVideoXPipeline, CogVideoXTransformer3DModel
 
     from ..hub import read_checkpoint

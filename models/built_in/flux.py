@@ -19,8 +19,8 @@ NAMES = {
     "flux-schnell": "FLUX.1-schnell, text to image in four steps (diffusers)",
 }
 NEEDS: dict[Library, Version] = {
-    "transformers": (5, 0),  # reads the tokenizers that come with this package
-    "diffusers": (0, 36),  # the first that imports beside transformers 5
+    "transformers": (5, 0),  # reads the tokenizers that ship with this package
+    "diffusers": (0, 36),  # the first that can be imported with transformers 5
 }
 
 PROMPT = "A lighthouse keeper feeds a fox at dawn, oil on canvas."
@@ -33,7 +33,7 @@ TINY_TEXT_TOKENS = 64
 
 @dataclass(frozen=True)
 class Variant:
-    """The published model: its hub id, configurations and customary run."""
+    """A published model: its hub id, configurations and usual run."""
 
     hub_id: str
     transformer: dict[str, Any]
@@ -65,7 +65,7 @@ VARIANTS = {
 
 
 def build(request: Request) -> Runnable:
-    """FLUX.1 as ``request`` wants it.
+    """Build FLUX.1 as requested.
 
     Raises:
         ModelError: The checkpoint cannot be read.
@@ -148,7 +148,7 @@ def build(request: Request) -> Runnable:
 
 
 def tiny_pipeline(variant: Variant, request: Request) -> FluxPipeline:
-    """Two double and four single blocks of two heads of 128; 64 text and 20·20 image tokens."""
+    """Build two double and four single blocks of two heads of 128; 64 text, 20·20 image tokens."""
     from diffusers import (
         AutoencoderKL,
         FlowMatchEulerDiscreteScheduler,
@@ -205,7 +205,7 @@ def tiny_pipeline(variant: Variant, request: Request) -> FluxPipeline:
 
 
 def _random(variant: Variant, request: Request) -> FluxPipeline:
-    """The transformer alone, at full size: it is where the attention is."""
+    """Build only the transformer, at full size: it contains the attention."""
     from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 
     from ..hub import read_checkpoint

@@ -1,4 +1,4 @@
-"""Llama: prefill and greedy decode. 2-7b has as many key/value heads as heads, 3.1-8B a quarter."""
+"""Llama: prefill and greedy decode. Multi-head (2-7b), or 4 query per key/value head (3.1-8B)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = {
     "(transformers)",
 }
 NEEDS: dict[Library, Version] = {
-    "transformers": (5, 0),  # reads the tokenizers that come with this package
+    "transformers": (5, 0),  # reads the tokenizers that ship with this package
 }
 
 BUILT_IN_PROMPT_TOKENS = 1024
@@ -32,7 +32,7 @@ FULL_STEPS = 64
 
 @dataclass(frozen=True)
 class Variant:
-    """The published model: its hub id, configuration and the prefill we run."""
+    """A published model: its hub id, configuration and the length of our prefill."""
 
     hub_id: str
     config: dict[str, Any]
@@ -83,7 +83,7 @@ VARIANTS = {
 
 
 def build(request: Request) -> Runnable:
-    """Llama as ``request`` wants it.
+    """Build Llama as requested.
 
     Raises:
         ModelError: The checkpoint cannot be read, or a prompt is given without a tokenizer.
@@ -119,7 +119,7 @@ def build(request: Request) -> Runnable:
     else:
         if request.prompt is not None:
             raise ModelError(
-                "--prompt has no effect on random weights of this size, which have no tokenizer: "
+                "--prompt has no effect with random weights of this size, which have no tokenizer: "
                 "leave it out, or use --weights pretrained or --size tiny"
             )
         model = _random(variant, request)
@@ -129,7 +129,7 @@ def build(request: Request) -> Runnable:
     config = model.config
     steps = request.steps or (TINY_STEPS if request.is_tiny else FULL_STEPS)
     wanted = TINY_PROMPT_TOKENS if request.is_tiny else variant.prompt_tokens
-    if trained:  # positions beyond those it was trained on mean nothing to it
+    if trained:  # it was not trained on positions beyond these
         wanted = max(1, min(BUILT_IN_PROMPT_TOKENS, config.max_position_embeddings - steps))
     input_ids, prompt = prompt_ids(
         tokenizer,
@@ -140,9 +140,9 @@ def build(request: Request) -> Runnable:
     )
     if trained and input_ids.shape[1] + steps > config.max_position_embeddings:
         raise ModelError(
-            f"the built-in {request.name} was trained on {config.max_position_embeddings:,} "
-            f"positions, fewer than {input_ids.shape[1] + steps:,} tokens of prompt and output: "
-            "use fewer --steps or a shorter --prompt"
+            f"the {input_ids.shape[1] + steps:,} tokens of prompt and output exceed the "
+            f"{config.max_position_embeddings:,} positions that the built-in {request.name} was "
+            "trained on: use fewer --steps or a shorter --prompt"
         )
     return generation_runnable(
         model,
@@ -156,7 +156,7 @@ def build(request: Request) -> Runnable:
 
 
 def _tiny(variant: Variant, request: Request, *, vocabulary: int) -> LlamaForCausalLM:
-    """Four layers of four heads of 128 over two key/value heads, as grouped-query models have."""
+    """Build four layers of four query heads of 128 and two key/value heads (grouped queries)."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from ..inference import seeded
@@ -173,14 +173,14 @@ def _tiny(variant: Variant, request: Request, *, vocabulary: int) -> LlamaForCau
         rope_parameters=variant.config["rope_parameters"],
         bos_token_id=0,
         eos_token_id=1,
-        # 1/√hidden: queries and keys of unit size. The default, made for wider models, would
-        # leave attention almost uniform.
+        # 1/√hidden gives queries and keys of unit size. The default, chosen for wider models,
+        # would make attention almost uniform.
         initializer_range=512**-0.5,
     )
     with seeded(request.seed, request.device):
         model = LlamaForCausalLM(config)
     for parameter in model.parameters():
-        # Not model.to(dtype): that would round the rotary frequencies, which are buffers.
+        # model.to(dtype) would also round the rotary frequencies, which are buffers.
         parameter.data = parameter.data.to(request.dtype)
     return model
 
@@ -201,7 +201,7 @@ def _random(variant: Variant, request: Request) -> LlamaForCausalLM:
 
 
 def _config(source: str) -> LlamaConfig:
-    """The configuration of a checkpoint, if it is a Llama: others would load, and compute wrong."""
+    """Read a checkpoint's configuration; others than Llama would load but compute wrong results."""
     from transformers import AutoConfig
 
     from ..hub import read_checkpoint

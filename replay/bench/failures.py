@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from replay.rows.printable import printable
 from replay.rows.row import Status
 
 LONGEST_REASON = 500
@@ -30,16 +31,28 @@ class ContextLost(Exception):
         self.status = status
 
 
-def classify(error: Exception) -> Finding:
-    """The status and one printable line of an exception."""
-    first = str(error).strip().partition("\n")[0]
+def classify(error: BaseException) -> Finding:
+    """The status and one printable line of what a kernel raised, be it `SystemExit`.
+
+    Raises:
+        KeyboardInterrupt: that is what it was, and it is the user's.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+    first = _message(error).strip().partition("\n")[0]
     # It is shown in a terminal: no escape codes, no surrogates, no megabytes.
-    text = "".join(letter if letter.isprintable() else " " for letter in first[:LONGEST_REASON])
-    text = text.strip() or type(error).__name__
+    text = printable(first[:LONGEST_REASON]).strip() or type(error).__name__
     out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
     if out_of_memory or "not enough memory" in text or "can't allocate memory" in text:
         return Finding("out-of-memory", _shortage(text))
     return Finding("error", f"{type(error).__name__}: {text}")
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except BaseException as another:
+        return f"no message, since asking for it raises {type(another).__name__}"
 
 
 def _shortage(text: str) -> str:

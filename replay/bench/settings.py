@@ -33,6 +33,8 @@ class Settings:
     """`reference`, `captured` or a kernel: an output to compare with beside the first two."""
     compare_stats: bool = False
     save_output: Path | None = None
+    energy: bool = False
+    """Measure the energy of a call too, a second or two for each kernel."""
     resources: bool = False
     """Note the registers and shared memory of Triton programs."""
 
@@ -66,6 +68,8 @@ class WorkerOptions:
     """Wait for every sample before the next, so that what kills the process is known by name."""
     excluded: tuple[str, ...] = ()
     """Kernels that must not run, not even as the baseline."""
+    spool: str = ""
+    """A directory to hand outputs over in, to a judge in another process; empty to judge here."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON for a worker."""

@@ -11,16 +11,18 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from capture.call import AttentionCall
-from replay.accuracy.judge import Expected
 from replay.bench.failures import Finding
 from replay.bench.inputs import drop_in
+from replay.bench.referee import Sample
 from replay.bench.settings import Settings, WorkerOptions
 from replay.kernels.library import is_interpreted
 from replay.kernels.registry import Kernel
-from replay.rows.row import Accuracy, CallFacts, Machine, Program, Row, SpeedupOver, Summary
+from replay.rows.row import Accuracy, CallFacts, Energy, Machine, Program, Row, SpeedupOver, Summary
 from replay.timing import flops
+from replay.timing.energy import Block
 from replay.timing.rounds import Samples
 from replay.timing.statistics import paired_speedup, summarize
+from replay.timing.timer import TIMERS
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,10 @@ class Checked:
     call: AttentionCall
     """What it runs on: its own copy once it was seen to change its inputs."""
     finding: Finding
-    expected: Expected | None = None
-    """What its output must be; None where there was no output to judge."""
+    chosen: Tensor | None = None
+    """Of a sparse kernel: the keys it attends to."""
     accuracy: Accuracy | None = None
+    kept: float | None = None
     flags: tuple[str, ...] = ()
     changed_inputs: tuple[str, ...] = ()
     first_call_ms: float | None = None
@@ -69,6 +72,16 @@ class Timed:
     core_samples: Samples | None = None
     core_fault: str = ""
     """Why it has no core that could be timed."""
+    kept: tuple[Sample, ...] = ()
+    """Rows of what some timed calls returned."""
+    fault: str = ""
+    """What a timed call returned that is no output at all."""
+    changed_inputs: tuple[str, ...] = ()
+    """Inputs that changed while it was timed."""
+    block: Block | None = None
+    """Its calls back to back, where energy was asked for."""
+    no_energy: str = ""
+    """Why there is none."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +93,8 @@ class Confirmed:
     accuracy: Accuracy | None
     core_fault: str
     """Why the core's time means nothing; empty where it does, and where there is no core."""
+    flags: tuple[str, ...] = ()
+    """Settings of the process that it changes."""
 
     @property
     def ms(self) -> tuple[float, ...]:
@@ -105,6 +120,8 @@ def make_row(
     time_ms = None if samples is None else summarize(samples.ms)
     over_time = ("took longer than --max-seconds",) * (samples is not None and samples.is_over_time)
     no_core = (f"no core time: {confirmed.core_fault}",) if confirmed.core_fault else ()
+    no_energy = (f"no energy: {timed.no_energy}",) if timed.no_energy else ()
+    block = timed.block if is_timed else None
     return Row(
         kernel=checked.kernel.name,
         call=facts,
@@ -112,8 +129,10 @@ def make_row(
         reason=confirmed.finding.reason,
         environment=options.environment,
         process=options.process,
-        flags=checked.flags + no_core + over_time,
-        changed_inputs=checked.changed_inputs,
+        flags=tuple(
+            dict.fromkeys((*checked.flags, *confirmed.flags, *no_core, *no_energy, *over_time))
+        ),
+        changed_inputs=tuple(dict.fromkeys(checked.changed_inputs + timed.changed_inputs)),
         time_ms=time_ms,
         core_time_ms=None if core is None else summarize(core.ms),
         speedup=_speedup(confirmed, baseline),
@@ -128,17 +147,26 @@ def make_row(
             if samples is not None and samples.layer_host_ms
             else None
         ),
+        energy=None if block is None else _energy(block, call),
+        burst_ms=block.burst_ms if block is not None and block.settles else None,
+        sustained_ms=block.sustained_ms if block is not None and block.settles else None,
         accuracy=confirmed.accuracy,
-        kept=None if checked.expected is None else checked.expected.kept,
+        kept=checked.kept,
         output_summary=checked.output_summary,
         reference_summary=checked.reference_summary,
         programs=checked.programs,
         gpu_before=None if timed.samples is None else timed.samples.gpu_before,
         gpu_during=None if timed.samples is None else timed.samples.gpu_during,
+        timer="" if samples is None else TIMERS[settings.device.type],
         cache="" if samples is None else settings.cache,
         calls_before=None if samples is None else settings.calls_before,
         machine=machine,
     )
+
+
+def _energy(block: Block, call: AttentionCall) -> Energy:
+    per_joule = flops.flops(call) / block.mj / 1e9
+    return Energy(block.mj, per_joule, block.power_w, block.seconds)
 
 
 def _speedup(confirmed: Confirmed, baseline: Confirmed | None) -> SpeedupOver | None:

@@ -27,51 +27,51 @@ EXAMPLES = """examples:
   replay --dir captured_inputs --kernels 'torch-*,my_file.py:my_attention'
   replay --dir captured_inputs --kernels 'triton-*decode' --keep 0.05 --also-random
   replay --dir captured_inputs --env fa4=/opt/fa4/bin/python
-  replay --dir captured_inputs --e2e                    the kernels back in the model
+  replay --dir captured_inputs --e2e                    run the kernels in the model
   replay --dir captured_inputs --plan plan.json --budget cosine=0.998
-  replay --list-kernels                                 what there is, and what can run here
+  replay --list-kernels                                 all kernels, and which can run here
 """
 
 
 def parser() -> argparse.ArgumentParser:
-    """Everything that `replay` takes; what makes no sense together is found later."""
-    made = OneSentenceParser(
+    """Build the parser; invalid combinations of arguments are rejected later."""
+    command = OneSentenceParser(
         prog="replay",
         description="Run attention kernels on recorded calls (or random ones): how fast, how "
         "accurate, which to use.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    what = made.add_argument_group("what to replay")
+    what = command.add_argument_group("what to replay")
     source = what.add_mutually_exclusive_group()
     source.add_argument("--dir", metavar="DIR", help="a directory that `capture` wrote")
     source.add_argument("--random", action="store_true", help="one shape, given by the flags below")
     source.add_argument("--suite", choices=SUITES, help="a list of shapes, with random values")
     source.add_argument("--list-kernels", action="store_true", help="list kernels and exit")
-    what.add_argument("--kernels", metavar="A,B,'GLOB*'", help="default: a few; all: every one")
+    what.add_argument("--kernels", metavar="A,B,'GLOB*'", help="default: a few; all for every one")
     what.add_argument(
         "--keep",
         type=_share,
-        metavar="SHARE",
-        help="share of the keys that sparse kernels keep (default 0.02)",
+        metavar="FRACTION",
+        help="fraction of the keys that sparse kernels attend to (default 0.02)",
     )
     what.add_argument(
         "--page-size",
         type=positive,
         metavar="N",
-        help="keys in a page of paged kernels (default 16)",
+        help="keys per page for paged kernels (default 16)",
     )
     what.add_argument(
         "--also-random",
         action="store_true",
-        help="after each call of --dir, random values of its shapes, strides and mask",
+        help="follow each call of --dir by one with random values, same shapes, strides and mask",
     )
-    what.add_argument("--variants", choices=["all"], help="also every variant of those kernels")
-    what.add_argument("--max-seq", type=positive, metavar="N", help="leave longer shapes out")
-    what.add_argument("--seed", type=int, default=0, help="of random values (default 0)")
-    what.add_argument("--device", help="cuda, cpu … (default: cuda where there is one)")
+    what.add_argument("--variants", choices=["all"], help="also run every variant of these kernels")
+    what.add_argument("--max-seq", type=positive, metavar="N", help="skip longer shapes")
+    what.add_argument("--seed", type=int, default=0, help="seed of random values (default 0)")
+    what.add_argument("--device", help="cuda, cpu … (default: cuda if available)")
 
-    shape = made.add_argument_group("shape of --random")
+    shape = command.add_argument_group("shape of --random")
     shape.add_argument("-b", type=int, default=1, metavar="B", help="batch (default 1)")
     shape.add_argument("-hq", type=int, default=16, metavar="HQ", help="query heads (default 16)")
     shape.add_argument("-hk", type=int, metavar="HK", help="key/value heads (default: HQ)")
@@ -80,9 +80,9 @@ def parser() -> argparse.ArgumentParser:
     shape.add_argument("-d", type=int, default=64, metavar="D", help="head dimension (default 64)")
     shape.add_argument("-dv", type=int, metavar="DV", help="value head dimension (default: D)")
     shape.add_argument("--causal", action="store_true", help="top-left causal mask")
-    made.add_dtype(shape, default="bfloat16")
+    command.add_dtype(shape, default="bfloat16")
 
-    how = made.add_argument_group("how to measure")
+    how = command.add_argument_group("how to measure")
     how.add_argument("--cache", choices=["cold", "warm"], help="L2 cache (default: cold on a GPU)")
     how.add_argument(
         "--rounds",
@@ -101,45 +101,48 @@ def parser() -> argparse.ArgumentParser:
         "--max-seconds",
         type=float,
         metavar="S",
-        help=f"per kernel and call; then fewer rounds, but {MINIMUM_ROUNDS} at least "
+        help=f"time limit per kernel and call, which may reduce the rounds to {MINIMUM_ROUNDS} "
         f"(default {SECONDS:g}, on CPUs {CPU_SECONDS:g})",
     )
     how.add_argument(
         "--max-noise",
         type=_share,
         metavar="SHARE",
-        help="fewer rounds once every kernel's median time is known within this share of it, e.g. "
-        "0.01 (default: all rounds)",
+        help="end the rounds once the median time of every kernel is known within this share of "
+        "it, e.g. 0.01 (default: all rounds)",
     )
     how.add_argument(
-        "--baseline-kernel", metavar="K", help="speed-ups are against it (default: the model's own)"
+        "--baseline-kernel",
+        metavar="K",
+        help="kernel that speed-ups are relative to (default: the model's own)",
     )
 
-    where = made.add_argument_group("where kernels run")
+    where = command.add_argument_group("where kernels run")
     where.add_argument(
         "--env",
         action="append",
         default=[],
         metavar="NAME=PYTHON",
-        help="another environment's interpreter; its kernels join the table (repeatable)",
+        help="interpreter of another environment, whose kernels are also run (repeatable)",
     )
-    where.add_argument(
-        "--env-file", metavar="TOML", help="environments from a file, [environments]"
-    )
+    where.add_argument("--env-file", metavar="TOML", help="file with a table [environments]")
     where.add_argument(
         "--timeout",
         type=_seconds,
         default=300.0,
         metavar="S",
-        help="end a hanging kernel (default 300)",
+        help="kill a kernel that hangs for this long (default 300)",
     )
     where.add_argument(
-        "--in-process", action="store_true", help="no worker processes: a crash ends the run"
+        "--in-process", action="store_true", help="use no worker processes: a crash ends the run"
     )
 
-    report = made.add_argument_group("what to report")
+    report = command.add_argument_group("what to report")
     report.add_argument(
-        "--metric", default="time,throughput,accuracy", metavar="M", help=", ".join(METRICS)
+        "--metric",
+        default="time,throughput,accuracy",
+        metavar="A,B",
+        help=f"columns to show: {', '.join(METRICS)}",
     )
     report.add_argument(
         "--errors-against",
@@ -148,32 +151,36 @@ def parser() -> argparse.ArgumentParser:
         help="reference (high precision, default), captured (the recorded output), or a kernel",
     )
     report.add_argument(
-        "--compare-stats", action="store_true", help="min, max, mean, std of outputs"
+        "--compare-stats", action="store_true", help="show min, max, mean and std of outputs"
     )
     report.add_argument(
-        "--resources", action="store_true", help="registers, spills, shared memory (Triton)"
+        "--resources", action="store_true", help="show registers, spills and shared memory (Triton)"
     )
-    report.add_argument("--per-call", action="store_true", help="a table per call, not per shape")
-    report.add_argument("--json", metavar="FILE", help="a JSON object per row (- for stdout)")
+    report.add_argument(
+        "--per-call", action="store_true", help="show one table per call, not per shape"
+    )
+    report.add_argument("--json", metavar="FILE", help="write a JSON object per row (- for stdout)")
     report.add_argument("--resume", action="store_true", help="continue the --json file")
-    report.add_argument("--csv", metavar="FILE", help="a line per row (- for stdout)")
-    report.add_argument("--save-output", metavar="DIR", help="keep every kernel's outputs")
-    report.add_argument("--check", action="store_true", help="exit 1 when a kernel fails accuracy")
+    report.add_argument("--csv", metavar="FILE", help="write the rows as CSV (- for stdout)")
+    report.add_argument("--save-output", metavar="DIR", help="save every kernel's outputs")
+    report.add_argument(
+        "--check", action="store_true", help="exit with 1 if a kernel fails or is inaccurate"
+    )
     report.add_argument("--debug", action="store_true", help="show tracebacks")
-    made.add_version()
-    add_arguments(made)
-    return made
+    command.add_version()
+    add_arguments(command)
+    return command
 
 
 def _share(text: str) -> float:
     value = float(text)
     if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"must be more than 0 and at most 1, not {text}")
+        raise argparse.ArgumentTypeError(f"must be greater than 0 and at most 1, not {text}")
     return value
 
 
 def _seconds(text: str) -> float:
     value = float(text)
     if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be more than 0, not {text}")
+        raise argparse.ArgumentTypeError(f"must be greater than 0, not {text}")
     return value

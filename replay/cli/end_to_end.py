@@ -1,4 +1,4 @@
-"""`replay --e2e`: which models, with which kernels, and what is done with the results."""
+"""`replay --e2e`: choose models and kernels, run the check and write the results."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from replay.workers.execution import Assignment
 
 
 class CheckError(Error):
-    """What was asked of whole models cannot be done: one sentence that names the remedy."""
+    """The arguments do not fit the recording; the message names the remedy."""
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What `--e2e` and `--plan` need, read before anything is measured."""
+class ModelOptions:
+    """The options of `--e2e` and `--plan`, read before anything is measured."""
 
     captures: list[CaptureRecord]
     builds: list[dict[str, Any]]
-    """Of each capture, the arguments that build its model; with `--e2e`."""
+    """The arguments that build the model of each capture; empty without `--e2e`."""
     text: str | None
     budget: Budget | None
     plan: Plan | None
     """The plan to use."""
 
 
-def understand(arguments: argparse.Namespace, device: str) -> Wanted:
-    """Read what the arguments name; models will be built on a device.
+def read_options(arguments: argparse.Namespace, device: str) -> ModelOptions:
+    """Read the files that the arguments name, for models that will be built on `device`.
 
     Raises:
-        CheckError: the text or the recording is not fit for it.
-        PlanError: the budget or the plan is not.
+        CheckError: the text or the recording cannot be used.
+        PlanError: the budget or the plan cannot be used.
         DatasetError: there is no recording.
         NotRebuildable: the recording does not say how to build its model.
     """
@@ -55,23 +55,23 @@ def understand(arguments: argparse.Namespace, device: str) -> Wanted:
     models = ", ".join(capture.model for capture in captures)
     if not captures or not all(capture.census.get("rows") for capture in captures):
         raise CheckError(
-            f"{arguments.dir} has no manifest that says which model was recorded and counts its "
-            "calls: capture again"
+            f"{arguments.dir} has no manifest with the recorded model and its number of calls: "
+            "capture it again"
         )
     if arguments.plan is not None and len(captures) > 1:
         raise CheckError(
-            f"a plan is for one model and {arguments.dir} holds {models}: record each into a "
-            "directory of its own (capture --out DIR)"
+            f"a plan is for one model, but {arguments.dir} contains {models}: capture each into "
+            "its own directory (capture --out DIR)"
         )
     if arguments.plan is not None and not Path(arguments.plan).absolute().parent.is_dir():
-        raise CheckError(f"cannot write {arguments.plan}: there is no such directory")
+        raise CheckError(f"cannot write {arguments.plan}: create its directory first")
     if plan is not None and plan.model not in [capture.model for capture in captures]:
         raise CheckError(
-            f"{arguments.use_plan} is a plan for {plan.model} and {arguments.dir} holds {models}: "
-            "use the plan of this model"
+            f"{arguments.use_plan} is a plan for {plan.model}, but {arguments.dir} contains "
+            f"{models}: use a plan for this model"
         )
     builds = [load_arguments(capture, device) for capture in captures] if arguments.e2e else []
-    return Wanted(captures, builds, _text(arguments.text, captures), budget, plan)
+    return ModelOptions(captures, builds, _text(arguments.text, captures), budget, plan)
 
 
 def _text(path: str | None, captures: Sequence[CaptureRecord]) -> str | None:
@@ -83,25 +83,25 @@ def _text(path: str | None, captures: Sequence[CaptureRecord]) -> str | None:
         if any(row["phase"] == "prefill" for row in capture.census["rows"])
     ]
     if not language:
-        raise CheckError("--text is for language models, and none is recorded here: leave it out")
+        raise CheckError("--text requires a language model, but none was recorded: leave it out")
     if all(".py:" in capture.settings["model"] for capture in language):
         raise CheckError(
-            "--text needs a model whose tokenizer is known, and a function does not say which it "
-            "has: leave it out, or capture the model's directory or name"
+            "--text requires a known tokenizer, which a model built by a function does not have: "
+            "leave it out, or capture the model by directory or name"
         )
     try:
         text = Path(path).read_text("utf-8")
     except OSError as error:
         raise CheckError(f"cannot read --text {path}: {error.strerror}") from error
     except ValueError as error:
-        raise CheckError(f"--text {path} is not a text in UTF-8") from error
+        raise CheckError(f"--text {path} is not UTF-8: convert it first") from error
     if not text.strip():
-        raise CheckError(f"--text {path} is empty: give some hundred words")
+        raise CheckError(f"--text {path} is empty: give a text of a few hundred words")
     return text
 
 
 def check_models(
-    wanted: Wanted,
+    options: ModelOptions,
     arguments: argparse.Namespace,
     rows: Sequence[Row],
     assigned: Assignment,
@@ -109,20 +109,20 @@ def check_models(
     settings: Settings,
     report: Callable[[str], None],
 ) -> Iterator[list[Checked]]:
-    """The checks of every recorded model, one after another; the first of each is the model's own.
+    """Check the recorded models one by one; the first result of each is its own attention.
 
     Raises:
         ModelRefused: a model cannot be built.
-        RunFailed: a model does not run with its own attention either.
+        RunFailed: a model fails even with its own attention.
     """
-    for capture, build in zip(wanted.captures, wanted.builds, strict=True):
-        of_model = [row for row in rows if row.call.model == capture.model]
-        groups, failed = _variants(of_model, assigned, pythons, capture)
+    for capture, build in zip(options.captures, options.builds, strict=True):
+        model_rows = [row for row in rows if row.call.model == capture.model]
+        groups, failed = _variants(model_rows, assigned, pythons, capture)
         kernel_at = {}
-        if wanted.plan is not None and wanted.plan.model == capture.model:
+        if options.plan is not None and options.plan.model == capture.model:
             path = Path(arguments.use_plan)
             groups[0].append(Variant(path.name, plan=path))
-            kernel_at[path.name] = partial(_planned, wanted.plan)
+            kernel_at[path.name] = partial(_planned, options.plan)
         found: list[Checked] = []
         for variants in groups:
             process = ModelProcess(
@@ -133,16 +133,16 @@ def check_models(
             )
             checks = check(
                 capture,
-                of_model,
+                model_rows,
                 variants,
                 process,
                 rounds=arguments.model_rounds,
                 seed=settings.seed,
-                text=wanted.text,
+                text=options.text,
                 kernel_at=kernel_at,
                 save_output=settings.save_output,
             )
-            # Each was held against the model's own attention in its process; one is shown.
+            # Each process has its own baseline run; only the first is shown.
             found += checks[1:] if found else checks
         yield [*found, *failed]
 
@@ -161,10 +161,10 @@ def _variants(
     pythons: Mapping[str, str],
     capture: CaptureRecord,
 ) -> tuple[list[list[Variant]], list[Checked]]:
-    """The kernels to put into a model, by the process they share, and those that need no trying.
+    """Group the kernels to run in a model by process, and list those that already failed.
 
-    Libraries of different environments share no process, nor do kernels that want their own. What
-    could run no call of the model at all is left out, as the replay says why.
+    Different environments never share a process, nor do kernels that require their own. A kernel
+    that supports no call of the model is left out: the replay reports why.
     """
     groups: dict[tuple[str, str], list[Variant]] = {(HERE, ""): []}
     failed = []
@@ -183,7 +183,7 @@ def _variants(
             name = str(own_rows[0].id)
             if all(row.status in ("crash", "timeout", "error") for row in own_rows):
                 status, reason = own_rows[0].status, own_rows[0].reason
-                reason = f"not tried in the model, since it failed in the replay: {reason}"
+                reason = f"not run in the model because it failed in the replay: {reason}"
                 failed.append(Checked(name, capture.model, capture.weights, status, reason))
                 continue
             process = (environment, kernel.name if kernel.own_process else "")
@@ -204,7 +204,7 @@ def _tried(rows: Sequence[Row], environment: str, kernel: Kernel) -> list[Row]:
 
 
 def write_json(checks: Sequence[Checked], file: TextIO) -> None:
-    """A line for each kernel in each model; NaN and infinities do not occur."""
+    """Write one JSON line per kernel and model; NaN and infinity do not occur."""
     for checked in checks:
         data = asdict(checked)
         data["prediction_error"] = {

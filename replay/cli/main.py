@@ -1,4 +1,4 @@
-"""The `replay` command. Imports torch only after the arguments are understood."""
+"""The `replay` command. Imports torch only after parsing the arguments."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 from attention_replay import Error
 from replay.cli.arguments import parser
 from replay.cli.end_to_end_arguments import misuse
+from replay.cli.stdout import reserved_stdout
 from replay.rows.fields import METRICS
 from replay.timing.defaults import CALLS_BEFORE_IN_MODELS, CPU_SECONDS, SECONDS
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from replay.bench.settings import Settings
-    from replay.cli.end_to_end import Wanted
+    from replay.cli.end_to_end import ModelOptions
     from replay.end_to_end.check import Checked
     from replay.kernels.registry import Kernel
     from replay.rows.row import Row
@@ -31,11 +32,11 @@ if TYPE_CHECKING:
 
 
 class UsageError(Error):
-    """Arguments that make no sense together; the message is for the user."""
+    """The arguments cannot be used; the message names the remedy."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point; exits 0 when fine, 1 when a check failed, 2 on wrong usage."""
+    """Run the command; exit with 0 on success, 1 if a check failed, 2 on wrong usage."""
     arguments = parser().parse_args(argv)
     try:
         code = _dispatch(arguments)
@@ -54,9 +55,9 @@ def _dispatch(arguments: argparse.Namespace) -> int:
     if not (arguments.dir or arguments.random or arguments.suite or arguments.list_kernels):
         raise UsageError("nothing to replay: give --dir DIR, --random or --suite NAME")
     if arguments.also_random and not arguments.dir:
-        raise UsageError("--also-random goes with recorded calls: give --dir DIR")
+        raise UsageError("--also-random requires recorded calls: give --dir DIR")
     if arguments.resume and arguments.json in (None, "-"):
-        raise UsageError("--resume continues a file: name it with --json FILE")
+        raise UsageError("--resume requires a file to continue: give --json FILE")
     if wrong := misuse(arguments):
         raise UsageError(wrong)
     device = _device(arguments.device)
@@ -66,9 +67,9 @@ def _dispatch(arguments: argparse.Namespace) -> int:
 
     pythons = interpreters(arguments.env, arguments.env_file)
     if pythons and arguments.in_process:
-        raise UsageError("an environment needs a worker process: leave out --in-process or --env")
-    wanted = _wanted(arguments, device)
-    # Opened first, like the other files: a run of an hour must not end at a missing directory.
+        raise UsageError("environments require worker processes: leave out --in-process or --env")
+    options = _model_options(arguments, device)
+    # Opened first, like the other files: an hour-long run must not fail on a missing directory.
     with _opened(arguments.e2e_json) as models_file:
         with execution(
             in_process=arguments.in_process, interpreters=pythons, timeout=arguments.timeout
@@ -76,35 +77,36 @@ def _dispatch(arguments: argparse.Namespace) -> int:
             if arguments.list_kernels:
                 _list_kernels(where, device)
                 return 0
-            kernels = _kernels(arguments, wanted, where, device)
+            kernels = _kernels(arguments, options, where, device)
             settings = _settings(arguments, device)
             workloads, note = _workloads(arguments, device, kernels)
-            if note:
-                print(f"replay: {note}", file=sys.stderr)
+            for each in (note, _no_readings(arguments, device)):
+                if each:
+                    print(f"replay: {each}", file=sys.stderr)
             assigned = where.assign(kernels, settings.device)
             rows = _run(workloads, assigned, settings, where, arguments)
         if "-" not in (arguments.json, arguments.csv):
             _print_tables(rows, settings, metrics, arguments)
-        if wanted is None:
+        if options is None:
             return _exit_code(rows, [], arguments)
         if arguments.plan:
-            _plan(wanted, kernels, rows, arguments)
+            _plan(options, kernels, rows, arguments)
         checks: list[Checked] = []
         if arguments.e2e:
-            # The workers have ended: a model of full size needs their memory.
+            # The workers have exited: a full-size model needs their memory.
             checks = _check_models(
-                wanted, rows, assigned, pythons, settings, arguments, models_file
+                options, rows, assigned, pythons, settings, arguments, models_file
             )
     return _exit_code(rows, checks, arguments)
 
 
-def _wanted(arguments: argparse.Namespace, device: torch.device) -> Wanted | None:
-    """What is asked of whole models, if anything."""
+def _model_options(arguments: argparse.Namespace, device: torch.device) -> ModelOptions | None:
+    """Read the options of `--e2e` and `--plan`; None without either."""
     if not (arguments.e2e or arguments.plan):
         return None
-    from replay.cli.end_to_end import understand
+    from replay.cli.end_to_end import read_options
 
-    return understand(arguments, str(device))
+    return read_options(arguments, str(device))
 
 
 def _run(
@@ -129,18 +131,19 @@ def _run(
         except ValueError as error:
             raise UsageError(str(error)) from error
 
-    def kept(produced: Iterator[Row]) -> Iterator[Row]:
+    def collected(produced: Iterator[Row]) -> Iterator[Row]:
         for row in produced:
             rows.append(row)
             yield row
 
     # JSON is written row by row, so an interrupted run keeps what it measured.
     with (
-        _opened(arguments.json, append=arguments.resume) as json_file,
-        _opened(arguments.csv) as csv_file,
+        reserved_stdout() as stdout,
+        _opened(arguments.json, stdout, append=arguments.resume) as json_file,
+        _opened(arguments.csv, stdout) as csv_file,
     ):
         with _progress(len(workloads)) as report:
-            produced = kept(where.replay(workloads, assigned, settings, report))
+            produced = collected(where.replay(workloads, assigned, settings, report))
             if json_file is not None:
                 write_jsonl(produced, json_file)
             for _ in produced:
@@ -155,7 +158,7 @@ def _progress(total: int) -> Iterator[Callable[[Workload, str], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("replay", total=total)
         order: dict[str, int] = {}
@@ -197,7 +200,7 @@ def _print_tables(
 
 
 def _console(arguments: argparse.Namespace) -> Console:
-    """Tables go to stdout, unless that is taken by a machine format."""
+    """Print tables to stdout, or to stderr if stdout carries JSON or CSV."""
     from rich.console import Console
 
     taken = "-" in (arguments.json, arguments.csv, arguments.e2e_json)
@@ -205,13 +208,13 @@ def _console(arguments: argparse.Namespace) -> Console:
 
 
 def _plan(
-    wanted: Wanted, kernels: Sequence[Kernel], rows: list[Row], arguments: argparse.Namespace
+    options: ModelOptions, kernels: Sequence[Kernel], rows: list[Row], arguments: argparse.Namespace
 ) -> None:
     from replay.end_to_end.model_process import OWN
     from replay.plan.choose import choose, uniform
     from replay.report.plan import print_plan
 
-    budget, census = wanted.budget, wanted.captures[0].census
+    budget, census = options.budget, options.captures[0].census
     assert budget is not None
     exclusive = {kernel.name for kernel in kernels if kernel.own_process}
     plan = choose(rows, census, budget, OWN, exclusive)
@@ -220,7 +223,7 @@ def _plan(
 
 
 def _check_models(
-    wanted: Wanted,
+    options: ModelOptions,
     rows: list[Row],
     assigned: Assignment,
     pythons: dict[str, str],
@@ -240,10 +243,10 @@ def _check_models(
         def report(stage: str) -> None:
             status.update(Text(stage))
 
-        produced = check_models(wanted, arguments, rows, assigned, pythons, settings, report)
+        produced = check_models(options, arguments, rows, assigned, pythons, settings, report)
         for checks in produced:
             found += checks
-            status.stop()  # it would draw itself into the tables
+            status.stop()  # the spinner would be drawn into the tables
             console.print()
             print_checks(checks, console)
             status.start()
@@ -279,23 +282,27 @@ def _list_kernels(where: Execution, device: torch.device) -> None:
 
 
 def _kernels(
-    arguments: argparse.Namespace, wanted: Wanted | None, where: Execution, device: torch.device
+    arguments: argparse.Namespace,
+    options: ModelOptions | None,
+    where: Execution,
+    device: torch.device,
 ) -> list[Kernel]:
-    """The chosen kernels; without a choice, those of the plan to use, or the default ones. A glob
-    takes what there is; a kernel asked for by name must run.
+    """Select the kernels: the given ones, else those of `--use-plan`, else the defaults.
+
+    A glob matches whatever is available; a kernel given by name must be able to run.
 
     Raises:
-        UsageError: one that was named cannot run in any environment.
+        UsageError: a kernel given by name cannot run in any environment.
     """
     from replay.kernels.registry import find, select
 
     patterns = arguments.kernels
-    if patterns is None and wanted is not None and wanted.plan is not None:
-        patterns = ",".join([wanted.plan.baseline, *wanted.plan.kernels])
+    if patterns is None and options is not None and options.plan is not None:
+        patterns = ",".join([options.plan.baseline, *options.plan.kernels])
     kernels, names = select(patterns, variants=arguments.variants == "all")
     special = (arguments.baseline_kernel, arguments.errors_against)
     names += [name for name in special if name not in (None, "reference", "captured")]
-    # A user's own kernel that fails is what the user wants to see in a row.
+    # The failure of a user's own kernel is reported in its row.
     named = [kernel for kernel in map(find, names) if kernel.load is None]
     found = where.probe(named, device) if named else {}
     for kernel in named:
@@ -306,10 +313,10 @@ def _kernels(
 
 
 def _with_options(kernels: list[Kernel], arguments: argparse.Namespace) -> list[Kernel]:
-    """The kernels with `--keep` and `--page-size`, those that have such options.
+    """Apply `--keep` and `--page-size` to the kernels that have these options.
 
     Raises:
-        UsageError: none has.
+        UsageError: no kernel has one that was given.
     """
     from replay.kernels.registry import catalogue, option_names, with_options
 
@@ -319,7 +326,8 @@ def _with_options(kernels: list[Kernel], arguments: argparse.Namespace) -> list[
         if not any(option in option_names(kernel) for kernel in kernels):
             names = [name for name, each in catalogue().items() if option in option_names(each)]
             raise UsageError(
-                f"--{option.replace('_', '-')} is for {', '.join(names)}: choose one by --kernels"
+                f"--{option.replace('_', '-')} requires one of {', '.join(names)}: add it to "
+                "--kernels"
             )
     return [with_options(kernel, given) for kernel in kernels]
 
@@ -331,7 +339,7 @@ def _settings(arguments: argparse.Namespace, device: torch.device) -> Settings:
     of_models = bool(arguments.e2e or arguments.plan)
     cache: Cache = arguments.cache or ("cold" if device.type == "cuda" else "warm")
     if cache == "cold" and device.type == "cpu":
-        raise UsageError("--cache cold is for GPUs; CPU times are always with a warm cache")
+        raise UsageError("--cache cold requires a GPU: leave it out, CPU caches are always warm")
     calls_before = arguments.calls_before
     if calls_before is None:
         calls_before = CALLS_BEFORE_IN_MODELS if of_models and device.type == "cuda" else 0
@@ -345,6 +353,7 @@ def _settings(arguments: argparse.Namespace, device: torch.device) -> Settings:
         baseline=arguments.baseline_kernel or (OWN if of_models else None),
         errors_against=arguments.errors_against,
         compare_stats=arguments.compare_stats,
+        energy=device.type == "cuda" and _wants_energy(arguments),
         resources=arguments.resources,
         save_output=Path(arguments.save_output) if arguments.save_output else None,
     )
@@ -382,7 +391,7 @@ def _workloads(
 
 
 def _runnable(kernels: list[Kernel], device: torch.device) -> int:
-    """How many kernels there is work for. On a GPU nobody asks, and libraries would be imported."""
+    """Count the kernels that can run; on a GPU all of them, to avoid importing their libraries."""
     if device.type != "cpu":
         return len(kernels)
     return sum(kernel.load is not None or not kernel.unavailable(device) for kernel in kernels)
@@ -394,10 +403,23 @@ def _metrics(text: str) -> list[str]:
         if metric not in METRICS:
             near = difflib.get_close_matches(metric, METRICS, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(METRICS)}"
-            raise UsageError(f"no metric {metric!r}: {hint}")
+            raise UsageError(f"unknown metric {metric!r}: {hint}")
     if not metrics:
         raise UsageError(f"--metric is empty: choose from {', '.join(METRICS)}")
     return metrics
+
+
+def _wants_energy(arguments: argparse.Namespace) -> bool:
+    return not {"energy", "all"}.isdisjoint(_metrics(arguments.metric))
+
+
+def _no_readings(arguments: argparse.Namespace, device: torch.device) -> str:
+    """Say once what no row will tell of the machine, and why."""
+    from replay.timing.gpu_state import why_no_state
+
+    if device.type == "cpu" and _wants_energy(arguments):
+        return "energy needs an NVIDIA GPU"
+    return why_no_state(device)
 
 
 def _device(name: str | None) -> torch.device:
@@ -408,21 +430,29 @@ def _device(name: str | None) -> torch.device:
     except RuntimeError as error:
         raise UsageError(f"--device {name}: {str(error).partition(chr(10))[0]}") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"--device {name}: this PyTorch sees no CUDA device")
+        raise UsageError(f"--device {name}: PyTorch finds no CUDA device, use --device cpu")
     if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"--device {name}: kernels are timed on cpu and cuda only")
+        raise UsageError(f"--device {name}: only cpu and cuda are supported")
     return device
 
 
 @contextlib.contextmanager
-def _opened(path: str | None, *, append: bool = False) -> Iterator[TextIO | None]:
+def _opened(
+    path: str | None, stdout: TextIO | None = None, *, append: bool = False
+) -> Iterator[TextIO | None]:
     if path is None:
         yield None
     elif path == "-":
-        yield sys.stdout
+        yield stdout or sys.stdout
     else:
         try:
-            file = open(path, "a" if append else "w", newline="")  # noqa: SIM115 - closed below
+            file = open(  # noqa: SIM115 - closed below
+                path,
+                "a" if append else "w",
+                encoding="utf-8",
+                errors="backslashreplace",
+                newline="",
+            )
         except OSError as error:
             raise UsageError(f"cannot write {path}: {error.strerror}") from error
         with file:
@@ -430,7 +460,7 @@ def _opened(path: str | None, *, append: bool = False) -> Iterator[TextIO | None
 
 
 def _explain(error: Exception) -> int:
-    """One sentence for what the user can remedy."""
+    """Print an error in one sentence and return the exit code."""
     from capture.errors import MissingPackage
 
     error = MissingPackage.behind(error)

@@ -1,1 +1,1 @@
-"""Whole models with kernels put back: speed-up predicted and measured, and the output."""
+"""Whole models with kernels in place: predicted and measured speed-up, and drift."""

@@ -1,7 +1,7 @@
-"""Whether the model that was built again is the one that was recorded: by its attention calls.
+"""Check by its attention calls that a rebuilt model is the recorded one.
 
-A newer library, other defaults or another file at the same path may build another model; what was
-counted of the old one then predicts nothing of it.
+A newer library, changed defaults or another file at the same path may build a different model, for
+which the recorded call counts predict nothing.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ def counting(roots: Mapping[str, nn.Module]) -> Iterator[Census]:
 
 
 def difference(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    """What tells two censuses apart, in a sentence; empty where nothing does.
+    """Describe how two censuses differ, in one sentence; empty if they do not.
 
-    Dtypes are not compared: under autocast a capture notes those that reach the kernel.
+    Dtypes are not compared: under autocast, a capture stores those that reach the kernel.
     """
     before, now = _calls(recorded), _calls(found)
-    unlike = [site for site in {**before, **now} if before[site] != now[site]]
-    if not unlike:
+    differing = [site for site in {**before, **now} if before[site] != now[site]]
+    if not differing:
         return ""
-    module, phase, *shapes = unlike[0]
+    module, phase, *shapes = differing[0]
     called = " × ".join(str(list(shape)) for shape in shapes[:2])
     return (
-        f"the model built here is not the one recorded: {module or 'a call outside all modules'} "
-        f"({phase}) calls attention {now[unlike[0]]} times on {called}, and did so "
-        f"{before[unlike[0]]} times; capture it again"
+        f"the model built here is not the one recorded: {module or 'code outside all modules'} "
+        f"({phase}) calls attention {now[differing[0]]} times on {called}, not "
+        f"{before[differing[0]]} times as recorded: capture it again"
     )
 
 

@@ -1,10 +1,10 @@
-"""The end-to-end check: every kernel put back into the model, predicted and measured.
+"""The end-to-end check: run the model with every kernel and compare with the prediction.
 
-The model runs with its own attention and with each kernel in turn, in shuffled rounds. Its own runs
-beside every two kernels, so that what a kernel is compared with ran within seconds of it: clocks
-drift, and so does a host that others use. Before that every one runs once:
-that run compiles, is not timed, and its outputs are what drift is computed from. After it every one
-runs once more with a clock on each attention call, to say where a difference comes from.
+The model runs with its own attention and with each kernel, in shuffled rounds. There is a run with
+its own attention for every two kernels, so that each kernel is compared with a run only seconds
+away: clocks drift, and so does the load of a shared host. Before the rounds, each variant runs once
+untimed to compile, and drift is computed from the outputs of this run. After them, each runs once
+more with a timer on every attention call, to explain differences.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ from replay.timing.statistics import paired_speedup, summarize
 
 MOST_ROUNDS = 10
 ROUNDS_SECONDS = 6.0
-"""Where nobody says how many rounds: as many as a kernel has in this time, but `MINIMUM_ROUNDS` at
-least."""
+"""By default, each kernel runs as many rounds as fit into this time, but at least
+`MINIMUM_ROUNDS`."""
 NEIGHBOURS = 2
-"""Kernels that share a run of the model's own attention in a round."""
+"""Kernels per baseline run in a round."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A span's time in the model: one forward of a phase, or one whole run."""
+    """The measured time of a span: one forward of a phase, or one full run."""
 
     ms: TimeSummary
-    """Over the rounds, by each one's typical forwards (`replay.end_to_end.typical`)."""
+    """Over the rounds, from the typical forwards of each (`replay.end_to_end.typical`)."""
     speedup: Speedup | None
-    """Against the model's own attention, each run paired with one beside it; None for that itself.
+    """Over the model's own attention, each run paired with an adjacent one; None for the baseline.
     """
     tokens_per_second: float | None
 
 
 @dataclass
 class Checked:
-    """One kernel in one model."""
+    """The result of one kernel in one model."""
 
     kernel: str
     model: str
@@ -64,39 +64,39 @@ class Checked:
     status: Status = "ok"
     reason: str = ""
     log: str = ""
-    """The end of what the model's process had printed when it died."""
+    """The last output of the model's process if it died."""
     measured: dict[str, Measured] = field(default_factory=dict)
-    """By phase, and the whole `run`."""
+    """By phase, plus the full `run`."""
     delayed: float = 0.0
-    """The share of the runs' wall time that delays of single forwards took; not in `measured`."""
+    """The share of the runs' wall time lost to delays of single forwards; not in `measured`."""
     runs: list[RunTimes] = field(default_factory=list)
-    """As they were timed."""
+    """As timed, delays included."""
     prediction: Prediction | None = None
-    """None for the model's own attention, and where the replay allows none (`unpredicted`)."""
+    """None for the model's own attention, or if the replay allows none."""
     unpredicted: str = ""
+    """Why the replay allows no prediction."""
     hits: int = 0
-    """Calls of one run that the kernel answered."""
+    """Calls per run that the kernel answered."""
     kept: int = 0
-    """Calls of one run that a plan leaves to `OWN`."""
+    """Calls per run that a plan leaves to `OWN`."""
     fallbacks: dict[str, int] = field(default_factory=dict)
-    """Calls of one run that the model's own attention answered, by reason."""
+    """Calls per run that fell back to the model's own attention, by reason."""
     missing: list[str] = field(default_factory=list)
-    """Modules that a plan names and the model does not have."""
+    """Modules that a plan names but the model does not have."""
     changed_inputs: list[str] = field(default_factory=list)
-    """Of query, key, value and attn_mask, what changed in place in the replay."""
+    """Which of query, key, value and attn_mask the kernel changed in place in the replay."""
     copies: int = 0
-    """Outputs of one run that had to be copied into another layout."""
+    """Outputs per run that had to be copied into another layout."""
     peak_bytes: int | None = None
     drift: drift.Drift = field(default_factory=dict)
     attention_seconds: dict[str, float] = field(default_factory=dict)
-    """Of all attention calls together as the model makes them: in one forward of a phase, and in
-    the whole `run`."""
+    """Total of all attention calls in the model, per forward of a phase and for the full `run`."""
     own_attention_seconds: dict[str, float] = field(default_factory=dict)
     """The same with the model's own attention, in the same process."""
     more_launch_seconds: dict[str, float] = field(default_factory=dict)
-    """What the host needs more for them than with the model's own attention, on a GPU."""
+    """Extra host time for these calls compared with the model's own attention, on a GPU."""
     busy_seconds: dict[str, float] = field(default_factory=dict)
-    """How long a GPU works in one forward of a phase; the rest of it waits for the host."""
+    """GPU busy time per forward of a phase; for the rest of it, the GPU waits for the host."""
     sm_clock_mhz: float | None = None
     power_w: float | None = None
 
@@ -117,20 +117,20 @@ class Checked:
 
 @dataclass
 class _Arm:
-    """What is collected of a variant."""
+    """The runs of one variant."""
 
     variant: Variant
     runs: list[Run] = field(default_factory=list)
-    beside: list[int] = field(default_factory=list)
-    """For each of them, which run of the model's own attention stood next to it."""
+    paired_with: list[int] = field(default_factory=list)
+    """For each run, the index of the adjacent baseline run."""
     inside: Run | None = None
     failure: RunFailed | None = None
     outputs: dict[str, Tensor] = field(default_factory=dict)
     warm_in: int = 0
-    """The build of the model in which it ran last."""
+    """The build of the model that it last ran in."""
 
     def seconds(self) -> dict[str, list[float]]:
-        """Of one forward of each phase and of the whole `RUN`, by round."""
+        """Return the time of one forward of each phase, and of `RUN`, by round."""
         return by_round([run.times for run in self.runs])
 
     @classmethod
@@ -154,16 +154,16 @@ def check(
     """Run the model with every variant; the first result is the model's own attention.
 
     Args:
-        capture: the recording whose model it is, with its census.
-        rows: the replay of that recording, `OWN` among its kernels.
-        rounds: timed runs of each variant; None for as many as there is time for.
+        capture: the recording of this model, with its census.
+        rows: the replay of that recording, which includes the kernel `OWN`.
+        rounds: timed runs of each variant; None for as many as fit into `ROUNDS_SECONDS`.
         text: for language models, a text to compute perplexity on.
-        kernel_at: of variants that are plans, by name, which kernel they use where.
+        kernel_at: which kernel is used where, by the name of each variant that is a plan.
         save_output: a directory for pictures and texts of every variant.
 
     Raises:
         ModelRefused: the model cannot be built.
-        RunFailed: it does not run with its own attention either.
+        RunFailed: the model fails even with its own attention.
     """
     own, *_ = arms = [_Arm(BASELINE), *map(_Arm.of, variants)]
     with closing(process), tempfile.TemporaryDirectory() as scratch:
@@ -173,7 +173,7 @@ def check(
             _attempt(arm, process, partial(process.run, arm.variant, file, text, save))
             if arm.failure is None:
                 arm.outputs = load_file(file)
-        unlike = difference(capture.census, process.count())
+        mismatch = difference(capture.census, process.count())
         _run_rounds(arms, process, rounds, seed)
         waits = {
             phase: statistics.median(seconds)
@@ -184,13 +184,15 @@ def check(
             look_inside = partial(process.look_inside, arm.variant, waits)
             arm.inside = _attempt(arm, process, look_inside)
     at = kernel_at or {}
-    return [_checked(capture, rows, arm, own, at, seed, unlike) for arm in arms]
+    return [_checked(capture, rows, arm, own, at, seed, mismatch) for arm in arms]
 
 
-def _run_rounds(arms: Sequence[_Arm], process: ModelProcess, wanted: int | None, seed: int) -> None:
+def _run_rounds(
+    arms: Sequence[_Arm], process: ModelProcess, requested: int | None, seed: int
+) -> None:
     own, *others = arms
     shuffle = random.Random(seed).shuffle
-    done, total = 0, wanted or MOST_ROUNDS
+    done, total = 0, requested or MOST_ROUNDS
     while done < total:
         kernels = [arm for arm in others if arm.failure is None]
         shuffle(kernels)
@@ -203,16 +205,16 @@ def _run_rounds(arms: Sequence[_Arm], process: ModelProcess, wanted: int | None,
                     arm.runs.append(run)
             for arm in together:
                 if arm.failure is None:
-                    arm.beside.append(len(own.runs) - 1)
+                    arm.paired_with.append(len(own.runs) - 1)
         done += 1
-        if wanted is None:
+        if requested is None:
             taken = [run.times.run for arm in arms for run in arm.runs]
             affordable = int(ROUNDS_SECONDS / statistics.mean(taken))
             total = min(MOST_ROUNDS, max(affordable, MINIMUM_ROUNDS))
 
 
 def _attempt(arm: _Arm, process: ModelProcess, run: Callable[[], Run]) -> Run | None:
-    """A run of an arm, unless it has failed.
+    """Run an arm, unless it failed before.
 
     Raises:
         RunFailed: the model's own attention fails.
@@ -226,19 +228,19 @@ def _attempt(arm: _Arm, process: ModelProcess, run: Callable[[], Run]) -> Run | 
         except RunFailed:
             if not is_own or not arm.warm_in or process.is_built:
                 raise
-            # It ran before: a kernel may have damaged the memory of the process that both used.
+            # It ran before: a kernel may have corrupted the memory of the shared process.
             return _warm(arm, process, run)
     except RunFailed as failure:
         if is_own:
             reason = f"the model fails with its own attention: {failure}"
             raise RunFailed(failure.status, reason, failure.log) from failure
-        again = "" if process.is_built else "; the model was built anew for what came after"
+        again = "" if process.is_built else "; the model was rebuilt for the remaining runs"
         arm.failure = RunFailed(failure.status, f"{failure}{again}", failure.log)
         return None
 
 
 def _warm(arm: _Arm, process: ModelProcess, run: Callable[[], Run]) -> Run:
-    """A run; one more before it where what the arm had compiled went with the process."""
+    """Run an arm, twice if the process with its compiled code is gone; the first is a warm-up."""
     process.build()
     if arm.warm_in not in (0, process.builds):
         process.run(arm.variant)
@@ -254,11 +256,12 @@ def _checked(
     own: _Arm,
     kernel_at: Mapping[str, KernelAt],
     seed: int,
-    unlike: str,
+    mismatch: str,
 ) -> Checked:
-    """
+    """Collect the results of an arm.
+
     Args:
-        unlike: why nothing recorded predicts this model; empty where it does.
+        mismatch: how the model differs from the recorded one; empty if it does not.
     """
     name = arm.variant.name
     checked = Checked(name, capture.model, capture.weights)
@@ -277,7 +280,9 @@ def _checked(
     }
     own_seconds = own.seconds()
     for span, seconds in arm.seconds().items():
-        before = [own_seconds[span][each] for each in arm.beside] if span in own_seconds else []
+        before = (
+            [own_seconds[span][each] for each in arm.paired_with] if span in own_seconds else []
+        )
         compares = arm is not own and bool(before)
         checked.measured[span] = Measured(
             summarize([1000 * each for each in seconds]),
@@ -291,8 +296,8 @@ def _checked(
     except ValueError as error:
         checked.status, checked.reason = "error", str(error)
         return checked
-    checked.unpredicted = unlike
-    if unlike:
+    checked.unpredicted = mismatch
+    if mismatch:
         return checked
     try:
         run, phases = _clocked(own)
@@ -319,8 +324,7 @@ def _fill_in_runs(checked: Checked, arm: _Arm) -> None:
 
 
 def _of_calls(inside: Run | None, what: Literal["attention", "launch"]) -> dict[str, float]:
-    """What all attention calls take in one forward of each phase, and in the whole `RUN`; empty
-    where it was not measured."""
+    """Total the attention calls per forward of each phase, and for `RUN`; empty if not measured."""
     if inside is None:
         return {}
     seconds = inside.times.attention if what == "attention" else inside.times.launch
@@ -333,14 +337,14 @@ def _of_calls(inside: Run | None, what: Literal["attention", "launch"]) -> dict[
 
 
 def _busy_seconds(inside: Run | None) -> dict[str, float]:
-    """How long a GPU works in a forward of each phase; of a CPU, nothing is known."""
+    """Return the GPU's busy time per forward of each phase; empty on a CPU."""
     if inside is None or inside.peak_bytes is None:
         return {}
     return {phase: statistics.fmean(each) for phase, each in inside.times.forwards.items()}
 
 
 def _clocked(own: _Arm) -> tuple[Clocked, dict[str, Clocked]]:
-    """What a prediction needs of the model with its own attention: the run, and every phase."""
+    """Return the baseline times that a prediction needs: those of the run and of every phase."""
     own_seconds, busy = own.seconds(), _busy_seconds(own.inside)
     run, times = Clocked(tuple(own_seconds.pop(RUN))), own.runs[0].times
     return run, {

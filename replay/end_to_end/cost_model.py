@@ -1,4 +1,4 @@
-"""What becomes of counted calls, and what they cost with one kernel and another."""
+"""How counted calls are answered, and what they cost with each kernel."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ Figure = Literal["time_ms", "layer_host_ms"]
 
 
 class Tally:
-    """What becomes of counted calls, and how many of them each replayed call stands for."""
+    """How counted calls are answered, and how many of them each replayed call represents."""
 
     def __init__(self, chosen: Sequence[tuple[Counted, KernelId]], cost_model: CostModel) -> None:
-        self.stands_for: dict[str, float] = defaultdict(float)
+        self.represented: dict[str, float] = defaultdict(float)
+        """Counted calls that each replayed call represents."""
         self.swapped: dict[tuple[str, KernelId], float] = defaultdict(float)
-        """By replayed call and kernel: the calls that the kernel answers."""
+        """The counted calls that a kernel answers, by replayed call and kernel."""
         self.fallbacks: Counter[str] = Counter()
         self.not_recorded: Counter[tuple[str, str]] = Counter()
         self.reason = ""
@@ -38,7 +39,7 @@ class Tally:
             if not counted.shares:
                 self.not_recorded[counted.module, counted.phase] += counted.calls
             for call, share in counted.shares.items():
-                self.stands_for[call] += counted.calls * share
+                self.represented[call] += counted.calls * share
             if kernel != cost_model.baseline:
                 self._swap(counted, kernel, cost_model)
             elif counted.shares:
@@ -55,17 +56,17 @@ class Tally:
             if row is not None and row.status == "unsupported":
                 refused, reason = refused + share, row.reason
                 continue
-            self.reason = self.reason or _unfit(row, call, kernel, counted.module)
+            self.reason = self.reason or _why_unusable(row, call, kernel, counted.module)
             self.swapped[call, kernel] += counted.calls * share
         if fell_back := round(counted.calls * refused):
             self.fallbacks[reason] += fell_back
 
 
-def _unfit(row: Row | None, call: str, kernel: KernelId, module: str) -> str:
-    """Why a row says nothing about a kernel at a module.
+def _why_unusable(row: Row | None, call: str, kernel: KernelId, module: str) -> str:
+    """Say why a row does not predict a kernel at a module; empty if it does.
 
-    One that was wrong at another module still says how fast it is; where that module is swapped
-    too, its own calls say that it was wrong.
+    A kernel that was inaccurate at another module still shows its speed; if that module is swapped
+    too, the rows of its own calls report the inaccuracy.
     """
     if row is None:
         return f"{kernel} was not replayed on {call}"
@@ -75,7 +76,7 @@ def _unfit(row: Row | None, call: str, kernel: KernelId, module: str) -> str:
 
 @dataclass(frozen=True)
 class CostModel:
-    """What calls cost with one kernel and another."""
+    """The cost of calls with each kernel."""
 
     replayed: Replayed
     baseline: KernelId
@@ -83,42 +84,42 @@ class CostModel:
     phases: Mapping[str, Clocked]
 
     def waiting_seconds(self, phase: str) -> float:
-        """How long a GPU waits for the host, in all forwards of a phase or in the whole run."""
+        """Return how long the GPU waits for the host in all forwards of a phase or full run."""
         spans = self.phases.values() if phase == RUN else [self.phases[phase]]
         return sum(clocked.forwards * clocked.waiting_seconds for clocked in spans)
 
-    def attention_seconds(self, stands_for: Mapping[str, float]) -> float:
-        """Of the calls with the baseline."""
+    def attention_seconds(self, represented: Mapping[str, float]) -> float:
+        """Return the baseline's time for the represented calls."""
         return sum(
             count * time.p50 / 1000
-            for call, count in stands_for.items()
+            for call, count in represented.items()
             if (time := _time(self.replayed.row(call, self.baseline))) is not None
         )
 
     def saved_seconds(
         self, swapped: Mapping[tuple[str, KernelId], float], figure: Figure = "time_ms"
     ) -> tuple[float, Tensor]:
-        """Σ count · (t_old − t_new): the figure, and as each resample of the rounds has it.
+        """Compute Σ count · (t_old − t_new), and the same for each resample of the rounds.
 
         Raises:
-            ValueError: one of these calls has no such figure.
+            ValueError: a call lacks this figure.
         """
         saved, saved_resampled = 0.0, torch.zeros(RESAMPLES, dtype=torch.float64)
         for (call, kernel), count in swapped.items():
             before, after, paired = self._samples(call, kernel, figure)
             saved += count * (percentile(before, 50) - percentile(after, 50)) / 1000
             old = resampled(before, f"{self.seed} {call}")
-            # The same name draws the same rounds.
+            # The same name resamples the same rounds.
             new = resampled(after, f"{self.seed} {call}{'' if paired else kernel}")
             saved_resampled += count * (old - new) / 1000
         return saved, saved_resampled
 
     def gained_seconds(self, swapped: Mapping[tuple[str, KernelId], float]) -> tuple[float, Tensor]:
-        """What the model gains, phase by phase: what attention saves, or where the model waits for
-        the host, no more than the host does.
+        """Sum the model's gain over the phases: what attention saves, or in a launch-bound phase
+        no more than the host saves.
 
         Raises:
-            ValueError: the model waits for the host, and what launches cost was not measured.
+            ValueError: a phase is launch-bound, but the cost of launches was not measured.
         """
         by_phase: dict[str, dict[tuple[str, KernelId], float]] = defaultdict(dict)
         for (call, kernel), count in swapped.items():
@@ -137,7 +138,7 @@ class CostModel:
         return gained, gained_resampled
 
     def clues(self, swapped: Mapping[tuple[str, KernelId], float], forwards: int) -> Clues:
-        """Of the calls that kernels answer, in one of so many forwards."""
+        """Collect clues from the calls that kernels answer, per forward."""
         preparation: list[float] = []
         costliest, scatter = 0.0, None
         states = []
@@ -166,24 +167,24 @@ class CostModel:
     def _samples(
         self, call: str, kernel: KernelId, figure: Figure
     ) -> tuple[Sequence[float], Sequence[float], bool]:
-        """Milliseconds of baseline and kernel by round, and whether the rounds are the same."""
-        old, new = self._alongside(call, kernel), self.replayed.row(call, kernel)
+        """Return baseline and kernel milliseconds by round, and whether they share rounds."""
+        old, new = self._baseline_row(call, kernel), self.replayed.row(call, kernel)
         assert old is not None
         assert new is not None
         before, after = getattr(old, figure), getattr(new, figure)
         if before is None or after is None:
-            raise ValueError(f"{call} was replayed without {figure}: replay it anew")
+            raise ValueError(f"{call} was replayed without {figure}: replay it again")
         if not old.shares_rounds(new):
             return before.samples, after.samples, False
         rounds = min(len(before.samples), len(after.samples))
         return before.samples[:rounds], after.samples[:rounds], True
 
     def _has_launches(self, call: str, kernel: KernelId) -> bool:
-        rows = self._alongside(call, kernel), self.replayed.row(call, kernel)
+        rows = self._baseline_row(call, kernel), self.replayed.row(call, kernel)
         return all(row is not None and row.layer_host_ms is not None for row in rows)
 
-    def _alongside(self, call: str, kernel: KernelId) -> Row | None:
-        """The baseline in the kernel's environment, or where it was not timed there, in this."""
+    def _baseline_row(self, call: str, kernel: KernelId) -> Row | None:
+        """Return the baseline in the kernel's environment, or in this one if not timed there."""
         row = self.replayed.row(call, self.baseline._replace(environment=kernel.environment))
         return row if _time(row) is not None else self.replayed.row(call, self.baseline)
 
@@ -193,7 +194,7 @@ def _time(row: Row | None) -> TimeSummary | None:
 
 
 def resampled(samples: Sequence[float], name: str) -> Tensor:
-    """Medians (RESAMPLES,) of the bootstrap; a name always draws the same."""
+    """Return bootstrap medians (RESAMPLES,), seeded by the name."""
     return resampled_medians(samples, zlib.crc32(name.encode()), RESAMPLES)
 
 

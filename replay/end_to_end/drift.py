@@ -1,11 +1,11 @@
-"""Does the output survive the kernel: how far a run is from the baseline's, in numbers.
+"""Drift: how far the output of a kernel's run is from the baseline's.
 
-A run's outputs are CPU tensors by name, as `models` names them. What both runs have is compared:
+A run's outputs are CPU tensors by name, as `models` names them. Tensors of both runs are compared:
 
-- language: `sequences` (1, T), prompt and new tokens; `logits` (steps, V) of the new ones; and of a
-  given text that the model read, `text_ids` (1, T) and `text_logits` (T, V);
+- language: `sequences` (1, T), prompt and new tokens; `logits` (steps, V) of the new tokens; and
+  for a given text that the model read, `text_ids` (1, T) and `text_logits` (T, V);
 - diffusion: `latents`; `frames` (F, C, H, W) or `images` (N, C, H, W) in [0, 1];
-- any other: `output`.
+- any other model: `output`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from replay.accuracy.errors import compare as compare_tensors
 Outputs = Mapping[str, Tensor]
 
 Drift = dict[str, float | int | None]
-"""By the names in `METRICS`; None for a value that is infinite or no number, as in JSON."""
+"""Values by the names in `METRICS`; None for infinity and NaN, as in JSON."""
 
 METRICS: dict[str, tuple[str, str]] = {
     "relative_l1": ("", "Σ|kernel's − baseline's| / Σ|baseline's| over the main output"),
@@ -33,40 +33,39 @@ METRICS: dict[str, tuple[str, str]] = {
     "top1_agreement": ("", "share of the text's positions where both rank the same token first"),
     "baseline_perplexity": ("", "exp of the text's mean negative log-likelihood, baseline"),
     "perplexity": ("", "the same, with the kernel"),
-    "text_tokens": ("tokens", "positions of the text that were read"),
+    "text_tokens": ("tokens", "positions of the text"),
     "generated_kl": ("nats", "KL(baseline ‖ kernel), mean over the generated tokens compared"),
-    "generated_compared": ("tokens", "new tokens whose context both runs share"),
-    "generated_tokens": ("tokens", "new tokens of a run"),
-    "first_diverging_token": ("", "index of the first new token that differs, from 0; or None"),
+    "generated_compared": ("tokens", "new tokens compared: those whose context both runs share"),
+    "generated_tokens": ("tokens", "new tokens per run"),
+    "first_diverging_token": ("", "zero-based index of the first new token that differs, or None"),
     "frame_mse": ("", "mean squared error of all frames or images, whose values are in [0, 1]"),
-    "psnr": ("dB", "10 log₁₀(1 / frame_mse); None, infinite, where frame_mse is 0"),
-    "worst_psnr": ("dB", "the worst single frame's"),
+    "psnr": ("dB", "10 log₁₀(1 / frame_mse); None (infinite) if frame_mse is 0"),
+    "worst_psnr": ("dB", "PSNR of the worst frame"),
     "ssim": ("", "structural similarity (Wang et al. 2004), mean over windows, channels, frames"),
-    "worst_ssim": ("", "the worst single frame's"),
+    "worst_ssim": ("", "SSIM of the worst frame"),
     "frames": ("frames", "frames or images compared"),
-    "black_frames": ("frames", "black in the kernel's run and not in the baseline's"),
+    "black_frames": ("frames", "frames black in the kernel's run but not in the baseline's"),
 }
-"""Every name that a drift can have: its unit and what it says.
+"""Unit and meaning of every drift metric.
 
-The main output is a diffusion model's latents (its pictures, where it shows no latents), a
-language model's logits on the text (without one, those of the generated tokens compared), and any
-other model's output.
-`kl` is of one forward over the whole text, as in a prefill; `generated_kl` of decoding.
+The main output is a diffusion model's latents (its pictures if it exposes no latents), a language
+model's logits on the text (without a text, those of the generated tokens compared), or any other
+model's output. `kl` is measured in one forward over the entire text, as in prefill; `generated_kl`
+in decoding.
 """
 
 BLACK = 0.02
-"""A frame whose mean and deviation are at most this, of 1, is black; about 5 of 255."""
+"""A frame is black if its mean and standard deviation are at most this: about 5 of 255."""
 
 WINDOW = 11
-"""Pixels across SSIM's Gaussian window, whose deviation is 1.5."""
+"""Width in pixels of SSIM's Gaussian window, whose standard deviation is 1.5."""
 
 
 def compare(baseline: Outputs, kernel: Outputs) -> Drift:
-    """How far the kernel's run is from the baseline's; identical runs give exactly 0 (or 1, or ∞).
+    """Compare a kernel's run with the baseline's; identical runs give exactly 0 (or 1, or ∞).
 
     Raises:
-        ValueError: a tensor has another shape than in the baseline's run, or the runs read
-            different texts.
+        ValueError: a tensor's shape differs between the runs, or they read different texts.
     """
     found: Drift = {}
     main: tuple[Tensor, Tensor] | None = None
@@ -81,7 +80,7 @@ def compare(baseline: Outputs, kernel: Outputs) -> Drift:
         main = compared or main
     if pair := _both("text_logits", baseline, kernel):
         if not torch.equal(baseline["text_ids"], kernel["text_ids"]):
-            raise ValueError("the two runs read different texts, whose logits do not compare")
+            raise ValueError("the two runs read different texts: their logits cannot be compared")
         found |= _text(*pair, baseline["text_ids"][0])
         main = pair
     if main is not None:
@@ -95,7 +94,7 @@ def compare(baseline: Outputs, kernel: Outputs) -> Drift:
 
 
 def cells(drift: Drift) -> list[str]:
-    """A drift in a few short cells of a table: `PSNR 41.2 dB, SSIM 0.993`."""
+    """Format a drift as a few short table cells: `PSNR 41.2 dB, SSIM 0.993`."""
     shown = []
     if "kl" in drift:
         shown.append(f"KL {_digits(drift['kl'], 2)}, top-1 {_percent(drift['top1_agreement'])}")
@@ -124,14 +123,14 @@ def cells(drift: Drift) -> list[str]:
 
 
 def _both(name: str, baseline: Outputs, kernel: Outputs) -> tuple[Tensor, Tensor] | None:
-    """The two tensors of a name that both runs have, if they hold anything."""
+    """Return both runs' tensors of a name; None if one is missing or they are empty."""
     if name not in baseline or name not in kernel:
         return None
     ours, theirs = baseline[name], kernel[name]
     if ours.shape != theirs.shape:
         raise ValueError(
-            f"{name} has the shape {tuple(theirs.shape)} with the kernel and {tuple(ours.shape)} "
-            "with the baseline: only equal shapes compare"
+            f"{name} has shape {tuple(theirs.shape)} with the kernel but {tuple(ours.shape)} with "
+            "the baseline: the shapes must match"
         )
     return (ours, theirs) if ours.numel() else None
 
@@ -139,7 +138,7 @@ def _both(name: str, baseline: Outputs, kernel: Outputs) -> tuple[Tensor, Tensor
 def _distance(baseline: Tensor, kernel: Tensor) -> Drift:
     shape = (1, 1, -1, baseline.shape[-1] if baseline.ndim else 1)
     errors = compare_tensors(kernel.reshape(shape), baseline.reshape(shape))
-    # The cosine of a tensor with itself is off by a rounding.
+    # Rounding makes the cosine of a tensor with itself differ from 1.
     cosine = 1.0 if errors.relative_l1 == 0 else errors.cosine
     return {"relative_l1": errors.relative_l1, "cosine": cosine}
 
@@ -152,22 +151,22 @@ def _nan_count(outputs: Outputs) -> int:
 
 
 def _generated(baseline: Outputs, kernel: Outputs) -> tuple[Drift, tuple[Tensor, Tensor] | None]:
-    """The generated tokens, and the logits of those whose context is the same in both runs.
+    """Compare generated tokens; return also the logits of those whose context both runs share.
 
-    After the first token that differs, the two runs continue different texts. Without logits,
-    prompt and new tokens cannot be told apart, and the index counts from the sequence's first.
+    After the first differing token, the two runs continue different texts. Without logits, prompt
+    and new tokens cannot be distinguished, and the index counts from the start of the sequence.
     """
     ours, theirs = baseline["sequences"][0], kernel["sequences"][0]
     length = min(len(ours), len(theirs))
     differing = (ours[:length] != theirs[:length]).nonzero().flatten().tolist()
     if not differing and len(ours) != len(theirs):
-        differing = [length]  # where one of them ended
+        differing = [length]  # where the shorter one ended
     if "logits" not in baseline or "logits" not in kernel:
         return {"first_diverging_token": differing[0] if differing else None}, None
     steps = len(baseline["logits"])
     diverging = differing[0] - (len(ours) - steps) if differing else None
     if diverging is not None and diverging < 0:
-        raise ValueError("the two runs had different prompts: what they wrote does not compare")
+        raise ValueError("the two runs had different prompts: their tokens cannot be compared")
     compared = min(steps, len(kernel["logits"]))
     if diverging is not None:
         compared = min(compared, diverging + 1)
@@ -182,7 +181,7 @@ def _generated(baseline: Outputs, kernel: Outputs) -> tuple[Drift, tuple[Tensor,
 
 
 def _text(baseline: Tensor, kernel: Tensor, ids: Tensor) -> Drift:
-    """A text read by both runs: logits (T, V), row t those of the token after t; ids (T,)."""
+    """Compare logits (T, V) on a text that both runs read, ids (T,); row t predicts token t + 1."""
     divergence = agreed = ours = theirs = 0.0
     row = 0
     for p, q in _log_probabilities(baseline, kernel):
@@ -204,15 +203,15 @@ def _text(baseline: Tensor, kernel: Tensor, ids: Tensor) -> Drift:
 
 
 def _log_probabilities(baseline: Tensor, kernel: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Natural logarithms of both softmaxes, in float64, some rows of (T, V) at a time."""
+    """Yield both log-softmaxes in float64, some rows of (T, V) at a time."""
     rows = max(1, CHUNK_ELEMENTS // baseline.shape[-1])
     for ours, theirs in zip(baseline.split(rows), kernel.split(rows), strict=True):
         yield ours.double().log_softmax(-1), theirs.double().log_softmax(-1)
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:
-    """KL(p ‖ q) = Σ p (log p − log q) of each row, in nats, from log-probabilities (T, V)."""
-    # A word that cannot follow adds nothing: 0 log 0 is 0.
+    """Compute KL(p ‖ q) = Σ p (log p − log q) per row, in nats, from log-probabilities (T, V)."""
+    # A token of probability 0 contributes nothing: 0 log 0 is 0.
     terms = (p.exp() * (p - q)).masked_fill(p == -math.inf, 0.0)
     return terms.sum(-1).clamp(min=0)
 
@@ -225,14 +224,14 @@ def _exp(value: float) -> float:
 
 
 def _pictures(baseline: Tensor, kernel: Tensor) -> Drift:
-    """Frames or images (N, C, H, W) in [0, 1]; a frame's MSE and SSIM are over its channels."""
+    """Compare frames or images (N, C, H, W) in [0, 1]; MSE and SSIM are over all channels."""
     errors, similarities, black = [], [], 0
     for ours, theirs in zip(baseline, kernel, strict=True):
         ours, theirs = ours.double(), theirs.double()
         errors.append((ours - theirs).square().mean())
         similarities.append(ssim(ours, theirs))
         black += _is_black(theirs) and not _is_black(ours)
-    # Maximum and minimum of tensors are NaN where a value is.
+    # Unlike Python's, the max and min of tensors propagate NaN.
     mse, ssims = torch.stack(errors), torch.stack(similarities)
     return {
         "frame_mse": float(mse.mean()),
@@ -250,10 +249,11 @@ def _psnr(mse: Tensor) -> float:
 
 
 def ssim(first: Tensor, second: Tensor) -> Tensor:
-    """Structural similarity of two pictures (…, H, W) in [0, 1], mean over windows and channels.
+    """Compute the mean structural similarity of two pictures (…, H, W) in [0, 1].
 
-    Wang, Bovik, Sheikh, Simoncelli 2004, equation 13: Gaussian windows of 11 × 11, deviation 1.5,
-    that lie inside the picture; K1 = 0.01, K2 = 0.03. NaN for a picture smaller than a window.
+    The mean is over windows and channels. Wang, Bovik, Sheikh, Simoncelli 2004, equation 13:
+    Gaussian windows of 11 × 11, standard deviation 1.5, that lie inside the picture; K1 = 0.01,
+    K2 = 0.03. NaN for a picture smaller than a window.
     """
     if min(first.shape[-2:]) < WINDOW:
         return first.new_full((), math.nan)
@@ -268,7 +268,7 @@ def ssim(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _blurred(picture: Tensor) -> Tensor:
-    """Weighted by the window around each pixel: (…, H, W) → (…, H − 10, W − 10)."""
+    """Average over the window around each pixel: (…, H, W) → (…, H − 10, W − 10)."""
     offsets = torch.arange(WINDOW) - WINDOW // 2
     weights = torch.exp(-offsets.double().square() / (2 * 1.5**2))
     shares = (weights / weights.sum()).tolist()
@@ -294,10 +294,10 @@ def _digits(value: float | None, digits: int = 3) -> str:
 
 
 def _truncated(value: float | None, decimals: int) -> str:
-    """Rounded down, so that a small drift does not read as none."""
+    """Round down, so that a small drift does not look like none."""
     if value is None:
         return "-"
-    # A decimal that binary cannot hold would otherwise lose one in its last place.
+    # Without round(), a decimal that binary cannot represent could lose one in its last place.
     return f"{math.floor(round(value * 10**decimals, 6)) / 10**decimals:.{decimals}f}"
 
 

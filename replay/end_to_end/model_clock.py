@@ -1,13 +1,14 @@
-"""How long a model's run takes, and each forward of its main module, phase by phase.
+"""Time a model's runs, and each forward of its main module by phase.
 
-Only the watched roots carry hooks, two a forward, so that what is measured is the model and not the
-measuring. On CUDA a forward's time is that between two events on its stream, waits for the host
-included; on a CPU it is wall time.
+Only the watched roots carry hooks, two per forward, to keep the overhead small. On CUDA, a
+forward's time is the time between two events on its stream, including waits for the host; on a CPU
+it is wall time.
 
-A run can also be looked into: then every attention call is timed, which costs a little, and on CUDA
-each forward waits at its first attention call until the host has enqueued the rest, so that its
-time without that wait is nearly the GPU's work alone. Not sooner: a model may ask the GPU whether a
-mask masks anything before its first layer, which would spend the wait before anything is enqueued.
+A run can also be inspected: every attention call is then timed, at a small cost. On CUDA, each
+forward also waits at its first attention call until the host has enqueued the rest, so that its
+time without that wait is nearly the GPU's busy time. It must not wait earlier: before its first
+layer, a model may ask the GPU whether a mask masks anything, which would use up the wait before
+anything is enqueued.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from capture.modules import phase_of
 from replay.timing.timer import CYCLES_PER_MS
 
 OUTSIDE = ""
-"""In place of a phase: attention calls that no watched forward makes."""
+"""Used as the phase of attention calls outside all watched forwards."""
 
 LONGEST_WAIT = 0.25
-"""Seconds that a forward waits for the host at most: time to enqueue some 10,000 kernels."""
+"""Most seconds that a forward waits for the host: time to enqueue about 10,000 kernels."""
 
 
 @dataclass
@@ -38,22 +39,22 @@ class RunTimes:
     """The times of one run, in seconds."""
 
     run: float = 0.0
-    """From start to the last result, wall time."""
+    """Wall time from the start to the last result."""
     forwards: dict[str, list[float]] = field(default_factory=dict)
-    """Of each forward, in order, by phase: `denoise`, `prefill`, `decode`, `encode`."""
+    """One time per forward, in order, by phase: `denoise`, `prefill`, `decode`, `encode`."""
     tokens: dict[str, int] = field(default_factory=dict)
-    """Tokens that a forward reads (prefill) or makes (decode), over the batch."""
+    """Tokens that a forward reads (prefill) or generates (decode), over the batch."""
     attention: dict[str, float] = field(default_factory=dict)
-    """Of all attention calls together, by phase and `OUTSIDE`, where they were timed."""
+    """Total of all attention calls, by phase and `OUTSIDE`, if they were timed."""
     launch: dict[str, float] = field(default_factory=dict)
-    """What the host needs for these calls, on CUDA only: elsewhere it is the call."""
+    """Host time of these calls, on CUDA only: elsewhere it equals the call's time."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 class _Inside(threading.local):
-    """What the calling thread is inside of."""
+    """The forwards that the calling thread is in."""
 
     def __init__(self) -> None:
         self.begun: list[tuple[str, Any]] = []
@@ -62,11 +63,11 @@ class _Inside(threading.local):
 
 
 class Clock:
-    """Times runs of a model, one after another.
+    """Times runs of a model, one at a time.
 
     Args:
         roots: the modules whose forwards are the model's steps.
-        alive: called at each forward.
+        alive: called at each forward, as a sign of life.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Clock:
 
         Args:
             waits: on CUDA, seconds by phase that a forward waits at its first attention call, which
-                are left out of its time; as long as the host needs to enqueue it.
+                are not part of its time; as long as the host needs to enqueue the forward.
         """
         times = RunTimes()
         marks: list[tuple[str, Any, Any, list[tuple[Any, Any]]]] = []
@@ -127,7 +128,7 @@ class Clock:
         for phase, begin, end, host in self._calls:
             times.attention[phase] = times.attention.get(phase, 0.0) + self._between(begin, end)
             launches.setdefault(phase, []).append(host)
-        if self._on_gpu:  # the median: a kernel that waits for the GPU waits for `waits` too
+        if self._on_gpu:  # the median: a kernel that synchronises also waits for `waits`
             times.launch = {
                 phase: statistics.median(each) * len(each) for phase, each in launches.items()
             }
@@ -138,7 +139,7 @@ class Clock:
         start, inside = self._now(), self._inside
         if inside.wait is not None:
             with torch.cuda.device(self._device):
-                # Twice, since the clock's own work makes the host slower.
+                # Twice, since timing the calls slows the host down.
                 seconds = min(2 * inside.wait, LONGEST_WAIT)
                 torch.cuda._sleep(int(1000 * seconds * CYCLES_PER_MS))
             asleep, start, inside.wait = start, self._now(), None
@@ -157,7 +158,7 @@ class Clock:
         return event
 
     def _between(self, begin: Any, end: Any) -> float:
-        """Seconds."""
+        """Return the seconds between two marks."""
         return float(begin.elapsed_time(end) / 1000 if self._on_gpu else end - begin)
 
     def _synchronize(self) -> None:

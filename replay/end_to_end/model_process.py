@@ -1,4 +1,4 @@
-"""The parent's side of a model in a process of its own."""
+"""The parent's side of a model in a child process."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from replay.rows.row import HERE, GpuState, KernelId, Status
 from replay.workers.process import CannotStart, Died, Process
 
 OWN = "torch-default"
-"""The kernel that the model's own attention is in the replay: SDPA, which chooses by itself."""
+"""The kernel that represents the model's own attention: SDPA, which chooses its backend itself."""
 
 BUILDING_SECONDS = 1800.0
-"""How long a model may take to be built without a sign of life: it may be read from a slow disk."""
+"""Timeout without a sign of life while a model is built: its weights may be on a slow disk."""
 
 
 class ModelRefused(Error):
-    """The model cannot be built: one sentence that names the remedy."""
+    """The model cannot be built; the message names the remedy."""
 
 
 class RunFailed(Error):
-    """The model did not come to an end with a kernel."""
+    """The model did not finish a run with a kernel."""
 
     def __init__(self, status: Status, reason: str, log: str = "") -> None:
         super().__init__(reason)
@@ -38,62 +38,63 @@ class RunFailed(Error):
 
 @dataclass(frozen=True)
 class Variant:
-    """What answers the model's attention calls."""
+    """The kernel or plan that answers the model's attention calls."""
 
     name: str
-    """As in the table."""
+    """As shown in the table."""
     kernel: str | None = None
     """A registered kernel, or `file.py:function`."""
     plan: Path | None = None
     environment: str = HERE
     """Where the kernel's library is installed."""
     path: tuple[str, ...] = ()
-    """Directories that the kernel's library is imported from, of another environment."""
+    """Directories of another environment that the kernel's library is imported from."""
     refused: str = ""
-    """Why it cannot even be tried."""
+    """Why it cannot be run at all; empty if it can."""
 
     @property
     def kernel_id(self) -> KernelId:
-        """As rows know it; of no row for a plan."""
+        """Return the id in the rows; for a plan, one that no row has."""
         return KernelId(self.kernel or "", self.environment)
 
 
 BASELINE = Variant("the model's own", OWN)
-"""Behind the same hook as the kernels, whose cost then is on both sides."""
+"""Runs behind the same hook as the kernels, so that both sides include its cost."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the model, as it went."""
+    """The result of one run of the model."""
 
     times: RunTimes
     hits: int
     kept: int
-    """Calls that `OWN` answered: all of the model's own, those that a plan leaves to it."""
+    """Calls that `OWN` answered: all of them in the baseline, else those that a plan leaves to it.
+    """
     fallbacks: dict[str, int]
-    """Calls by the reason why the model's own attention answered them."""
+    """Calls that fell back to the model's own attention, by reason."""
     copies: int
     """Outputs that had to be copied into another layout."""
     missing: list[str]
-    """Modules that a plan names and the model does not have."""
+    """Modules that a plan names but the model does not have."""
     peak_bytes: int | None
-    """Most memory allocated, the model included; None on a CPU."""
+    """Peak memory allocated, including the model; None on a CPU."""
     gpu: GpuState | None
     """At the end of the run."""
 
 
 class ModelProcess:
-    """A model in a child process, built when first run and again after a kernel took it down.
+    """A model in a child process, built on its first run and again after a kernel crashed it.
 
     Args:
         python: the interpreter.
         arguments: those of `models.load`.
-        timeout: seconds without a sign of life after which the child is ended.
-        report: called with what it is at.
+        timeout: seconds without a sign of life after which the child is killed.
+        report: called with the current stage.
 
     Attributes:
-        is_built: whether the model is there; a kernel that ended the process took it along.
-        builds: how often the model was built. What a kernel compiled is gone with the process.
+        is_built: whether the model exists; it is lost when a kernel crashes the process.
+        builds: how often the model was built. A kernel's compiled code is lost with the process.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class ModelProcess:
         self._process.close()
 
     def build(self) -> None:
-        """Build the model, unless it is there.
+        """Build the model, unless it exists.
 
         Raises:
             ModelRefused: it cannot be built.
@@ -142,12 +143,13 @@ class ModelProcess:
 
         Args:
             keep: a `.safetensors` file for the outputs, by name (`models.outputs`).
-            text: a language model also reads it, for `text_ids` and `text_logits`; needs `keep`.
-            save: a directory, and the model's name there, for outputs to look at; needs `keep`.
+            text: a text that a language model also reads, for `text_ids` and `text_logits`;
+                requires `keep`.
+            save: a directory, and the model's name in it, for outputs to view; requires `keep`.
 
         Raises:
             ModelRefused: the model cannot be built.
-            RunFailed: the model, or its process, ended early.
+            RunFailed: the run failed, or the process died.
         """
         return self._run(
             variant,
@@ -164,7 +166,7 @@ class ModelProcess:
 
         Raises:
             ModelRefused: the model cannot be built.
-            RunFailed: the model, or its process, ended early.
+            RunFailed: the run failed, or the process died.
         """
         census: dict[str, Any] = self._step({"step": "count"})["counted"]
         return census
@@ -172,14 +174,14 @@ class ModelProcess:
     def look_inside(self, variant: Variant, waits: Mapping[str, float]) -> Run:
         """Run the model once more and time every attention call.
 
-        `replay.end_to_end.model_clock` says how the times differ from those of `run`.
+        `replay.end_to_end.model_clock` explains how the times differ from those of `run`.
 
         Args:
             waits: seconds by phase that the host needs for a forward.
 
         Raises:
             ModelRefused: the model cannot be built.
-            RunFailed: the model, or its process, ended early.
+            RunFailed: the run failed, or the process died.
         """
         return self._run(variant, waits=dict(waits))
 
@@ -213,7 +215,7 @@ class ModelProcess:
         )
 
     def _step(self, request: dict[str, Any]) -> dict[str, Any]:
-        """What the child answers, the model built before."""
+        """Build the model if necessary, and return the child's answer to a request."""
         self.build()
         try:
             return self._answer(request)
@@ -230,7 +232,7 @@ class ModelProcess:
                 answer |= message
         if "refused" in answer:
             raise ModelRefused(answer["refused"])
-        if "failed" in answer:  # while building, and no refusal: a library's or our own defect
+        if "failed" in answer:  # a bug of a library or of ours while building
             raise ModelRefused(f"the model cannot be built: {answer['failed']}")
         if "failed_run" in answer:
             raise RunFailed(**answer["failed_run"])
@@ -238,20 +240,21 @@ class ModelProcess:
 
 
 def import_path(python: str) -> tuple[str, ...]:
-    """Where another interpreter imports from and this one does not.
+    """List the directories that another interpreter imports from and this one does not.
 
     Raises:
-        ModelRefused: it does not start, or is of another version, whose libraries do not work here.
+        ModelRefused: it does not start, or its version differs, so its libraries do not work here.
     """
     question = "import json, sys; print(json.dumps([sys.version_info[:2], sys.path]))"
     try:
-        told = subprocess.run([python, "-c", question], capture_output=True, text=True, check=True)
-        version, path = json.loads(told.stdout.splitlines()[-1])
+        child = subprocess.run([python, "-c", question], capture_output=True, text=True, check=True)
+        version, path = json.loads(child.stdout.splitlines()[-1])
     except (OSError, subprocess.CalledProcessError, ValueError, IndexError) as error:
-        raise ModelRefused(f"{python} does not say where it imports from: {error}") from error
+        raise ModelRefused(f"{python} did not report its import path: {error}") from error
     if tuple(version) != sys.version_info[:2]:
         raise ModelRefused(
-            f"{python} is Python {version[0]}.{version[1]} and this one {sys.version_info[0]}."
-            f"{sys.version_info[1]}: a kernel's library must fit the model's Python to work in it"
+            f"{python} is Python {version[0]}.{version[1]}, but the model runs in Python "
+            f"{sys.version_info[0]}.{sys.version_info[1]}: install the kernel's library for that "
+            "version"
         )
     return tuple(entry for entry in path if entry and entry not in sys.path)

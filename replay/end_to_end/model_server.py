@@ -1,8 +1,7 @@
-"""The model's own process: builds it once, then runs it with one kernel after another.
+"""The model's process: builds the model once, then runs it with one kernel after another.
 
-The handler of a worker process (`replay.workers.worker`), so that a kernel that takes the model
-down takes no more than that process. Outputs are left in files, since tensors never travel through
-the pipe.
+It is a worker process (`replay.workers.worker`), so a kernel that crashes takes down nothing else.
+Outputs go to files, since tensors never travel through the pipe.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from replay.end_to_end.model_process import OWN
 from replay.end_to_end.saved_outputs import keep
 from replay.patch.use_kernel import Around, Swap, use_kernel, use_plan
 from replay.timing.gpu_state import gpu_is_lost, read_gpu_state
-from replay.workers.worker import Say
+from replay.workers.worker import Hear, Say
 
 
 @dataclass
@@ -38,11 +37,11 @@ class Served:
 _served: Served | None = None
 
 
-def handle(request: dict[str, Any], say: Say) -> None:
-    """Answer one request; every failure of a kernel or the model is an answer too.
+def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
+    """Answer one request; a failure of a kernel or of the model is an answer too.
 
     Requests are `{"step": "build", …}`, `{"step": "count"}` and `{"step": "run", …}`, as
-    `replay.end_to_end.model_process` makes them.
+    `replay.end_to_end.model_process` sends them.
     """
     global _served
     if request["step"] == "build":
@@ -56,7 +55,7 @@ def handle(request: dict[str, Any], say: Say) -> None:
         _served = Served(runnable, _device(runnable))
         say(built={"name": runnable.name, "weights": runnable.weights})
         return
-    assert _served is not None, "build comes first"
+    assert _served is not None, "build the model first"
     try:
         if request["step"] == "count":
             _count(_served, say)
@@ -73,7 +72,7 @@ def handle(request: dict[str, Any], say: Say) -> None:
 
 
 def _count(served: Served, say: Say) -> None:
-    """Its own run: to count, compiled models run eagerly."""
+    """Count in a separate run, since it makes compiled models run eagerly."""
     say(at="counting attention calls")
     with counting(served.runnable.roots) as census:
         served.runnable.run()
@@ -81,8 +80,8 @@ def _count(served: Served, say: Say) -> None:
 
 
 def _run(served: Served, request: dict[str, Any], say: Say) -> None:
-    # Behind everything else, and after the model's own libraries were imported: a kernel's library
-    # from another environment must not bring its neighbours along.
+    # Appended, and only after importing the model's own libraries: a kernel's library from another
+    # environment must not replace these by their versions there.
     sys.path += [entry for entry in request["path"] if entry not in sys.path]
     runnable, device = served.runnable, served.device
     name = request["name"]
@@ -103,7 +102,7 @@ def _run(served: Served, request: dict[str, Any], say: Say) -> None:
     say(
         ran={
             "times": times.to_json(),
-            "swap": _told(swap),
+            "swap": _counts(swap),
             "peak_bytes": peak,
             "gpu": None if state is None else asdict(state),
         }
@@ -111,9 +110,9 @@ def _run(served: Served, request: dict[str, Any], say: Say) -> None:
 
 
 def _keep(runnable: Any, result: Any, request: dict[str, Any], swap: Swap) -> None:
-    """Leave the outputs in files; a language model also reads the text, while a kernel is in it.
+    """Write the outputs to files; a language model also reads the text, with the kernel in place.
 
-    A kernel that answers no call of that reading, since it is for decoding, has nothing to show.
+    The text is left out if the kernel answers no call of it, as one for decoding does not.
     """
     language = runnable.language
     tensors = dict(runnable.outputs(result).tensors)
@@ -138,8 +137,8 @@ def _swapped(
     return use_kernel(request["kernel"], around=around)
 
 
-def _told(swap: Swap) -> dict[str, Any]:
-    """As `replay.end_to_end.model_process.Run` names them."""
+def _counts(swap: Swap) -> dict[str, Any]:
+    """Return the counts as `replay.end_to_end.model_process.Run` names them."""
     own = swap.kernels.get(OWN)
     kept = 0 if own is None else own.hits
     return {
@@ -152,14 +151,14 @@ def _told(swap: Swap) -> dict[str, Any]:
 
 
 def _device(runnable: Any) -> torch.device:
-    """Where a model's steps run, by its first parameter; a model without any is on the CPU."""
+    """Return the device of a model's first parameter; the CPU if it has none."""
     parameters = (each for root in _main_roots(runnable).values() for each in root.parameters())
     first = next(parameters, None)
     return torch.device("cpu") if first is None else first.device
 
 
 def _main_roots(runnable: Any) -> dict[str, torch.nn.Module]:
-    """The modules whose forwards are a model's steps: the one that calls are sampled from."""
+    """Return the modules whose forwards are the model's steps: the sampled one, or else all."""
     main = runnable.sampled.partition(".")[0]
     roots: dict[str, torch.nn.Module] = runnable.roots
     return {main: roots[main]} if main in roots else roots

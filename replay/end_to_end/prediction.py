@@ -1,25 +1,25 @@
-"""How long the model will take with another kernel, from the replay and the census alone.
+"""Predict a model's time with another kernel from the replay and the census.
 
     T_new = T_old − Σ count · (t_old − t_new)
 
 T_old is the model's measured time, count comes from the census, and t_old and t_new are the median
-drop-in times of baseline and kernel on the replayed calls that stand for the counted ones
-(`replay.plan.matching`). A call that the kernel does not support falls back on the model's own
-attention and costs t_old; so does one that no replayed call stands for, which is reported.
+drop-in times of baseline and kernel on the replayed calls that represent the counted ones
+(`replay.plan.matching`). A call that the kernel does not support falls back to the model's own
+attention and costs t_old; so does one that no replayed call represents, which is reported.
 
-On a GPU these are times of the GPU's own work. Where a forward is launch-bound, which its busy time
-tells, what the GPU saves is time that it waits for the host instead, and what counts is how long
-the host needs to launch the call and what follows it in a layer (`layer_host_ms` of the rows):
+On a GPU these are times of the GPU's own work. If a forward is launch-bound, as its busy time
+shows, the GPU spends the time it saves waiting for the host, and what counts is how long the host
+needs to launch the call and what follows it in its layer (`layer_host_ms` of the rows):
 
     T_new = max(T_old + Σ count · (host_new − host_old), busy_old − Σ count · (t_old − t_new))
 
-The interval (95 %, percentile bootstrap) covers the scatter of the figures that went in: the rounds
-of the replay, drawn anew for each replayed call, the same rounds for both kernels where they were
-timed together; and the rounds of T_old. A replayed call that stands for many moves them all at
-once. The interval does not cover what the replay cannot know: calls that were not replayed, layers
-that cost something else than the one replayed in their place, and how the model differs from it
-(caches, clocks, launches that hide behind other work or do not). A measurement outside the interval
-says that one of these matters; `Clues` helps to find which.
+The interval (95 %, percentile bootstrap) covers the scatter of its inputs: the rounds of the
+replay, resampled for each replayed call, with the same rounds for both kernels if they were timed
+together; and the rounds of T_old. A replayed call that represents many counted calls moves them all
+together. The interval does not cover what the replay cannot know: calls that were not replayed,
+layers whose cost differs from that of the layer replayed in their place, and differences between
+replay and model (caches, clocks, launches that do or do not hide behind other work). A measurement
+outside the interval means that one of these matters; `Clues` helps to find which.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from replay.rows.row import KernelId, Row
 from replay.timing.statistics import percentile
 
 KernelAt = Callable[[str, str], KernelId]
-"""Which kernel a module uses in a phase."""
+"""From module and phase to the kernel used there."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a kernel will do to a model's time."""
+    """The predicted times of a model with a kernel."""
 
     run: Span
     phases: dict[str, Span]
-    """Those whose time was measured."""
+    """The phases whose time was measured."""
 
 
 def everywhere(kernel: KernelId) -> KernelAt:
-    """The same kernel at every module."""
+    """Use the same kernel at every module."""
     return lambda module, phase: kernel
 
 
@@ -64,24 +64,24 @@ def predict(
     *,
     seed: int = 0,
 ) -> Prediction:
-    """Predict the model's time with a kernel, phase by phase and as a whole.
+    """Predict the model's time with a kernel, for each phase and for the full run.
 
-    A kernel that was wrong at a module, or that failed or was not timed on a call that stands for
-    one of its calls, leaves that phase, and the run, without a prediction.
+    A phase has no prediction, nor does the run, if the kernel was wrong at one of its modules, or
+    failed or was not timed on a replayed call that represents one of its calls.
 
     Args:
         census: of one run, as `capture.census.Census.to_json` writes it.
-        rows: the replay of the same recording and model. A kernel of another environment is held
-            against the baseline there, where that was replayed too.
-        kernel_at: the kernel of each module and phase (`everywhere` for the same at all).
+        rows: the replay of the same recording and model. A kernel of another environment is
+            compared with the baseline there, if that was replayed too.
+        kernel_at: the kernel of each module and phase (`everywhere` for a single one).
         baseline: the kernel that the model itself uses.
-        run: one whole run with it.
-        phases: one forward of each phase that was measured; the run has one row more, of all.
+        run: one full run with the baseline.
+        phases: one forward of each measured phase with the baseline.
         seed: of the bootstrap.
 
     Raises:
         CensusError: the census is empty.
-        ValueError: the baseline was timed on none of the calls, or a phase has no seconds.
+        ValueError: the baseline was timed on none of the calls, or a phase has no times.
     """
     replayed = Replayed(rows)
     calls = replayed.timed(baseline)
@@ -107,7 +107,7 @@ def _span(
     old_median = percentile(clocked.seconds, 50)
     old_resampled = resampled(clocked.seconds, f"{cost_model.seed} {phase}")
     old = _interval(old_median, old_resampled)
-    attention = cost_model.attention_seconds(tally.stands_for) / clocked.forwards
+    attention = cost_model.attention_seconds(tally.represented) / clocked.forwards
     span = Span(
         phase=phase,
         forwards=clocked.forwards,
@@ -134,7 +134,7 @@ def _span(
     new_median = old_median - gained / clocked.forwards
     new_resampled = old_resampled - gained_resampled / clocked.forwards
     if min(new_median, float(new_resampled.min())) <= 0:
-        return replace(span, reason="the replay would save more time than the model takes")
+        return replace(span, reason="the predicted saving exceeds the model's time")
     new = _interval(new_median, new_resampled)
     return replace(
         span,

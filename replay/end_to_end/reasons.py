@@ -1,4 +1,4 @@
-"""Why prediction and measurement differ, where they do."""
+"""Explain differences between prediction and measurement."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from replay.end_to_end.check import Checked
 from replay.end_to_end.span import LAUNCH_BOUND, NOTABLE, RUN, Span
 
 SCATTERED = 2.0
-"""p90 / p10 of a replayed call beyond what a machine to oneself shows."""
+"""p90 / p10 of a replayed call that an otherwise idle machine does not reach."""
 UNSTEADY = 1.2
-"""The same of runs of the model, which are longer."""
+"""The same for runs of the model, which are longer."""
 
 
 def reasons(checked: Checked, span: str = RUN) -> list[str]:
-    """What is known that could explain the difference, a sentence each.
+    """List possible explanations of the difference, one sentence each.
 
-    Empty where the prediction lies inside the measured interval, or so near that nobody minds; a
-    single sentence where it does not and nothing is known that would explain it.
+    Empty if the prediction lies inside the measured interval or within `NOTABLE` of the
+    measurement; a single sentence if nothing recorded explains the difference.
     """
     predicted, measured = checked.predicted(span), checked.measured.get(span)
     if predicted is None or predicted.speedup is None or predicted.new_seconds is None:
@@ -35,18 +35,18 @@ def reasons(checked: Checked, span: str = RUN) -> list[str]:
         *_copies(checked, span),
         *_clocks(checked, predicted),
     ]
-    return found or ["nothing that was recorded explains the difference"]
+    return found or ["nothing recorded explains the difference"]
 
 
 def _fallbacks(checked: Checked, predicted: Span, span: str) -> list[str]:
-    """Fallbacks are counted over a whole run."""
+    """Compare the fallbacks, which are counted over a full run."""
     if span != RUN:
         return []
     more = sum(checked.fallbacks.values()) - predicted.calls.fell_back
     if more <= 0:
         return []
     reason = max(checked.fallbacks, key=lambda each: checked.fallbacks[each])
-    return [f"{more} calls more than predicted fell back, most because: {reason}"]
+    return [f"{more} more calls fell back than predicted, mostly because: {reason}"]
 
 
 def _not_recorded(predicted: Span) -> list[str]:
@@ -55,8 +55,8 @@ def _not_recorded(predicted: Span) -> list[str]:
         return []
     where = ", ".join(dict.fromkeys(missing.phase for missing in predicted.not_recorded))
     return [
-        f"{calls} calls ({where}) were swapped too, of which no like was replayed: what they gain "
-        "or lose is not in the prediction"
+        f"{calls} calls ({where}) also used the kernel but match no replayed call: the prediction "
+        "does not include their gain or loss"
     ]
 
 
@@ -65,8 +65,8 @@ def _scatter(predicted: Span) -> list[str]:
     if scatter is None or scatter < SCATTERED:
         return []
     return [
-        f"rounds of the costliest call differ up to {scatter:.0f}-fold (p90 / p10): something else "
-        "was using the machine, so replay and measure again when it is quiet"
+        f"rounds of the costliest call differ up to {scatter:.0f}-fold (p90 / p10): the machine "
+        "had other load, so replay and measure again when it is idle"
     ]
 
 
@@ -76,36 +76,38 @@ def _unsteady(checked: Checked, span: str) -> list[str]:
         return []
     return [
         f"the model took {_ms(ms.p10 / 1000)} to {_ms(ms.p90 / 1000)} (10th to 90th percentile) "
-        "with the kernel: something else was using the machine, so measure again when it is quiet, "
-        "or with more --model-rounds"
+        "with the kernel: the machine had other load, so measure again when it is idle, or with "
+        "more --model-rounds"
     ]
 
 
 def _waits(checked: Checked, predicted: Span, span: str) -> list[str]:
-    """Of a GPU that waits for the host."""
+    """Report a GPU that waits for the host."""
     if not predicted.waiting_share:
         busy, seconds = checked.busy_seconds.get(span), checked.measured[span].ms.p50 / 1000
         if busy is None or seconds - busy < LAUNCH_BOUND * seconds:
             return []
         share = 100 * (1 - busy / seconds)
         return [
-            f"with this kernel the GPU waits for the host {share:.0f} % of the time, and without "
-            "it hardly: its launches are not in the prediction"
+            f"the GPU waits for the host {share:.0f} % of the time with this kernel but hardly "
+            "without it: the prediction does not include its launches"
         ]
     more = predicted.clues.more_layer_launch_seconds
     costs = (
-        "" if more is None else f", and layers take {_ms(more, '+')} more to launch by the replay"
+        ""
+        if more is None
+        else f", and according to the replay, layers take {_ms(more, '+')} more to launch"
     )
     if more is not None and (in_model := checked.more_launch_seconds.get(span)) is not None:
         costs += f" (attention calls alone {_ms(in_model, '+')} in the model)"
     return [
         f"the GPU waits for the host {100 * predicted.waiting_share:.0f} % of the time{costs}: "
-        "what attention saves there is not gained"
+        "the model does not gain what attention saves there"
     ]
 
 
 def _attention(checked: Checked, predicted: Span, span: str) -> list[str]:
-    """What the calls cost in the model against what the replay says, with both kernels."""
+    """Compare the cost of the calls in the model and in the replay, with both kernels."""
     before = checked.own_attention_seconds.get(span)
     after = checked.attention_seconds.get(span)
     if before is None or after is None or predicted.saved_seconds is None:
@@ -115,13 +117,13 @@ def _attention(checked: Checked, predicted: Span, span: str) -> list[str]:
     if abs(unlike) < NOTABLE * predicted.new_seconds.value:
         rest = checked.measured[span].ms.p50 / 1000 - after
         return [
-            f"attention changed by {_ms(after - before, '+')} in the model and by "
-            f"{_ms(-predicted.saved_seconds, '+')} in the replay, which is not the difference: the "
-            f"rest of the model took {_ms(predicted.old_seconds.value - before)} with its own "
-            f"attention and {_ms(rest)} with the kernel"
+            f"attention is not the cause: it changed by {_ms(after - before, '+')} in the model "
+            f"and by {_ms(-predicted.saved_seconds, '+')} in the replay, while the rest of the "
+            f"model took {_ms(predicted.old_seconds.value - before)} with its own attention and "
+            f"{_ms(rest)} with the kernel"
         ]
     return [
-        f"attention went from {_ms(before)} to {_ms(after)} in the model, from "
+        f"attention went from {_ms(before)} to {_ms(after)} in the model, and from "
         f"{_ms(predicted.attention_seconds)} to "
         f"{_ms(predicted.attention_seconds - predicted.saved_seconds)} in the replay"
     ]
@@ -149,7 +151,7 @@ def _clocks(checked: Checked, predicted: Span) -> list[str]:
 
 
 def _ms(seconds: float, sign: str = "-") -> str:
-    """`12.3 ms`, `1.23 s`; with `+`, a sign always."""
+    """Format as `12.3 ms` or `1.23 s`; with `+`, always signed."""
     if abs(seconds) >= 1:
         return f"{seconds:{sign}.3g} s"
     return f"{1000 * seconds:{sign}.3g} ms"

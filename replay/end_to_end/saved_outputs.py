@@ -1,9 +1,9 @@
-"""What two kernels made of the same prompt, to look at: pictures, video frames and texts.
+"""Save each kernel's outputs for viewing: pictures, video frames and texts.
 
 DIR/<model>/<kernel>/image-000.png            images
-DIR/<model>/<kernel>/frame-000.png video.webp frames, and all of them moving
+DIR/<model>/<kernel>/frame-000.png video.webp frames, and the video
 DIR/<model>/<kernel>/text.txt                 prompt and new tokens
-DIR/<model>/<kernel>/latents.safetensors      what there is, where nothing can be looked at
+DIR/<model>/<kernel>/latents.safetensors      if nothing can be viewed
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 FRAME_MS = 125
-"""How long each frame is shown: 8 a second, as CogVideoX was trained."""
+"""Duration of a frame: 8 per second, as CogVideoX was trained."""
 
 LONGEST_NAME = 100
-"""Characters of a directory's name; file systems take 255 bytes."""
+"""Most characters of a directory's name; file systems allow 255 bytes."""
 
 
 def keep(
@@ -33,13 +33,13 @@ def keep(
     kernel: str,
     decode: Callable[[Tensor], str] | None = None,
 ) -> list[Path]:
-    """Write one run's outputs under `directory`, over those of an earlier run of the same names.
+    """Write one run's outputs under `directory`, overwriting those of the same names.
 
     Args:
         outputs: CPU tensors: `frames` (F, C, H, W) or `images` (N, C, H, W) in [0, 1], `sequences`
             (1, T), `latents`, `output`.
-        kernel: any name, `path/file.py:function` too; the baseline's for the baseline.
-        decode: text of token ids (1, T); without it the ids are written.
+        kernel: any name, including `path/file.py:function`; the baseline's for the baseline.
+        decode: converts token ids (1, T) to text; without it, the ids are written.
 
     Returns:
         The files written.
@@ -69,7 +69,7 @@ def keep(
 
 
 def safe_name(name: str) -> str:
-    """A directory's name for any model or kernel: no separators, and still one for each name.
+    """Convert any model's or kernel's name to a unique directory name without separators.
 
     >>> safe_name("torch-flash")
     'torch-flash'
@@ -83,13 +83,13 @@ def safe_name(name: str) -> str:
 
 
 def _picture(values: Tensor) -> Image.Image:
-    """A picture (C, H, W) in [0, 1], of 1, 3 or 4 channels; NaN is black."""
+    """Convert (C, H, W) in [0, 1], with 1, 3 or 4 channels, to a picture; NaN becomes black."""
     levels = (values.float().nan_to_num(nan=0.0).clamp(0, 1) * 255).round().to(torch.uint8)
     return Image.fromarray(levels.permute(1, 2, 0).squeeze(-1).numpy())
 
 
 def _save_moving(frames: list[Image.Image], place: Path) -> Path:
-    """All frames in one file: WebP, or where PIL was built without it a GIF of 256 colours."""
+    """Save all frames in one file: WebP, or a GIF of 256 colours if PIL lacks WebP."""
     path = place / ("video.webp" if features.check("webp") else "video.gif")
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=FRAME_MS, loop=0)
     return path

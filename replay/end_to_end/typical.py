@@ -1,8 +1,8 @@
-"""What a run takes by its forwards' typical times, so that an interruption is no kernel's fault.
+"""Compute run times from typical forwards, so that no kernel is blamed for an interruption.
 
-On a shared host something else delays a forward now and then, for a millisecond or for a second.
-The same forward of another round is rarely hit, and most forwards of a run are not. What a kernel
-itself does now and then looks the same, so how much was left out is told (`delayed`).
+On a shared host, other processes occasionally delay a forward, by a millisecond or by a second. The
+same forward of another round is rarely hit, and most forwards of a run are not. Occasional work of
+the kernel itself looks the same, so the amount left out is reported (`delayed`).
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from replay.end_to_end.span import RUN
 
 
 def by_round(rounds: Sequence[RunTimes]) -> dict[str, list[float]]:
-    """Seconds by round: of each phase one forward, of `RUN` the whole.
+    """Return seconds by round: one forward of each phase, and the full `RUN`.
 
-    With t the times of a phase's forwards, by round r and place i in the run, a round's forward is
+    If t(r, i) is the time of a phase's forward i in round r, the forward of a round takes
 
         mean over i of typical(i) · median over i of t(r, i) / typical(i)
 
-    where typical(i) is the median of t(r, i) over the rounds. So what one forward always takes
-    longer than the others counts in full (a longer prompt, a kernel that compiles again at a
-    certain length), a machine that is slower for most of a run does as well, and what delays fewer
-    than half of a run's forwards does not. Where a phase has one forward, it is that one's time; of
-    two it is their mean. The whole run is its wall time, with that in place of each forward.
+    where typical(i) is the median of t(r, i) over the rounds. A forward that is slower in every
+    round counts in full (a longer prompt, a kernel that recompiles at a certain length), and so
+    does a machine that is slower for most of a run; a delay of fewer than half of a run's forwards
+    does not. With a single forward per phase, this is its time; with two, it is their mean. The
+    full run is its wall time, with this in place of each forward.
 
-    Phases that not every round has are left out; of a phase whose number of forwards differs from
-    round to round, or where one takes no measurable time, it is the mean forward.
+    A phase that a round lacks is left out. If the number of forwards differs between rounds, or a
+    forward takes no measurable time, the mean forward is used instead.
     """
     phases = [
         phase for phase in rounds[0].forwards if all(phase in times.forwards for times in rounds)
@@ -46,7 +46,7 @@ def by_round(rounds: Sequence[RunTimes]) -> dict[str, list[float]]:
 
 
 def delayed(rounds: Sequence[RunTimes]) -> float:
-    """The share of the rounds' wall time that `by_round` leaves out."""
+    """Return the share of the rounds' wall time that `by_round` leaves out."""
     wall = sum(times.run for times in rounds)
     return 1 - sum(by_round(rounds)[RUN]) / wall
 

@@ -97,6 +97,8 @@ class Kernel:
     installed package's entry point. It runs when the kernel is first asked for anything."""
 
     def __post_init__(self) -> None:
+        if not self.name.strip() or not self.name.isprintable():
+            raise ValueError(f"a kernel's name must be one printable line, not {self.name!r}")
         if (self.accuracy_class == "sparse") != (self.chosen is not None):
             raise ValueError(f"{self.name}: a sparse kernel, and no other, says what is `chosen`")
 
@@ -176,6 +178,8 @@ def _from_file(target: str) -> Kernel:
         KernelNameError: there is no such file.
     """
     path, _, function = target.rpartition(":")
+    if not target.isprintable():
+        raise KernelNameError(f"no kernel {target!r}: its path must be one printable line")
     if not Path(path).is_file():
         raise KernelNameError(f"no kernel {target!r}: there is no file {path}")
 

@@ -1,1 +1,1 @@
-"""Kernels put into a running model."""
+"""Run kernels inside a live model."""

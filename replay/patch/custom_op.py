@@ -1,12 +1,12 @@
 """Attention as one opaque node of a compiled graph: the operator `attention_replay::attend`.
 
-`torch.compile` must know an output's strides before any kernel has run, so the operator promises
-them: the output lies in memory as the query does, which is what PyTorch's fused backends return.
-A model that transposes its query from (B, S, H, D) then gets the layout in which its own reshape
-after attention is free. An output laid out otherwise is copied, and counted.
+`torch.compile` must know an output's strides before any kernel has run, so the operator fixes them:
+the output has the query's memory layout, as the outputs of PyTorch's fused backends do. A model
+that transposes its query from (B, S, H, D) then gets the layout in which its own reshape after
+attention is free. An output in another layout is copied, and the copy is counted.
 
 Which kernel runs, and whether it can, is decided when the graph runs (`answering`), as it is
-without compilation. Where nobody answers, the operator is PyTorch's own attention.
+without compilation. Outside `answering`, the operator is PyTorch's own attention.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ NAME = "attention_replay::attend"
 
 
 class Answers(Protocol):
-    """Who decides what the operator returns. `kernel` is the name in the graph, which is empty
-    where the place of the call was unknown during tracing."""
+    """Decides what the operator returns. `kernel` is the name in the graph, empty if the module of
+    the call was unknown during tracing."""
 
     def answer(self, kernel: str, arguments: Arguments) -> Tensor:
-        """The output, laid out as the query (see `laid_out`)."""
+        """Return the output in the query's layout (see `laid_out`)."""
 
     def refuse(self, kernel: str, reason: str) -> None:
-        """A call that is compiled without the operator: told once, when it is traced."""
+        """Note a call that is compiled without the operator, once, when it is traced."""
 
 
 _answers: list[Answers] = []
@@ -48,14 +48,14 @@ def answering(answers: Answers) -> Iterator[None]:
 
 
 def calling_operator(choose: Callable[[Arguments], str | None]) -> Traced:
-    """What to trace in place of SDPA: the operator, with the kernel that `choose` names.
+    """Return what to trace in place of SDPA: the operator with the kernel that `choose` names.
 
     `choose` is traced too. Models with the same names share their graphs.
     """
 
     def traced(arguments: Arguments, proceed: Callable[[], Tensor]) -> Tensor:
         kernel = choose(arguments) or ""
-        reason = _cannot_promise(arguments)
+        reason = _why_not_the_operator(arguments)
         if reason is None:
             output: Tensor = attend(kernel, *arguments)
             return output
@@ -71,8 +71,8 @@ def _refuse(kernel: str, reason: str) -> None:
         _answers[-1].refuse(kernel, reason)
 
 
-def _cannot_promise(arguments: Arguments) -> str | None:
-    """Why a call cannot be the operator, and stays PyTorch's own in the graph; None if it can."""
+def _why_not_the_operator(arguments: Arguments) -> str | None:
+    """Say why a call stays PyTorch's own in the graph; None if it can be the operator."""
     query, key, value, attn_mask = arguments[:4]
     if query.is_nested or query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
         return "not four-dimensional"
@@ -87,10 +87,10 @@ def _cannot_promise(arguments: Arguments) -> str | None:
 
 
 def strides_like(query: Tensor, last: int) -> tuple[int, ...]:
-    """Strides of a dense (B, H, S, last) whose dimensions lie in memory in the query's order.
+    """Return the strides of a dense (B, H, S, last) whose dimensions are in the query's order.
 
-    As `torch.empty_like(query)` has them, whatever the query's own gaps. The order of dimensions
-    of size 1 means nothing and is not looked at.
+    They are those of `torch.empty_like(query)`, regardless of gaps in the query. The order of
+    dimensions of size 1 is meaningless and ignored.
     """
     sizes = [*query.shape[:3], last]
     order = sorted(range(3), key=lambda dim: -1 if sizes[dim] == 1 else query.stride(dim))
@@ -102,26 +102,26 @@ def strides_like(query: Tensor, last: int) -> tuple[int, ...]:
 
 
 def laid_out(output: Tensor, query: Tensor) -> tuple[Tensor, bool]:
-    """The output (B, H, S, Dv) with the strides of `strides_like`, and whether that took a copy."""
+    """Restride the output (B, H, S, Dv) by `strides_like`; return also whether this copied it."""
     strides = strides_like(query, output.shape[-1])
     if output.stride() == strides:
         return output, False
-    meant = zip(output.shape, output.stride(), strides, strict=True)
-    if all(size == 1 or has == wanted for size, has, wanted in meant):
+    dimensions = zip(output.shape, output.stride(), strides, strict=True)
+    if all(size == 1 or actual == expected for size, actual, expected in dimensions):
         return output.as_strided(output.shape, strides), False
     return output.new_empty_strided(output.shape, strides).copy_(output), True
 
 
 def costs_reshape(output: Tensor, query: Tensor) -> bool:
-    """Whether reshaping the output to (B, S, H·Dv) copies, as it would not in the query's layout.
+    """Whether reshaping the output to (B, S, H·Dv) copies but would not in the query's layout.
 
-    That is the copy of a model that is not compiled.
+    A model that is not compiled makes this copy itself.
     """
     return _heads_inside(query) and not _heads_inside(output)
 
 
 def _heads_inside(tensor: Tensor) -> bool:
-    """Whether (B, H, S, D) is a view of (B, S, H, D); true where H or S is 1."""
+    """Whether (B, H, S, D) is a view of (B, S, H, D); true if H or S is 1."""
     heads, length = tensor.shape[1:3]
     return heads == 1 or length == 1 or tensor.stride(1) < tensor.stride(2)
 
@@ -138,7 +138,7 @@ def attend(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
-    """Attention by `kernel` on SDPA's arguments: (B, Hq, Sq, Dv), laid out as the query."""
+    """Run `kernel` on SDPA's arguments; return (B, Hq, Sq, Dv) in the query's layout."""
     arguments = Arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if _answers:
         return _answers[-1].answer(kernel, arguments)

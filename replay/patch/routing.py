@@ -1,13 +1,13 @@
-"""Where in a model a call is made, known cheaply, and also to `torch.compile`.
+"""Route calls by the module that makes them: cheaply, and under `torch.compile`.
 
-The forwards of a plan's modules are wrapped, on the instances, so that each says which kernels its
-calls get while it runs. Hooks could not: `torch.compile` does not notice a hook that is added to a
-model it has compiled, and compiles anew for each new one it does notice. It does notice an
-instance's `forward`, and compares what a wrapper reads by value: entering the same plan again, or
-another block of a model with the same choices, uses the graph that is there.
+The `forward` of each module in a plan is wrapped, on the instance, and sets the kernels for its
+calls while it runs. Hooks would not work: `torch.compile` does not notice a hook that is added to a
+model after compiling it, and recompiles for each new hook that it does notice. It does notice an
+instance's `forward`, and guards what a wrapper reads by value: entering the same plan again, or
+another block of the model with the same choices, reuses the existing graph.
 
-The phase is the capture's, except inside a compiled language model, whose cache cannot be asked
-while it is traced: there a call of one query is `decode` and any other `prefill`.
+The phase is that of `capture`, except inside a compiled language model, whose cache cannot be
+queried during tracing: there, a call with one query is `decode` and any other is `prefill`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from capture.interceptor import Arguments
 from capture.modules import ModuleTracker, phase_of, roots_of
 
 Choices = Mapping[str, str]
-"""The kernel of each phase, at one module."""
+"""The kernel of each phase at one module."""
 
 NOT_PLANNED = "not in the plan"
 BY_LENGTH = "prefill or decode"
 
 
 class _Running(threading.local):
-    """What the calling thread is inside of."""
+    """The choices of the modules that the calling thread is in, and the phase."""
 
     def __init__(self) -> None:
         self.choices: list[Choices] = []
@@ -47,9 +47,9 @@ _running = _Running()
 
 
 def kernel_here(arguments: Arguments) -> str | None:
-    """The kernel for a call made now in this thread, or `NOT_PLANNED`; None outside all modules.
+    """Return the kernel for a call by the current module, or `NOT_PLANNED`; None outside modules.
 
-    Can be traced by `torch.compile`.
+    `torch.compile` can trace this function.
     """
     if not _running.choices:
         return None
@@ -61,7 +61,7 @@ def kernel_here(arguments: Arguments) -> str | None:
 
 
 class PlaceError(Error):
-    """A plan's modules are not those of the model: one sentence that names the remedy."""
+    """A plan's modules are not those of the model; the message names the remedy."""
 
 
 class Places:
@@ -69,12 +69,12 @@ class Places:
 
     Args:
         choices: the kernel of each phase, by module path.
-        watched: a module, a pipeline, or a dict of name → module; by default whichever live
-            modules have the paths. Paths match with or without the component's name before them.
+        watched: a module, a pipeline, or a dict of name → module; by default, all live modules
+            with these paths. Paths match with or without the component's name in front.
 
     Raises:
-        PlaceError: there is none of them.
-        TypeError: `watched` holds no module.
+        PlaceError: none of the modules was found.
+        TypeError: `watched` contains no module.
 
     Attributes:
         missing: paths that the model does not have.
@@ -87,12 +87,12 @@ class Places:
             named = roots_of(watched)
             roots, found = list(named.values()), _matching(choices, named)
         if not choices:
-            raise PlaceError("the plan names no module: there is nothing to use")
+            raise PlaceError("the plan names no module: make a new plan")
         if not found:
-            what = "no live module" if watched is None else f"nothing in {type(watched).__name__}"
+            where = "this process" if watched is None else type(watched).__name__
             raise PlaceError(
-                f"{what} is called {next(iter(choices))!r}, nor any other name in the "
-                "plan: build the model it was made for first, and pass it as `module`"
+                f"{where} has no module {next(iter(choices))!r}, nor any other of the plan: build "
+                "the model it was made for first, and pass it as `module`"
             )
         self._roots = [_uncompiled(root) for root in roots]
         self._choices = {module: choices[path] for module, path in found.items()}
@@ -100,7 +100,7 @@ class Places:
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
-        """Wrap the forwards; put them back on exit."""
+        """Wrap the forwards; restore them on exit."""
         with contextlib.ExitStack() as stack:
             for module, choices in self._following().items():
                 stack.enter_context(_wrapped(module, functools.partial(_choosing, choices)))
@@ -109,9 +109,9 @@ class Places:
             yield
 
     def _following(self) -> dict[nn.Module, Choices]:
-        """The planned modules, and what below them may call attention without being planned.
+        """Return the planned modules, and those below them that may call attention unplanned.
 
-        PyTorch's own leaves, most of a model's modules, do not.
+        PyTorch's own leaf modules, which are most of a model's, do not.
         """
         below = {inner for module in self._choices for inner in module.modules()}
         unplanned = [
@@ -168,8 +168,8 @@ def _traced_phase(root: nn.Module) -> str:
 
 @contextlib.contextmanager
 def _wrapped(module: nn.Module, wrapper: Wrapper) -> Iterator[None]:
-    """Replace a module's `forward`, on the instance, whatever stands there now."""
-    # Past nn.Module.__setattr__, which a subclass may have changed.
+    """Wrap a module's `forward`, on the instance, whether or not it is wrapped already."""
+    # Bypass nn.Module.__setattr__, which a subclass may override.
     attributes = vars(module)
     before = attributes.get("forward")
     attributes["forward"] = wrapper(module.forward)
@@ -185,7 +185,7 @@ def _wrapped(module: nn.Module, wrapper: Wrapper) -> Iterator[None]:
 def _matching(
     choices: Mapping[str, Choices], roots: Mapping[str, nn.Module]
 ) -> dict[nn.Module, str]:
-    """The modules below the roots that a plan names, with the plan's path of each."""
+    """Map the modules below the roots that a plan names to the plan's paths."""
     paths = ModuleTracker(roots)._paths
     components = tuple(f"{name}." for name in roots if name)
     ways: list[dict[str, str]] = [
@@ -201,8 +201,8 @@ def _matching(
 def _among_live_modules(
     choices: Mapping[str, Choices],
 ) -> tuple[list[nn.Module], dict[nn.Module, str]]:
-    """Roots anywhere in this process below which there are modules of these paths, and those."""
-    gc.collect()  # a model that is gone may still lie in a cycle, and answer to the same paths
+    """Find modules with these paths anywhere in this process, and the roots above them."""
+    gc.collect()  # a deleted model may survive in a cycle, with the same paths
     live = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     for way in ({path: path for path in choices}, _shortened(choices)):
         found: dict[nn.Module, str] = {}
@@ -218,26 +218,26 @@ def _among_live_modules(
 
 
 def _shortened(choices: Mapping[str, Choices]) -> dict[str, str]:
-    """The plan's paths by what stays of them without their first name.
+    """Map the plan's paths without their first name to the full paths.
 
     Raises:
-        PlaceError: two become one.
+        PlaceError: two paths become equal.
     """
     short: dict[str, str] = {}
     for path in choices:
         rest = path.partition(".")[2]
         if rest and short.setdefault(rest, path) != path:
             raise PlaceError(
-                f"the plan names {path!r} and {short[rest]!r}, which differ in their component "
-                "only: pass the pipeline they belong to as `module`"
+                f"the plan names {path!r} and {short[rest]!r}, which differ only in their "
+                "component: pass the pipeline they belong to as `module`"
             )
     return short
 
 
 def _at(root: nn.Module, path: str) -> nn.Module | None:
-    """The module below `root`, compiled blocks' wrappers left out of the path."""
+    """Return the module below `root`, ignoring the wrappers of compiled blocks in the path."""
     if path == type(root).__name__:
-        return root  # as the capture calls a root that has no name
+        return root  # what capture calls an unnamed root
     module: nn.Module | None = root
     for name in path.split("."):
         module = module and module._modules.get(name)

@@ -1,4 +1,4 @@
-"""Puts kernels into a running model: `with use_kernel("sage1"): pipe(...)`, or a plan's of them."""
+"""Run a kernel, or those of a plan, inside a live model: `with use_kernel("sage1"): pipe(...)`."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ from replay.plan.plan import Plan
 
 @dataclass
 class Tally:
-    """What became of the calls that one kernel was meant to answer."""
+    """The counts of the calls routed to one kernel."""
 
     hits: int = 0
     """Calls that the kernel answered."""
     fallbacks: Counter[str] = field(default_factory=Counter)
-    """Calls that the model's own attention answered, by the reason."""
+    """Calls that fell back to the model's own attention, by reason."""
     layout_copies: int = 0
-    """Outputs that did not lie in memory as the query does, which costs a copy: the operator's in
-    a compiled model, the model's own reshape after attention otherwise."""
+    """Outputs that were not in the query's memory layout, which costs a copy: by the operator in a
+    compiled model, otherwise by the model's own reshape after attention."""
 
     def __str__(self) -> str:
-        """`90 calls, 48 fell back (48 × takes no mask), 90 layout copies`."""
-        told = f"{self.hits} calls"
+        """Format as `90 calls, 48 fell back (48 × takes no mask), 90 layout copies`."""
+        text = f"{self.hits} calls"
         if self.fallbacks:
             reasons = ", ".join(f"{count} × {reason}" for reason, count in self.fallbacks.items())
-            told += f", {self.fallbacks.total()} fell back ({reasons})"
-        return told + (f", {self.layout_copies} layout copies" if self.layout_copies else "")
+            text += f", {self.fallbacks.total()} fell back ({reasons})"
+        return text + (f", {self.layout_copies} layout copies" if self.layout_copies else "")
 
 
 @dataclass
 class Swap:
-    """What happened while kernels were in place."""
+    """The counts of all calls while kernels were in place."""
 
     kernels: dict[str, Tally]
     """By the kernel's name."""
     not_planned: int = 0
-    """Calls at places that the plan does not name, which the model's own attention answered."""
+    """Calls by modules that the plan does not name, which the model's own attention answered."""
     missing: list[str] = field(default_factory=list)
-    """Modules that the plan names and the model does not have."""
+    """Modules that the plan names but the model does not have."""
 
     @property
     def hits(self) -> int:
@@ -61,7 +61,7 @@ class Swap:
 
     @property
     def fallbacks(self) -> Counter[str]:
-        """Of all kernels, and the calls at places that are not in the plan."""
+        """Fallbacks of all kernels, and calls that are not in the plan."""
         counts = Counter({NOT_PLANNED: self.not_planned} if self.not_planned else {})
         for tally in self.kernels.values():
             counts += tally.fallbacks
@@ -72,7 +72,7 @@ class Swap:
         return sum(tally.layout_copies for tally in self.kernels.values())
 
     def __str__(self) -> str:
-        """A line per kernel: `sage1: 90 calls, 48 fell back (48 × takes no mask)`."""
+        """Format one line per kernel: `sage1: 90 calls, 48 fell back (48 × takes no mask)`."""
         lines = [f"{name}: {tally}" for name, tally in self.kernels.items()]
         if self.not_planned:
             lines.append(f"{NOT_PLANNED}: {self.not_planned} calls")
@@ -86,22 +86,23 @@ Around = Callable[[], contextlib.AbstractContextManager[object]]
 
 @contextlib.contextmanager
 def use_kernel(name: str, *, around: Around = contextlib.nullcontext) -> Iterator[Swap]:
-    """Answer every SDPA call of this process with a kernel, as long as the `with` block lasts.
+    """Answer every SDPA call of this process with a kernel inside the `with` block.
 
-    A call that the kernel does not support goes to the model's own attention, and is counted with
-    the reason: read the result before believing a timing. A kernel that changes key or value in
-    place (a replay tells) does so to the model's own tensors, a key/value cache say.
+    A call that the kernel does not support falls back to the model's own attention and is counted
+    with the reason: check the counts before trusting a timing. A kernel that changes key or value
+    in place (the replay reports it) changes the model's own tensors, such as a key/value cache.
 
     Compiled models run compiled, with the kernel as the operator `attention_replay::attend` in
-    their graphs. Each is compiled anew when it first runs with a kernel, so run it once before
-    timing; afterwards the graphs are kept, with and without the kernel, and leaving the block
-    brings the model's own back. Two things are counted less often than they happen: a call that
-    needs gradients is PyTorch's own in the graph, counted when it is compiled; and a CUDA graph
-    (`mode="reduce-overhead"`) replays its kernels without asking, counted when it is recorded.
+    their graphs. A model is recompiled when it first runs with a kernel, so run it once before
+    timing; afterwards the graphs with and without the kernel are cached, and leaving the block
+    restores the model's own. Two kinds of calls are counted less often than they happen: a call
+    that needs gradients is PyTorch's own in the graph and counted once, when it is compiled; and a
+    CUDA graph (`mode="reduce-overhead"`) replays its kernels without calling us, so its calls are
+    counted once, when it is recorded.
 
     Args:
         name: a registered kernel, or `file.py:function`.
-        around: a context manager to enter for each call, a timer say.
+        around: a context manager to enter for each call, such as a timer.
 
     Yields:
         A `Swap`, whose counts are live.
@@ -119,7 +120,7 @@ def use_kernel(name: str, *, around: Around = contextlib.nullcontext) -> Iterato
     def everywhere(arguments: Arguments) -> str:
         return name
 
-    kernels = _ready([name])
+    kernels = _loaded([name])
     swap = Swap({name: Tally()})
     with _in_place(swap, kernels, everywhere, around):
         yield swap
@@ -129,18 +130,17 @@ def use_kernel(name: str, *, around: Around = contextlib.nullcontext) -> Iterato
 def use_plan(
     plan: str | Path | Plan, module: Any = None, *, around: Around = contextlib.nullcontext
 ) -> Iterator[Swap]:
-    """Answer SDPA calls with the kernel that a plan chose for the module and phase they come from.
+    """Answer SDPA calls with the kernel that a plan chose for their module and phase.
 
-    As `use_kernel` in everything else. A call from anywhere else goes to the model's own attention,
-    and is counted as not in the plan. The model must have been built before, and must not run in
-    `nn.DataParallel`. In a compiled language model a call of one query is `decode`, any other
-    `prefill`. A model that `torch.compile` split at graph breaks needs its parts traced again to
-    know its modules: where such a model's calls are told as not in the plan,
-    `torch.compiler.reset()` before entering helps.
+    Otherwise the same as `use_kernel`. A call from anywhere else goes to the model's own attention
+    and is counted as not in the plan. The model must already be built, and must not run in
+    `nn.DataParallel`. In a compiled language model, a call with one query is `decode` and any other
+    is `prefill`. A model that `torch.compile` split at graph breaks must be retraced to know its
+    modules: if its calls are counted as not in the plan, call `torch.compiler.reset()` first.
 
     Args:
-        plan: what `replay --plan FILE` wrote, or a `Plan`.
-        module: the model, when more than one in this process has modules of these names: a
+        plan: a file that `replay --plan FILE` wrote, or a `Plan`.
+        module: the model, if several in this process have modules of these names: a
             `torch.nn.Module`, a diffusers pipeline, or a dict of name → module.
         around: a context manager to enter for each call.
 
@@ -149,8 +149,8 @@ def use_plan(
 
     Raises:
         PlanError: the file is not a plan.
-        PlaceError: no module has a name in it.
-        KernelNameError: it names a kernel that does not exist, or cannot run on this machine.
+        PlaceError: no module has a name in the plan.
+        KernelNameError: the plan names a kernel that does not exist, or cannot run on this machine.
         RuntimeError: another swap, or a recording, is active.
 
     Example:
@@ -162,18 +162,18 @@ def use_plan(
     choices: dict[str, dict[str, str]] = {}
     for choice in plan.choices:
         choices.setdefault(choice.module, {})[choice.phase] = choice.kernel
-    kernels = _ready(dict.fromkeys(choice.kernel for choice in plan.choices))
+    kernels = _loaded(dict.fromkeys(choice.kernel for choice in plan.choices))
     places = Places(choices, module)
     swap = Swap({name: Tally() for name in kernels}, missing=places.missing)
     with _in_place(swap, kernels, kernel_here, around), places.followed():
         yield swap
 
 
-def _ready(names: Iterable[str]) -> dict[str, Kernel]:
-    """Kernels by name, imported and able to run here.
+def _loaded(names: Iterable[str]) -> dict[str, Kernel]:
+    """Load kernels by name.
 
     Raises:
-        KernelNameError: one is not.
+        KernelNameError: one cannot run here.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kernels = {name: find(name).loaded() for name in names}
@@ -190,17 +190,17 @@ def _in_place(
     choose: Callable[[Arguments], str | None],
     around: Around,
 ) -> Iterator[None]:
-    at_work = _AtWork(swap, kernels, choose, around)
+    dispatcher = _Dispatcher(swap, kernels, choose, around)
     with (
-        intercept(at_work.handle, calling_operator(choose)),
-        answering(at_work),
-        _room_for_graphs(kernels),
+        intercept(dispatcher.handle, calling_operator(choose)),
+        answering(dispatcher),
+        _raised_recompile_limit(kernels),
     ):
         yield
 
 
-class _AtWork:
-    """Runs kernels on calls and counts what became of them."""
+class _Dispatcher:
+    """Runs kernels on calls and counts the outcomes."""
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class _AtWork:
         self._swap = swap
         self._around = around
         self._attentions = {name: kernel.attention for name, kernel in kernels.items()}
-        self._unsupported = {name: _remembering(kernel) for name, kernel in kernels.items()}
+        self._unsupported = {name: _cached_unsupported(kernel) for name, kernel in kernels.items()}
         self._choose = choose
         self._own = F.scaled_dot_product_attention
         self._counting = threading.Lock()
@@ -220,7 +220,7 @@ class _AtWork:
     def handle(
         self, arguments: Arguments, proceed: Callable[[], Tensor], sdpa: Callable[..., Tensor]
     ) -> Tensor:
-        """A call that is not compiled."""
+        """Answer a call that is not compiled."""
         name = self._choose(arguments) or NOT_PLANNED
         output, by_kernel = self._attend(name, arguments, proceed)
         if by_kernel and costs_reshape(output, arguments.query):
@@ -228,7 +228,7 @@ class _AtWork:
         return output
 
     def answer(self, kernel: str, arguments: Arguments) -> Tensor:
-        """A call from a compiled graph."""
+        """Answer a call from a compiled graph."""
         name = kernel or self._choose(arguments) or NOT_PLANNED
 
         def handle(
@@ -240,7 +240,7 @@ class _AtWork:
             return output
 
         def proceed() -> Tensor:
-            return self._own(**_given(arguments))
+            return self._own(**_keywords(arguments))
 
         output = answer(handle, arguments, proceed, self._own)
         return laid_out(output, arguments.query)[0]
@@ -251,11 +251,11 @@ class _AtWork:
     def _attend(
         self, name: str, arguments: Arguments, proceed: Callable[[], Tensor]
     ) -> tuple[Tensor, bool]:
-        """The output, and whether the kernel made it."""
+        """Return the output, and whether the kernel computed it."""
         with self._around():
-            return self._attend_here(name, arguments, proceed)
+            return self._run(name, arguments, proceed)
 
-    def _attend_here(
+    def _run(
         self, name: str, arguments: Arguments, proceed: Callable[[], Tensor]
     ) -> tuple[Tensor, bool]:
         if name not in self._attentions:
@@ -265,7 +265,7 @@ class _AtWork:
         if reason:
             self._count_fallback(name, reason)
             return proceed(), False
-        output = self._attentions[name](**_given(arguments))
+        output = self._attentions[name](**_keywords(arguments))
         with self._counting:
             self._swap.kernels[name].hits += 1
         return output, True
@@ -283,40 +283,40 @@ class _AtWork:
                 self._swap.kernels[name].layout_copies += 1
 
 
-def _given(arguments: Arguments) -> dict[str, Any]:
-    """As keywords, without `enable_gqa` where it is off: not every function knows it."""
-    given = arguments._asdict()
+def _keywords(arguments: Arguments) -> dict[str, Any]:
+    """Convert to keywords, without `enable_gqa` if it is off: not every function accepts it."""
+    keywords = arguments._asdict()
     if not arguments.enable_gqa:
-        del given["enable_gqa"]
-    return given
+        del keywords["enable_gqa"]
+    return keywords
 
 
 _compiled_with: set[str] = set()
 
 
 @contextlib.contextmanager
-def _room_for_graphs(kernels: Iterable[str]) -> Iterator[None]:
-    """As many compilations of a function with each kernel as PyTorch allows without one.
+def _raised_recompile_limit(kernels: Iterable[str]) -> Iterator[None]:
+    """Allow as many recompilations with each kernel as PyTorch allows without one.
 
-    A function beyond the limit would silently run eagerly.
+    Beyond the limit, a function would silently run eagerly.
     """
     _compiled_with.update(kernels)
-    # Without it nothing has been compiled yet, and its import takes seconds.
+    # If it is not imported, nothing has been compiled yet, and importing it takes seconds.
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is None:
         yield
         return
-    # PyTorch 2.6 calls it by its older name.
+    # PyTorch 2.6 uses the older name.
     name = "recompile_limit" if hasattr(dynamo.config, "recompile_limit") else "cache_size_limit"
     limit = getattr(dynamo.config, name)
     with dynamo.config.patch({name: limit * (1 + len(_compiled_with))}):
         yield
 
 
-def _remembering(kernel: Kernel) -> Callable[[Arguments], str | None]:
-    """The kernel's `unsupported`, asked once for calls that differ in values only.
+def _cached_unsupported(kernel: Kernel) -> Callable[[Arguments], str | None]:
+    """Cache the kernel's `unsupported` for calls that differ only in values.
 
-    A mask's values can decide (padding), so calls with a mask are asked every time.
+    A mask's values can matter (padding), so calls with a mask are checked every time.
     """
     known: dict[object, str | None] = {}
 

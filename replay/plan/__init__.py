@@ -1,1 +1,1 @@
-"""The best kernel of every layer, within a budget of error."""
+"""The fastest kernel for every layer within an error budget."""

@@ -1,18 +1,18 @@
-"""Makes plans: at every layer the fastest kernel whose error stays inside a budget.
+"""Make plans: for every layer, the fastest kernel within an error budget.
 
-A kernel's error at a layer is the *worst* over the recorded calls of that layer, against the
-high-precision reference. Errors depend on values, and a layer's values are its own: one
-of which no call was replayed keeps the baseline, marked as not covered, whatever its neighbours
-chose. Record at least one call of every layer to cover them all.
+A kernel's error at a layer is the *worst* over the recorded calls of that layer, relative to the
+high-precision reference. Errors depend on values, which differ between layers: a layer without a
+replayed call keeps the baseline and is marked as not covered, whatever its neighbours use. Record
+at least one call of every layer to cover them all.
 
-Times depend on sizes, so they are taken over all layers whose calls are alike: many rounds decide,
-and equal layers do not choose unequally by chance.
+Times depend on sizes, so they are pooled over all layers with matching calls: more rounds decide,
+and identical layers do not get different kernels by chance.
 
-A kernel that changes in place what later calls read again (`Row.overwrites`), a language model's
-key say, is not chosen there, however right the calls were, one at a time.
+A kernel that changes in place what later calls read again (`Row.overwrites`), such as a language
+model's key, is not chosen there, even if each call on its own was correct.
 
-A plan runs in one process. So kernels that were replayed in other environments are not chosen, and
-of those that must not share a process with one another only one.
+A plan runs in one process. Kernels that were replayed in other environments are therefore not
+chosen, and of those that cannot share a process with one another, only one is.
 """
 
 from __future__ import annotations
@@ -29,32 +29,34 @@ from replay.timing.statistics import Interval, paired_ratios, speed_verdict, spe
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one kernel would cost at one layer, in time and in error."""
+    """The time and error of one kernel at one layer."""
 
     module: str
     phase: str
     kernel: str
     status: Status | None
-    """`ok` when every recorded call of the layer is; else one that is not. None without any."""
+    """`ok` if every recorded call of the layer is, otherwise one that is not; None without calls.
+    """
     reason: str
     """Why it is not ok, or has no time."""
     captured: int
     """Recorded calls of the layer."""
     calls: int
-    """Calls of the layer in one run."""
+    """Calls of the layer per run."""
     worst: Worst | None
-    """None where no output was compared."""
+    """None if no output was compared."""
     inside: bool
-    """Whether every recorded call is ok and inside the budget."""
+    """Whether every recorded call is ok and within the budget."""
     overwrites: tuple[str, ...]
-    """Inputs that it changes and later calls read again, so that it is not chosen."""
+    """Inputs that it changes and later calls read again, which is why it is not chosen."""
     time_ms: float | None
-    """Of one call, the mean over the run's calls that are known; the baseline's where the kernel
-    does not support one of the layer's. None where it failed or is wrong, or no call is known."""
+    """Mean per call, over the run's calls with a matching replayed call; the baseline's if the
+    kernel does not support one of the layer's. None if it failed or is wrong, or no call matches.
+    """
     baseline_ms: float | None
     """The same with the baseline."""
     saved_ms: float | None
-    """In one run; negative where the kernel is slower, None where it failed or is wrong."""
+    """Per run; negative if the kernel is slower, None if it failed or is wrong."""
 
 
 def choose(
@@ -64,61 +66,61 @@ def choose(
     baseline: str,
     exclusive: Collection[str] = (),
 ) -> Plan:
-    """For every layer of a census, the fastest kernel inside the budget.
+    """Choose, for every layer of a census, the fastest kernel within the budget.
 
-    A kernel that was not ok on one of a layer's calls is never chosen there. Of kernels whose speed
-    ties with the fastest's, the baseline comes first and then the order of the rows. A layer with
-    no kernel inside the budget keeps the baseline; the baseline itself has to be inside to win over
-    a slower kernel.
+    A kernel that was not ok on one of a layer's calls is never chosen there. Of kernels that tie
+    with the fastest, the baseline is preferred, then the first in the order of the rows. A layer
+    with no kernel within the budget keeps the baseline; the baseline itself must be within it to
+    win over a slower kernel.
 
     Args:
-        rows: the replay of one recording and model; samples are needed, so rows as `replay` yields
-            them or as read from JSON.
+        rows: the replay of one recording and model, with samples: as `replay` yields the rows or
+            as read from JSON.
         census: of that model, as `capture.census.Census.to_json` writes it.
         baseline: the kernel that the model itself uses.
-        exclusive: kernels of which a process can hold one (`Kernel.own_process`): the plan uses
-            the one that saves most.
+        exclusive: kernels that cannot share a process (`Kernel.own_process`): the plan uses the
+            one that saves most.
 
     Returns:
-        The plan; its `left_out` has the kernels that would have been chosen if they did not spoil
-        what later calls read, or if a process could hold them all.
+        The plan; its `left_out` has the kernels that would have been chosen if they did not
+        overwrite what later calls read, or if they could share a process.
 
     Raises:
-        PlanError: rows of several models, or none of the baseline.
+        PlanError: the rows are of several models, or none is of the baseline.
         CensusError: the census is empty.
     """
     layers = _layers(rows, census, baseline)
     costs = [[_layer_cost(layer, kernel, budget) for kernel in layer.kernels] for layer in layers]
-    spoiling = _left_out([_best(*each) for each in zip(layers, costs, strict=True)])
+    left_out = _left_out([_best(*each) for each in zip(layers, costs, strict=True)])
 
-    def plan(barred: Collection[str]) -> Plan:
+    def plan(excluded: Collection[str]) -> Plan:
         choices = [
-            _choice(_best(layer, [own, *(cost for cost in others if _is_free(cost, barred))]))
+            _choice(_best(layer, [own, *(cost for cost in others if _is_allowed(cost, excluded))]))
             for layer, (own, *others) in zip(layers, costs, strict=True)
         ]
-        return Plan(layers[0].model, layers[0].weights, budget, baseline, choices, spoiling)
+        return Plan(layers[0].model, layers[0].weights, budget, baseline, choices, left_out)
 
-    free = plan(())
-    rivals = [kernel for kernel in free.kernels if kernel in exclusive]
-    if len(rivals) < 2:
-        return free
-    plans = {kernel: plan(set(exclusive) - {kernel, baseline}) for kernel in rivals}
-    kept = max(rivals, key=lambda kernel: plans[kernel].saved_ms)
-    reason = f"{kept} saves more, and a process holds only one of them"
-    others = {each: reason for each in rivals if each != kept}
-    return replace(plans[kept], left_out=spoiling | others)
+    unrestricted = plan(())
+    conflicting = [kernel for kernel in unrestricted.kernels if kernel in exclusive]
+    if len(conflicting) < 2:
+        return unrestricted
+    plans = {kernel: plan(set(exclusive) - {kernel, baseline}) for kernel in conflicting}
+    chosen = max(conflicting, key=lambda kernel: plans[kernel].saved_ms)
+    reason = f"{chosen} saves more, and the two cannot share a process"
+    others = {each: reason for each in conflicting if each != chosen}
+    return replace(plans[chosen], left_out=left_out | others)
 
 
 def layer_costs(
     rows: Iterable[Row], census: Mapping[str, Any], budget: Budget, baseline: str
 ) -> list[LayerCost]:
-    """What every kernel would cost at every layer of a census, the baseline's first at each.
+    """Return the cost of every kernel at every layer of a census, the baseline's first at each.
 
-    Times are those of all counterparts (`replay.plan.matching`), in other layers too; errors are of
-    the layer's own calls alone.
+    Times are those of all matching calls (`replay.plan.matching`), including other layers'; errors
+    are those of the layer's own calls only.
 
     Raises:
-        PlanError: rows of several models, or none of the baseline.
+        PlanError: the rows are of several models, or none is of the baseline.
         CensusError: the census is empty.
     """
     return [
@@ -130,37 +132,37 @@ def layer_costs(
 
 @dataclass(frozen=True)
 class Uniform:
-    """What one kernel would do when it is used at every layer. Layers are counted once each."""
+    """One kernel used at every layer. The counts are of layers."""
 
     kernel: str
     saved_ms: float | None
-    """In one run, predicted; None where the kernel failed, or is wrong, on a call."""
+    """Per run, predicted; None if the kernel failed, or is wrong, on a call."""
     inside: int
     outside: int
-    """Wrong, or right and outside the budget."""
+    """Wrong, or correct but outside the budget."""
     falls_back: int
-    """Not supported there: the model's own attention answers."""
+    """Not supported: the model's own attention answers."""
     failed: int
     """Crashed, out of memory, not timed …"""
     not_captured: int
-    """No call of the layer was replayed, so nothing is known of its error."""
+    """No call of the layer was replayed, so its error is unknown."""
     worst_module: str
-    """The layer with the worst figure of the budget's metric; empty when nothing was compared."""
+    """The layer with the worst value of the budget's metric; empty if nothing was compared."""
     worst_phase: str
     worst_figure: float | None
     reason: str
-    """Of the first layer where it failed, is wrong, or falls back."""
+    """From the first layer where it failed, is wrong or falls back."""
     overwrites: int = 0
-    """Inside, but not to be used, since later calls read again what it changes; not in `inside`."""
+    """Within the budget but unusable, since later calls read what it changes; not in `inside`."""
 
 
 def uniform(
     rows: Iterable[Row], census: Mapping[str, Any], budget: Budget, baseline: str
 ) -> list[Uniform]:
-    """Each kernel used everywhere, the baseline first.
+    """Evaluate each kernel used at every layer, the baseline first.
 
     Raises:
-        PlanError: rows of several models, or none of the baseline.
+        PlanError: the rows are of several models, or none is of the baseline.
         CensusError: the census is empty.
     """
     kernels: dict[str, list[LayerCost]] = {}
@@ -196,7 +198,7 @@ def _uniform(kernel: str, costs: Sequence[LayerCost], budget: Budget) -> Uniform
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer, and what was replayed for it."""
+    """A layer and its replayed calls."""
 
     model: str
     weights: str
@@ -219,10 +221,10 @@ def _layers(rows: Iterable[Row], census: Mapping[str, Any], baseline: str) -> li
     models = dict.fromkeys((row.call.model, row.call.weights) for row in rows)
     if len(models) > 1:
         names = ", ".join(f"{model} ({weights})" for model, weights in models)
-        raise PlanError(f"a plan is for one model, and these rows are of {names}")
+        raise PlanError(f"a plan is for one model, but the rows are of {names}")
     replayed = Replayed(rows)
     if not replayed.timed(KernelId(baseline)):
-        raise PlanError(f"no replayed call has a time of the baseline: add {baseline} to --kernels")
+        raise PlanError(f"no replayed call has a baseline time: add {baseline} to --kernels")
     ((model, weights),) = models
     kernels = list(dict.fromkeys([baseline, *(row.kernel for row in rows)]))
     captured: dict[tuple[str, str], dict[str, None]] = {}
@@ -264,7 +266,7 @@ def _layer_cost(layer: _Layer, kernel: str, budget: Budget) -> LayerCost:
 
 
 def _known(layer: _Layer) -> tuple[int, float]:
-    """The calls of one run for which replayed ones stand, and what they take with the baseline."""
+    """Return the number of calls per run that match replayed ones, and their baseline time."""
     known = [counted for counted in layer.counted if counted.shares]
     total = sum(
         counted.calls * share * ms
@@ -276,8 +278,11 @@ def _known(layer: _Layer) -> tuple[int, float]:
 
 
 def _saved_ms(layer: _Layer, kernel: str) -> float | None:
-    """In one run, from the calls on which the kernel ran; None where it ran on none that stand for
-    some. That it was wrong or failed in another layer says nothing about this one."""
+    """Return the time saved per run, from the calls on which the kernel ran.
+
+    None if it ran on none of the replayed calls that represent a counted one. Being wrong or
+    failing in another layer says nothing about this one.
+    """
     saved = 0.0
     for counted in layer.counted:
         gains = [
@@ -306,7 +311,7 @@ def _ms(layer: _Layer, call: str, kernel: str) -> float | None:
 
 
 def _status(layer: _Layer, kernel: str) -> tuple[Status | None, str]:
-    """On the layer's own calls: failures first, then wrong outputs, then refusals."""
+    """Return the worst status on the layer's own calls: failed, inaccurate, then unsupported."""
     if not layer.captured:
         return None, ""
     found: list[tuple[Status, str]] = []
@@ -342,7 +347,7 @@ def _worst(layer: _Layer, kernel: str) -> Worst | None:
 
 
 def _best(layer: _Layer, costs: Sequence[LayerCost]) -> LayerCost:
-    """Of the costs at a layer, the baseline's first."""
+    """Choose from the costs at a layer, the baseline's first."""
     timed = [cost for cost in costs if cost.inside and cost.time_ms is not None]
     if not timed:
         return costs[0]
@@ -352,12 +357,12 @@ def _best(layer: _Layer, costs: Sequence[LayerCost]) -> LayerCost:
     )
 
 
-def _is_free(cost: LayerCost, barred: Collection[str]) -> bool:
-    return cost.kernel not in barred and not cost.overwrites
+def _is_allowed(cost: LayerCost, excluded: Collection[str]) -> bool:
+    return cost.kernel not in excluded and not cost.overwrites
 
 
 def _left_out(costs: Iterable[LayerCost]) -> dict[str, str]:
-    """Why those of the fastest kernels that spoil something are not chosen."""
+    """Say why those of the fastest kernels that overwrite inputs are not chosen."""
     phases: dict[tuple[str, tuple[str, ...]], dict[str, None]] = {}
     for cost in costs:
         if cost.overwrites:
@@ -386,24 +391,24 @@ def _choice(cost: LayerCost) -> Choice:
 
 
 def _is_tie(layer: _Layer, fastest: str, other: str) -> bool:
-    """Whether the rounds of the calls that stand for a layer's show no difference that matters."""
+    """Whether the rounds of the layer's matching calls show no difference that matters."""
     paired: list[list[float]] = []
-    apart: list[bool] = []
+    unpaired: list[bool] = []
     for call in dict.fromkeys(call for counted in layer.counted for call in counted.shares):
         old, new = layer.row(call, other), layer.row(call, fastest)
         if old is None or new is None or old.time_ms is None or new.time_ms is None:
             continue
         if not old.shares_rounds(new):
-            apart.append(_is_faster(new, old))
+            unpaired.append(_is_faster(new, old))
             continue
         paired.append(paired_ratios(old.time_ms.samples, new.time_ms.samples))
-    if not all(apart):
+    if not all(unpaired):
         return True
-    return speedup_of(*paired).is_tie if paired else not apart
+    return speedup_of(*paired).is_tie if paired else not unpaired
 
 
 def _is_faster(one: Row, other: Row) -> bool:
-    """Of rows of two processes, whose rounds are not paired: by their intervals over a baseline."""
+    """Compare rows of two processes, whose rounds are not paired, by their baseline speed-ups."""
     mine, others = _interval(one), _interval(other)
     if mine is None or others is None:
         return False
@@ -412,7 +417,7 @@ def _is_faster(one: Row, other: Row) -> bool:
 
 
 def _interval(row: Row) -> Interval | None:
-    """Of its speed-up; the baseline has none over itself."""
+    """The interval of a row's speed-up; a row without one is the baseline itself."""
     if row.speedup is None:
         return Interval(1.0, 1.0)
     if row.speedup.low is None or row.speedup.high is None:

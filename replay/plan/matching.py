@@ -1,8 +1,8 @@
-"""Which replayed calls stand for which calls of the census.
+"""Match the calls of a census with replayed calls.
 
-A recording keeps some calls and counts all (`capture.census`). What a call costs is decided by its
-signature; so a counted call has a counterpart in a replayed call of the same phase that agrees in
-everything but, while a cache grows, key length.
+A recording stores some calls and counts all (`capture.census`). A call's cost depends on its
+signature, so a counted call matches a replayed call of the same phase and signature; only the key
+length may differ, as while a cache grows.
 """
 
 from __future__ import annotations
@@ -16,57 +16,57 @@ from capture.shape import Shape
 from replay.rows.row import CallFacts, KernelId, Mask, Row
 
 REACH = 1.25
-"""A key length beyond all replayed ones takes the nearest's time, up to this factor away. Times are
-never extrapolated: the slope between two near lengths is mostly noise."""
+"""A key length outside the replayed range takes the time of the nearest, up to this factor away.
+Times are never extrapolated: the slope between two nearby lengths is mostly noise."""
 
 
 class CensusError(Error):
-    """There is nothing to count with: one sentence that names the remedy."""
+    """The recording has no census; the message names the remedy."""
 
 
 @dataclass(frozen=True)
 class Counted:
-    """A row of the census and the replayed calls that stand for it."""
+    """A row of the census and the replayed calls that represent it."""
 
     module: str
     phase: str
     calls: int
-    """In one run of the model."""
+    """Per run of the model."""
     shares: Mapping[str, float]
-    """By the replayed call's name; they sum to 1. Empty when no call like it was replayed."""
+    """By the replayed call's name, with sum 1; empty if no replayed call matches."""
 
 
 def match(
     census: Mapping[str, Any], replayed: Iterable[CallFacts], *, own_first: bool = True
 ) -> list[Counted]:
-    """Every row of a census, with its counterparts among the calls replayed.
+    """Match every row of a census with replayed calls.
 
-    The exact key length or two around it, between which cost is linear, are preferred to the
-    nearest within `REACH`. Several calls of one length share alike.
+    The exact key length, or two around it with linear interpolation, are preferred to the nearest
+    within `REACH`. Several calls of one length have equal shares.
 
     Args:
         census: as `capture.census.Census.to_json` writes it.
         replayed: calls of the same recording and model.
-        own_first: prefer calls of the module itself to those of other modules of the phase.
+        own_first: prefer calls of the same module to those of other modules.
 
     Raises:
-        CensusError: the census is empty, as after a manifest had to be rebuilt.
+        CensusError: the census is empty, e.g. because the manifest was rebuilt.
     """
     if not census.get("rows"):
         raise CensusError(
             "the recording has no census of the model's calls (its manifest was rebuilt from the "
-            "files): capture again"
+            "files): capture it again"
         )
-    alike: dict[object, list[CallFacts]] = {}
+    by_kind: dict[object, list[CallFacts]] = {}
     for call in {call.name: call for call in replayed}.values():
-        alike.setdefault(_kind_of_call(call), []).append(call)
+        by_kind.setdefault(_kind_of_call(call), []).append(call)
     counted = []
     for row in census["rows"]:
         signature = census["signatures"][row["signature"]]
-        everyone = alike.get(_kind_of_signature(row["phase"], signature), [])
-        own = [call for call in everyone if call.module == row["module"]]
-        pools = (own, everyone) if own_first else (everyone,)
-        shares = _shares(pools, signature["key"][-2]) if everyone else {}
+        pool = by_kind.get(_kind_of_signature(row["phase"], signature), [])
+        own = [call for call in pool if call.module == row["module"]]
+        pools = (own, pool) if own_first else (pool,)
+        shares = _shares(pools, signature["key"][-2]) if pool else {}
         counted.append(Counted(row["module"], row["phase"], row["calls"], shares))
     return counted
 
@@ -81,7 +81,7 @@ class Replayed:
         return self._rows.get((call, kernel))
 
     def timed(self, kernel: KernelId) -> list[CallFacts]:
-        """The calls on which a kernel has a time."""
+        """Return the calls for which a kernel has a time."""
         rows = self._rows.items()
         return [row.call for (_, each), row in rows if each == kernel and row.time_ms is not None]
 
@@ -110,7 +110,7 @@ def _kind(
     is_causal: bool,
     mask: Mask | None,
 ) -> tuple[object, ...]:
-    """All that decides cost but the key length, which a mask's last size may follow."""
+    """Return all that determines cost except key length, which a mask's last size may equal."""
     if mask is not None and mask.sizes and mask.sizes[-1] == shape.kv_len:
         mask = mask._replace(sizes=(*mask.sizes[:-1], 0))
     return (phase, shape._replace(kv_len=0), dtype, is_causal, mask)
@@ -133,7 +133,7 @@ def _shares(pools: Sequence[Sequence[CallFacts]], kv_len: int) -> dict[str, floa
 
 
 def _between(pool: Sequence[CallFacts], low: int, high: int, kv_len: int) -> dict[str, float]:
-    """Linear interpolation in key length between the calls of two lengths, or of one."""
+    """Interpolate linearly in key length between the calls of two lengths, or of one."""
     towards_high = (kv_len - low) / (high - low) if high > low else 0.0
     shares: dict[str, float] = {}
     for length, share in ((low, 1 - towards_high), (high, towards_high)):

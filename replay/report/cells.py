@@ -1,4 +1,4 @@
-"""The cells of the tables: what one kernel's rows of several calls say, in a few characters."""
+"""Table cells: one kernel's rows over several calls, summarised in a few characters."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from replay.rows.row import KernelId, Row, Speedup
 from replay.timing.statistics import percentile
 
 MOST_DIGITS = 4
-"""Of a speed-up whose interval ends next to 1."""
+"""Most decimals of a speed-up whose interval ends close to 1."""
 
 
 def cell(path: str, group: Group, kernel: KernelId, errors_against: str = "reference") -> str:
-    """The text of a cell; `-` where there is nothing to say.
+    """Format a cell; `-` if there is no value.
 
     Args:
-        path: the field that the column is of (`replay.rows.fields.COLUMNS`).
-        errors_against: `reference`, `captured` or a kernel's name, whichever errors are against.
+        path: the field that the column shows (`replay.rows.fields.COLUMNS`).
+        errors_against: what errors are relative to: `reference`, `captured` or a kernel's name.
     """
     column, rows = COLUMNS[path], group.rows[kernel]
     if column.over_calls == "counts":
@@ -42,8 +42,8 @@ def cell(path: str, group: Group, kernel: KernelId, errors_against: str = "refer
 
 
 def speedup_text(speedup: Speedup) -> str:
-    """`1.25× (1.21-1.30)`, with the digits that tell its interval from 1; `1.00× same`;
-    `1.02× ? (0.95-1.10)`, where nobody knows; `too few rounds`."""
+    """Format as `1.25× (1.21-1.30)`, with enough decimals to exclude 1, as `1.00× same`, as
+    `1.02× ? (0.95-1.10)` where it is ambiguous, or as `too few rounds`."""
     if speedup.low is None or speedup.high is None:
         return "too few rounds"
     if speedup.verdict == "same":

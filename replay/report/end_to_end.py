@@ -1,4 +1,4 @@
-"""The tables of an end-to-end check, 80 columns wide: times of the model, then its output."""
+"""Tables of an end-to-end check, 80 columns wide: the model's times, then its output."""
 
 from __future__ import annotations
 
@@ -19,26 +19,25 @@ TITLES = {
     "prefill": "prefill, the time to the first token",
     "decode": "decode, one token",
     "encode": "one forward",
-    RUN: "one whole run, from prompt to output",
+    RUN: "one full run, from prompt to output",
 }
 
 DELAYED = 0.05
-"""Share of the runs' time left out beyond that of the model's own attention, worth telling."""
+"""Delays are reported if they exceed the baseline's by this share of the runs' time."""
 
 LEGEND = (
-    "predicted: speed-up from the replay's times and the recording's count of calls · measured: "
-    "in the model, by each run's typical forwards, against its own attention run beside it, behind "
-    "the same hook · in "
-    "brackets 95 % intervals · "
-    "error: predicted / measured - 1 · answered, fell back: attention calls of one run that the "
-    "kernel took, and left to the model's own"
+    "predicted: speed-up computed from the replay's times and the recorded number of calls · "
+    "measured: speed-up in the model, from each run's typical forwards, over adjacent runs of its "
+    "own attention behind the same hook · in brackets: 95 % intervals · error: predicted / "
+    "measured - 1 · answered, fell back: attention calls per run that the kernel ran, and that it "
+    "left to the model's own attention"
 )
 
 
 def print_checks(checks: Sequence[Checked], console: Console) -> None:
-    """Print what a check of one model found; its first result is the model's own attention."""
+    """Print the results of one model, the first being its own attention."""
     own, *others = checks
-    ran = [each for each in others if each.measured] or [own]  # own runs come more often
+    ran = [each for each in others if each.measured] or [own]  # the baseline runs more often
     rounds = max(measured.ms.n for each in ran for measured in each.measured.values())
     console.print(Text(f"{own.model} end to end · {rounds} rounds", style="bold"))
     console.print(Text(f"weights: {own.weights}", style="dim"))
@@ -50,7 +49,7 @@ def print_checks(checks: Sequence[Checked], console: Console) -> None:
     if others:
         console.print(_outcome(others))
     else:
-        console.print(Text("no kernel to put into it: choose some with --kernels", "yellow"))
+        console.print(Text("no kernel to run in the model: choose some with --kernels", "yellow"))
     for note in (
         *_unpredicted(others),
         *(note for each in others for note in _notes(each, own)),
@@ -67,7 +66,7 @@ def _table() -> Table:
 
 
 def _title(span: str, predicted: Span | None) -> Text:
-    """What the span is, and what of it attention takes by the replay's times."""
+    """Name the span and the share that attention takes of it according to the replay."""
     parts = [TITLES.get(span, span)]
     if predicted is not None:
         least = "at least " if predicted.not_recorded else ""
@@ -126,7 +125,7 @@ def _outcome(others: Sequence[Checked]) -> Table:
 
 
 def _unpredicted(others: Sequence[Checked]) -> list[str]:
-    """Why there is no prediction; of all kernels that have the same reason, once."""
+    """Say why there is no prediction, once per reason."""
     by_reason: dict[str, list[str]] = {}
     for checked in others:
         reason = checked.unpredicted or (checked.prediction and checked.prediction.run.reason)
@@ -143,15 +142,16 @@ def _notes(checked: Checked, own: Checked) -> list[str]:
         for reason, count in checked.fallbacks.items()
     ]
     notes += [
-        f"{checked.kernel}: changes its {each} in place: where the model reads that again, as from "
-        "a key/value cache, it reads something else"
+        f"{checked.kernel}: changes its {each} in place: a model that reads it again, e.g. from a "
+        "key/value cache, reads the changed values"
         for each in checked.changed_inputs
     ]
     if checked.delayed - own.delayed > DELAYED:
         notes.append(
-            f"{checked.kernel}: delays of single forwards took {100 * checked.delayed:.0f} % of "
-            f"the time ({100 * own.delayed:.0f} % without the kernel) and are left out: other "
-            "users of the machine, or what the kernel does now and then (compilation, allocation)"
+            f"{checked.kernel}: {100 * checked.delayed:.0f} % of the time "
+            f"({100 * own.delayed:.0f} % without the kernel) went to delays of single forwards, "
+            "which are left out: other load on the machine, or occasional work of the kernel "
+            "(compilation, allocation)"
         )
     if checked.kept:
         notes.append(f"{checked.kernel}: {checked.kept} calls left to the model's own attention")
@@ -161,7 +161,7 @@ def _notes(checked: Checked, own: Checked) -> list[str]:
     for span in checked.measured:
         fresh = [each for each in reasons(checked, span) if each not in seen]
         seen.update(fresh)
-        where = "whole run" if span == RUN else span
+        where = "full run" if span == RUN else span
         notes += [f"{checked.kernel}, {where}: {each}" for each in fresh]
     return notes
 

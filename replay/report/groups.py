@@ -1,4 +1,4 @@
-"""Rows of many calls, brought together: what a table of 80 columns can say of them."""
+"""Groups of calls that share a table, and figures pooled over their rows."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
+from replay.rows.printable import printable
 from replay.rows.row import CallFacts, KernelId, Row, Speedup
 from replay.timing.statistics import paired_ratios, percentile, speed_verdict, speedup_of
 
@@ -16,22 +17,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Group:
-    """Calls that cost the same: one model, phase, shape (a growing cache aside), dtype and mask."""
+    """Calls of equal cost: one model, phase, shape (except a growing cache), dtype and mask."""
 
     title: str
     calls: list[CallFacts]
     rows: dict[KernelId, list[Row]]
     """In the calls' order."""
     baseline: str
-    """The kernel that speed-ups are over; empty where there are none."""
+    """The kernel that speed-ups are relative to; empty if there are none."""
 
     @property
     def weights(self) -> str:
-        return self.calls[0].weights
+        return printable(self.calls[0].weights)
 
 
 def group_rows(rows: Iterable[Row], *, per_call: bool = False) -> list[Group]:
-    """Groups in the order of their first call; with `per_call` every call is its own."""
+    """Group rows, in the order of their first call; with `per_call`, one group per call."""
     rows = [row for row in rows if row.kernel]
     shortest = _shortest_caches(row.call for row in rows)
     grouped: dict[object, list[Row]] = {}
@@ -42,10 +43,10 @@ def group_rows(rows: Iterable[Row], *, per_call: bool = False) -> list[Group]:
 
 
 def _shortest_caches(calls: Iterable[CallFacts]) -> dict[CallFacts, int]:
-    """The key length of the shortest call of a kind that another may be grouped with.
+    """Map each call to the shortest key length that it is grouped with.
 
-    A cache grows by a token a step, which changes a decode's cost little; one that is more than
-    twice as long is another case.
+    A cache grows by one token per step, which barely changes the cost of a decode call; a cache
+    more than twice as long starts a new group.
     """
     kinds: dict[object, set[CallFacts]] = {}
     for call in calls:
@@ -69,7 +70,7 @@ class Percentiles(NamedTuple):
 
 
 def typical_time(rows: Sequence[Row]) -> Percentiles | None:
-    """The median over the calls of each call's percentiles."""
+    """Return the median over the calls of each percentile."""
     times = [row.time_ms for row in rows if row.time_ms is not None]
     if not times:
         return None
@@ -81,14 +82,16 @@ def typical_time(rows: Sequence[Row]) -> Percentiles | None:
 
 
 def pooled_speedup(group: Group, kernel: KernelId, over: KernelId | None = None) -> Speedup | None:
-    """The paired speed-up over all rounds of all calls on which both kernels are correct.
+    """Pool the paired speed-up over all rounds of all calls on which both kernels are correct.
 
-    A kernel with a process of its own was paired with the baseline there, whose times are not kept:
-    its speed-up is the median over the calls of each call's ratio and interval.
+    A kernel that runs in its own process was paired with the baseline there, whose times are not
+    stored: its speed-up is the median over the calls of each call's ratio and interval.
 
     Args:
-        over: what to compare with, by default the baseline in the kernel's own environment; None
-            comes back for kernels of two environments or processes, whose rounds are not paired.
+        over: the kernel to compare with, by default the baseline in the kernel's own environment.
+
+    Returns:
+        None for kernels of two environments or processes, whose rounds are not paired.
     """
     baseline = KernelId(group.baseline, kernel.environment)
     partners = {row.call.name: row for row in group.rows.get(over or baseline, ())}
@@ -121,7 +124,7 @@ def _typical_speedup(group: Group, kernel: KernelId) -> Speedup | None:
 def worst(
     rows: Sequence[Row], figure: Callable[[Row], T | None], badness: Callable[[T], float]
 ) -> tuple[T, Row] | None:
-    """The worst value of a figure over the calls and the row that has it; NaN is worst of all."""
+    """Return the worst value of a figure over the rows, and its row; NaN is worst."""
     found = [(value, row) for row in rows if (value := figure(row)) is not None]
     if not found:
         return None
@@ -134,7 +137,7 @@ def worst(
 
 
 def statuses(rows: Sequence[Row]) -> str:
-    """`ok`, or `8 ok, 2 inaccurate`."""
+    """Count the statuses: `ok`, or `8 ok, 2 inaccurate`."""
     counts = Counter(row.status for row in rows)
     if len(counts) == 1:
         return next(iter(counts))
@@ -142,8 +145,8 @@ def statuses(rows: Sequence[Row]) -> str:
 
 
 def place(call: CallFacts) -> str:
-    """`step 3 transformer_blocks.0.attn1`; the name of a call that no module made."""
-    return f"step {call.step} {call.module}" if call.module else call.name
+    """Locate a call: `step 3 transformer_blocks.0.attn1`, or its name if no module made it."""
+    return printable(f"step {call.step} {call.module}" if call.module else call.name)
 
 
 def _kind(call: CallFacts) -> tuple[object, ...]:
@@ -180,4 +183,4 @@ def _title(calls: list[CallFacts]) -> str:
     if len(calls) == 1 and first.module:
         parts.append(place(first))
     parts.append("1 call" if len(calls) == 1 else f"{len(calls)} calls")
-    return " · ".join(part for part in parts if part)
+    return printable(" · ".join(part for part in parts if part))

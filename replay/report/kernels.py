@@ -1,4 +1,4 @@
-"""The list of kernels: what there is, and where it can run."""
+"""The list of kernels, and where each can run."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from replay.workers.environments import Found
 def print_kernels(
     kernels: Sequence[Kernel], found: Mapping[str, Mapping[str, Found]], console: Console
 ) -> None:
-    """Print each kernel that is no variant, how many variants it has, and how it fares.
+    """Print each kernel, its number of variants, and where it can run; variants are not listed.
 
     Args:
-        found: by environment and kernel, what was found.
+        found: whether a kernel can run, by environment and kernel.
     """
     variants = Counter(kernel.variant_of for kernel in kernels)
     for kernel in kernels:
@@ -39,6 +39,6 @@ def print_kernels(
 def _state(found: Found) -> Text:
     if found.reason is None:
         return Text(f"available {found.version}".strip(), "green")
-    # A reason that already names the command needs it no second time.
+    # The reason may already contain the command.
     missing = found.reason.startswith("not installed") and found.install not in found.reason
     return Text(f"{found.reason}: {found.install}" if missing else found.reason, "yellow")

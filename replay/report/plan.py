@@ -1,4 +1,4 @@
-"""The tables of a plan, 80 columns wide: what it chose, and each kernel used everywhere."""
+"""Tables of a plan, 80 columns wide: its choices, and each kernel used at every layer."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from replay.rows.meaning import floored
 
 NAME_WIDTH = 22
 PLACE_WIDTH = 16
-"""Characters of a module's path that a table of 80 columns has room for."""
+"""Characters available for a module's path in a table of 80 columns."""
 
 
 def print_plan(plan: Plan, uniforms: Sequence[Uniform], console: Console) -> None:
-    """Print a plan, what it saves, and what each kernel would when used at every layer.
+    """Print a plan and its savings, then those of each kernel used at every layer.
 
-    Layers with the same kernel are one line where a number tells their modules apart:
-    `blocks.0-29.attn1`. Its times are the mean over their calls, its figure is the worst.
+    Layers with the same kernel share a line if their modules differ only in a number:
+    `blocks.0-29.attn1`. The line shows the mean time over their calls and the worst error.
     """
     metric = plan.budget.metric
     console.print()
@@ -57,19 +57,19 @@ def print_plan(plan: Plan, uniforms: Sequence[Uniform], console: Console) -> Non
 
 
 def fold(choices: Sequence[Choice]) -> list[tuple[str, list[Choice]]]:
-    """Choices of one kind whose names differ in a number, under one name: `blocks.0-3,7.attn1`.
+    """Merge choices of one kind whose names differ in a number: `blocks.0-3,7.attn1`.
 
-    The name of a group stands for exactly its members, also where it has several ranges.
+    A merged name denotes exactly its members, even with several ranges.
     """
     groups = [(tuple(choice.module.split(".")), [choice]) for choice in choices]
-    # From the end: what counts layers is mostly deeper than what counts parts of the model.
+    # From the end: layer indices are usually deeper in the path than those of model parts.
     for position in reversed(range(max((len(parts) for parts, _ in groups), default=0))):
-        alike: dict[object, list[tuple[tuple[str, ...], list[Choice]]]] = {}
+        mergeable: dict[object, list[tuple[tuple[str, ...], list[Choice]]]] = {}
         for parts, members in groups:
             is_numbered = parts[position : position + 1] and parts[position].isdigit()
             rest = (*parts[:position], None, *parts[position + 1 :]) if is_numbered else parts
-            alike.setdefault((_kind(members[0]), rest), []).append((parts, members))
-        groups = [_merged(each, position) for each in alike.values()]
+            mergeable.setdefault((_kind(members[0]), rest), []).append((parts, members))
+        groups = [_merged(each, position) for each in mergeable.values()]
     return [(".".join(parts), members) for parts, members in groups]
 
 
@@ -85,7 +85,7 @@ def _merged(
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """`0-3,7` for 0, 1, 2, 3 and 7."""
+    """Format 0, 1, 2, 3 and 7 as `0-3,7`."""
     spans: list[list[int]] = []
     for number in sorted(numbers):
         if spans and number == spans[-1][1] + 1:
@@ -109,7 +109,7 @@ def _table(texts: Sequence[str], numbers: Sequence[str]) -> Table:
 
 
 def _at_dots(path: str, width: int) -> str:
-    """A module's path in lines of at most a width, broken before dots where it is longer."""
+    """Wrap a module's path to a width, breaking before dots."""
     lines = [""]
     for part in re.split(r"(?=\.)", path):
         if lines[-1] and len(lines[-1]) + len(part) > width:
@@ -119,7 +119,7 @@ def _at_dots(path: str, width: int) -> str:
 
 
 def _mean_ms(choices: Sequence[Choice], time: Callable[[Choice], float | None]) -> str:
-    """The mean over the calls of a run; a dash where a layer has no time."""
+    """Format the mean over the calls of a run; a dash if a layer has no time."""
     times = [time(choice) for choice in choices]
     if None in times:
         return "-"
@@ -134,7 +134,7 @@ def _worst_of(choices: Sequence[Choice], budget: Budget) -> str:
 
 
 def _figure(figure: float, budget: Budget) -> str:
-    """A cosine is never rounded up, so that what is outside does not read as inside."""
+    """Format a metric; a cosine is rounded down, so that none outside the budget looks inside."""
     return floored(6)(figure) if budget.metric == "cosine" else f"{figure:.2e}"
 
 
@@ -143,8 +143,8 @@ def _total(plan: Plan) -> Text:
     counts = ", ".join(f"{kernel} at {count}" for kernel, count in used.most_common())
     layers = len(plan.choices)
     return Text(
-        f"saves {plan.saved_ms:.4g} ms of attention a run, predicted; "
-        f"of {layers} layer{'s' * (layers != 1)} {counts}",
+        f"{plan.saved_ms:.4g} ms of attention saved per run (predicted); "
+        f"{layers} layer{'s' * (layers != 1)}: {counts}",
         "bold",
     )
 
@@ -160,7 +160,7 @@ def _notes(plan: Plan) -> list[str]:
     outside = sum(choice.covered and not choice.inside for choice in plan.choices)
     if outside:
         notes.append(
-            f"{outside} of {len(plan.choices)} layers have no kernel inside {plan.budget} and keep "
+            f"{outside} of {len(plan.choices)} layers have no kernel within {plan.budget} and keep "
             f"{plan.baseline}"
         )
     return notes

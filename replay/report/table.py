@@ -1,4 +1,4 @@
-"""The tables of a replay, 80 columns wide: per group of calls, speed, accuracy and work."""
+"""Tables of a replay, 80 columns wide: speed, accuracy and work for each group of calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from replay.report.groups import Group, group_rows, place, pooled_speedup, typic
 from replay.rows.fields import COLUMNS
 from replay.rows.row import KernelId, Row
 
-TABLES = ("speed", "accuracy", "work")
+TABLES = ("speed", "accuracy", "work", "machine")
 
 
 def print_report(
@@ -30,10 +30,10 @@ def print_report(
     """Print tables of all rows.
 
     Args:
-        metrics: some of `METRICS`; they choose columns, every figure is of the same run.
-        errors_against: what errors are against: `reference`, `captured` or a kernel's name.
-        per_call: a table per call instead of one per group of alike calls.
-        compare_stats: also range, mean and deviation of output and reference.
+        metrics: which of `METRICS` to show; all figures come from the same run.
+        errors_against: what errors are relative to: `reference`, `captured` or a kernel's name.
+        per_call: print a table per call instead of one per group.
+        compare_stats: also print range, mean and deviation of output and reference.
     """
     groups = group_rows(rows, per_call=per_call)
     for group in groups:
@@ -54,15 +54,15 @@ def _group_report(
     ran.sort(key=lambda name: _rank(group, name))
     if ran:
         for table in TABLES:
-            wanted = [
+            paths = [
                 path
                 for path, column in COLUMNS.items()
                 if column.table == table and (column.metric in metrics or "all" in metrics)
             ]
-            if wanted:
-                headings = [COLUMNS[path].heading for path in wanted]
+            if paths:
+                headings = [COLUMNS[path].heading for path in paths]
                 lines = [
-                    [cell(path, group, name, errors_against) for path in wanted] for name in ran
+                    [cell(path, group, name, errors_against) for path in paths] for name in ran
                 ]
                 parts.append(_table(group, ran, headings, lines))
         if compare_stats:
@@ -75,7 +75,7 @@ def _group_report(
 
 
 def _rank(group: Group, name: KernelId) -> tuple[bool, float]:
-    """The correct first, by time."""
+    """Sort correct kernels first, then by time."""
     time = typical_time(group.rows[name])
     return (not _is_correct(group, name), time.p50 if time else float("inf"))
 
@@ -94,7 +94,7 @@ def _table(
     headings: Sequence[str],
     cells: Sequence[Sequence[str]],
 ) -> Table:
-    """A line a kernel, without the columns that say nothing of any."""
+    """Build a table with one line per kernel, without empty columns."""
     table = Table(box=None, pad_edge=False, header_style="cyan", padding=(0, 1, 0, 0))
     widest = max(len(str(name)) for name in names)
     table.add_column("kernel", overflow="fold", min_width=min(20, widest))
@@ -108,7 +108,7 @@ def _table(
 
 
 def _stats(group: Group, names: Sequence[KernelId]) -> Table:
-    """Range, mean and deviation of output and reference, of the first call of the group."""
+    """Tabulate range, mean and deviation of output and reference for the group's first call."""
     figures = ("min", "max", "mean", "std")
     lines = []
     for name in names:
@@ -124,7 +124,7 @@ def _stats(group: Group, names: Sequence[KernelId]) -> Table:
 
 
 def _notes(group: Group, ran: Sequence[KernelId], errors_against: str) -> list[Text]:
-    """Where the worst errors are, and the error that the recorded output has itself."""
+    """Note the noise floor, the place of the worst errors, and changed inputs."""
     notes = []
     floors = worst(
         [row for name in ran for row in group.rows[name]],
@@ -134,8 +134,8 @@ def _notes(group: Group, ran: Sequence[KernelId], errors_against: str) -> list[T
     if floors is not None:
         errors = floors[0]
         notes.append(
-            f"noise floor: the recorded output itself has rel L1 {errors.relative_l1:.1e}, "
-            f"max abs {errors.max_abs:.1e} against the reference"
+            f"noise floor: rel L1 {errors.relative_l1:.1e}, max abs {errors.max_abs:.1e}, the "
+            "error of the captured output"
         )
     for name in ran:
         found = worst(
@@ -149,15 +149,16 @@ def _notes(group: Group, ran: Sequence[KernelId], errors_against: str) -> list[T
             notes.append(
                 f"{name}: {row.reason}; worst at {place(row.call)}, batch {batch} head {head}"
             )
-        kept = [row for row in group.rows[name] if row.kept is not None]
-        if kept:
+        sparse = [row for row in group.rows[name] if row.kept is not None]
+        if sparse:
             notes.append(
-                f"{name}: errors are against attention to all keys; its verdict is {kept[0].reason}"
+                f"{name}: errors are relative to attention to all keys; verdict: {sparse[0].reason}"
             )
         changed = {each for row in group.rows[name] for each in row.changed_inputs}
-        spoilt = {each for row in group.rows[name] for each in row.overwrites}
+        overwritten = {each for row in group.rows[name] for each in row.overwrites}
         flags = [
-            f"changes its {each}" + (", which later calls read again" if each in spoilt else "")
+            f"changes its {each}"
+            + (", which later calls read again" if each in overwritten else "")
             for each in sorted(changed)
         ]
         flags += sorted({flag for row in group.rows[name] for flag in row.flags})
@@ -167,7 +168,7 @@ def _notes(group: Group, ran: Sequence[KernelId], errors_against: str) -> list[T
 
 
 def _programs(group: Group, ran: Sequence[KernelId]) -> list[Text]:
-    """A line per Triton program that was looked at with --resources."""
+    """List the Triton programs inspected with --resources."""
     lines = {
         f"{name}: {program.name}: {program.registers} registers, {program.spills} spilled, "
         f"{program.shared_bytes / 1024:.0f} KiB shared, {program.warps} warps": None
@@ -179,7 +180,7 @@ def _programs(group: Group, ran: Sequence[KernelId]) -> list[Text]:
 
 
 def _refusals(group: Group) -> list[Text]:
-    """Kernels that could not run some of these calls, with each reason once."""
+    """List kernels that could not run some of these calls, each reason once."""
     lines: dict[object, str] = {}
     for name, rows in group.rows.items():
         for row in rows:
@@ -191,7 +192,7 @@ def _refusals(group: Group) -> list[Text]:
 
 
 def _print_not_run(rows: Sequence[Row], console: Console) -> None:
-    """Kernels that cannot run here, brought together by reason."""
+    """Print the kernels that cannot run here, grouped by reason."""
     unavailable = {str(row.id): row.reason for row in rows if row.status == "unavailable"}
     if not unavailable:
         return
@@ -204,7 +205,7 @@ def _print_not_run(rows: Sequence[Row], console: Console) -> None:
 
 
 def _print_fastest(groups: Sequence[Group], console: Console) -> None:
-    """One line a group: which kernel to run, and which others are as fast."""
+    """Print the fastest correct kernel of each group, and those that tie with it."""
     console.print(Text("fastest correct kernel", style="bold"))
     for group in groups:
         timed = [
@@ -213,7 +214,7 @@ def _print_fastest(groups: Sequence[Group], console: Console) -> None:
             if _is_correct(group, name)
             and typical_time(group.rows[name])
             and not any(row.overwrites for row in group.rows[name])
-            # A sparse kernel does less: whether that is enough is no matter of speed.
+            # A sparse kernel does less work; speed does not show whether that is enough.
             and not _is_sparse(group, name)
         ]
         if not timed:

@@ -10,6 +10,7 @@ from dataclasses import asdict, is_dataclass
 from typing import Any, TextIO, TypeVar, get_args, get_origin, get_type_hints
 
 from replay.rows.fields import FIELDS, SCHEMA, leaf
+from replay.rows.printable import no_formula
 from replay.rows.row import Row
 
 T = TypeVar("T")
@@ -70,7 +71,7 @@ def write_jsonl(rows: Iterable[Row], file: TextIO) -> None:
 
 
 def write_csv(rows: Iterable[Row], file: TextIO) -> None:
-    """A column per field of `FIELDS`; lists joined with spaces."""
+    """A column per field of `FIELDS`; lists joined with spaces, text quoted that is a formula."""
     writer = csv.writer(file)
     writer.writerow(item.path for item in FIELDS)
     for row in rows:
@@ -82,6 +83,8 @@ def _cells(row: dict[str, Any]) -> Iterator[str]:
         value = leaf(row, item.path)
         if isinstance(value, list):
             value = " ".join(map(str, value))
+        if isinstance(value, str):
+            value = no_formula(value)
         yield "" if value is None else str(value)
 
 

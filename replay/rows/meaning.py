@@ -32,7 +32,7 @@ OVER_CALLS: dict[OverCalls, str] = {
 class Column(NamedTuple):
     """A column of the tables."""
 
-    table: Literal["speed", "accuracy", "work"]
+    table: Literal["speed", "accuracy", "work", "machine"]
     metric: str
     """The `--metric` that shows it."""
     heading: str

@@ -222,6 +222,17 @@ class GpuState:
     throttle_reasons: Annotated[
         tuple[str, ...] | None, "why the clock was held down, nothing if it was not,"
     ]
+    memory_clock_mhz: Annotated[int | None, Meaning("memory clock", "MHz")] = None
+
+
+@dataclass(frozen=True)
+class Energy:
+    """What calls of one kernel take back to back, with nothing between them."""
+
+    mj: Annotated[float, Meaning("energy of a call, what an idle GPU draws included,", "mJ")]
+    tflops_per_w: Annotated[float, Meaning("TFLOPS / mean power draw", "TFLOPS/W")]
+    power_w: Annotated[float, Meaning("mean power draw", "W")]
+    seconds: Annotated[float, Meaning("how long the counter was read", "s")]
 
 
 @dataclass(frozen=True)
@@ -250,6 +261,8 @@ class Machine:
     cudnn: Annotated[str, "cuDNN's version"] = ""
     triton: Annotated[str, "Triton's version"] = ""
     threads: Annotated[str, "torch's threads (CPU only)"] = ""
+    cores: Annotated[str, "physical cores of the machine"] = ""
+    usable_cpus: Annotated[str, "logical CPUs that this process may use"] = ""
 
 
 @dataclass(frozen=True)
@@ -365,6 +378,34 @@ class Row:
             "{} what the host needs to launch one call and the rest of a layer (GPU only)", "ms"
         ),
     ] = None
+    energy: Annotated[
+        Energy | None,
+        Meaning(
+            "{} in a second of calls back to back, by NVML's energy counter (NVIDIA GPUs, with "
+            "--metric energy or all)",
+            columns=(
+                Column("machine", "energy", "mJ", digits(".4g"), of="mj"),
+                Column("machine", "energy", "TFLOPS/W", digits(".3g"), of="tflops_per_w"),
+            ),
+        ),
+    ] = None
+    burst_ms: Annotated[
+        float | None,
+        Meaning(
+            "time of a call at the beginning of that second, on a GPU that was at rest; empty "
+            "where its end is within 3 %",
+            "ms",
+            (Column("machine", "energy", "burst ms", digits(".4g")),),
+        ),
+    ] = None
+    sustained_ms: Annotated[
+        float | None,
+        Meaning(
+            "time of a call in the last quarter of that second; empty where the two are within 3 %",
+            "ms",
+            (Column("machine", "energy", "sustained ms", digits(".4g")),),
+        ),
+    ] = None
     accuracy: Annotated[Accuracy | None, "{}"] = None
     kept: Annotated[
         float | None,
@@ -383,7 +424,19 @@ class Row:
         "per block (--resources)",
     ] = ()
     gpu_before: Annotated[GpuState | None, "{} before the timed rounds"] = None
-    gpu_during: Annotated[GpuState | None, "{} during the timed rounds"] = None
+    gpu_during: Annotated[
+        GpuState | None,
+        Meaning(
+            "{} during the timed rounds",
+            columns=(
+                Column("machine", "clocks", "SM MHz", digits(".0f"), of="sm_clock_mhz"),
+                Column("machine", "clocks", "memory MHz", digits(".0f"), of="memory_clock_mhz"),
+                Column("machine", "clocks", "W", digits(".0f"), of="power_w"),
+                Column("machine", "clocks", "°C", digits(".0f"), of="temperature_c"),
+            ),
+        ),
+    ] = None
+    timer: Annotated[str, "what took the samples: cuda-events or perf_counter"] = ""
     cache: Annotated[str, "cold or warm L2, as the samples were taken"] = ""
     calls_before: Annotated[int | None, "untimed calls of the kernel before each sample"] = None
     machine: Annotated[Machine, "{}"] = field(default_factory=Machine)

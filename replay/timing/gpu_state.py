@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,14 +32,11 @@ THROTTLE_REASONS = {
 def read_gpu_state(device: torch.device | str) -> GpuState | None:
     """The state of a CUDA device now; None on other devices or where NVML is unavailable."""
     device = torch.device(device)
-    nvml = _nvml()
-    if device.type != "cuda" or nvml is None:
+    if device.type != "cuda":
         return None
     try:
-        # By UUID, because CUDA_VISIBLE_DEVICES renumbers torch's devices and not NVML's.
-        uuid = torch.cuda.get_device_properties(device).uuid
-        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-    except (nvml.NVMLError, AttributeError):
+        nvml, handle = _handle(device)
+    except NoReading:
         return None
 
     def reading(function: str, *arguments: int) -> Any:
@@ -54,7 +52,61 @@ def read_gpu_state(device: torch.device | str) -> GpuState | None:
         power_w=None if milliwatts is None else milliwatts / 1000,
         temperature_c=reading("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
         throttle_reasons=None if reasons is None else throttle_reasons(reasons),
+        memory_clock_mhz=reading("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM),
     )
+
+
+def energy_counter(device: torch.device | str) -> Callable[[], int]:
+    """Millijoules that the GPU has drawn since its driver was loaded, whenever it is called.
+
+    Raises:
+        NoReading: there is no counter; the message says why.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        raise NoReading("energy needs an NVIDIA GPU")
+    nvml, handle = _handle(device)
+
+    def millijoules() -> int:
+        try:
+            return int(nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
+        except (nvml.NVMLError, AttributeError) as error:
+            raise NoReading(f"this GPU does not count its energy: {error}") from error
+
+    millijoules()
+    return millijoules
+
+
+def why_no_state(device: torch.device) -> str:
+    """Say why a GPU's clocks and power are not known; empty where they are, and on a CPU."""
+    if device.type != "cuda":
+        return ""
+    try:
+        _handle(device)
+    except NoReading as error:
+        return f"no clocks, power or energy of the GPU: {error}"
+    return ""
+
+
+class NoReading(Exception):
+    """NVML does not tell."""
+
+
+def _handle(device: torch.device) -> tuple[Any, Any]:
+    """NVML, and what it knows a device by.
+
+    Raises:
+        NoReading: there is none.
+    """
+    nvml = _nvml()
+    if isinstance(nvml, str):
+        raise NoReading(nvml)
+    try:
+        # By UUID, because CUDA_VISIBLE_DEVICES renumbers torch's devices and not NVML's.
+        uuid = torch.cuda.get_device_properties(device).uuid
+        return nvml, nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+    except (nvml.NVMLError, AttributeError) as error:
+        raise NoReading(f"NVML does not find it: {error}") from error
 
 
 def gpu_is_lost(device: torch.device) -> bool:
@@ -78,9 +130,14 @@ def throttle_reasons(bits: int) -> tuple[str, ...]:
 
 @functools.cache
 def _nvml() -> Any:
+    """NVML's module, or why there is none."""
     try:
         nvml = importlib.import_module("pynvml")
+    except Exception as error:  # built for another Python, or another package of that name
+        missing = isinstance(error, ImportError)
+        return "no NVML (pip install nvidia-ml-py)" if missing else f"pynvml fails: {error}"
+    try:
         nvml.nvmlInit()
-    except Exception:  # no package, no driver, no permission: all mean "no readings"
-        return None
+    except Exception as error:  # no driver, no permission
+        return f"NVML does not start: {error}"
     return nvml

@@ -28,6 +28,8 @@ def describe(device: torch.device) -> Machine:
         cudnn=str(torch.backends.cudnn.version()) if on_gpu else "",
         triton=triton,
         threads="" if on_gpu else str(torch.get_num_threads()),
+        cores=str(physical_cores() or ""),
+        usable_cpus=str(usable_cpus()),
     )
 
 
@@ -41,6 +43,24 @@ def device_name(device: torch.device) -> str:
         lines = []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return models[0] if models else platform.processor() or platform.machine()
+
+
+def physical_cores(topology: Path = Path("/sys/devices/system/cpu")) -> int | None:
+    """Count cores, not their hardware threads; None where the system does not tell."""
+    siblings = set()
+    for listed in topology.glob("cpu[0-9]*/topology/thread_siblings_list"):
+        try:
+            siblings.add(listed.read_text())
+        except OSError:  # a core that was switched off meanwhile
+            continue
+    return len(siblings) or None
+
+
+def usable_cpus() -> int:
+    """Count the logical CPUs that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def available_bytes(device: torch.device) -> int:

@@ -7,7 +7,8 @@ import random
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -33,6 +34,19 @@ STEADY_CALLS = 3
 STEADY_GAIN = 0.02
 
 
+C = TypeVar("C", bound=Hashable, contravariant=True)
+
+
+class Witness(Protocol[C]):
+    """Who prepares the inputs of each timed call and looks at what it returned."""
+
+    def before(self, key: C) -> None:
+        """Called right before each timed call."""
+
+    def after(self, key: C, result: object) -> None:
+        """Given what the last timed call of a sample returned."""
+
+
 @dataclass(frozen=True)
 class Samples:
     """What `measure` found for one candidate."""
@@ -47,7 +61,7 @@ class Samples:
     warm_up_calls: int
     is_over_time: bool
     """Whether its few rounds took longer than `max_seconds`."""
-    error: Exception | None
+    error: BaseException | None
     """What dropped the candidate, if anything did; `ms` then holds the rounds before it."""
     gpu_before: GpuState | None
     """Before the first round, the same for all candidates."""
@@ -68,6 +82,7 @@ def measure(
     on_progress: Progress | None = None,
     on_sample: Callable[[K], None] | None = None,
     synchronous: bool = False,
+    witness: Witness[K] | None = None,
 ) -> dict[K, Samples]:
     """Time every candidate on `device`, once in each of `rounds` rounds.
 
@@ -78,7 +93,8 @@ def measure(
     exception, and the others go on. A CUDA error that makes the whole process unusable is raised;
     `on_sample` is told who is next before every warm-up and sample, and with `synchronous` each
     sample ends before the next begins, so that the last one named is the one that did it. So many
-    untimed `calls_before` each sample are of the same candidate.
+    untimed `calls_before` each sample are of the same candidate. A `witness` is called, untimed,
+    right before each timed call, and is given what the last one of a sample returned.
 
     Raises:
         ValueError: `cache="cold"` on the CPU, a device that is neither CPU nor CUDA, no rounds.
@@ -88,6 +104,10 @@ def measure(
         raise ValueError(f"{rounds} rounds measure nothing: ask for at least one")
     timer = timer_for(device, cache, calls_before)
     entered = {key: Candidate(function) for key, function in candidates.items()}
+    if witness is not None:
+        for key, candidate in entered.items():
+            candidate.before = partial(witness.before, key)
+            candidate.after = partial(witness.after, key)
     report = on_progress or (lambda stage, done, total: None)
     announce = on_sample or (lambda key: None)
     for done, (key, candidate) in enumerate(entered.items(), start=1):
@@ -121,8 +141,8 @@ def warm_up(candidate: Candidate, timer: Timer, rounds: int, max_seconds: float)
         while not _is_warm(times):
             times.append(timer.warm_up_ms(candidate.function))
         cost_ms = timer.calibrate(candidate)
-    except Exception as error:
-        if timer.is_lost():
+    except BaseException as error:
+        if timer.is_lost() or isinstance(error, KeyboardInterrupt):
             raise
         candidate.drop(error)
         return
@@ -187,8 +207,8 @@ def run_rounds(
                 timer.sample(candidate)
                 if synchronous:
                     timer.collect()
-            except Exception as error:
-                if timer.is_lost():
+            except BaseException as error:
+                if timer.is_lost() or isinstance(error, KeyboardInterrupt):
                     raise
                 candidate.drop(error)
         is_look = enough is not None and done + 1 >= enough.next_look

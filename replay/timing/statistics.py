@@ -177,7 +177,7 @@ def _autocorrelation(series: Sequence[Sequence[float]]) -> float:
     """The correlation of consecutive rounds to allow for, from 0 to `MAXIMUM_AUTOCORRELATION`.
 
     That of the ranks, which outliers do not move; plus (1 + 3r) / n, by which the estimate of n
-    rounds is too small (Kendall 1954); plus 4 / n for its scatter, found by simulation.
+    rounds is too small (Kendall 1954); plus 30 / n² for its scatter, found by simulation.
     """
     product = square = 0.0
     for samples in series:
@@ -190,7 +190,7 @@ def _autocorrelation(series: Sequence[Sequence[float]]) -> float:
         square += sum(rank * rank for rank in ranks)
     count = sum(map(len, series))
     found = product / square if square else 0.0
-    found += (1 + 3 * found) * len(series) / count + 4 / count
+    found += (1 + 3 * found) * len(series) / count + 30 / count**2
     return min(max(found, 0.0), MAXIMUM_AUTOCORRELATION)
 
 

@@ -8,8 +8,7 @@
   caches.
   `cold` overwrites a buffer of at least twice the L2 cache before each sample, so neither the
   kernel's inputs nor its output are cached; `warm` runs the kernel once, untimed, before.
-- On CPU: the standard library's `timeit`, the mean of enough calls to last a millisecond. The
-  cache is always warm.
+- On CPU: wall time, the mean of enough calls to last a millisecond. The cache is always warm.
 
 In a model the layer before ran the same kernel; in a replay another kernel did. `calls_before` puts
 calls of the same one before each sample. That matters for launches, and on a GPU at its power
@@ -19,7 +18,6 @@ limit, whose clock needs some 40 ms to settle at what a kernel draws (`docs/note
 from __future__ import annotations
 
 import time
-import timeit
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -36,11 +34,18 @@ Cache = Literal["cold", "warm"]
 
 T = TypeVar("T")
 
+TIMERS = {"cuda": "cuda-events", "cpu": "perf_counter"}
+"""What takes samples, by the kind of device."""
+
 MINIMUM_FLUSH_BYTES = 256 * 2**20
 CYCLES_PER_MS = 2_000_000
 """About a millisecond at a GPU's usual 1–2 GHz; a wait only has to be long enough."""
 MAXIMUM_WAIT_MS = 5.0
 """Longest wait for the host. A kernel that synchronises inside cannot be hidden anyway."""
+
+TRIES = 5
+UNNOTICED_MS = 0.02
+"""Of work beside the stream: as long as asking takes, give or take."""
 
 MINIMUM_CPU_SAMPLE_MS = 1.0
 MAXIMUM_CPU_CALLS = 1000
@@ -51,15 +56,19 @@ class Candidate:
     """The running record of one function."""
 
     function: Function
+    before: Function = lambda: None
+    """Called, untimed, right before each timed call."""
+    after: Callable[[object], None] = lambda result: None
+    """Given what the last timed call of each sample returned."""
     rounds: int = 0
     is_over_time: bool = False
     warm_up_ms: list[float] = field(default_factory=list)
     ms: list[float] = field(default_factory=list)
     host_ms: list[float] = field(default_factory=list)
     layer_host_ms: list[float] = field(default_factory=list)
-    error: Exception | None = None
+    error: BaseException | None = None
 
-    def drop(self, error: Exception) -> None:
+    def drop(self, error: BaseException) -> None:
         # The frames of the traceback hold the candidate's tensors, on a GPU gigabytes of them.
         traceback.clear_frames(error.__traceback__)
         self.error = error
@@ -148,14 +157,18 @@ class CudaTimer:
                 candidate.function()
             # Else the host would wait for room in a queue of earlier samples' launches.
             torch.cuda.synchronize(self.device)
+            candidate.before()
             self.rest_of_layer()
             torch.cuda._sleep(self.wait_cycles[candidate])
             if self.cache == "cold":
                 self.flush.zero_()
             start.record()
-            host_ms = _wall_ms(candidate.function)
+            began = time.perf_counter()
+            result = candidate.function()
+            host_ms = (time.perf_counter() - began) * 1000
             end.record()
             layer_host_ms = host_ms + _wall_ms(self.rest_of_layer)
+            candidate.after(result)
         self.pending.append(_Enqueued(candidate, host_ms, layer_host_ms, start, end))
 
     def collect(self) -> None:
@@ -174,11 +187,11 @@ class CudaTimer:
 
 
 class CpuTimer:
-    """`timeit`, with all of torch's threads."""
+    """Wall time, with all of torch's threads."""
 
     def __init__(self, calls_before: int) -> None:
         self.calls_before = calls_before
-        self.timers: dict[Candidate, tuple[timeit.Timer, int]] = {}
+        self.calls: dict[Candidate, int] = {}
 
     def warm_up_ms(self, function: Function) -> float:
         return first_call(function, "cpu")[1]
@@ -186,15 +199,20 @@ class CpuTimer:
     def calibrate(self, candidate: Candidate) -> float:
         call_ms = min(candidate.warm_up_ms)
         number = min(int(MINIMUM_CPU_SAMPLE_MS / call_ms) + 1, MAXIMUM_CPU_CALLS)
-        timer = timeit.Timer("function()", globals={"function": candidate.function})
-        self.timers[candidate] = (timer, number)
+        self.calls[candidate] = number
         return call_ms * (self.calls_before + number)
 
     def sample(self, candidate: Candidate) -> None:
-        timer, number = self.timers[candidate]
+        number, seconds = self.calls[candidate], 0.0
         for _ in range(self.calls_before):
             candidate.function()
-        candidate.ms.append(timer.timeit(number) / number * 1000)
+        for _ in range(number):
+            candidate.before()
+            began = time.perf_counter()
+            result = candidate.function()
+            seconds += time.perf_counter() - began
+        candidate.after(result)
+        candidate.ms.append(seconds / number * 1000)
 
     def collect(self) -> None:
         """Nothing is left under way on the CPU."""
@@ -206,6 +224,28 @@ class CpuTimer:
     def is_lost(self) -> bool:
         """A processor survives what it raises."""
         return False
+
+
+def work_left(function: Function, device: torch.device) -> float:
+    """Milliseconds that a call's work goes on after the current stream is done; 0 on a CPU.
+
+    A call's time ends with the stream that it was made on. What it left on another, without making
+    this one wait, would not be in it.
+    """
+    if device.type != "cuda":
+        return 0.0
+    left = min(_left_ms(function, device) for _ in range(TRIES))
+    nothing = min(_left_ms(lambda: None, device) for _ in range(TRIES))
+    return left if left > nothing + UNNOTICED_MS else 0.0
+
+
+def _left_ms(function: Function, device: torch.device) -> float:
+    torch.cuda.synchronize(device)
+    function()
+    end = torch.cuda.Event()
+    end.record(torch.cuda.current_stream(device))
+    end.synchronize()
+    return _wall_ms(lambda: torch.cuda.synchronize(device))
 
 
 def first_call(function: Callable[[], T], device: torch.device | str) -> tuple[T, float]:

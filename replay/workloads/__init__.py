@@ -1,1 +1,1 @@
-"""What is replayed: recorded calls, random shapes, published lists of shapes."""
+"""The calls to replay: recorded calls, random shapes, published lists of shapes."""

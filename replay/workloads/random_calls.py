@@ -17,7 +17,7 @@ NO_WEIGHTS = "none: random values, standard normal"
 
 
 class ShapeError(Error):
-    """Sizes that no attention call can have."""
+    """The sizes are not those of an attention call; the message names the remedy."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class Spec:
     def call(
         self, device: torch.device | str, generator: torch.Generator | None = None, name: str = ""
     ) -> AttentionCall:
-        """A call of this shape, contiguous (B, H, S, D), with standard normal values.
+        """Make a call of this shape: contiguous (B, H, S, D), standard normal values.
 
-        On the `meta` device it has sizes and no values.
+        On the `meta` device, it has sizes but no values.
         """
 
         def normal(heads: int, length: int, dim: int) -> torch.Tensor:
@@ -82,7 +82,7 @@ class Spec:
 
 
 def workloads(name: str, specs: list[Spec], seed: int) -> list[Workload]:
-    """The specs as calls to replay; the same seed gives the same values on the same device."""
+    """Make a workload of each spec; a seed always gives the same values on the same device."""
     return [
         workload(f"{name}-{number:02d}", name, spec, seed + number)
         for number, spec in enumerate(specs)
@@ -90,7 +90,7 @@ def workloads(name: str, specs: list[Spec], seed: int) -> list[Workload]:
 
 
 def workload(name: str, model: str, spec: Spec, seed: int) -> Workload:
-    """One synthetic call to replay; `model` is the suite, or `random`."""
+    """Make a workload of one synthetic call; `model` is the suite, or `random`."""
 
     def load(device: torch.device) -> AttentionCall:
         return spec.call(device, torch.Generator(device).manual_seed(seed), model)
@@ -102,7 +102,7 @@ def workload(name: str, model: str, spec: Spec, seed: int) -> Workload:
 
 
 def with_twins(recorded: Sequence[Workload], seed: int) -> list[Workload]:
-    """Each call and, right after it, the same call with random values."""
+    """Follow each call by the same call with random values."""
     return [
         each
         for number, workload in enumerate(recorded)
@@ -111,10 +111,10 @@ def with_twins(recorded: Sequence[Workload], seed: int) -> list[Workload]:
 
 
 def twin(recorded: Workload, seed: int) -> Workload:
-    """A recorded call with standard normal values in place of its query, key and value.
+    """Replace the query, key and value of a recorded call by standard normal values.
 
-    Shapes, strides, dtype, mask and scale are the call's, so that all that can differ in speed and
-    error is due to the values.
+    Shapes, strides, dtype, mask and scale stay the same, so any difference in speed or error is due
+    to the values.
     """
 
     def load(device: torch.device) -> AttentionCall:
@@ -180,27 +180,27 @@ SUITES: dict[str, tuple[str, list[Spec]]] = {
         ],
     ),
 }
-"""Shapes by suite: what they are, and the list. bfloat16 unless told otherwise."""
+"""The description and the shapes of each suite, in bfloat16 by default."""
 
 
 def suite(name: str, dtype_: str = "bfloat16", longest: int | None = None) -> list[Spec]:
-    """A suite's shapes in a dtype, those longer than `longest` left out.
+    """Return a suite's shapes in a dtype, without those longer than `longest`.
 
     Raises:
-        ShapeError: none is left.
+        ShapeError: no shape is left.
     """
     specs = [replace(spec, dtype=dtype(dtype_)) for spec in SUITES[name][1]]
     kept = [spec for spec in specs if longest is None or spec.longest <= longest]
     if not kept:
         shortest = min(spec.longest for spec in specs)
         raise ShapeError(
-            f"--max-seq {longest} leaves nothing of {name}: its shortest is {shortest}"
+            f"--max-seq {longest} excludes every shape of {name}: the shortest is {shortest}"
         )
     return kept
 
 
 def dtype(name: str) -> torch.dtype:
-    """`torch.bfloat16` for `bfloat16`."""
+    """Return `torch.bfloat16` for `bfloat16`."""
     found = getattr(torch, name)
     assert isinstance(found, torch.dtype)
     return found

@@ -1,4 +1,4 @@
-"""What to replay: calls by name, loaded one at a time, wherever they come from."""
+"""Workloads: named calls, recorded or not, loaded one at a time."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from capture.errors import DatasetError
 
 @dataclass(frozen=True)
 class Workload:
-    """One call that can be brought into memory."""
+    """A call that can be loaded into memory."""
 
     name: str
     load: Callable[[torch.device], AttentionCall]
     """Raises `DatasetError` when the call cannot be read."""
     source: dict[str, Any] = field(default_factory=dict)
     """What a worker process needs to load the same call, as JSON (`replay.workers.kernel_server`
-    reads it); empty for calls that exist in this process only."""
+    reads it); empty for calls that exist only in this process."""
 
 
 def from_directory(directory: str | Path) -> tuple[list[Workload], str]:
-    """The calls recorded in a directory, and a note about how it was read (usually empty).
+    """Return the calls recorded in a directory, and a note on how it was read (usually empty).
 
-    Directories of the older `*_input_N.pt` files are read too.
+    Directories of the older `*_input_N.pt` files can be read too.
 
     Raises:
-        DatasetError: the directory is missing or holds no recorded call.
+        DatasetError: the directory is missing or contains no recorded call.
     """
     directory = Path(directory)
     pickled = _numbered(directory.glob("*_input_*.pt")) if directory.is_dir() else []
@@ -44,7 +44,7 @@ def from_directory(directory: str | Path) -> tuple[list[Workload], str]:
 
 
 def recorded_call(entry: FileEntry) -> Workload:
-    """A call that `capture` wrote; its checksum is compared before it is loaded."""
+    """Make a workload of a call that `capture` wrote; loading it verifies its checksum first."""
 
     def load(device: torch.device) -> AttentionCall:
         entry.check()
@@ -56,7 +56,7 @@ def recorded_call(entry: FileEntry) -> Workload:
 
 
 def pickled_call(path: Path) -> Workload:
-    """A call of an older recording."""
+    """Make a workload of a call from an older recording."""
 
     def load(device: torch.device) -> AttentionCall:
         return _read_pickled(path).to(device)
@@ -65,7 +65,7 @@ def pickled_call(path: Path) -> Workload:
 
 
 def _numbered(paths: object) -> list[Path]:
-    """Paths that end in a number, in the order of the numbers."""
+    """Return the paths that end in a number, sorted by that number."""
     found = []
     for path in paths:  # type: ignore[attr-defined]
         match = re.search(r"_input_(\d+)$", path.stem)
@@ -75,13 +75,13 @@ def _numbered(paths: object) -> list[Path]:
 
 
 def _read_pickled(path: Path) -> AttentionCall:
-    """A file with q, k, v (BHSD), kwargs and call_idx; nothing in it is executed."""
+    """Read a file with q, k, v (BHSD), kwargs and call_idx, without executing anything in it."""
     try:
         data = torch.load(path, map_location="cpu", weights_only=True)
         tensors = [data[name] for name in ("q", "k", "v")]
         options = dict(data.get("kwargs") or {})
         index = int(data.get("call_idx", 0))
-    except Exception as error:  # torch.load has many ways to say that a file is damaged
+    except Exception as error:  # torch.load raises many kinds of exceptions for a damaged file
         reason = str(error).partition("\n")[0]
         raise DatasetError(f"{path}: not a readable recording ({reason})") from error
     query, key, value = tensors

@@ -196,7 +196,7 @@ def test_a_library_too_old_for_a_built_in_model(
     )
     with pytest.raises(models.ModelError) as refused:
         models.load(model, size="tiny")
-    said = f"{model} needs {library} {wanted} or newer, and {installed} is installed: upgrade it"
+    said = f"{model} needs {library} {wanted} or newer, but {installed} is installed: upgrade it"
     assert str(refused.value).startswith(said)
 
 

@@ -93,7 +93,8 @@ def test_help_and_the_page_name_every_model(capsys: pytest.CaptureFixture[str]) 
     without_line_breaks = "".join(capsys.readouterr().out.split())
     assert ",".join(models.NAMES) in without_line_breaks
     page = Path(models.__file__).parents[1] / "docs" / "models.md"
-    assert f"`{' '.join(models.NAMES)}`" in page.read_text(encoding="utf-8")
+    names = ", ".join(f"`{name}`" for name in models.NAMES)
+    assert names in page.read_text(encoding="utf-8")
 
 
 def let_llama_raise(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +109,10 @@ def let_llama_raise(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (ModuleNotFoundError("No module named 'PIL'", name="PIL"), "pip install pillow"),
         (ImportError("cannot import name 'Gone'"), "cannot be imported together here"),
-        (RuntimeError("Failed to import diffusers.models because of"), "install versions of one"),
+        (
+            RuntimeError("Failed to import diffusers.models because of"),
+            "install versions released at the same time",
+        ),
     ],
 )
 def test_what_cannot_be_imported_is_one_sentence(

@@ -76,7 +76,7 @@ def test_an_encoder_without_tokenizer_runs_on_random_ids(tmp_path: Path) -> None
     first, second = (runnable.run().last_hidden_state for _ in range(2))
     assert first.shape == (1, 96, 128)
     assert torch.equal(first, second)
-    with pytest.raises(models.ModelError, match="has no tokenizer to read --prompt"):
+    with pytest.raises(models.ModelError, match="has no tokenizer for --prompt"):
         models.load(str(tmp_path), prompt="a fox")
 
 
@@ -98,10 +98,10 @@ def test_a_model_that_reads_no_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(models.ModelError, match="holds neither model_index"):
+    with pytest.raises(models.ModelError, match="contains neither model_index"):
         models.load(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no such model"}))
-    with pytest.raises(models.ModelError, match="does not hold what this model needs"):
+    with pytest.raises(models.ModelError, match="does not contain what this model needs"):
         models.load(str(tmp_path))
 
 

@@ -105,7 +105,7 @@ def test_without_a_tokenizer_a_text_is_ids(llama_directory: Path) -> None:
     ).language
     assert language is not None
     assert language.decode(torch.tensor([[3, 14]])) == "3 14"
-    with pytest.raises(models.ModelError, match="without a tokenizer"):
+    with pytest.raises(models.ModelError, match="no tokenizer"):
         language.encode("a text")
 
 

@@ -93,7 +93,7 @@ def test_a_card_says_which_optimisers_there_were() -> None:
     assert history.describe(STAGE).endswith(adamw)
     both = history.describe(replace(STAGE, muon_learning_rate=0.02))
     assert both.endswith(
-        f"{adamw}; for the matrices inside of blocks torch.optim.Muon, learning rate 0.02"
+        f"{adamw}; for the matrices inside blocks torch.optim.Muon, learning rate 0.02"
     )
 
 

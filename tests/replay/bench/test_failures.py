@@ -37,6 +37,22 @@ def test_a_shortage_says_what_was_needed_and_what_was_free(error: Exception, rea
     assert classify(error) == ("out-of-memory", reason)
 
 
+class Silent(Exception):
+    def __str__(self) -> str:
+        raise SystemExit(3)
+
+
+def test_what_ends_programs_is_an_error_like_any_other() -> None:
+    assert classify(SystemExit(0)) == ("error", "SystemExit: 0")
+    assert classify(GeneratorExit()) == ("error", "GeneratorExit: GeneratorExit")
+    assert classify(Silent()) == (
+        "error",
+        "Silent: no message, since asking for it raises SystemExit",
+    )
+    with pytest.raises(KeyboardInterrupt):
+        classify(KeyboardInterrupt())
+
+
 def test_any_other_error_is_its_first_line_in_printable_letters() -> None:
     assert classify(ValueError("no such tile\nlong story")) == ("error", "ValueError: no such tile")
     assert classify(KeyError()) == ("error", "KeyError: KeyError")

@@ -23,6 +23,7 @@ from replay.rows.files import row_from_json, row_to_json, write_jsonl
 from replay.rows.row import (
     Accuracy,
     CallFacts,
+    Energy,
     Errors,
     GpuState,
     Machine,
@@ -76,6 +77,7 @@ def rows(figures: st.SearchStrategy[float]) -> st.SearchStrategy[Row]:
         power_w=st.none() | finite,
         temperature_c=st.none() | counts,
         throttle_reasons=st.none() | st.lists(words).map(tuple),
+        memory_clock_mhz=st.none() | counts,
     )
     facts = st.builds(
         CallFacts,
@@ -117,7 +119,10 @@ def rows(figures: st.SearchStrategy[float]) -> st.SearchStrategy[Row]:
         gpu_during=st.none() | state,
         cache=words,
         calls_before=st.none() | counts,
-        machine=st.builds(Machine, *[words] * 7),
+        machine=st.builds(Machine, *[words] * 9),
+        energy=st.none() | st.builds(Energy, *[finite] * 4),
+        **dict.fromkeys(("burst_ms", "sustained_ms"), optional),
+        timer=words,
     )
 
 
@@ -426,4 +431,4 @@ def test_the_command_keeps_its_hands_off_another_file(
 def test_there_must_be_a_file(run_cli: RunCli, arguments: tuple[str, ...]) -> None:
     code, _, err = run_cli("--random", *QUICK, "--resume", *arguments)
     assert code == 2
-    assert "--resume continues a file: name it with --json FILE" in err
+    assert "--resume requires a file to continue: give --json FILE" in err

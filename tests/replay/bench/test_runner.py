@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -18,12 +19,15 @@ from torch import Tensor
 
 from capture.call import AttentionCall
 from capture.errors import DatasetError
+from replay.bench.check import file_name
 from replay.bench.inputs import Inputs
 from replay.bench.runner import replay
 from replay.bench.settings import Settings, WorkerOptions
 from replay.kernels.registry import Kernel, catalogue
 from replay.rows.files import row_to_json
 from replay.rows.row import Mask, Row
+from replay.timing.energy import Block
+from replay.timing.gpu_state import NoReading
 from replay.timing.rounds import Samples, measure
 from replay.workloads.recorded import Workload
 
@@ -69,6 +73,7 @@ OUTCOMES: dict[str, tuple[Callable[..., Any], str, str]] = {
         "ValueError: no such tile",
     ),
     "raises-silently": (raising(AssertionError()), "error", "AssertionError: AssertionError"),
+    "exits": (raising(SystemExit(0)), "error", "SystemExit: 0"),
     "out-of-memory": (
         raising(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")),
         "out-of-memory",
@@ -128,6 +133,7 @@ def test_unavailable_and_unsupported_kernels_are_not_called(
         kernels("absent", never, unavailable=lambda device: f"not installed on {device}"),
         kernels("picky", never, unsupported=lambda call: f"head_dim {call.shape.head_dim}"),
         kernels("bad-check", never, unsupported=lambda call: f"{call.no_such_fact}"),
+        kernels("leaves", never, unsupported=lambda call: sys.exit(0)),
     )
     assert (rows["absent"].status, rows["absent"].reason) == (
         "unavailable",
@@ -136,6 +142,7 @@ def test_unavailable_and_unsupported_kernels_are_not_called(
     assert (rows["picky"].status, rows["picky"].reason) == ("unsupported", "head_dim 32")
     assert rows["bad-check"].status == "error"
     assert "no_such_fact" in rows["bad-check"].reason
+    assert (rows["leaves"].status, rows["leaves"].reason) == ("error", "SystemExit: 0")
     assert rows["torch-default"].status == "ok"
     for name in ("absent", "picky", "bad-check"):
         assert rows[name].flop_per_byte is not None
@@ -175,9 +182,56 @@ def test_how_samples_were_taken_is_in_the_row(
         "right"
     ]
     assert asked == [2]
-    assert (row.cache, row.calls_before) == ("warm", 2)
+    assert (row.cache, row.calls_before, row.timer) == ("warm", 2, "perf_counter")
     assert row.layer_host_ms is not None
     assert row.layer_host_ms.p50 == 0.7
+
+
+def test_energy_is_measured_of_what_was_timed_and_costs_no_row(
+    make_call: MakeCall,
+    workload: MakeWorkload,
+    kernels: Register,
+    quick: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    outcomes = iter(
+        [
+            Block(mj=200.0, power_w=500.0, seconds=1.1, burst_ms=1.0, sustained_ms=1.1),
+            Block(mj=200.0, power_w=500.0, seconds=1.1, burst_ms=1.0, sustained_ms=1.01),
+            NoReading("the counter stands still"),
+            SystemExit(0),
+        ]
+    )
+
+    def measured(run: Callable[[], Tensor], device: torch.device, call_ms: float) -> Block:
+        assert run().shape == (1, 2, 9, 32)
+        assert call_ms > 0
+        outcome = next(outcomes)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr("replay.bench.runner.measure_energy", measured)
+    names = ("slows-down", "steady", "uncounted", "leaves")
+    rows = rows_of(
+        make_call(),
+        workload,
+        replace(quick, energy=True, baseline="slows-down"),
+        *(kernels(name, sdpa) for name in names),
+        kernels("fails", raising(ValueError("no"))),
+    )
+    assert next(outcomes, None) is None  # one that failed is not run again
+    flops = 2 * 2 * 9 * 13 * (32 + 32)
+    first = rows["slows-down"]
+    assert first.energy is not None
+    assert first.energy.tflops_per_w == pytest.approx(flops / 0.2 / 1e12)
+    assert (first.energy.mj, first.energy.power_w, first.energy.seconds) == (200.0, 500.0, 1.1)
+    assert (first.burst_ms, first.sustained_ms) == (1.0, 1.1)
+    assert (rows["steady"].burst_ms, rows["steady"].sustained_ms) == (None, None)
+    assert rows["steady"].energy == first.energy
+    assert rows["uncounted"].flags == ("no energy: the counter stands still",)
+    assert rows["leaves"].flags == ("no energy: SystemExit: 0",)
+    assert [rows[name].status for name in names] == ["ok"] * 4
 
 
 @pytest.mark.parametrize("changed", ["query", "key", "value", "attn_mask"])
@@ -196,7 +250,8 @@ def test_changed_inputs_are_flagged_restored_and_nobody_elses(
         return output
 
     def watching(**arguments: Any) -> Tensor:
-        seen.append(all(torch.equal(arguments[name], before[name]) for name in before))
+        # Signs are flipped from call to call, and nothing else.
+        seen.append(all(torch.equal(arguments[name].abs(), before[name].abs()) for name in before))
         return sdpa(**arguments)
 
     def mutating_and_raising(**arguments: Any) -> Tensor:
@@ -311,10 +366,39 @@ def test_what_is_timed_is_judged_too(
         kernel = kernels(attention.__name__, attention)
         row = rows_of(make_call(), workload, quick, kernel)[kernel.name]
         assert row.status == "inaccurate"
-        assert row.reason.startswith("right on its first call, wrong when called again: ")
+        assert "wrong when" in row.reason
         assert row.speedup is None
         assert row.accuracy is not None
         assert row.accuracy.reference.nan_count or row.accuracy.reference.relative_l1 > 0.9
+
+
+@pytest.mark.parametrize("call_number", [1, 2, 5, 20])
+def test_a_kernel_that_ends_the_program_loses_its_row_only(
+    make_call: MakeCall,
+    workload: MakeWorkload,
+    kernels: Register,
+    quick: Settings,
+    call_number: int,
+) -> None:
+    """While it is checked, judged for determinism, warmed up and timed."""
+    calls = 0
+
+    def leaves(**arguments: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == call_number:
+            sys.exit(0)
+        return sdpa(**arguments)
+
+    others = {"prepare": lambda call: sys.exit(0)}
+    settings = replace(quick, errors_against="leaves") if call_number == 1 else quick
+    rows = rows_of(
+        make_call(), workload, settings, kernels("leaves", leaves), kernels("core", sdpa, **others)
+    )
+    assert rows["core"].status == "ok"
+    assert rows["core"].flags == ("no core time: SystemExit: 0",)
+    if call_number > 1:  # the first one was for the errors against it
+        assert (rows["leaves"].status, rows["leaves"].reason) == ("error", "SystemExit: 0")
 
 
 def test_a_kernel_that_fails_while_timed(
@@ -549,6 +633,29 @@ def test_outputs_are_kept(
     saved = load_file(tmp_path / "call" / "mine.safetensors")["output"]
     assert torch.equal(saved, sdpa(**call.arguments()))
     assert (tmp_path / "call" / "torch-default.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    "name", ["../../up", "a/b.py:f", "x" * 300, "/etc/x", "[red]", "=1+1", ".."]
+)
+def test_whatever_a_kernel_is_called_its_file_is_in_the_folder(
+    make_call: MakeCall,
+    workload: MakeWorkload,
+    kernels: Register,
+    quick: Settings,
+    tmp_path: Path,
+    name: str,
+) -> None:
+    kept = tmp_path / "in" / "kept"
+    rows_of(make_call(), workload, replace(quick, save_output=kept), kernels(name, sdpa))
+    assert len(list(kept.glob("call/*"))) == 2
+    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 2
+
+
+def test_no_two_kernels_share_a_file() -> None:
+    names = ["a/b", "a-b", "a:b", "a%2Fb", "x" * 300, "x" * 299, "triton-fa2[block=64]"]
+    assert len({file_name(name) for name in names}) == len(names)
+    assert file_name("triton-fa2[block=64]") == "triton-fa2[block=64]"
 
 
 def test_a_folder_that_cannot_be_written_is_no_kernels_error(

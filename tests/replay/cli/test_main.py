@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import replay as replay_package
 from replay.cli.arguments import parser
 from replay.cli.main import _settings
-from replay.kernels.registry import Kernel
+from replay.kernels.registry import Kernel, catalogue
 from replay.rows.fields import FIELDS
 
 RunCli = Callable[..., tuple[int, str, str]]
@@ -67,7 +67,7 @@ def test_the_heading_says_how_samples_were_taken(
 
 def test_random_shape(run_cli: RunCli) -> None:
     code, out, err = run_cli(*SHAPE, "--causal", *QUICK, "--metric", "all")
-    assert (code, err.strip()) == (0, "")
+    assert (code, err.strip()) == (0, "replay: energy needs an NVIDIA GPU")
     assert "random · synthetic · 1×4/2×70×32 · bfloat16 · causal" in out
     for kernel in ("torch-default", "torch-math", "torch-flash"):
         assert kernel in out
@@ -83,20 +83,20 @@ def test_random_shape(run_cli: RunCli) -> None:
         ((*SHAPE, "--kernels", "torch-cudnn"), ("torch-cudnn cannot run on cpu", "GPUs only")),
         ((*SHAPE, "--baseline-kernel", "nope"), ("no kernel 'nope'",)),
         ((*SHAPE, "--errors-against", "torch-cudnn"), ("torch-cudnn cannot run on cpu",)),
-        ((*SHAPE, "--metric", "speed"), ("no metric 'speed'", "choose from|did you mean")),
-        ((*SHAPE, "--metric", "thruput"), ("no metric 'thruput'", "did you mean throughput")),
-        ((*SHAPE, "--cache", "cold"), ("--cache cold is for GPUs",)),
+        ((*SHAPE, "--metric", "speed"), ("unknown metric 'speed'", "choose from|did you mean")),
+        ((*SHAPE, "--metric", "thruput"), ("unknown metric 'thruput'", "did you mean throughput")),
+        ((*SHAPE, "--cache", "cold"), ("--cache cold requires a GPU",)),
         (("--random", "-hq", "6", "-hk", "4"), ("-hq 6 is not a multiple of -hk 4",)),
         (("--random", "-sq", "0"), ("-sq must be at least 1",)),
-        ((*SHAPE, "--also-random"), ("--also-random goes with recorded calls", "--dir")),
-        ((*SHAPE, "--keep", "0.1"), ("--keep is for triton-sparse-decode", "--kernels")),
+        ((*SHAPE, "--also-random"), ("--also-random requires recorded calls", "--dir")),
+        ((*SHAPE, "--keep", "0.1"), ("--keep requires one of triton-sparse-decode", "--kernels")),
         (
             (*SHAPE, "--page-size", "8", "--kernels", "flex"),
-            ("--page-size is for flashinfer-decode, triton-paged",),
+            ("--page-size requires one of flashinfer-decode, triton-paged",),
         ),
         ((*SHAPE, "--kernels", "triton-sparse-decode[keep=2]"), ("at most 1, not 2",)),
         (("--dir", "missing"), ("missing: no such directory", "capture --model")),
-        (("--suite", "llama", "--max-seq", "10"), ("--max-seq 10 leaves nothing of llama", "1024")),
+        (("--suite", "llama", "--max-seq", "10"), ("--max-seq 10 excludes every shape", "1024")),
         ((*SHAPE, "--json", "no/such/folder/rows.jsonl"), ("cannot write no/such/folder",)),
     ],
 )
@@ -231,6 +231,55 @@ def test_stdout_is_only_json(run_cli: RunCli) -> None:
     assert found["torch-math"]["status"] == "ok"
     assert found["torch-cudnn"]["status"] == "unavailable"
     assert len(found["torch-math"]["time_ms"]["samples"]) == found["torch-math"]["time_ms"]["n"]
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(
+    "name", ["[red]", "[/red]", "=1+1", "a,b", 'say "hi"', "../up", "{0}", "%s"]
+)
+def test_a_name_is_only_a_name(
+    run_cli: RunCli,
+    kernels: Callable[..., Kernel],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    name: str,
+) -> None:
+    """In progress, tables, CSV and files."""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # so that progress is drawn
+
+    def attention(query: Any, key: Any, value: Any, **options: Any) -> torch.Tensor:
+        print("noise")
+        return F.scaled_dot_product_attention(query, key, value, **options)
+
+    kernels(name, attention)
+    monkeypatch.setattr(
+        "replay.kernels.registry.select", lambda *_, **__: ([catalogue()[name]], [])
+    )
+    code, out, err = run_cli(*SHAPE, *QUICK, "--json", "-")
+    assert code == 0, err
+    assert [row["kernel"] for row in rows(out)] == [name, "torch-default"]
+    csv_file = tmp_path / "rows.csv"
+    code, out, err = run_cli(
+        *(*SHAPE, *QUICK, "--csv", str(csv_file), "--save-output", str(tmp_path / "kept"))
+    )
+    assert code == 0, err
+    assert name in re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", out)
+    first = next(csv.DictReader(csv_file.open(newline="")))
+    assert first["kernel"] == ("'=1+1" if name == "=1+1" else name)
+    assert len(list((tmp_path / "kept" / "random-00").iterdir())) == 2
+
+
+@pytest.mark.parametrize("metric", ["energy", "all"])
+def test_a_processor_has_no_energy_and_that_is_said_once(run_cli: RunCli, metric: str) -> None:
+    chosen = ("--kernels", "torch-math,torch-flash", "--metric", metric, "--json", "-")
+    code, out, err = run_cli(*SHAPE, *QUICK, *chosen)
+    assert code == 0
+    assert err.count("energy needs an NVIDIA GPU") == 1
+    assert [(row["energy"], row["flags"], row["timer"]) for row in rows(out)] == [
+        (None, [], "perf_counter")
+    ] * 3
+    _, _, err = run_cli(*SHAPE, *QUICK, "--metric", "time")
+    assert "energy" not in err
 
 
 def test_stdout_is_only_csv(run_cli: RunCli) -> None:

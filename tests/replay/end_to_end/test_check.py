@@ -189,7 +189,7 @@ def test_after_a_death_the_others_are_warmed_again_before_they_are_timed() -> No
     own, a, b = checked(process, "a", "b")
     assert (a.status, a.reason) == (
         "crash",
-        "it crashed; the model was built anew for what came after",
+        "it crashed; the model was rebuilt for the remaining runs",
     )
     assert a.log == "its last words"
     assert not a.measured
@@ -261,7 +261,7 @@ def test_another_model_than_the_recorded_is_told_and_not_predicted() -> None:
     assert a.prediction is None
     assert a.unpredicted == (
         "the model built here is not the one recorded: layers.0 (denoise) calls attention 0 times "
-        "on [1, 2, 64, 32] × [1, 2, 64, 32], and did so 12 times; capture it again"
+        "on [1, 2, 64, 32] × [1, 2, 64, 32], not 12 times as recorded: capture it again"
     )
     assert a.measured[RUN].speedup is not None
 

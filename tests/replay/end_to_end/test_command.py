@@ -60,23 +60,26 @@ PLAN = ("--dir", "recorded", "--plan", "plan.json")
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--random", "--e2e"), "--e2e and --plan need a recording: give --dir DIR"),
+        (("--random", "--e2e"), "--e2e and --plan require a recording: give --dir DIR"),
         ((*E2E, "--in-process"), "leave out --in-process"),
-        ((*E2E, "--also-random"), "--also-random is not for whole models"),
+        ((*E2E, "--also-random"), "--e2e and --plan do not combine with --also-random"),
         ((*E2E, "--baseline-kernel", "torch-math"), "leave out --baseline-kernel"),
-        ((*E2E, "--text", "none.txt"), "--text is for language models"),
+        ((*E2E, "--text", "none.txt"), "--text requires a language model"),
         ((*E2E, "--use-plan", "none.json"), "cannot read the plan none.json"),
-        ((*E2E, "--use-plan", "other.json"), "a plan for flux and recorded holds model.py:build"),
+        (
+            (*E2E, "--use-plan", "other.json"),
+            "a plan for flux, but recorded contains model.py:build",
+        ),
         ((*E2E, "--e2e-json", "none/file"), "cannot write none/file"),
         ((*E2E, "--kernels", "nope"), "no kernel 'nope'"),
-        (PLAN, "--plan FILE and --budget METRIC=X go together"),
-        (("--dir", "recorded", "--budget", "cosine=0.9"), "go together"),
-        ((*PLAN, "--budget", "speed=2"), "no metric 'speed' to budget"),
-        ((*PLAN, "--budget", "cosine=2"), "cosine lies between -1 and 1"),
+        (PLAN, "--plan and --budget require each other"),
+        (("--dir", "recorded", "--budget", "cosine=0.9"), "require each other"),
+        ((*PLAN, "--budget", "speed=2"), "unknown metric 'speed' in the budget"),
+        ((*PLAN, "--budget", "cosine=2"), "cosine must be between -1 and 1"),
         (("--dir", "recorded", "--plan", "no/plan", "--budget", "rmse=1"), "cannot write no/plan"),
-        (("--dir", "recorded", "--use-plan", "plan.json"), "--use-plan goes with --e2e"),
-        (("--dir", "recorded", "--text", "a.txt"), "--text goes with --e2e"),
-        (("--dir", "recorded", "--model-rounds", "5"), "--model-rounds goes with --e2e"),
+        (("--dir", "recorded", "--use-plan", "plan.json"), "--use-plan requires --e2e"),
+        (("--dir", "recorded", "--text", "a.txt"), "--text requires --e2e"),
+        (("--dir", "recorded", "--model-rounds", "5"), "--model-rounds requires --e2e"),
         (("--dir", "missing", "--e2e"), "missing: no such directory"),
     ],
 )
@@ -94,14 +97,14 @@ def edit(change: Callable[[dict[str, Any]], None]) -> None:
 
 def test_recordings_that_do_not_serve(refused: Refused) -> None:
     edit(lambda data: data["captures"].append({**data["captures"][0], "model": "second"}))
-    assert "holds model.py:build, second" in refused(*PLAN, "--budget", "rmse=1")
+    assert "contains model.py:build, second" in refused(*PLAN, "--budget", "rmse=1")
     edit(lambda data: data["captures"].pop())
     edit(lambda data: data["captures"][0]["settings"].pop("given"))
     assert "does not say how its model was built" in refused(*E2E)
     edit(lambda data: data["captures"][0]["settings"].pop("model"))
-    assert "in a script of yours" in refused(*E2E)
+    assert "in your own script" in refused(*E2E)
     edit(lambda data: data["captures"][0].update(census={}))
-    assert "counts its calls: capture again" in refused(*E2E)
+    assert "number of calls: capture it again" in refused(*E2E)
 
 
 def test_texts(refused: Refused) -> None:
@@ -110,14 +113,14 @@ def test_texts(refused: Refused) -> None:
             row["phase"] = "prefill"
 
     edit(prefills)
-    assert "a function does not say which" in refused(*E2E, "--text", "none.txt")
+    assert "a model built by a function does not have" in refused(*E2E, "--text", "none.txt")
     edit(lambda data: data["captures"][0]["settings"].update(model="."))
     Path("empty.txt").write_text(" \n")
     Path("binary.txt").write_bytes(b"\xff\xfe\x00")
     assert "cannot read --text none.txt: No such file" in refused(*E2E, "--text", "none.txt")
     assert "cannot read --text recorded: Is a directory" in refused(*E2E, "--text", "recorded")
     assert "empty.txt is empty" in refused(*E2E, "--text", "empty.txt")
-    assert "binary.txt is not a text in UTF-8" in refused(*E2E, "--text", "binary.txt")
+    assert "binary.txt is not UTF-8" in refused(*E2E, "--text", "binary.txt")
 
 
 def test_how_a_model_is_built_again(capture_record: CaptureRecord, tmp_path: Path) -> None:
@@ -198,8 +201,8 @@ def test_where_an_interpreter_imports_from(tmp_path: Path) -> None:
     version = list(sys.version_info[:2])
     told = json.dumps([version, ["", sys.path[-1], "/opt/elsewhere"]])
     assert import_path(interpreter("good", told)) == ("/opt/elsewhere",)
-    with pytest.raises(ModelRefused, match=r"is Python 2\.7 and this one"):
+    with pytest.raises(ModelRefused, match=r"is Python 2\.7, but the model runs in Python"):
         import_path(interpreter("old", json.dumps([[2, 7], []])))
     for broken in (interpreter("broken", "hello"), str(tmp_path / "none")):
-        with pytest.raises(ModelRefused, match="does not say where it imports from"):
+        with pytest.raises(ModelRefused, match="did not report its import path"):
             import_path(broken)

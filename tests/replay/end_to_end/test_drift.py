@@ -190,7 +190,7 @@ def test_any_output() -> None:
 
 
 def test_outputs_that_do_not_compare() -> None:
-    with pytest.raises(ValueError, match=r"output has the shape \(3,\) with the kernel and \(2,\)"):
+    with pytest.raises(ValueError, match=r"output has shape \(3,\) with the kernel but \(2,\)"):
         compare({"output": torch.ones(2)}, {"output": torch.ones(3)})
     logits = torch.zeros(2, 4)
     texts = [{"text_ids": torch.tensor([[0, last]]), "text_logits": logits} for last in (1, 2)]

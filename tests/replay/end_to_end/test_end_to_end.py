@@ -45,7 +45,7 @@ def test_what_a_kernel_does_to_the_model_costs_its_own_row(checks: Checks) -> No
     status = {name: (each["status"], each["reason"]) for name, each in found.items()}
     assert status["segfaults"] == (
         "crash",
-        "the worker was ended by SIGSEGV; the model was built anew for what came after",
+        "the worker was ended by SIGSEGV; the model was rebuilt for the remaining runs",
     )
     assert status["exits"][0] == "crash"
     assert "code 3" in status["exits"][1]
@@ -54,7 +54,7 @@ def test_what_a_kernel_does_to_the_model_costs_its_own_row(checks: Checks) -> No
     assert "10 s" in status["hangs"][1]
     assert status["fails"] == (
         "error",
-        "not tried in the model, since it failed in the replay: ValueError: nowhere",
+        "not run in the model because it failed in the replay: ValueError: nowhere",
     )
     wrong = found["wrong"]
     assert status["wrong"] == ("ok", "")

@@ -302,7 +302,7 @@ def test_a_model_that_waits_for_the_host_is_not_predicted_without_launches() -> 
     rows = [launched("old", call, 1.0, 0.5), row("new", call, 1.0)]
     counted = census(("layers.0", "decode", 64, 30))
     decode = Clocked((0.1,) * 5, busy_seconds=0.04)
-    with pytest.raises(ValueError, match="a was replayed without layer_host_ms: replay it anew"):
+    with pytest.raises(ValueError, match="a was replayed without layer_host_ms: replay it again"):
         predicted(counted, rows, phases={"decode": decode})
 
 
@@ -324,13 +324,13 @@ def test_launches_of_another_environment_are_held_against_the_baseline_there() -
 def test_what_cannot_be_predicted_is_said() -> None:
     call = facts("a", "layers.0")
     rows = [row("old", call, 10.0), row("new", call, 5.0)]
-    with pytest.raises(CensusError, match="capture again"):
+    with pytest.raises(CensusError, match="capture it again"):
         predicted({}, rows)
     with pytest.raises(ValueError, match="old was timed on none"):
         predicted(census(("layers.0", "denoise", 64, 1)), rows[1:])
     run = predicted(census(("layers.0", "denoise", 64, 500)), rows).run
     assert run.new_seconds is None
-    assert "more time than the model takes" in run.reason
+    assert "the predicted saving exceeds the model's time" in run.reason
     assert run.attention_share == pytest.approx(5.0)
 
 

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
-from replay.kernels.registry import Kernel, KernelNameError, catalogue, register_kernel, select
+from replay.kernels.registry import (
+    Kernel,
+    KernelNameError,
+    catalogue,
+    find,
+    register_kernel,
+    select,
+)
 
 
 def same(query: Tensor, *_: object, **__: object) -> Tensor:
@@ -110,3 +117,11 @@ def test_only_names_in_full_are_named() -> None:
 def test_a_name_that_fits_nothing(patterns: str, sentence: str) -> None:
     with pytest.raises(KernelNameError, match=sentence):
         select(patterns)
+
+
+@pytest.mark.parametrize("name", ["", "  ", "two\nlines", "\x1b[31mred", "half a letter \udc80"])
+def test_a_name_is_one_printable_line(name: str) -> None:
+    with pytest.raises(ValueError, match="one printable line"):
+        Kernel(name, lambda **arguments: torch.zeros(1))
+    with pytest.raises(KernelNameError, match="one printable line"):
+        find(f"{name}\n.py:f")

@@ -357,12 +357,12 @@ def test_what_cannot_be_used_is_one_sentence(transformer: Transformer, tmp_path:
     path = "transformer.blocks.0.attn"
     refused(PlanError, "nowhere.json", tmp_path / "nowhere.json")
     refused(KernelNameError, "no kernel 'twic'", plan_of((path, "denoise", "twic")))
-    refused(PlaceError, "nothing in Linear is called 'tr", plan_of(*MIXED), nn.Linear(2, 2))
-    refused(PlaceError, "no live module is called 'x.y'", plan_of(("x.y", "encode", "twice")), None)
+    refused(PlaceError, "Linear has no module 'tr", plan_of(*MIXED), nn.Linear(2, 2))
+    refused(PlaceError, "process has no module 'x.y'", plan_of(("x.y", "encode", "twice")), None)
     refused(PlaceError, "names no module", plan_of())
     refused(TypeError, "nothing to watch in str", plan_of(*MIXED), "transformer")
     twins = plan_of((path, "denoise", "twice"), (f"another{path[11:]}", "denoise", "thrice"))
-    refused(PlaceError, "differ in their component only", twins, None)
+    refused(PlaceError, "differ only in their component", twins, None)
     with use_plan(plan_of(*MIXED), transformer):
         refused_inside = pytest.raises(RuntimeError, match="already intercepted")
         with refused_inside, use_kernel("twice"):

@@ -254,7 +254,7 @@ def test_kernels_that_share_no_process_are_not_in_one_plan() -> None:
     assert kernels("x", "y") == ["old", "y"]
     plan = choose(rows, counted, COSINE, "old", ("x", "y"))
     assert plan.saved_ms == pytest.approx(50)
-    assert plan.left_out == {"x": "y saves more, and a process holds only one of them"}
+    assert plan.left_out == {"x": "y saves more, and the two cannot share a process"}
     assert not choose(rows, counted, COSINE, "old", ("x",)).left_out
 
 
@@ -319,7 +319,7 @@ def test_both_reasons_for_being_left_out() -> None:
     rows[2] = replace(rows[2], changed_inputs=("key",))
     assert choose(rows, counted, COSINE, "old", ("x", "y")).left_out == {
         "careless": "in decode it changes key in place, which later calls read again",
-        "x": "y saves more, and a process holds only one of them",
+        "x": "y saves more, and the two cannot share a process",
     }
 
 

@@ -120,7 +120,7 @@ def test_calls_that_no_row_can_be_like() -> None:
         ("layers.0", "decode", {"query": (4, 1, 32), "key": (4, 64, 32), "value": (4, 64, 16)})
     )
     assert match(counted, [call()])[0].shares == {}
-    with pytest.raises(CensusError, match="capture again"):
+    with pytest.raises(CensusError, match="capture it again"):
         match({}, [call()])
 
 

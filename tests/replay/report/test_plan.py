@@ -82,7 +82,7 @@ def test_the_plan_in_numbers() -> None:
     assert line.split() == ["blocks.0-2.a", "denoise", "sage1", "5", "10", "750", "0.998299"]
     assert "cogvideo · cosine ≥ 0.998" in text
     assert "random, seed 0" in text
-    assert "saves 750 ms of attention a run, predicted; of 3 layers sage1 at 3" in text
+    assert "750 ms of attention saved per run (predicted); 3 layers: sage1 at 3" in text
     assert "captured" not in text
 
 
@@ -96,7 +96,7 @@ def test_what_is_not_covered_or_not_inside_is_said() -> None:
     )
     told = re.sub(r"\s+", " ", text)
     assert "1 of 3 layers were not captured and keep torch-default: capture with --max 3" in told
-    assert "1 of 3 layers have no kernel inside cosine ≥ 0.998 and keep torch-default" in told
+    assert "1 of 3 layers have no kernel within cosine ≥ 0.998 and keep torch-default" in told
 
 
 def test_each_kernel_at_every_layer() -> None:

@@ -16,7 +16,7 @@ from replay.accuracy.errors import compare
 from replay.report.cells import cell, speedup_text
 from replay.report.groups import group_rows, pooled_speedup
 from replay.report.table import print_report
-from replay.rows.row import CallFacts, Errors, KernelId, Mask, Row, Status
+from replay.rows.row import CallFacts, Energy, Errors, GpuState, KernelId, Mask, Row, Status
 from replay.timing.statistics import paired_speedup
 from tests import factories
 from tests.factories import accuracy, speedup, speedup_over
@@ -47,6 +47,9 @@ def row(
     if status in ("ok", "inaccurate"):
         fields |= dict.fromkeys(("tflops", "gb_per_s", "flop_per_byte"), 123.456)
         fields |= {"first_call_ms": 1234.5678, "peak_bytes": 10**9}
+        fields |= {"burst_ms": 1234.5678, "sustained_ms": 1234.5678}
+        fields |= {"energy": Energy(123456.7, 1.234567, 690.5, 1.0)}
+        fields |= {"gpu_during": GpuState(1980, 690.5, 61, (), 2619)}
         fields["accuracy"] = accuracy(error or off_by(1e-3), noise_floor=off_by(1e-4))
     if against is not None:
         fields["speedup"] = speedup_over("base", paired_speedup(against, ms))
@@ -72,6 +75,17 @@ def kernels_in_order(text: str, names: Sequence[str]) -> list[str]:
     found = {name: re.search(rf"^{re.escape(name)}\b", text, re.MULTILINE) for name in names}
     present = {name: match.start() for name, match in found.items() if match}
     return sorted(present, key=lambda name: present[name])
+
+
+def test_names_cannot_act_on_the_terminal() -> None:
+    """Neither by Rich's markup nor by control characters, which a recording's names may have."""
+    facts = call("evil\x1b[2J", module="layers\n.0", model="\x1b[31mmodel[/]", weights="\x07[b]w")
+    text = report([row("[red]kernel[/red]", facts), row("other", facts)])
+    assert "[red]kernel[/red]" in text
+    assert " [31mmodel[/]" in text
+    assert "weights:  [b]w" in text
+    assert all(line.isprintable() for line in text.splitlines())
+    assert len(text.splitlines()) == len(text.split("\n")) - 1
 
 
 def test_no_line_is_longer_than_the_terminal_and_no_name_is_lost() -> None:
@@ -159,7 +173,7 @@ def test_a_sparse_kernel_says_how_much_it_keeps_and_is_not_the_fastest() -> None
     text = report(rows)
     assert re.search(r"^kernel .* kept +verdict", text, re.MULTILINE)
     assert re.search(r"^sparse .* 0\.02 +ok", text, re.MULTILINE)
-    assert "sparse: errors are against attention to all keys; its verdict is on the keys" in text
+    assert "sparse: errors are relative to attention to all keys; verdict: on the keys" in text
     fastest = text.partition("fastest correct kernel")[2]
     assert "exact" in fastest
     assert "sparse" not in fastest
@@ -325,7 +339,7 @@ def test_what_did_not_run_says_why() -> None:
     assert "picky: unsupported: head_dim 72" in text
     assert "not installed: pip install absent: absent" in text
     assert "careless: changes its key, no core time" in text
-    assert "noise floor: the recorded output itself has rel L1" in text
+    assert "noise floor: rel L1" in text
 
 
 def test_a_call_that_could_not_be_read_is_no_group() -> None:

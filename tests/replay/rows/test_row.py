@@ -60,10 +60,22 @@ def test_a_replays_rows_have_no_other_leaves(
     call = make_call(with_output=True)
     known = {item.path for item in FIELDS} | SAMPLES
     empty = {"speedup", "core_time_ms", "layer_host_ms", "gpu_before", "gpu_during"}
-    empty.add("call.mask")
+    empty |= {"call.mask", "energy"}
     empty.add("accuracy.chosen")
     for produced in replay([workload(call)], [broken], settings):
         assert set(leaves(row_to_json(produced))) <= known | empty
+
+
+@pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1"])
+def test_a_spreadsheet_evaluates_no_text(text: str) -> None:
+    table, json_file = io.StringIO(), io.StringIO()
+    bare = factories.row("mine", factories.call_facts(model=text), flags=(text, "other"))
+    write_csv([bare], table)
+    write_jsonl([bare], json_file)
+    written = next(csv.DictReader(io.StringIO(table.getvalue(), newline="")))
+    assert written["call.model"] == f"'{text}"
+    assert written["flags"] == f"'{text} other"
+    assert json.loads(json_file.getvalue())["call"]["model"] == text
 
 
 def test_json_and_csv_say_the_same(row: Row) -> None:

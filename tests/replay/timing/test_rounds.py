@@ -70,6 +70,13 @@ def raising_at(call: int) -> Callable[[], float]:
     return function
 
 
+def raising(error: BaseException) -> Callable[[], float]:
+    def function() -> float:
+        raise error
+
+    return function
+
+
 def constant(milliseconds: float) -> Callable[[], float]:
     return lambda: milliseconds
 
@@ -118,6 +125,25 @@ def test_one_that_raises_is_dropped_and_the_others_go_on() -> None:
     assert len(sound.ms) == 6
     assert failing.ms == [10.0, 10.0]
     assert str(failing.error) == "call 3"
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit()])
+def test_one_that_would_end_the_program_is_dropped(error: BaseException) -> None:
+    timer = FakeTimer()
+    sound, failing = Candidate(constant(1.0), rounds=3), Candidate(raising(error), rounds=3)
+    run_rounds({"sound": sound, "failing": failing}, timer, 0, silent)
+    assert (len(sound.ms), failing.ms, failing.error) == (3, [], error)
+    never_warm = Candidate(raising(error))
+    warm_up(never_warm, timer, 3, 1.0)
+    assert never_warm.error is error
+
+
+def test_the_users_interrupt_is_nobodys_fault() -> None:
+    interrupted = Candidate(raising(KeyboardInterrupt()), rounds=3)
+    with pytest.raises(KeyboardInterrupt):
+        run_rounds({"interrupted": interrupted}, FakeTimer(), 0, silent)
+    with pytest.raises(KeyboardInterrupt):
+        warm_up(Candidate(raising(KeyboardInterrupt())), FakeTimer(), 3, 1.0)
 
 
 def test_a_dropped_candidate_keeps_no_tensors_alive() -> None:

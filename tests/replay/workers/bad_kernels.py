@@ -42,6 +42,10 @@ def exit_politely(*arguments: Any, **options: Any) -> Tensor:
     sys.exit(0)
 
 
+def interrupt(*arguments: Any, **options: Any) -> Tensor:
+    raise KeyboardInterrupt
+
+
 def fork_and_die(*arguments: Any, **options: Any) -> Tensor:
     """What it forked stays, with both pipes open."""
     if os.fork() == 0:

@@ -67,7 +67,7 @@ def test_a_suite_in_another_dtype_and_shorter() -> None:
     assert all(spec.dtype == torch.bfloat16 for spec in suite("sage"))
     assert all(spec.dtype == torch.float16 for spec in suite("sage", "float16"))
     assert {spec.longest for spec in suite("sage", longest=2048)} == {1024, 2048}
-    with pytest.raises(ShapeError, match=r"--max-seq 100 leaves nothing of flux.* 4224"):
+    with pytest.raises(ShapeError, match=r"--max-seq 100 excludes every shape of flux.* 4224"):
         suite("flux", longest=100)
 
 

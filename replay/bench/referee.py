@@ -1,0 +1,222 @@
+"""Judges what kernels returned on one call. It runs no kernel, and may live in another process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from capture.call import AttentionCall
+from replay.accuracy.errors import compare, summary
+from replay.accuracy.judge import Expected, judge
+from replay.accuracy.tolerance import Tolerance
+from replay.bench.failures import Finding
+from replay.bench.variation import Flip, some_rows
+from replay.rows.row import Accuracy, AccuracyClass, Errors, Summary
+
+SLACK = 2.0
+"""Factor on the tolerance of the few rows of a timed sample, whose inputs are not the recorded
+ones: its purpose is to find results that are stale, skipped or of lower precision."""
+
+
+class Sample(NamedTuple):
+    """Rows of what one timed call returned."""
+
+    number: int
+    """Of the flip (`replay.bench.variation`) that its inputs had."""
+    changed: Tensor
+    """(n, Dv) of `Flip.changed`."""
+    unchanged: Tensor | None
+    """(m, Dv) of `Flip.unchanged`."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What was found about a kernel's output."""
+
+    finding: Finding
+    accuracy: Accuracy
+    kept: float | None = None
+    output_summary: Summary | None = None
+    reference_summary: Summary | None = None
+
+
+class Referee(Protocol):
+    """Judges outputs of the kernels of one call."""
+
+    def judge(
+        self,
+        kernel: str,
+        accuracy_class: AccuracyClass,
+        output: Tensor,
+        chosen: Tensor | None,
+        *,
+        of_core: bool = False,
+    ) -> Judged:
+        """Judge an output (B, Hq, Sq, Dv); of a sparse kernel by the keys that it chose.
+
+        Args:
+            of_core: the kernel's core returned it, whose errors cost the core's time alone.
+        """
+
+    def judge_samples(
+        self,
+        kernel: str,
+        accuracy_class: AccuracyClass,
+        samples: list[Sample],
+        chosen: Tensor | None,
+    ) -> str:
+        """What is wrong with rows of timed samples; empty for nothing."""
+
+    def clock(self, kernel: str, run: Callable[[], object], device: torch.device) -> None:
+        """Let a block of calls run by a clock that the kernel cannot reach, if there is one."""
+
+
+BLOCK_MS = 10.0
+MOST_CALLS = 1000
+
+
+def block_of_calls(run: Callable[[], object], device: torch.device, calls: int) -> None:
+    """Calls one after another, until the last one's work is done."""
+    for _ in range(calls):
+        run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class LocalReferee:
+    """Judges in this process.
+
+    Args:
+        seed: of the flips.
+        compared: the output of the kernel that errors are wanted against.
+    """
+
+    def __init__(
+        self,
+        call: AttentionCall,
+        seed: int,
+        errors_against: str = "reference",
+        compare_stats: bool = False,
+        compared: Tensor | None = None,
+    ) -> None:
+        self._call = call
+        self.seed = seed
+        self._errors_against = errors_against
+        self._compare_stats = compare_stats
+        self._compared = compared
+        self._expected = Expected.of(call)
+        self._chosen: dict[str, Expected] = {}
+        self._noise_floor: Errors | None = None
+        if call.output is not None:
+            self._noise_floor = compare(call.output, self._expected.reference)
+
+    def judge(
+        self,
+        kernel: str,
+        accuracy_class: AccuracyClass,
+        output: Tensor,
+        chosen: Tensor | None,
+        *,
+        of_core: bool = False,
+    ) -> Judged:
+        expected = self._expected_of(kernel, chosen)
+        reference, captured = self._expected.reference, self._call.output
+        verdict = judge(output, expected, accuracy_class)
+        is_sparse = chosen is not None
+        accuracy = Accuracy(
+            reference=compare(output, reference) if is_sparse else verdict.errors,
+            captured=None if captured is None else compare(output, captured),
+            kernel=None if self._compared is None else compare(output, self._compared),
+            noise_floor=self._noise_floor,
+            chosen=verdict.errors if is_sparse else None,
+        )
+        finding = Finding("ok" if verdict.passed else "inaccurate", verdict.sentence)
+        judged = Judged(finding, accuracy, expected.kept)
+        if not self._compare_stats:
+            return judged
+        against = {"reference": reference, "captured": captured}.get(
+            self._errors_against, self._compared
+        )
+        return replace(
+            judged,
+            output_summary=summary(output),
+            reference_summary=None if against is None else summary(against),
+        )
+
+    def judge_samples(
+        self,
+        kernel: str,
+        accuracy_class: AccuracyClass,
+        samples: list[Sample],
+        chosen: Tensor | None,
+    ) -> str:
+        expected = self._expected_of(kernel, chosen)
+        call = self._call
+        if chosen is not None:
+            call = call.with_tensors({"attn_mask": _both(call.attn_mask, chosen)})
+        for sample in samples:
+            flip = Flip(call, self.seed, sample.number, values_only=chosen is not None)
+            flip.apply()
+            try:
+                rows = Expected.of(some_rows(call, flip.changed))
+            finally:
+                flip.apply()
+            wrong = _wrong_rows(sample.changed, rows, expected.tolerance, accuracy_class)
+            if not wrong and flip.unchanged is not None and sample.unchanged is not None:
+                right = flip.unchanged.of(expected.reference)[None, None]
+                same = Expected(right, expected.tolerance)
+                wrong = _wrong_rows(sample.unchanged, same, expected.tolerance, accuracy_class)
+            if wrong:
+                return wrong
+        return ""
+
+    def clock(self, kernel: str, run: Callable[[], object], device: torch.device) -> None:
+        """In this process there is no clock that a kernel could not reach."""
+
+    def _expected_of(self, kernel: str, chosen: Tensor | None) -> Expected:
+        if chosen is None:
+            return self._expected
+        if kernel not in self._chosen:
+            self._chosen[kernel] = Expected.of(self._call, chosen)
+        return self._chosen[kernel]
+
+
+def _wrong_rows(
+    rows: Tensor, expected: Expected, whole: Tolerance, accuracy_class: AccuracyClass
+) -> str:
+    """Why rows (n, Dv) of a timed sample are wrong, given the tolerance of the whole output too."""
+    right = expected.reference[0, 0].to(rows.device)
+    error = rows.to(torch.float64) - right.to(torch.float64)
+    odd = ~rows.isfinite() & right.isfinite()
+    if odd.any():
+        return f"{int(odd.sum())} elements of {rows.numel()} are NaN or infinite"
+    error = error.nan_to_num(0.0, 0.0, 0.0)
+    if accuracy_class == "quantised":
+        lengths = torch.linalg.vector_norm(right.to(torch.float64).nan_to_num(), dim=-1)
+        scale = float(lengths.mean())
+        found = float(torch.linalg.vector_norm(error, dim=-1).mean()) / scale if scale else 0.0
+        if found > QUANTISED_SAMPLE_ERROR:
+            return f"relative error {found:.2g} exceeds {QUANTISED_SAMPLE_ERROR}"
+        return ""
+    allowed = SLACK * max(whole.limit, expected.tolerance.limit)
+    largest = float(error.abs().amax()) if error.numel() else 0.0
+    if largest > allowed:
+        return f"max abs error {largest:.2g} exceeds {allowed:.2g}"
+    return ""
+
+
+QUANTISED_SAMPLE_ERROR = 0.3
+"""Mean relative L2 error of the rows of a sample: an honest 8-bit kernel stays below a tenth."""
+
+
+def _both(mask: Tensor | None, chosen: Tensor) -> Tensor:
+    """The keys that a mask allows and a sparse kernel chose."""
+    if mask is None:
+        return chosen
+    if mask.dtype == torch.bool:
+        return mask & chosen
+    return torch.where(chosen, mask, float("-inf"))

@@ -1,0 +1,159 @@
+"""Inputs that change from sample to sample, so that what is timed can be judged.
+
+Before every timed call the signs of some keys, values and queries are flipped in place: the same
+pointers, shapes and magnitudes, other values. A result kept from an earlier call, by pointer or by
+checksum, is then wrong or useless. A flip is a function of a seed and a number, so that another
+process can make the same inputs and judge a few rows of the output by them.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from capture.call import AttentionCall
+from capture.strides import narrow_expanded
+
+VALUE_SHARE = 4
+"""One value in four of a head is flipped, which moves every output that attends to them."""
+FLIPPED_ROWS = 16
+"""Of key and of query: few, so that the distribution of scores stays what it was."""
+JUDGED_ROWS = 8
+"""Rows of an output that are kept in the head that changed, and as many in other heads."""
+
+
+class Rows(NamedTuple):
+    """Positions in an output (B, Hq, Sq, Dv), one per entry."""
+
+    batch: list[int]
+    head: list[int]
+    query: list[int]
+
+    def of(self, output: Tensor) -> Tensor:
+        """(n, Dv), copied."""
+        at = (torch.tensor(each, device=output.device) for each in self)
+        return output[tuple(at)].clone()
+
+
+class Flip:
+    """The flip of one number.
+
+    Args:
+        values_only: leave query and key as they are, for kernels that choose keys by them.
+    """
+
+    def __init__(
+        self, call: AttentionCall, seed: int, number: int, *, values_only: bool = False
+    ) -> None:
+        shape, draw = call.shape, random.Random(f"{seed} {number}")
+        group = max(shape.q_heads // shape.kv_heads, 1)
+        batch, kv_head = draw.randrange(shape.batch), draw.randrange(shape.kv_heads)
+        heads = range(kv_head * group, (kv_head + 1) * group)
+        parts = [(call.value, kv_head, max(shape.kv_len // VALUE_SHARE, 1))]
+        if not values_only:
+            parts.append((call.key, kv_head, min(FLIPPED_ROWS, shape.kv_len)))
+            parts.append((call.query, draw.choice(heads), min(FLIPPED_ROWS, shape.q_len)))
+        self._views = [_part(draw, tensor, batch, head, rows) for tensor, head, rows in parts]
+        self.changed = Rows(
+            [batch] * JUDGED_ROWS,
+            draw.choices(heads, k=JUDGED_ROWS),
+            draw.choices(range(shape.q_len), k=JUDGED_ROWS),
+        )
+        """Rows that the flip may change."""
+        anywhere = [
+            (
+                draw.randrange(shape.batch),
+                draw.randrange(shape.q_heads),
+                draw.randrange(shape.q_len),
+            )
+            for _ in range(JUDGED_ROWS)
+        ]
+        others = [each for each in anywhere if each[0] != batch or each[1] not in heads]
+        if any(_is_shared(tensor) for tensor, _, _ in parts):
+            others = []
+        self.unchanged = (
+            Rows(*(list(each) for each in zip(*others, strict=True))) if others else None
+        )
+        """Rows of other heads, which it does not reach; None where heads share memory."""
+
+    def apply(self) -> None:
+        """Flip in place; a second time undoes it."""
+        for view in self._views:
+            view.neg_()
+
+
+class Variation:
+    """Gives each sample of the kernels that share a call's tensors another flip."""
+
+    def __init__(self, call: AttentionCall, seed: int) -> None:
+        self._call = call
+        self._seed = seed
+        self._numbers = iter(range(2**62))
+        self._flip: Flip | None = None
+
+    def next(self, *, values_only: bool = False) -> tuple[int, Flip]:
+        """Undo the last flip and apply another; its number comes with it."""
+        self.undo()
+        number = next(self._numbers)
+        self._flip = Flip(self._call, self._seed, number, values_only=values_only)
+        self._flip.apply()
+        return number, self._flip
+
+    def undo(self) -> None:
+        """Make the inputs what they were before any flip."""
+        if self._flip is not None:
+            self._flip.apply()
+        self._flip = None
+
+    def forget(self) -> None:
+        """The inputs were restored by other means."""
+        self._flip = None
+
+
+def some_rows(call: AttentionCall, rows: Rows) -> AttentionCall:
+    """The call that makes these rows alone, all of one key head: (1, 1, n, D), mask explicit."""
+    shape = call.shape
+    group = max(shape.q_heads // shape.kv_heads, 1)
+    batch, kv_head = rows.batch[0], rows.head[0] // group
+    at = [torch.tensor(each, device=call.device) for each in rows]
+    mask = None
+    if call.attn_mask is not None:
+        whole = call.attn_mask[(None,) * (4 - call.attn_mask.ndim)]
+        places = (each.clamp(max=size - 1) for each, size in zip(at, whole.shape[:3], strict=True))
+        mask = whole[tuple(places)].expand(-1, shape.kv_len)[None, None]
+    if call.is_causal:
+        visible = (torch.arange(shape.kv_len, device=call.device) <= at[2][:, None])[None, None]
+        if mask is None:
+            mask = visible
+        elif mask.dtype == torch.bool:
+            mask = mask & visible
+        else:
+            mask = mask.masked_fill(~visible, float("-inf"))
+    return replace(
+        call,
+        query=call.query[tuple(at)][None, None],
+        key=call.key[batch, kv_head][None, None],
+        value=call.value[batch, kv_head][None, None],
+        attn_mask=mask,
+        is_causal=False,
+        enable_gqa=False,
+        output=None,
+    )
+
+
+def _part(draw: random.Random, tensor: Tensor, batch: int, head: int, rows: int) -> Tensor:
+    """Some rows of one head, as they lie in memory: an expanded dimension is there once."""
+    memory = narrow_expanded(tensor)
+    batch, head = min(batch, memory.shape[0] - 1), min(head, memory.shape[1] - 1)
+    rows = min(rows, memory.shape[2])
+    first = draw.randrange(memory.shape[2] - rows + 1)
+    return memory[batch, head, first : first + rows]
+
+
+def _is_shared(tensor: Tensor) -> bool:
+    """Whether heads or batches lie in the same memory."""
+    return narrow_expanded(tensor).shape[:2] != tensor.shape[:2]

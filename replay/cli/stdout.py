@@ -1,0 +1,38 @@
+"""Keep stdout for rows: what kernels print in this process goes to stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import TextIO
+
+STDOUT, STDERR = 1, 2
+
+
+@contextlib.contextmanager
+def reserved_stdout() -> Iterator[TextIO]:
+    """Yield a stdout of our own, while everybody else's leads to stderr.
+
+    Compiled code prints past Python, so the file descriptors are exchanged too. A stdout that is no
+    file, as in a notebook, has none.
+    """
+    ours = sys.stdout
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        try:
+            ours.flush()
+            kept = os.dup(ours.fileno())
+        except (OSError, ValueError):  # a stream without a descriptor raises both at once
+            yield ours
+            return
+        ours = stack.enter_context(
+            open(kept, "w", encoding=ours.encoding, errors="backslashreplace", newline="")
+        )
+        before = os.dup(STDOUT)
+        stack.callback(os.close, before)
+        stack.callback(os.dup2, before, STDOUT)
+        with contextlib.suppress(OSError):  # there may be no stderr
+            os.dup2(STDERR, STDOUT)
+        yield ours

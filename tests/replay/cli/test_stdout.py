@@ -1,0 +1,54 @@
+"""Stdout for rows alone, whatever kernels print into it."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+
+import pytest
+
+from replay.cli.stdout import reserved_stdout
+
+
+def make_noise() -> None:
+    print("python")
+    os.write(1, b"compiled code\n")
+    subprocess.run([sys.executable, "-c", "print('child')"], check=True)
+
+
+def test_noise_of_all_kinds_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+    print("before")
+    with reserved_stdout() as stdout:
+        make_noise()
+        stdout.write("row\n")
+        make_noise()
+    print("after")
+    out, err = capfd.readouterr()
+    assert out == "before\nrow\nafter\n"
+    for noise in ("python", "compiled code", "child"):
+        assert err.count(f"{noise}\n") == 2
+
+
+def test_it_outlives_a_kernel_that_closes_stdout(capfd: pytest.CaptureFixture[str]) -> None:
+    with reserved_stdout() as stdout:
+        os.close(1)
+        stdout.write("row\n")
+    print("after")
+    assert capfd.readouterr().out == "row\nafter\n"
+
+
+def test_what_cannot_be_encoded_is_escaped(capfd: pytest.CaptureFixture[str]) -> None:
+    with reserved_stdout() as stdout:
+        stdout.write("half a letter \udc80\n")
+    assert capfd.readouterr().out == "half a letter \\udc80\n"
+
+
+def test_a_stdout_without_a_descriptor_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", notebook)
+    with reserved_stdout() as stdout:
+        print("noise")
+        stdout.write("row\n")
+    assert notebook.getvalue() == "row\n"

@@ -1,0 +1,73 @@
+"""Energy and settled times from a block of calls, with a clock and a counter that are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from replay.timing.energy import Block, block, measure_energy
+from replay.timing.gpu_state import NoReading
+
+
+class FakeGpu:
+    """Draws a steady power; its counter moves every `tick_ms`, in millijoules."""
+
+    def __init__(self, watts: float, tick_ms: float = 100.0) -> None:
+        self.watts = watts
+        self.tick_ms = tick_ms
+        self.now_ms = 1234.5
+
+    def chunks(self, milliseconds: Callable[[float], float]) -> Iterator[float]:
+        """Work on chunks that take so long, given when they start."""
+        began = self.now_ms
+        while True:
+            took = milliseconds(self.now_ms - began)
+            self.now_ms += took
+            yield took
+
+    def clock(self) -> float:
+        return self.now_ms / 1000
+
+    def read(self) -> int:
+        moved = self.now_ms // self.tick_ms * self.tick_ms
+        return int(moved * self.watts)
+
+    def watch(self, milliseconds: Callable[[float], float], calls: int) -> Block:
+        return block(self.chunks(milliseconds), calls, self.read, self.clock)
+
+
+@pytest.mark.parametrize("tick_ms", [20.0, 100.0])
+@pytest.mark.parametrize(("chunk_ms", "calls"), [(5.0, 100), (5.0, 1), (400.0, 1)])
+def test_energy_is_power_times_time(tick_ms: float, chunk_ms: float, calls: int) -> None:
+    found = FakeGpu(500.0, tick_ms).watch(lambda now: chunk_ms, calls)
+    slack = 0.02 if chunk_ms < tick_ms else 0.2  # a counter is as exact as it is often looked at
+    assert found.power_w == pytest.approx(500, rel=slack)
+    assert found.mj == pytest.approx(500 * chunk_ms / calls, rel=slack)
+    assert found.seconds >= 1
+    assert not found.settles
+    assert found.burst_ms == found.sustained_ms == chunk_ms / calls
+
+
+def test_a_clock_that_falls_shows_in_the_last_calls() -> None:
+    found = FakeGpu(700.0).watch(lambda now: 4.0 if now < 30 else 5.0, calls=10)
+    assert (found.burst_ms, found.sustained_ms, found.settles) == (0.4, 0.5, True)
+    # The energy is that of the settled state.
+    assert found.mj == pytest.approx(700 * 0.5, rel=0.02)
+
+
+@pytest.mark.parametrize(("slowed", "settles"), [(1.02, False), (1.04, True), (0.96, True)])
+def test_three_per_cent_are_a_difference(slowed: float, settles: bool) -> None:
+    found = FakeGpu(700.0).watch(lambda now: 4.0 if now < 30 else 4.0 * slowed, calls=10)
+    assert found.settles is settles
+
+
+def test_a_counter_that_stands_still_is_none() -> None:
+    with pytest.raises(NoReading, match="stands still"):
+        FakeGpu(0.0).watch(lambda now: 5.0, calls=1)
+
+
+def test_energy_needs_a_gpu() -> None:
+    with pytest.raises(NoReading, match="energy needs an NVIDIA GPU"):
+        measure_energy(lambda: None, torch.device("cpu"), 1.0)

@@ -1,0 +1,30 @@
+"""What is written down of the machine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from replay.timing.machine import describe, physical_cores, usable_cpus
+
+
+def test_hardware_threads_are_no_cores(tmp_path: Path) -> None:
+    for cpu, siblings in enumerate(("0,2", "1,3", "0,2", "1,3")):
+        folder = tmp_path / f"cpu{cpu}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{siblings}\n")
+    (tmp_path / "cpufreq").mkdir()
+    assert physical_cores(tmp_path) == 2
+    assert physical_cores(tmp_path / "absent") is None
+
+
+def test_the_machine_says_what_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5, 7}, raising=False)
+    assert usable_cpus() == 3
+    assert describe(torch.device("cpu")).usable_cpus == "3"
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+    assert usable_cpus() == 12
