@@ -276,7 +276,8 @@ def coverage() -> str:
     for row in rows:
         machine = f"{row['device']}, torch {row['machine.torch']}"
         if row["threads"]:
-            machine += f", {row['threads']} thread(s), load {row['load']}"
+            threads = "one thread" if row["threads"] == "1" else f"{row['threads']} threads"
+            machine += f", {threads}, load average {row['load']}"
         shares = [
             f"{100 * float(row[f'{name}.share']):.1f} % ({100 * float(row[f'{name}.low']):.1f}-"
             f"{100 * float(row[f'{name}.high']):.1f})"

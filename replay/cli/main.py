@@ -349,6 +349,7 @@ def _settings(arguments: argparse.Namespace, device: torch.device) -> Settings:
         rounds=arguments.rounds,
         calls_before=calls_before,
         max_seconds=arguments.max_seconds or (CPU_SECONDS if device.type == "cpu" else SECONDS),
+        max_noise=arguments.max_noise,
         seed=arguments.seed,
         baseline=arguments.baseline_kernel or (OWN if of_models else None),
         errors_against=arguments.errors_against,

@@ -532,6 +532,22 @@ def test_baseline(
     assert rows[expected].speedup is None
 
 
+@pytest.mark.parametrize(("seconds", "rounds"), [(1e-9, 6), (1e9, 8)])
+def test_slow_kernels_get_six_rounds_and_say_so(
+    make_call: MakeCall,
+    workload: MakeWorkload,
+    kernels: Register,
+    quick: Settings,
+    seconds: float,
+    rounds: int,
+) -> None:
+    settings = replace(quick, rounds=8, max_seconds=seconds)
+    for row in rows_of(make_call(), workload, settings, kernels("mine", sdpa)).values():
+        assert row.time_ms is not None
+        assert row.time_ms.n == rounds
+        assert ("took longer than --max-seconds" in row.flags) == (rounds == 6)
+
+
 def test_a_model_whose_backend_must_not_run_is_compared_with_the_default(
     make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
 ) -> None:

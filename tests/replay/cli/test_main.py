@@ -125,6 +125,7 @@ def test_wrong_usage_is_one_sentence_with_the_remedy(
         ("--random", "--suite", "llama"),
         (*SHAPE, "--keep", "0"),
         (*SHAPE, "--page-size", "0"),
+        (*SHAPE, "--max-noise", "0"),
     ],
 )
 def test_what_argparse_refuses(run_cli: RunCli, arguments: tuple[str, ...]) -> None:
@@ -145,6 +146,13 @@ def test_what_argparse_refuses(run_cli: RunCli, arguments: tuple[str, ...]) -> N
 def test_calls_before_each_sample(arguments: tuple[str, ...], device: str, calls: int) -> None:
     given = parser().parse_args(["--dir", "captured_inputs", *arguments])
     assert _settings(given, torch.device(device)).calls_before == calls
+
+
+def test_rounds_that_end_when_the_noise_is_low(run_cli: RunCli) -> None:
+    # Half the width of an interval is never more than its middle: any noise will do.
+    options = ("--rounds", "30", "--max-noise", "1", "--kernels", "torch-math", "--json=-")
+    *_, out, _ = run_cli(*SHAPE, *QUICK, "--max-seconds", "100", *options)
+    assert {row["time_ms"]["n"] for row in rows(out)} == {9}
 
 
 def test_an_empty_directory(run_cli: RunCli, tmp_path: Path) -> None:
