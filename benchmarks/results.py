@@ -43,6 +43,7 @@ COLUMNS = (
     "speedup.low",
     "speedup.high",
     "speedup.verdict",
+    "speedup.reason",
     "accuracy.reference.cosine",
     "accuracy.reference.relative_l1",
     "accuracy.reference.max_abs",

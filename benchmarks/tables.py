@@ -268,6 +268,24 @@ def power_limit() -> str:
     return "\n".join(text) + f"\n\n{lines[0][-1]}.\n"
 
 
+def coverage() -> str:
+    """List how often the verdicts of speed are right, by number of rounds."""
+    rows = results.read(results.DIRECTORY / "coverage.csv")
+    headings = ["machine", "rounds", "pairs", "A/A tied", "3 % more work found"]
+    lines = [f"| {' | '.join(headings)} |", f"|---|{'---:|' * (len(headings) - 1)}"]
+    for row in rows:
+        machine = f"{row['device']}, torch {row['machine.torch']}"
+        if row["threads"]:
+            machine += f", {row['threads']} thread(s), load {row['load']}"
+        shares = [
+            f"{100 * float(row[f'{name}.share']):.1f} % ({100 * float(row[f'{name}.low']):.1f}-"
+            f"{100 * float(row[f'{name}.high']):.1f})"
+            for name in ("ties", "found")
+        ]
+        lines.append(f"| {machine} | {row['rounds']} | {row['pairs']} | {' | '.join(shares)} |")
+    return "\n".join(lines) + "\n"
+
+
 def _scene_cell(rows: list[dict[str, str]], column: str) -> str:
     """Format the median over the calls, or the statuses if there is no time."""
     values = sorted(float(row[column]) for row in rows if row["status"] == "ok" and row[column])
@@ -319,6 +337,7 @@ def _escaped(text: str) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "demo": demo,
     "power_limit": power_limit,
+    "coverage": coverage,
     "glossary": glossary,
     "fields": fields,
     "full_size": full_size,

@@ -31,7 +31,7 @@ from replay.rows.row import (
     Status,
     Summary,
 )
-from replay.timing.statistics import summarize
+from replay.timing.statistics import speed_verdict, summarize
 
 
 def normal(
@@ -164,7 +164,7 @@ def accuracy(against_reference: Errors | None = None, **others: Errors) -> Accur
 def speedup(ratio: float = 1.5, low: float | None = None, high: float | None = None) -> Speedup:
     """With an interval of ±0.1 unless it is given, and the verdict that follows from it."""
     low, high = ratio - 0.1 if low is None else low, ratio + 0.1 if high is None else high
-    return Speedup(ratio, low, high, "faster" if low > 1 else "slower" if high < 1 else "tie")
+    return Speedup(ratio, low, high, *speed_verdict(low, high))
 
 
 def speedup_over(vs: str = "torch-default", against: Speedup | None = None) -> SpeedupOver:
@@ -179,9 +179,9 @@ def row(
     reason: str = "",
     **fields: Any,
 ) -> Row:
-    """A row with these times, five where it is one number; one that has times has an accuracy."""
+    """A row with these times, ten where it is one number; one that has times has an accuracy."""
     if ms is not None:
-        timed = {"time_ms": summarize([ms] * 5 if isinstance(ms, float) else ms)}
+        timed = {"time_ms": summarize([ms] * 10 if isinstance(ms, float) else ms)}
         fields = {**timed, "accuracy": accuracy(), **fields}
     return Row(kernel, call or call_facts(), status, reason, **fields)
 

@@ -222,6 +222,7 @@ def time_together(
             calls_before=settings.calls_before,
             seed=settings.seed,
             max_seconds=settings.max_seconds,
+            max_noise=settings.max_noise,
             on_sample=lambda part: report(part.kernel),
             synchronous=options.synchronous,
             witness=witness,

@@ -22,6 +22,8 @@ class Settings:
     rounds: int = ROUNDS
     max_seconds: float = SECONDS
     """Time for the samples of one kernel on one call; a slow kernel gets fewer rounds."""
+    max_noise: float | None = None
+    """End the rounds once every kernel's time is known within this share of it."""
     calls_before: int = 0
     """Untimed calls of the same kernel before each sample, as a model's other layers make them."""
     seed: int = 0

@@ -21,7 +21,7 @@ from replay.rows.row import Accuracy, CallFacts, Energy, Machine, Program, Row, 
 from replay.timing import flops
 from replay.timing.energy import Block
 from replay.timing.rounds import Samples
-from replay.timing.statistics import MINIMUM_PAIRS, paired_speedup, summarize
+from replay.timing.statistics import paired_speedup, summarize
 from replay.timing.timer import TIMERS
 
 
@@ -118,6 +118,7 @@ def make_row(
     samples = timed.samples if is_timed else None
     core = timed.core_samples if is_timed and not confirmed.core_fault else None
     time_ms = None if samples is None else summarize(samples.ms)
+    over_time = ("took longer than --max-seconds",) * (samples is not None and samples.is_over_time)
     no_core = (f"no core time: {confirmed.core_fault}",) if confirmed.core_fault else ()
     no_energy = (f"no energy: {timed.no_energy}",) if timed.no_energy else ()
     block = timed.block if is_timed else None
@@ -128,11 +129,13 @@ def make_row(
         reason=confirmed.finding.reason,
         environment=options.environment,
         process=options.process,
-        flags=tuple(dict.fromkeys((*checked.flags, *confirmed.flags, *no_core, *no_energy))),
+        flags=tuple(
+            dict.fromkeys((*checked.flags, *confirmed.flags, *no_core, *no_energy, *over_time))
+        ),
         changed_inputs=tuple(dict.fromkeys(checked.changed_inputs + timed.changed_inputs)),
         time_ms=time_ms,
         core_time_ms=None if core is None else summarize(core.ms),
-        speedup=_speedup(confirmed, baseline, settings.seed),
+        speedup=_speedup(confirmed, baseline),
         tflops=None if time_ms is None else flops.tflops(call, time_ms.p50),
         gb_per_s=None if time_ms is None else flops.gb_per_s(call, time_ms.p50),
         flop_per_byte=flops.arithmetic_intensity(call),
@@ -166,10 +169,10 @@ def _energy(block: Block, call: AttentionCall) -> Energy:
     return Energy(block.mj, per_joule, block.power_w, block.seconds)
 
 
-def _speedup(confirmed: Confirmed, baseline: Confirmed | None, seed: int) -> SpeedupOver | None:
+def _speedup(confirmed: Confirmed, baseline: Confirmed | None) -> SpeedupOver | None:
     if baseline is None or confirmed is baseline:
         return None
-    if min(len(baseline.ms), len(confirmed.ms)) < MINIMUM_PAIRS:
+    if not (baseline.ms and confirmed.ms):
         return None
-    found = paired_speedup(baseline.ms, confirmed.ms, seed)
+    found = paired_speedup(baseline.ms, confirmed.ms)
     return SpeedupOver(**vars(found), vs=baseline.timed.checked.kernel.name)

@@ -7,7 +7,13 @@ import argparse
 from capture.arguments import OneSentenceParser, natural, positive
 from replay.cli.end_to_end_arguments import add_arguments
 from replay.rows.fields import METRICS
-from replay.timing.defaults import CALLS_BEFORE_IN_MODELS, CPU_SECONDS, ROUNDS, SECONDS
+from replay.timing.defaults import (
+    CALLS_BEFORE_IN_MODELS,
+    CPU_SECONDS,
+    MINIMUM_ROUNDS,
+    ROUNDS,
+    SECONDS,
+)
 
 SUITES = ("flux", "sage", "aiter", "cogvideo", "llama")
 
@@ -79,7 +85,10 @@ def parser() -> argparse.ArgumentParser:
     how = command.add_argument_group("how to measure")
     how.add_argument("--cache", choices=["cold", "warm"], help="L2 cache (default: cold on a GPU)")
     how.add_argument(
-        "--rounds", type=positive, default=ROUNDS, help=f"samples per kernel (default {ROUNDS})"
+        "--rounds",
+        type=positive,
+        default=ROUNDS,
+        help=f"samples per kernel (default {ROUNDS}; below {MINIMUM_ROUNDS} there is no interval)",
     )
     how.add_argument(
         "--calls-before",
@@ -92,8 +101,15 @@ def parser() -> argparse.ArgumentParser:
         "--max-seconds",
         type=float,
         metavar="S",
-        help="time limit per kernel and call, which may reduce the rounds "
+        help=f"time limit per kernel and call, which may reduce the rounds to {MINIMUM_ROUNDS} "
         f"(default {SECONDS:g}, on CPUs {CPU_SECONDS:g})",
+    )
+    how.add_argument(
+        "--max-noise",
+        type=_share,
+        metavar="SHARE",
+        help="end the rounds once the median time of every kernel is known within this share of "
+        "it, e.g. 0.01 (default: all rounds)",
     )
     how.add_argument(
         "--baseline-kernel",

@@ -31,13 +31,13 @@ from replay.end_to_end.prediction import KernelAt, Prediction, everywhere, predi
 from replay.end_to_end.span import RUN, Clocked, Span
 from replay.end_to_end.typical import by_round, delayed
 from replay.rows.row import KernelId, Row, Speedup, Status, TimeSummary
-from replay.timing.statistics import MINIMUM_PAIRS, paired_speedup, summarize
+from replay.timing.defaults import MINIMUM_ROUNDS
+from replay.timing.statistics import paired_speedup, summarize
 
 MOST_ROUNDS = 10
-FEWEST_ROUNDS = 5
 ROUNDS_SECONDS = 6.0
-"""By default, each kernel runs as many rounds as fit into this time, but at least `FEWEST_ROUNDS`.
-The bootstrap covers 75 % with three rounds and 95 % with five (simulated)."""
+"""By default, each kernel runs as many rounds as fit into this time, but at least
+`MINIMUM_ROUNDS`."""
 NEIGHBOURS = 2
 """Kernels per baseline run in a round."""
 
@@ -210,7 +210,7 @@ def _run_rounds(
         if requested is None:
             taken = [run.times.run for arm in arms for run in arm.runs]
             affordable = int(ROUNDS_SECONDS / statistics.mean(taken))
-            total = min(MOST_ROUNDS, max(affordable, FEWEST_ROUNDS))
+            total = min(MOST_ROUNDS, max(affordable, MINIMUM_ROUNDS))
 
 
 def _attempt(arm: _Arm, process: ModelProcess, run: Callable[[], Run]) -> Run | None:
@@ -283,10 +283,10 @@ def _checked(
         before = (
             [own_seconds[span][each] for each in arm.paired_with] if span in own_seconds else []
         )
-        compares = arm is not own and len(before) >= MINIMUM_PAIRS
+        compares = arm is not own and bool(before)
         checked.measured[span] = Measured(
             summarize([1000 * each for each in seconds]),
-            paired_speedup(before, seconds, seed) if compares else None,
+            paired_speedup(before, seconds) if compares else None,
             _rate(arm.runs[-1].times.tokens.get(span), seconds),
         )
     if arm is own:

@@ -23,8 +23,7 @@ def reasons(checked: Checked, span: str = RUN) -> list[str]:
     if measured is None or measured.speedup is None:
         return []
     error = checked.prediction_error(span) or 0.0
-    inside = measured.speedup.low <= predicted.speedup.value <= measured.speedup.high
-    if inside or abs(error) < NOTABLE:
+    if abs(error) < NOTABLE or measured.speedup.holds(predicted.speedup.value):
         return []
     found = [
         *_fallbacks(checked, predicted, span),

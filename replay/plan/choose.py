@@ -24,7 +24,7 @@ from typing import Any
 from replay.plan.matching import Counted, Replayed, match
 from replay.plan.plan import METRICS, Budget, Choice, Plan, PlanError, Worst
 from replay.rows.row import HERE, KernelId, Row, Status
-from replay.timing.statistics import MINIMUM_PAIRS, paired_speedup
+from replay.timing.statistics import Interval, paired_ratios, speed_verdict, speedup_of
 
 
 @dataclass(frozen=True)
@@ -391,9 +391,8 @@ def _choice(cost: LayerCost) -> Choice:
 
 
 def _is_tie(layer: _Layer, fastest: str, other: str) -> bool:
-    """Whether the rounds of the layer's matching calls do not show which kernel is faster."""
-    before: list[float] = []
-    after: list[float] = []
+    """Whether the rounds of the layer's matching calls show no difference that matters."""
+    paired: list[list[float]] = []
     unpaired: list[bool] = []
     for call in dict.fromkeys(call for counted in layer.counted for call in counted.shares):
         old, new = layer.row(call, other), layer.row(call, fastest)
@@ -402,18 +401,25 @@ def _is_tie(layer: _Layer, fastest: str, other: str) -> bool:
         if not old.shares_rounds(new):
             unpaired.append(_is_faster(new, old))
             continue
-        rounds = min(old.time_ms.n, new.time_ms.n)
-        before += old.time_ms.samples[:rounds]
-        after += new.time_ms.samples[:rounds]
+        paired.append(paired_ratios(old.time_ms.samples, new.time_ms.samples))
     if not all(unpaired):
         return True
-    if len(after) < MINIMUM_PAIRS:
-        return not unpaired
-    return paired_speedup(before, after).verdict != "faster"
+    return speedup_of(*paired).is_tie if paired else not unpaired
 
 
 def _is_faster(one: Row, other: Row) -> bool:
     """Compare rows of two processes, whose rounds are not paired, by their baseline speed-ups."""
-    if one.speedup is None:
-        return other.speedup is not None and other.speedup.high < 1
-    return one.speedup.low > (1.0 if other.speedup is None else other.speedup.high)
+    mine, others = _interval(one), _interval(other)
+    if mine is None or others is None:
+        return False
+    verdict, _ = speed_verdict(mine.low / others.high, mine.high / others.low)
+    return verdict == "fast"
+
+
+def _interval(row: Row) -> Interval | None:
+    """The interval of a row's speed-up; a row without one is the baseline itself."""
+    if row.speedup is None:
+        return Interval(1.0, 1.0)
+    if row.speedup.low is None or row.speedup.high is None:
+        return None
+    return Interval(row.speedup.low, row.speedup.high)

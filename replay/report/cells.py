@@ -42,9 +42,15 @@ def cell(path: str, group: Group, kernel: KernelId, errors_against: str = "refer
 
 
 def speedup_text(speedup: Speedup) -> str:
-    """Format as `1.25× (1.21-1.30)`, with enough decimals to exclude 1, or as `1.01× tie`."""
-    if speedup.verdict == "tie":
-        return f"{speedup.ratio:.2f}× tie"
+    """Format as `1.25× (1.21-1.30)`, with enough decimals to exclude 1, as `1.00× same`, as
+    `1.02× ? (0.95-1.10)` where it is ambiguous, or as `too few rounds`."""
+    if speedup.low is None or speedup.high is None:
+        return "too few rounds"
+    if speedup.verdict == "same":
+        return f"{speedup.ratio:.2f}× same"
+    if speedup.verdict == "ambiguous":
+        high = f"{speedup.high:.2f}" if speedup.high < 10 else f"{speedup.high:.0f}"
+        return f"{speedup.ratio:.2f}× ? ({speedup.low:.2f}-{high})"
     digits = 2
     while digits < MOST_DIGITS and 1 in (round(speedup.low, digits), round(speedup.high, digits)):
         digits += 1

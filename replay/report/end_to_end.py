@@ -12,6 +12,7 @@ from replay.end_to_end import drift
 from replay.end_to_end.check import Checked, Measured
 from replay.end_to_end.reasons import reasons
 from replay.end_to_end.span import RUN, Span
+from replay.rows.row import Speedup
 
 TITLES = {
     "denoise": "one denoising step",
@@ -98,7 +99,7 @@ def _span(span: str, own: Checked, others: Sequence[Checked]) -> Table:
             Text(checked.kernel),
             *times(found),
             _ratio(checked.predicted(span)),
-            _times(found.speedup.ratio, found.speedup.low, found.speedup.high),
+            _measured(found.speedup),
             "-" if error is None else f"{100 * error:+.1f} %",
         )
     return table
@@ -169,6 +170,12 @@ def _ratio(predicted: Span | None) -> str:
     if predicted is None or predicted.speedup is None:
         return "-"
     return _times(predicted.speedup.value, predicted.speedup.low, predicted.speedup.high)
+
+
+def _measured(speedup: Speedup) -> str:
+    if speedup.low is None or speedup.high is None:
+        return f"{speedup.ratio:.2f}×, too few rounds"
+    return _times(speedup.ratio, speedup.low, speedup.high)
 
 
 def _times(value: float, low: float, high: float) -> str:

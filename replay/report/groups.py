@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 
 from replay.rows.printable import printable
 from replay.rows.row import CallFacts, KernelId, Row, Speedup
-from replay.timing.statistics import MINIMUM_PAIRS, paired_speedup, percentile, speed_verdict
+from replay.timing.statistics import paired_ratios, percentile, speed_verdict, speedup_of
 
 T = TypeVar("T")
 
@@ -95,8 +95,7 @@ def pooled_speedup(group: Group, kernel: KernelId, over: KernelId | None = None)
     """
     baseline = KernelId(group.baseline, kernel.environment)
     partners = {row.call.name: row for row in group.rows.get(over or baseline, ())}
-    before: list[float] = []
-    after: list[float] = []
+    calls: list[list[float]] = []
     for row in group.rows[kernel]:
         partner = partners.get(row.call.name)
         if partner is None or not (row.is_correct and partner.is_correct):
@@ -104,10 +103,8 @@ def pooled_speedup(group: Group, kernel: KernelId, over: KernelId | None = None)
         if not row.shares_rounds(partner):
             return _typical_speedup(group, kernel) if over in (None, baseline) else None
         if row.time_ms is not None and partner.time_ms is not None:
-            rounds = min(row.time_ms.n, partner.time_ms.n)
-            before += partner.time_ms.samples[:rounds]
-            after += row.time_ms.samples[:rounds]
-    return paired_speedup(before, after) if len(after) >= MINIMUM_PAIRS else None
+            calls.append(paired_ratios(partner.time_ms.samples, row.time_ms.samples))
+    return speedup_of(*calls) if calls else None
 
 
 def _typical_speedup(group: Group, kernel: KernelId) -> Speedup | None:
@@ -115,11 +112,13 @@ def _typical_speedup(group: Group, kernel: KernelId) -> Speedup | None:
     found = [each for each in speedups if each and each.vs == group.baseline]
     if not found:
         return None
-    ratio, low, high = (
-        percentile([getattr(speedup, name) for speedup in found], 50)
-        for name in ("ratio", "low", "high")
-    )
-    return Speedup(ratio, low, high, speed_verdict(low, high))
+    ratio = percentile([speedup.ratio for speedup in found], 50)
+    lows = [speedup.low for speedup in found if speedup.low is not None]
+    highs = [speedup.high for speedup in found if speedup.high is not None]
+    if not lows:
+        return Speedup(ratio, None, None, "ambiguous", "too-few-rounds")
+    low, high = percentile(lows, 50), percentile(highs, 50)
+    return Speedup(ratio, low, high, *speed_verdict(low, high))
 
 
 def worst(

@@ -233,4 +233,4 @@ def _print_fastest(groups: Sequence[Group], console: Console) -> None:
 
 def _is_tie(group: Group, best: KernelId, other: KernelId) -> bool:
     speedup = pooled_speedup(group, best, over=other)
-    return speedup is not None and speedup.verdict != "faster"
+    return speedup is not None and speedup.is_tie

@@ -12,6 +12,9 @@ from typing import Literal, NamedTuple
 COSINE_NOISE = 1e-12
 """What a cosine against a float32 or float64 reference is uncertain by."""
 
+FEW_ROUNDS = 10
+"""Fewer than these stand in the tables."""
+
 OverCalls = Literal["median", "range", "lowest", "highest", "pooled", "counts"]
 """How one cell of a table combines several calls."""
 
@@ -67,3 +70,8 @@ def floored(places: int) -> Callable[[float], str]:
 def nonzero(value: float) -> str:
     """A count's form: a dash for none."""
     return str(value) if value else "-"
+
+
+def few(value: float) -> str:
+    """The form of a number of rounds: a dash where there are enough to look away from it."""
+    return str(value) if value < FEW_ROUNDS else "-"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
 from capture.shape import Shape
-from replay.rows.meaning import Column, Meaning, digits, floored, nonzero
+from replay.rows.meaning import Column, Meaning, digits, few, floored, nonzero
 
 HERE = "this"
 """The Python environment that replays."""
@@ -29,7 +29,16 @@ Status = Literal[
 AccuracyClass = Literal["exact", "quantised", "sparse"]
 """By which rule an output is judged."""
 
-SpeedVerdict = Literal["faster", "slower", "tie"]
+SpeedVerdict = Literal["same", "fast", "slow", "ambiguous"]
+
+SpeedReason = Literal[
+    "within-3-percent",
+    "interval-above-1",
+    "interval-below-1",
+    "interval-includes-1",
+    "noisy",
+    "too-few-rounds",
+]
 
 UNKNOWN_SHAPE = Shape(0, 0, 0, 0, 0, 0, 0)
 """Of a call that could not be read."""
@@ -167,15 +176,33 @@ class TimeSummary:
 class Speedup:
     """How many times faster the candidate is than the baseline, with a 95 % interval.
 
-    The verdict is "tie" when the interval from `low` to `high` includes 1.
+    `replay.timing.statistics.speed_verdict` has the table of verdicts and reasons.
     """
 
     ratio: Annotated[
         float, Meaning("median over rounds of baseline time / this kernel's time", "×")
     ]
-    low: Annotated[float, Meaning("lower end of its 95 % bootstrap interval", "×")]
-    high: Annotated[float, Meaning("upper end", "×")]
-    verdict: Annotated[SpeedVerdict, "faster, slower, or tie when the interval includes 1"]
+    low: Annotated[
+        float | None, Meaning("lower end of its 95 % interval; empty below 6 rounds", "×")
+    ]
+    high: Annotated[float | None, Meaning("upper end", "×")]
+    verdict: Annotated[
+        SpeedVerdict, "same (all of the interval within ±3 %), fast, slow, or ambiguous"
+    ]
+    reason: Annotated[
+        SpeedReason,
+        "within-3-percent, interval-above-1, interval-below-1, interval-includes-1, noisy (could "
+        "be 3 % faster and 3 % slower), or too-few-rounds",
+    ]
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether the rounds name no winner."""
+        return self.verdict in ("same", "ambiguous")
+
+    def holds(self, ratio: float) -> bool:
+        """Whether a ratio lies in the interval; where there is none, none does."""
+        return self.low is not None and self.high is not None and self.low <= ratio <= self.high
 
 
 @dataclass(frozen=True)
@@ -277,6 +304,7 @@ class Row:
             (
                 Column("speed", "time", "time ms", digits(".4g"), of="p50"),
                 Column("speed", "time", "p10-p90", digits(".3g"), "range", "p10"),
+                Column("speed", "time", "n", few, "lowest", "n"),
             ),
         ),
     ] = None

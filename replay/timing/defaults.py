@@ -5,6 +5,9 @@ from __future__ import annotations
 ROUNDS = 30
 """Samples of a kernel on a call."""
 
+MINIMUM_ROUNDS = 6
+"""Of a slow kernel, however long they take: fewer have no interval of 95 %."""
+
 SECONDS = 20.0
 """Time for the samples of one kernel on one call; a slow kernel gets fewer rounds."""
 

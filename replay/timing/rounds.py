@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
@@ -12,7 +13,8 @@ from typing import Protocol, TypeVar
 import torch
 
 from replay.rows.row import GpuState
-from replay.timing.defaults import ROUNDS, SECONDS
+from replay.timing.defaults import MINIMUM_ROUNDS, ROUNDS, SECONDS
+from replay.timing.statistics import median_interval
 from replay.timing.timer import Cache, Candidate, Function, Timer, timer_for
 
 K = TypeVar("K", bound=Hashable)
@@ -21,7 +23,8 @@ K = TypeVar("K", bound=Hashable)
 Progress = Callable[[str, int, int], None]
 """Called with the stage ("warm-up" or "round"), how many are done and how many there are."""
 
-MINIMUM_ROUNDS = 3
+MORE_ROUNDS = 1.5
+"""From one look at the noise to the next."""
 MINIMUM_WARM_UP_MS = 20.0
 MAXIMUM_WARM_UP_MS = 2000.0
 """Neither counts the first call, which may compile for minutes. A GPU's clock needs some time of
@@ -56,6 +59,8 @@ class Samples:
     """By round, the same of one call and what comes after it in a model's layer
     (`replay.timing.host_load`); empty on CPU."""
     warm_up_calls: int
+    is_over_time: bool
+    """Whether its few rounds took longer than `max_seconds`."""
     error: BaseException | None
     """What dropped the candidate, if anything did; `ms` then holds the rounds before it."""
     gpu_before: GpuState | None
@@ -73,6 +78,7 @@ def measure(
     calls_before: int = 0,
     seed: int = 0,
     max_seconds: float = SECONDS,
+    max_noise: float | None = None,
     on_progress: Progress | None = None,
     on_sample: Callable[[K], None] | None = None,
     synchronous: bool = False,
@@ -82,12 +88,13 @@ def measure(
 
     The order within a round is shuffled from `seed`. A candidate whose warm-up says that its
     samples would take more than `max_seconds` gets fewer rounds, the first ones, but at least
-    `MINIMUM_ROUNDS`. One that raises is dropped with its exception, and the others go on. A CUDA
-    error that makes the whole process unusable is raised; `on_sample` is told who is next before
-    every warm-up and sample, and with `synchronous` each sample ends before the next begins, so
-    that the last one named is the one that did it. So many untimed `calls_before` each sample are
-    of the same candidate. A `witness` is called, untimed, right before each timed call, and is
-    given what the last one of a sample returned.
+    `MINIMUM_ROUNDS` if so many are asked for. With `max_noise` the rounds end sooner once every
+    candidate's median time is known that well (`Enough`). One that raises is dropped with its
+    exception, and the others go on. A CUDA error that makes the whole process unusable is raised;
+    `on_sample` is told who is next before every warm-up and sample, and with `synchronous` each
+    sample ends before the next begins, so that the last one named is the one that did it. So many
+    untimed `calls_before` each sample are of the same candidate. A `witness` is called, untimed,
+    right before each timed call, and is given what the last one of a sample returned.
 
     Raises:
         ValueError: `cache="cold"` on the CPU, a device that is neither CPU nor CUDA, no rounds.
@@ -108,13 +115,17 @@ def measure(
         warm_up(candidate, timer, rounds, max_seconds)
         report("warm-up", done, len(entered))
     gpu_before = timer.state()
-    gpu_during = run_rounds(entered, timer, seed, report, announce, synchronous=synchronous)
+    enough = None if max_noise is None else Enough(max_noise)
+    gpu_during = run_rounds(
+        entered, timer, seed, report, announce, enough=enough, synchronous=synchronous
+    )
     return {
         key: Samples(
             ms=tuple(candidate.ms),
             host_ms=statistics.median(candidate.host_ms) if candidate.host_ms else None,
             layer_host_ms=tuple(candidate.layer_host_ms),
             warm_up_calls=len(candidate.warm_up_ms),
+            is_over_time=candidate.is_over_time,
             error=candidate.error,
             gpu_before=gpu_before,
             gpu_during=gpu_during,
@@ -137,6 +148,32 @@ def warm_up(candidate: Candidate, timer: Timer, rounds: int, max_seconds: float)
         return
     affordable = int(max_seconds * 1000 / cost_ms)
     candidate.rounds = min(rounds, max(affordable, MINIMUM_ROUNDS))
+    candidate.is_over_time = affordable < candidate.rounds
+
+
+class Enough:
+    """Decides after some of the rounds whether the noise is low enough to do without the others.
+
+    The noise of a candidate is half the width of the interval of its median time, relative to it.
+    An interval that is narrow by chance ends the rounds just when it is likely to be wrong, so it
+    is looked at seldom, each time after half as many rounds again, and has to be narrow twice in a
+    row. Simulated, speed-ups then keep their 95 % (`tests/replay/timing/test_coverage.py`).
+    """
+
+    def __init__(self, max_noise: float) -> None:
+        self.max_noise = max_noise
+        self.next_look = MINIMUM_ROUNDS
+        self.was_narrow = False
+
+    def after(self, rounds: int, times: Iterable[Sequence[float]]) -> bool:
+        """Whether no more are needed, by the times so far of those that would go on."""
+        if rounds < self.next_look:
+            return False
+        self.next_look = math.ceil(rounds * MORE_ROUNDS)
+        intervals = [median_interval(each) for each in times]
+        is_narrow = all(each is not None and each.noise <= self.max_noise for each in intervals)
+        is_enough, self.was_narrow = is_narrow and self.was_narrow, is_narrow
+        return is_enough
 
 
 def run_rounds(
@@ -146,11 +183,13 @@ def run_rounds(
     report: Progress,
     announce: Callable[[K], None] = lambda key: None,
     *,
+    enough: Enough | None = None,
     synchronous: bool = False,
 ) -> GpuState | None:
     """Sample every candidate once a round, in shuffled order, until its rounds are used up.
 
-    Returns the GPU's state while the last round was under way.
+    Returns the GPU's state while the last round was under way; where `enough` ended the rounds
+    sooner, too.
     """
     gpu_during = None
     shuffle = random.Random(seed).shuffle
@@ -172,10 +211,15 @@ def run_rounds(
                 if timer.is_lost() or isinstance(error, KeyboardInterrupt):
                     raise
                 candidate.drop(error)
-        if done == total - 1:
+        is_look = enough is not None and done + 1 >= enough.next_look
+        if is_look or done == total - 1:
             gpu_during = timer.state()
         timer.collect()
         report("round", done + 1, total)
+        if enough is not None and enough.after(
+            done + 1, [each.ms for _, each in order if each.error is None]
+        ):
+            break
     return gpu_during
 
 

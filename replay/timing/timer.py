@@ -63,6 +63,7 @@ class Candidate:
     after: Callable[[object], None] = lambda result: None
     """Given what the last timed call of each sample returned."""
     rounds: int = 0
+    is_over_time: bool = False
     warm_up_ms: list[float] = field(default_factory=list)
     ms: list[float] = field(default_factory=list)
     host_ms: list[float] = field(default_factory=list)

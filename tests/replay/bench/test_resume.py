@@ -30,7 +30,9 @@ from replay.rows.row import (
     Mask,
     Program,
     Row,
+    SpeedReason,
     SpeedupOver,
+    SpeedVerdict,
     Status,
     Summary,
     TimeSummary,
@@ -86,7 +88,8 @@ def rows(figures: st.SearchStrategy[float]) -> st.SearchStrategy[Row]:
         mask=st.none()
         | st.builds(Mask, st.sampled_from(["bool", "float"]), st.lists(counts).map(tuple)),
     )
-    verdicts = st.sampled_from(["faster", "slower", "tie"])
+    verdicts = st.sampled_from(get_args(SpeedVerdict))
+    reasons = st.sampled_from(get_args(SpeedReason))
     optional = st.none() | finite
     return st.builds(
         Row,
@@ -104,7 +107,8 @@ def rows(figures: st.SearchStrategy[float]) -> st.SearchStrategy[Row]:
         layer_host_ms=st.none() | times,
         **dict.fromkeys(("first_call_ms", "host_ms", "tflops", "gb_per_s"), optional),
         flop_per_byte=optional,
-        speedup=st.none() | st.builds(SpeedupOver, finite, finite, finite, verdicts, words),
+        speedup=st.none()
+        | st.builds(SpeedupOver, finite, optional, optional, verdicts, reasons, words),
         kept=optional,
         accuracy=st.none() | st.builds(Accuracy, errors, *[maybe_errors] * 4),
         output_summary=st.none() | summaries,

@@ -64,7 +64,6 @@ PLAN = ("--dir", "recorded", "--plan", "plan.json")
         ((*E2E, "--in-process"), "leave out --in-process"),
         ((*E2E, "--also-random"), "--e2e and --plan do not combine with --also-random"),
         ((*E2E, "--baseline-kernel", "torch-math"), "leave out --baseline-kernel"),
-        ((*E2E, "--model-rounds", "2"), "too few for an interval: use at least 3"),
         ((*E2E, "--text", "none.txt"), "--text requires a language model"),
         ((*E2E, "--use-plan", "none.json"), "cannot read the plan none.json"),
         (

@@ -31,7 +31,7 @@ def test_a_known_delay_is_predicted_and_measured(checks: Checks) -> None:
         assert predicted["new_seconds"]["value"] == pytest.approx(expected, rel=0.05)
         assert slow["measured"][span]["ms"]["p50"] / 1000 == pytest.approx(expected, rel=0.05)
         assert slow["attention_seconds"][span] == pytest.approx(calls * SLOW_SECONDS, rel=0.05)
-        assert slow["measured"][span]["speedup"]["verdict"] == "slower"
+        assert slow["measured"][span]["speedup"]["verdict"] == "slow"
     # The delay changes nothing else.
     assert slow["drift"] == pytest.approx(
         {"relative_l1": 0, "cosine": 1, "nan_count": 0, "baseline_nan_count": 0}

@@ -137,9 +137,9 @@ def test_incorrect_kernels_are_never_the_fastest() -> None:
     for name in ("a", "b"):
         facts = call(name, kv_len=64 if name == "a" else 128)
         rows += [
-            row("quick-zeros", facts, (0.1, 0.1, 0.1), status="inaccurate", reason="exceeds"),
-            row("base", facts, (1.0, 1.0, 1.0)),
-            row("mine", facts, (0.5, 0.5, 0.5), against=(1.0, 1.0, 1.0)),
+            row("quick-zeros", facts, (0.1,) * 6, status="inaccurate", reason="exceeds"),
+            row("base", facts, (1.0,) * 6),
+            row("mine", facts, (0.5,) * 6, against=(1.0,) * 6),
         ]
     text = report(rows)
     names = ["quick-zeros", "base", "mine"]
@@ -187,16 +187,26 @@ def test_nothing_is_the_fastest_where_nothing_is_correct() -> None:
     assert "mine" not in fastest
 
 
-def test_a_tie_is_a_tie() -> None:
-    before, after = (1.0, 1.1, 0.9, 1.05), (1.0, 1.0, 1.0, 1.0)
-    rows = [row("base", call(), before), row("mine", call(), after, against=before)]
-    assert paired_speedup(before, after).verdict == "tie"
-    text = report(rows, ["time"])
-    assert "tie" in text
-    assert "baseline" in text
-    faster = report([row("base", call()), row("mine", call(), (0.5,) * 3, against=(1.0,) * 3)])
-    assert "tie" not in faster
-    assert re.search(r"2\.00× +\(2\.00-2\.00\)", " ".join(faster.split()))
+def test_verdicts_of_speed() -> None:
+    def told(before: Sequence[float], after: Sequence[float]) -> str:
+        rows = [row("base", call(), before), row("mine", call(), after, against=before)]
+        text = " ".join(report(rows, ["time"]).split())
+        assert "baseline" in text
+        return text
+
+    assert "1.00× same" in told((1.0,) * 10, (1.0,) * 10)
+    assert "2.00× (2.00-2.00)" in told((1.0,) * 10, (0.5,) * 10)
+    assert "? (" in told((1.0, 1.3, 0.8, 1.1, 0.9) * 2, (1.0,) * 10)
+    assert "too few rounds" in told((1.0,) * 5, (0.5,) * 5)
+
+
+def test_few_rounds_are_told() -> None:
+    few = report([row("base", call(), (1.0,) * 9), row("mine", call(), (1.0,) * 30)], ["time"])
+    heading, base, mine = (line.split() for line in few.splitlines()[2:5])
+    assert heading[-1] == "n"
+    assert {line[0]: line[-1] for line in (base, mine)} == {"base": "9", "mine": "-"}
+    enough = report([row("base", call(), (1.0,) * 10)], ["time"])
+    assert "n" not in enough.splitlines()[2].split()
 
 
 def test_rounds_of_two_processes_are_not_paired() -> None:
@@ -205,9 +215,9 @@ def test_rounds_of_two_processes_are_not_paired() -> None:
     rows = []
     for facts, beside in zip(calls, (1.0, 2.0, 3.0), strict=True):
         rows += [
-            row("base", facts, (1.0,) * 3),
-            row("mine", facts, (0.4,) * 3, against=(1.0,) * 3),
-            row("alone", facts, (0.5,) * 3, against=(beside,) * 3, process="alone"),
+            row("base", facts, (1.0,) * 6),
+            row("mine", facts, (0.4,) * 6, against=(1.0,) * 6),
+            row("alone", facts, (0.5,) * 6, against=(beside,) * 6, process="alone"),
         ]
     (group,) = group_rows(rows)
     mine, alone = KernelId("mine"), KernelId("alone")
@@ -219,7 +229,7 @@ def test_rounds_of_two_processes_are_not_paired() -> None:
 
 def test_a_kernel_file_may_have_an_at_sign_in_its_path() -> None:
     name = "/home/me@work/mine.py:fast"
-    rows = [row("base", call()), row(name, call(), (0.5,) * 3, against=(1.0,) * 3)]
+    rows = [row("base", call(), (1.0,) * 6), row(name, call(), (0.5,) * 6, against=(1.0,) * 6)]
     rows += [replace(each, environment="fa4") for each in rows]
     (group,) = group_rows(rows)
     assert [str(each) for each in group.rows] == ["base", name, "base@fa4", f"{name}@fa4"]
@@ -231,11 +241,14 @@ def test_a_kernel_file_may_have_an_at_sign_in_its_path() -> None:
 @pytest.mark.parametrize(
     ("low", "high", "text"),
     [
-        (1.003, 1.02, "1.010× (1.003-1.020)"),
-        (0.98, 0.9996, "1.0100× (0.9800-0.9996)"),
-        (1.0000001, 1.02, "1.0100× (1.0000-1.0200)"),
+        (1.003, 1.2, "1.010× (1.003-1.200)"),
+        (0.8, 0.9996, "1.0100× (0.8000-0.9996)"),
+        (1.0000001, 1.2, "1.0100× (1.0000-1.2000)"),
         (1.21, 1.3, "1.01× (1.21-1.30)"),
-        (0.99, 1.02, "1.01× tie"),
+        (0.99, 1.02, "1.01× same"),
+        (0.99, 1.2, "1.01× ? (0.99-1.20)"),
+        (0.01, 123.4, "1.01× ? (0.01-123)"),
+        (0.9996, 1.2, "1.01× ? (1.00-1.20)"),
     ],
 )
 def test_an_interval_that_is_no_tie_does_not_read_as_one(

@@ -81,6 +81,11 @@ def constant(milliseconds: float) -> Callable[[], float]:
     return lambda: milliseconds
 
 
+def alternating(*milliseconds: float) -> Callable[[], float]:
+    times = itertools.cycle(milliseconds)
+    return lambda: next(times)
+
+
 def test_every_candidate_is_sampled_once_a_round_in_shuffled_order() -> None:
     timer = FakeTimer()
     candidates = [Candidate(constant(index + 1.0), rounds=20) for index in range(4)]
@@ -190,7 +195,7 @@ def test_warm_up_is_bounded_in_time_and_calls() -> None:
 
 @pytest.mark.parametrize(
     ("milliseconds", "asked", "rounds"),
-    [(100.0, 30, 30), (1000.0, 30, 20), (60_000.0, 30, 3), (60_000.0, 2, 2)],
+    [(100.0, 30, 30), (1000.0, 30, 20), (60_000.0, 30, 6), (60_000.0, 2, 2)],
 )
 def test_rounds_shrink_to_what_there_is_time_for(
     milliseconds: float, asked: int, rounds: int
@@ -198,6 +203,24 @@ def test_rounds_shrink_to_what_there_is_time_for(
     candidate = Candidate(constant(milliseconds))
     warm_up(candidate, FakeTimer(), asked, max_seconds=20)
     assert candidate.rounds == rounds
+    assert candidate.is_over_time == (milliseconds * rounds > 20_000)
+
+
+def test_rounds_end_when_all_are_known_well_twice_in_a_row() -> None:
+    def rounds_of(**functions: Callable[[], float]) -> list[int]:
+        candidates = {name: Candidate(each, rounds=60) for name, each in functions.items()}
+        run_rounds(candidates, FakeTimer(), 0, silent, enough=rounds.Enough(0.01))
+        return [len(each.ms) for each in candidates.values()]
+
+    assert rounds_of(steady=constant(10.0)) == [9]  # looked at after 6 and 9
+    assert rounds_of(steady=constant(10.0), noisy=alternating(1.0, 2.0)) == [60, 60]
+    assert rounds_of(steady=constant(10.0), failing=raising_at(3)) == [9, 2]
+
+
+def test_one_that_has_no_rounds_left_keeps_nobody_waiting() -> None:
+    slow, steady = Candidate(alternating(1.0, 2.0), rounds=6), Candidate(constant(1.0), rounds=60)
+    run_rounds({"slow": slow, "steady": steady}, FakeTimer(), 0, silent, enough=rounds.Enough(0.01))
+    assert (len(slow.ms), len(steady.ms)) == (6, 14)  # looked at after 6, 9 and 14
 
 
 def test_measure_on_the_cpu() -> None:

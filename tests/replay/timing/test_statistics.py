@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 
-from replay.timing.statistics import paired_speedup, percentile, summarize
+from replay.rows.row import Speedup
+from replay.timing.statistics import (
+    Interval,
+    median_interval,
+    paired_ratios,
+    paired_speedup,
+    percentile,
+    speed_verdict,
+    summarize,
+)
 
 
 def test_summary_by_hand() -> None:
@@ -35,57 +45,118 @@ def test_no_samples_is_an_error() -> None:
 
 
 def test_constant_ratio_has_no_width() -> None:
-    speedup = paired_speedup([2.0, 4.0, 6.0, 8.0], [1.0, 2.0, 3.0, 4.0])
-    assert (speedup.ratio, speedup.low, speedup.high) == (2.0, 2.0, 2.0)
-    assert speedup.verdict == "faster"
+    speedup = paired_speedup([2.0, 4.0, 6.0, 8.0, 10.0, 12.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    assert speedup == Speedup(2.0, 2.0, 2.0, "fast", "interval-above-1")
 
 
 def test_drift_that_both_share_cancels() -> None:
     clock = [1.0 + 0.1 * index for index in range(20)]
     speedup = paired_speedup([3 * tick for tick in clock], [4 * tick for tick in clock])
     assert speedup.ratio == pytest.approx(0.75)
-    assert speedup.verdict == "slower"
+    assert (speedup.verdict, speedup.reason) == ("slow", "interval-below-1")
 
 
 def test_ratio_is_the_median_of_round_ratios_not_the_ratio_of_medians() -> None:
     # Round ratios 10, 1, 0.5; medians 2 and 2.
-    speedup = paired_speedup([10.0, 2.0, 1.0], [1.0, 2.0, 2.0])
-    assert speedup.ratio == 1.0
-    # Of the 27 resamples of three rounds, 7 have each extreme as their median: both ends of the
-    # interval lie there.
-    assert (speedup.low, speedup.high, speedup.verdict) == (0.5, 10.0, "tie")
+    assert paired_speedup([10.0, 2.0, 1.0], [1.0, 2.0, 2.0]).ratio == 1.0
 
 
-def test_noise_is_a_tie_and_the_interval_holds_the_true_ratio() -> None:
+@pytest.mark.parametrize(
+    ("low", "high", "verdict", "reason"),
+    [
+        (1.01, 1.02, "same", "within-3-percent"),
+        (0.98, 1.029, "same", "within-3-percent"),
+        (1.01, 1.10, "fast", "interval-above-1"),
+        (1.03, 1.031, "fast", "interval-above-1"),
+        (1 / 1.03, 0.99, "slow", "interval-below-1"),
+        (0.5, 0.9, "slow", "interval-below-1"),
+        (0.99, 1.03, "ambiguous", "interval-includes-1"),
+        (0.9, 1.0, "ambiguous", "interval-includes-1"),
+        (0.9, 1.1, "ambiguous", "noisy"),
+    ],
+)
+def test_verdicts(low: float, high: float, verdict: str, reason: str) -> None:
+    assert speed_verdict(low, high) == (verdict, reason)
+
+
+def test_below_six_rounds_there_is_no_interval() -> None:
+    assert paired_speedup([2.0] * 5, [1.0] * 5) == Speedup(
+        2.0, None, None, "ambiguous", "too-few-rounds"
+    )
+    assert not paired_speedup([2.0] * 5, [1.0] * 5).holds(2.0)
+    assert paired_speedup([2.0] * 6, [1.0] * 6).verdict == "fast"
+
+
+def no_trend(count: int) -> list[float]:
+    """1 … count, consecutive ones far apart: 1, count, 2, count - 1 …"""
+    ends = [(low + 1, count - low) for low in range(count // 2)]
+    ordered = [float(each) for pair in ends for each in pair]
+    return ordered + [(count + 1) / 2] * (count % 2)
+
+
+@pytest.mark.parametrize(
+    ("count", "rank"),
+    # 2 · P(X < rank) for X ~ Binomial(count, 1/2): 1/32, 1/64, 22/1024, 0.0161, 0.0210, 0.0247.
+    # One rank more: 7/32, 1/8, 112/1024, 0.0428, 0.0352, 0.0291.
+    [(6, 1), (7, 1), (10, 2), (30, 9), (100, 39), (1000, 465)],
+)
+def test_ends_of_the_interval_are_order_statistics(count: int, rank: int) -> None:
+    assert median_interval(no_trend(count)) == Interval(rank, count + 1 - rank)
+
+
+def test_ranks_beyond_the_samples_are_extrapolated() -> None:
+    trend = [1.1**index for index in range(8)]
+    # By hand: autocorrelation of the ranks 0.625, + (1 + 3 · 0.625) / 8 + 4 / 8 is more than 0.75;
+    # √7 · 3.5 ranks on either side of 4.5, where there are 3.5.
+    interval = median_interval(trend)
+    beyond = 3.5 * (math.sqrt(7) - 1)
+    assert interval is not None
+    assert interval.low == pytest.approx(1.1**-beyond)
+    assert interval.high == pytest.approx(1.1 ** (7 + beyond))
+
+
+def test_correlated_rounds_count_less() -> None:
+    runs = [1.0 + index // 10 + 0.01 * (index % 10) for index in range(100)]
+    correlated, spread = median_interval(runs), median_interval(no_trend(100))
+    assert correlated is not None
+    assert spread is not None
+    assert correlated.high - correlated.low > 0.4 * 10
+    assert spread.high - spread.low < 0.25 * 100
+
+
+def test_equal_ratios_are_no_trend() -> None:
+    few_values = [1.0, 1.0, 1.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.0, 2.0] * 3
+    interval = median_interval(few_values)
+    assert interval == Interval(1.0, 1.0)
+
+
+def test_calls_are_correlated_within_themselves() -> None:
+    """That calls differ is no correlation of their rounds."""
+    a, b = no_trend(30), [100 + each for each in no_trend(30)]
+    together = median_interval(a, b)
+    one_after_the_other = median_interval(a + b)
+    assert together is not None
+    assert one_after_the_other is not None
+    assert together.high - together.low < one_after_the_other.high - one_after_the_other.low
+    # Of 60 samples rank 21 has 97.5 %; rank 1 … 30 are the first call's.
+    assert together == Interval(21, 110)
+
+
+def test_noise_is_no_difference_and_the_interval_holds_the_true_ratio() -> None:
     noise = random.Random(0)
     baseline = [1 + 0.05 * noise.random() for _ in range(30)]
     same = [1 + 0.05 * noise.random() for _ in range(30)]
-    assert paired_speedup(baseline, same).verdict == "tie"
+    assert paired_speedup(baseline, same).is_tie
     tenth_faster = paired_speedup([1.1 * each for each in baseline], same)
-    assert tenth_faster.low < 1.1 < tenth_faster.high
-    assert tenth_faster.verdict == "faster"
-
-
-def test_interval_covers_about_95_percent() -> None:
-    noise = random.Random(1)
-    covered = 0
-    for seed in range(100):
-        ratios = [noise.lognormvariate(0, 0.1) for _ in range(30)]
-        speedup = paired_speedup(ratios, [1.0] * 30, seed)
-        covered += speedup.low <= 1.0 <= speedup.high
-    assert 0.90 <= covered / 100 <= 0.99
-
-
-def test_seed_decides() -> None:
-    noise = random.Random(2)
-    baseline, candidate = ([noise.random() + 1 for _ in range(12)] for _ in range(2))
-    assert paired_speedup(baseline, candidate, 5) == paired_speedup(baseline, candidate, 5)
+    assert tenth_faster.holds(1.1)
+    assert tenth_faster.verdict == "fast"
+    assert not tenth_faster.is_tie
 
 
 def test_only_common_rounds_are_paired() -> None:
-    assert paired_speedup([2.0] * 3, [1.0] * 3 + [9.0] * 9).ratio == 2.0
+    assert paired_ratios([2.0] * 3, [1.0] * 3 + [9.0] * 9) == [2.0] * 3
 
 
-def test_too_few_pairs_is_an_error() -> None:
-    with pytest.raises(ValueError, match="2 paired rounds; a comparison needs 3"):
-        paired_speedup([1.0, 1.0], [1.0, 1.0, 1.0])
+def test_no_rounds_are_an_error() -> None:
+    with pytest.raises(ValueError, match="no samples"):
+        paired_speedup([], [1.0, 1.0, 1.0])

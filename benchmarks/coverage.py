@@ -1,0 +1,207 @@
+"""Measures how often a replay's verdicts of speed are right.
+
+    python -m benchmarks.coverage                     on the GPU if there is one
+    python -m benchmarks.coverage --device cpu --pairs 400
+
+Every pair is a replay of one random call with three kernels: one, the same under a second name, and
+the same with 3 % more work (a wait, calibrated first). The first two must tie, the third must be
+found slow. Rounds are 30; what fewer would have said is computed from the first of them. Replaces
+this machine's lines of `benchmarks/results/coverage.csv`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import results
+from replay.bench.runner import replay
+from replay.bench.settings import Settings
+from replay.kernels.registry import Kernel, find
+from replay.rows.row import Row, Speedup
+from replay.timing.machine import describe
+from replay.timing.rounds import measure
+from replay.timing.statistics import paired_ratios, speedup_of
+from replay.timing.timer import Cache
+from replay.workloads.random_calls import Spec, workload
+
+BASELINE = "torch-flash"
+ROUNDS = (6, 10, 30)
+MORE_WORK = 0.03
+"""To which launching it adds a little, so that it is no less than what counts as a difference."""
+SPECS = {
+    "cuda": Spec(1, 24, 24, 4096, 4096, 128, 128),
+    "cpu": Spec(1, 4, 4, 256, 256, 64, 64, dtype=torch.float32),
+}
+CACHES: dict[str, Cache] = {"cuda": "cold", "cpu": "warm"}
+COLUMNS = (
+    "device",
+    "threads",
+    "rounds",
+    "pairs",
+    "ties",
+    "ties.share",
+    "ties.low",
+    "ties.high",
+    "same",
+    "found",
+    "found.share",
+    "found.low",
+    "found.high",
+    "more_time",
+    "load",
+    "machine.python",
+    "machine.torch",
+    "machine.cuda",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--pairs", type=int, default=100)
+    parser.add_argument("--threads", type=int, default=1, help="of a CPU (default 1)")
+    parser.add_argument("--out", type=Path, default=results.DIRECTORY / "coverage.csv")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    torch.set_num_threads(arguments.threads)
+    began = time.monotonic()
+    machine = describe(device)
+    where = {
+        "device": machine.device,
+        "threads": machine.threads,
+        "machine.python": machine.python,
+        "machine.torch": machine.torch,
+        "machine.cuda": machine.cuda,
+    }
+    kernels = [find(BASELINE), replace(find(BASELINE), name="again"), slower(device)]
+    found: list[dict[str, list[float]]] = []
+    load = []
+    for pair in range(arguments.pairs):
+        rows = list(one_pair(device, kernels, pair))
+        found.append(ratios(rows))
+        load.append(os.getloadavg()[0])
+        if (pair + 1) % 20 == 0 or pair + 1 == arguments.pairs:
+            lines = [
+                summary(found, rounds) | where | {"load": f"{median(load):.1f}"}
+                for rounds in ROUNDS
+            ]
+            print(f"{pair + 1} pairs, {time.monotonic() - began:.0f} s", flush=True)
+            for line in lines:
+                print(f"    {sentence(line)}", flush=True)
+            write(lines, arguments.out)  # now, in case the run is interrupted
+
+
+def one_pair(device: torch.device, kernels: list[Kernel], seed: int) -> Iterator[Row]:
+    settings = Settings(
+        device,
+        CACHES[device.type],
+        rounds=max(ROUNDS),
+        seed=seed,
+        baseline=BASELINE,
+    )
+    call = workload(f"pair-{seed}", "random", SPECS[device.type], seed)
+    return replay([call], kernels, settings)
+
+
+def slower(device: torch.device) -> Kernel:
+    """The baseline with `MORE_WORK`: on a GPU a wait before the call, on a CPU a busy loop."""
+    plain = find(BASELINE)
+    arguments = SPECS[device.type].call(device).arguments()
+    wait = torch.cuda._sleep if device.type == "cuda" else busy_loop
+    much = 100_000
+    functions: dict[str, Callable[[], object]] = {
+        "plain": lambda: plain.attention(**arguments),
+        "wait": lambda: wait(much),
+    }
+    with torch.no_grad():
+        measured = measure(functions, device, cache=CACHES[device.type], rounds=200)
+    # At its quickest on a CPU, which other processes do not move.
+    typical = median if device.type == "cuda" else min
+    ms = {name: typical(samples.ms) for name, samples in measured.items()}
+    amount = int(much * MORE_WORK * ms["plain"] / ms["wait"])
+    print(f"{ms['plain']:.3f} ms a call, {amount} units of waiting before slower ones", flush=True)
+
+    def attention(*inputs: Any, **options: Any) -> Tensor:
+        wait(amount)
+        return plain.attention(*inputs, **options)
+
+    return replace(plain, name="slower", attention=attention)
+
+
+def busy_loop(count: int) -> None:
+    for _ in range(count):
+        pass
+
+
+def ratios(rows: list[Row]) -> dict[str, list[float]]:
+    """The paired ratios by round, of `again` and `slower` against the baseline."""
+    wrong = [f"{row.kernel}: {row.status}: {row.reason}" for row in rows if row.status != "ok"]
+    if wrong:
+        raise SystemExit("; ".join(wrong))
+    samples = {row.kernel: row.time_ms.samples for row in rows if row.time_ms is not None}
+    return {name: paired_ratios(samples[BASELINE], samples[name]) for name in ("again", "slower")}
+
+
+def summary(found: list[dict[str, list[float]]], rounds: int) -> dict[str, Any]:
+    """A line of the result file."""
+    said: dict[str, list[Speedup]] = {
+        name: [speedup_of(pair[name][:rounds]) for pair in found] for name in ("again", "slower")
+    }
+    pairs = len(found)
+    verdicts = Counter(each.verdict for each in said["again"])
+    ties = sum(each.is_tie for each in said["again"])
+    slow = sum(each.verdict == "slow" for each in said["slower"])
+    line: dict[str, Any] = {"rounds": rounds, "pairs": pairs, "same": verdicts["same"]}
+    for name, count in (("ties", ties), ("found", slow)):
+        low, high = wilson(count, pairs)
+        line |= {name: count, f"{name}.share": count / pairs}
+        line |= {f"{name}.low": low, f"{name}.high": high}
+    line["more_time"] = 1 / median(ratio for pair in found for ratio in pair["slower"]) - 1
+    return line
+
+
+def wilson(count: int, of: int) -> tuple[float, float]:
+    """The 95 % interval of a share (Wilson 1927)."""
+    z = 1.96
+    middle = (count + z * z / 2) / (of + z * z)
+    half = z / (of + z * z) * math.sqrt(count * (of - count) / of + z * z / 4)
+    return max(middle - half, 0.0), min(middle + half, 1.0)
+
+
+def sentence(line: dict[str, Any]) -> str:
+    return (
+        f"{line['rounds']} rounds: {line['ties']} of {line['pairs']} tie "
+        f"({line['ties.share']:.1%}, {line['ties.low']:.1%}-{line['ties.high']:.1%}; "
+        f"{line['same']} same), "
+        f"{line['more_time']:.1%} more time found in {line['found']} ({line['found.share']:.1%})"
+    )
+
+
+def write(lines: list[dict[str, Any]], path: Path) -> None:
+    """Replace the lines of this machine."""
+    machine = (lines[0]["device"], lines[0]["threads"])
+    written = results.read(path) if path.exists() else []
+    others = [each for each in written if (each["device"], each["threads"]) != machine]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        for line in [*others, *lines]:
+            writer.writerow({name: results.cell(value) for name, value in line.items()})
+
+
+if __name__ == "__main__":
+    main()

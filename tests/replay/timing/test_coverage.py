@@ -1,0 +1,109 @@
+"""Whether intervals hold what they say: simulated rounds of two kernels whose true ratio is 1.
+
+Noise of the machine is one course that both kernels sample one after the other, in shuffled order;
+noise of a kernel is a course of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+
+from replay.timing.rounds import Enough
+from replay.timing.statistics import median_interval, paired_ratios, paired_speedup
+
+ROUNDS = (6, 7, 10, 30, 100)
+RUNS = 600
+
+Times = tuple[list[float], list[float]]
+Course = Callable[[random.Random, int], list[float]]
+"""Logarithms of slow-downs, sample by sample."""
+
+
+def independent(noise: random.Random, count: int) -> list[float]:
+    return [noise.gauss(0, 0.02) for _ in range(count)]
+
+
+def drifting(noise: random.Random, count: int) -> list[float]:
+    return [0.3 * at / count + noise.gauss(0, 0.005) for at in range(count)]
+
+
+def bursts(noise: random.Random, count: int) -> list[float]:
+    """A first-order autoregressive process."""
+    course = [noise.gauss(0, 0.02)]
+    while len(course) < count:
+        course.append(0.6 * course[-1] + 0.8 * noise.gauss(0, 0.02))
+    return course
+
+
+def periodic(noise: random.Random, count: int) -> list[float]:
+    period, phase = noise.uniform(3, 30), noise.uniform(0, math.tau)
+    return [
+        0.02 * math.sin(math.tau * at / period + phase) + noise.gauss(0, 0.01)
+        for at in range(count)
+    ]
+
+
+def outliers(noise: random.Random, count: int) -> list[float]:
+    return [noise.gauss(0, 0.01) + (noise.random() < 0.1) * noise.random() for _ in range(count)]
+
+
+def of_the_machine(course: Course) -> Callable[[random.Random, int], Times]:
+    def times(noise: random.Random, rounds: int) -> Times:
+        slow = course(noise, 2 * rounds)
+        pairs = [slow[at : at + 2] for at in range(0, 2 * rounds, 2)]
+        for pair in pairs:
+            noise.shuffle(pair)
+        return [math.exp(a) for a, _ in pairs], [math.exp(b) for _, b in pairs]
+
+    return times
+
+
+def of_each_kernel(course: Course) -> Callable[[random.Random, int], Times]:
+    def times(noise: random.Random, rounds: int) -> Times:
+        a, b = ([math.exp(each) for each in course(noise, rounds)] for _ in range(2))
+        return a, b
+
+    return times
+
+
+SCENES = {
+    "independent": of_each_kernel(independent),
+    "outliers": of_each_kernel(outliers),
+    "drifting machine": of_the_machine(drifting),
+    "bursts of the machine": of_the_machine(bursts),
+    "periodic machine": of_the_machine(periodic),
+    "bursts of each kernel": of_each_kernel(bursts),
+    "periodic kernels": of_each_kernel(periodic),
+}
+
+
+@pytest.mark.parametrize("rounds", ROUNDS)
+@pytest.mark.parametrize("scene", SCENES)
+def test_intervals_cover_the_true_ratio_in_95_percent(scene: str, rounds: int) -> None:
+    noise = random.Random(f"{scene}, {rounds} rounds")
+    covered = sum(paired_speedup(*SCENES[scene](noise, rounds)).holds(1.0) for _ in range(RUNS))
+    assert covered >= 0.95 * RUNS
+
+
+@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.parametrize("max_noise", [0.005, 0.02])
+def test_rounds_that_end_when_the_noise_is_low_still_cover(scene: str, max_noise: float) -> None:
+    noise = random.Random(f"{scene}, until {max_noise}")
+    covered, rounds = 0, []
+    for _ in range(RUNS // 2):
+        before, after = SCENES[scene](noise, 60)
+        enough = Enough(max_noise)
+        # The ratios are told, not the times: what is judged is what ends the rounds.
+        ratios = paired_ratios(before, after)
+        count = next((n for n in range(1, 60) if enough.after(n, [ratios[:n]])), 60)
+        interval = median_interval(ratios[:count])
+        assert interval is not None
+        covered += interval.low <= 1 <= interval.high
+        rounds.append(count)
+    assert covered >= 0.95 * len(rounds)
+    if max_noise == 0.02:
+        assert min(rounds) < 60, "nothing ended sooner"
