@@ -20,17 +20,17 @@ from torch import Tensor
 from capture.call import AttentionCall
 from capture.strides import narrow_expanded
 from replay.bench.failures import ContextLost, Finding, classify
+from replay.bench.guard import Guard
 from replay.bench.inputs import POISON, Inputs, drop_in
 from replay.bench.malformed import malformed
 from replay.bench.referee import Referee
 from replay.bench.resources import launched_programs, peak_bytes
 from replay.bench.settings import Settings, WorkerOptions
 from replay.bench.stages import Checked, Confirmed, Timed
-from replay.bench.state import State
 from replay.kernels.registry import Kernel
 from replay.rows.row import Accuracy
 from replay.timing.gpu_state import gpu_is_lost
-from replay.timing.timer import first_call
+from replay.timing.timer import first_call, work_left
 
 LONGEST_FILE_NAME = 200
 """Of the 255 bytes that file systems take."""
@@ -54,7 +54,7 @@ class Checker:
 
     Args:
         inputs: of the call, as they were before any kernel ran.
-        state: of the process, as it was then.
+        guard: of the process, as it was before any kernel was imported.
         save_to: a directory for the kernels' outputs.
     """
 
@@ -62,7 +62,7 @@ class Checker:
         self,
         call: AttentionCall,
         inputs: Inputs,
-        state: State,
+        guard: Guard,
         referee: Referee,
         settings: Settings,
         options: WorkerOptions,
@@ -70,7 +70,7 @@ class Checker:
     ) -> None:
         self._call = call
         self._inputs = inputs
-        self._state = state
+        self._guard = guard
         self._referee = referee
         self._settings = settings
         self._options = options
@@ -86,16 +86,15 @@ class Checker:
             ContextLost: the kernel made the GPU, or this process, unusable.
         """
         refused = refusal(kernel, self._call, self._settings.device)
-        disturbed = self._state.restore()  # importing its library may have
+        self._guard.settle(kernel.name)  # importing its library may have changed something
         if refused is not None:
             return Checked(kernel, self._call, refused)
-        flags = tuple(f"changes {name}" for name in disturbed)
-        checked = Checked(kernel.loaded(), self._call, Finding("ok"), flags=flags)
+        checked = Checked(kernel.loaded(), self._call, Finding("ok"))
         try:
             checked, output, error = self._first_call(checked, alive)
             if error is not None:
                 raise error
-            if wrong := malformed(output, self._call):
+            if wrong := self._guard.replaced(kernel.name) or malformed(output, self._call):
                 return replace(checked, finding=Finding("error", wrong))
             if checked.changed_inputs:  # later calls must not reach the other kernels' inputs
                 checked = replace(checked, call=self._call.to(self._call.device))
@@ -123,17 +122,22 @@ class Checker:
         too.
         """
         checked, finding, accuracy = timed.checked, timed.checked.finding, timed.checked.accuracy
+        flags = self._guard.flags(checked.kernel.name)
         if timed.samples is not None and timed.samples.error is not None:
-            return Confirmed(timed, classify(timed.samples.error), accuracy, "")
+            return Confirmed(timed, classify(timed.samples.error), accuracy, "", flags)
         if timed.samples is not None and finding.status == "ok":
             while_timed = self._timed_finding(timed)
+            if while_timed.status == "ok":
+                while_timed = self._block_finding(checked)
             finding, accuracy = self._judged_again(checked)
             finding = finding if while_timed.status == "ok" else while_timed
-        return Confirmed(timed, finding, accuracy, self._core_fault(timed, finding))
+        return Confirmed(timed, finding, accuracy, self._core_fault(timed, finding), flags)
 
     def _timed_finding(self, timed: Timed) -> Finding:
         """What the timed calls returned, on inputs that changed from call to call."""
         checked = timed.checked
+        if replaced := self._guard.replaced(checked.kernel.name):
+            return Finding("error", replaced)
         if timed.fault:
             return Finding("error", f"right when it was checked; {timed.fault}")
         kernel = checked.kernel
@@ -159,13 +163,8 @@ class Checker:
         except BaseException as error:
             failure = error
         changed = self._inputs.restore(self._call)
-        flags = tuple(f"changes {name}" for name in self._state.restore())
-        checked = replace(
-            checked,
-            flags=tuple(dict.fromkeys(checked.flags + flags)),
-            changed_inputs=changed,
-            first_call_ms=milliseconds,
-        )
+        self._guard.settle(checked.kernel.name)
+        checked = replace(checked, changed_inputs=changed, first_call_ms=milliseconds)
         return checked, output, failure
 
     def _judged(self, checked: Checked, output: Tensor) -> Checked:
@@ -234,6 +233,19 @@ class Checker:
             return False
         return True
 
+    def _block_finding(self, checked: Checked) -> Finding:
+        """Whether work outlives the call, and how long a block of calls takes by another clock."""
+        try:
+            if left := work_left(checked.run, self._settings.device):
+                reason = f"{left:.3g} ms of its work outlive the call, on a stream nobody waits for"
+                return Finding("error", reason)
+            self._referee.clock(checked.kernel.name, checked.run, self._settings.device)
+        except Exception as error:
+            return classify(error)
+        finally:
+            self._inputs.restore(checked.call)
+        return checked.finding
+
     def _judged_again(self, checked: Checked) -> tuple[Finding, Accuracy | None]:
         kernel, run = checked.kernel, checked.run
         try:
@@ -274,7 +286,7 @@ class Checker:
             if wrong := malformed(output, self._call, any_dtype=True):
                 return wrong
             judged = self._referee.judge(
-                kernel.name, kernel.accuracy_class, output, checked.chosen
+                kernel.name, kernel.accuracy_class, output, checked.chosen, of_core=True
             ).finding
         except BaseException as error:
             return classify(error).reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -52,8 +53,14 @@ class Referee(Protocol):
         accuracy_class: AccuracyClass,
         output: Tensor,
         chosen: Tensor | None,
+        *,
+        of_core: bool = False,
     ) -> Judged:
-        """Judge an output (B, Hq, Sq, Dv); of a sparse kernel by the keys that it chose."""
+        """Judge an output (B, Hq, Sq, Dv); of a sparse kernel by the keys that it chose.
+
+        Args:
+            of_core: the kernel's core returned it, whose errors cost the core's time alone.
+        """
 
     def judge_samples(
         self,
@@ -63,6 +70,21 @@ class Referee(Protocol):
         chosen: Tensor | None,
     ) -> str:
         """What is wrong with rows of timed samples; empty for nothing."""
+
+    def clock(self, kernel: str, run: Callable[[], object], device: torch.device) -> None:
+        """Let a block of calls run by a clock that the kernel cannot reach, if there is one."""
+
+
+BLOCK_MS = 10.0
+MOST_CALLS = 1000
+
+
+def block_of_calls(run: Callable[[], object], device: torch.device, calls: int) -> None:
+    """Calls one after another, until the last one's work is done."""
+    for _ in range(calls):
+        run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class LocalReferee:
@@ -82,7 +104,7 @@ class LocalReferee:
         compared: Tensor | None = None,
     ) -> None:
         self._call = call
-        self._seed = seed
+        self.seed = seed
         self._errors_against = errors_against
         self._compare_stats = compare_stats
         self._compared = compared
@@ -98,6 +120,8 @@ class LocalReferee:
         accuracy_class: AccuracyClass,
         output: Tensor,
         chosen: Tensor | None,
+        *,
+        of_core: bool = False,
     ) -> Judged:
         expected = self._expected_of(kernel, chosen)
         reference, captured = self._expected.reference, self._call.output
@@ -135,7 +159,7 @@ class LocalReferee:
         if chosen is not None:
             call = call.with_tensors({"attn_mask": _both(call.attn_mask, chosen)})
         for sample in samples:
-            flip = Flip(call, self._seed, sample.number, values_only=chosen is not None)
+            flip = Flip(call, self.seed, sample.number, values_only=chosen is not None)
             flip.apply()
             try:
                 rows = Expected.of(some_rows(call, flip.changed))
@@ -149,6 +173,9 @@ class LocalReferee:
             if wrong:
                 return wrong
         return ""
+
+    def clock(self, kernel: str, run: Callable[[], object], device: torch.device) -> None:
+        """In this process there is no clock that a kernel could not reach."""
 
     def _expected_of(self, kernel: str, chosen: Tensor | None) -> Expected:
         if chosen is None:

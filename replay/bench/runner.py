@@ -18,11 +18,11 @@ from capture.dataset import dtype_name
 from capture.errors import DatasetError
 from replay.bench.check import Checker, output_of, refusal, stderr_apart
 from replay.bench.failures import ContextLost, classify
+from replay.bench.guard import Guard
 from replay.bench.inputs import Inputs
 from replay.bench.referee import LocalReferee, Referee
 from replay.bench.settings import Settings, WorkerOptions
 from replay.bench.stages import Checked, Timed, make_row
-from replay.bench.state import State
 from replay.bench.witness import Part, Witness
 from replay.kernels.registry import Kernel, catalogue, find
 from replay.rows.row import HERE, CallFacts, Machine, Mask, Row, Status
@@ -61,6 +61,7 @@ def replay(
     on_loaded: Callable[[Loaded], None] | None = None,
     options: WorkerOptions = WorkerOptions(),  # noqa: B008 - it is immutable
     referees: Referees | None = None,
+    guard: Guard | None = None,
 ) -> Iterator[Row]:
     """Rows of every kernel on every call, in order; a call that cannot be read is one error row.
 
@@ -74,6 +75,7 @@ def replay(
     Raises:
         ContextLost: a kernel made the GPU unusable for this process.
     """
+    guard, referees = guard or Guard(), referees or local_referee
     report = on_progress or (lambda workload, stage: None)
     machine = describe(settings.device)
 
@@ -91,7 +93,7 @@ def replay(
             stage = functools.partial(report, workload)
             with torch.no_grad():  # as models run: inference mode would make launches cheaper
                 rows = _replay_call(
-                    call, loaded, kernels, settings, options, stage, referees or local_referee
+                    call, loaded, kernels, settings, options, stage, referees, guard
                 )
         except DatasetError as error:
             rows = [unreadable(workload, "error", str(error))]
@@ -114,25 +116,26 @@ def _replay_call(
     options: WorkerOptions,
     report: Callable[[str], None],
     referees: Referees,
+    guard: Guard,
 ) -> list[Row]:
     baseline = _baseline(call, settings, options, report)
     everyone = {kernel.name: kernel for kernel in kernels}
     for name in (baseline, settings.compared_kernel):
         if name is not None and name not in options.excluded:
             everyone.setdefault(name, find(name))
-    inputs, state, seed = Inputs(call), State(), secrets.randbits(63)
+    inputs, seed = Inputs(call), secrets.randbits(63)
     compared = _compared_output(call, inputs, everyone, settings, report)
     report(REFERENCE)
     referee = referees(call, seed, settings, compared)
     save_to = _save_to(settings, options, loaded.facts)
-    checker = Checker(call, inputs, state, referee, settings, options, save_to)
+    checker = Checker(call, inputs, guard, referee, settings, options, save_to)
     checked = []
     for name, kernel in everyone.items():
         report(name)
         checked.append(checker.check(kernel, functools.partial(report, name)))
     report(TIMING)
     confirmed = {}
-    witness = Witness(checked, inputs, state, seed)
+    witness = Witness(checked, inputs, guard, seed)
     for timed in time_together(checked, witness, settings, options, report):
         name = timed.checked.kernel.name
         if timed.samples is not None:
@@ -234,7 +237,6 @@ def time_together(
             tuple(witness.drawn_samples(name)),
             witness.faults.get(name, ""),
             tuple(sorted(witness.changed.get(name, ()))),
-            tuple(sorted(witness.disturbed.get(name, ()))),
         )
         for each in checked
         if (name := each.kernel.name)

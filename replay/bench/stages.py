@@ -78,8 +78,6 @@ class Timed:
     """What a timed call returned that is no output at all."""
     changed_inputs: tuple[str, ...] = ()
     """Inputs that changed while it was timed."""
-    disturbed: tuple[str, ...] = ()
-    """State of the process that changed while it was timed."""
     block: Block | None = None
     """Its calls back to back, where energy was asked for."""
     no_energy: str = ""
@@ -95,6 +93,8 @@ class Confirmed:
     accuracy: Accuracy | None
     core_fault: str
     """Why the core's time means nothing; empty where it does, and where there is no core."""
+    flags: tuple[str, ...] = ()
+    """Settings of the process that it changes."""
 
     @property
     def ms(self) -> tuple[float, ...]:
@@ -118,7 +118,6 @@ def make_row(
     samples = timed.samples if is_timed else None
     core = timed.core_samples if is_timed and not confirmed.core_fault else None
     time_ms = None if samples is None else summarize(samples.ms)
-    disturbed = (f"changes {name}" for name in timed.disturbed)
     no_core = (f"no core time: {confirmed.core_fault}",) if confirmed.core_fault else ()
     no_energy = (f"no energy: {timed.no_energy}",) if timed.no_energy else ()
     block = timed.block if is_timed else None
@@ -129,7 +128,7 @@ def make_row(
         reason=confirmed.finding.reason,
         environment=options.environment,
         process=options.process,
-        flags=tuple(dict.fromkeys((*checked.flags, *disturbed, *no_core, *no_energy))),
+        flags=tuple(dict.fromkeys((*checked.flags, *confirmed.flags, *no_core, *no_energy))),
         changed_inputs=tuple(dict.fromkeys(checked.changed_inputs + timed.changed_inputs)),
         time_ms=time_ms,
         core_time_ms=None if core is None else summarize(core.ms),

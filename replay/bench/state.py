@@ -59,7 +59,6 @@ SETTINGS: dict[str, Setting] = {
     "torch.are_deterministic_algorithms_enabled": Setting(
         torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms
     ),
-    "torch.is_grad_enabled": Setting(torch.is_grad_enabled, torch._C._set_grad_enabled),
     "torch.set_flush_denormal": Setting(
         lambda: float(_DENORMAL * 1) == 0.0,
         torch.set_flush_denormal,  # type: ignore[arg-type]

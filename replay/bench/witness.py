@@ -9,11 +9,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from capture.call import AttentionCall
+from replay.bench.guard import Guard
 from replay.bench.inputs import Inputs
 from replay.bench.malformed import malformed
 from replay.bench.referee import Sample
 from replay.bench.stages import Checked
-from replay.bench.state import State
 from replay.bench.variation import Flip, Variation
 
 JUDGED_SAMPLES = 4
@@ -36,10 +36,10 @@ class Witness:
     A core is given nothing new: what it works on was prepared once, before.
     """
 
-    def __init__(self, checked: Sequence[Checked], inputs: Inputs, state: State, seed: int) -> None:
+    def __init__(self, checked: Sequence[Checked], inputs: Inputs, guard: Guard, seed: int) -> None:
         self._checked = {each.kernel.name: each for each in checked}
         self._inputs = inputs
-        self._state = state
+        self._guard = guard
         self._draw = random.Random(seed)
         self._variations: dict[int, Variation] = {}
         for each in checked:
@@ -52,8 +52,6 @@ class Witness:
         """What a timed call returned that is no output at all, by kernel."""
         self.changed: dict[str, set[str]] = {}
         """Inputs that changed while a kernel was timed, by kernel."""
-        self.disturbed: dict[str, set[str]] = {}
-        """State of the process that changed while a kernel was timed, by kernel."""
 
     def before(self, part: Part) -> None:
         checked = self._checked[part.kernel]
@@ -70,14 +68,14 @@ class Witness:
 
     def after(self, part: Part, result: object) -> None:
         checked, name = self._checked[part.kernel], part.kernel
-        if changes := self._state.restore():
-            self.disturbed.setdefault(name, set()).update(changes)
+        look_closer = self._draw.randrange(COMPARED) == 0
+        self._guard.settle(name, thoroughly=look_closer)
         if not part.is_core and name not in self.faults:
             self._keep(checked, result)
         if checked.changed_inputs:
             return
         suspicious = _versions(checked.call) != self._versions
-        if suspicious or self._draw.randrange(COMPARED) == 0:
+        if suspicious or look_closer:
             variation = self._variations[id(checked.call)]
             variation.undo()
             if changed := self._inputs.restore(checked.call):

@@ -43,6 +43,10 @@ CYCLES_PER_MS = 2_000_000
 MAXIMUM_WAIT_MS = 5.0
 """Longest wait for the host. A kernel that synchronises inside cannot be hidden anyway."""
 
+TRIES = 5
+UNNOTICED_MS = 0.02
+"""Of work beside the stream: as long as asking takes, give or take."""
+
 MINIMUM_CPU_SAMPLE_MS = 1.0
 MAXIMUM_CPU_CALLS = 1000
 
@@ -219,6 +223,28 @@ class CpuTimer:
     def is_lost(self) -> bool:
         """A processor survives what it raises."""
         return False
+
+
+def work_left(function: Function, device: torch.device) -> float:
+    """Milliseconds that a call's work goes on after the current stream is done; 0 on a CPU.
+
+    A call's time ends with the stream that it was made on. What it left on another, without making
+    this one wait, would not be in it.
+    """
+    if device.type != "cuda":
+        return 0.0
+    left = min(_left_ms(function, device) for _ in range(TRIES))
+    nothing = min(_left_ms(lambda: None, device) for _ in range(TRIES))
+    return left if left > nothing + UNNOTICED_MS else 0.0
+
+
+def _left_ms(function: Function, device: torch.device) -> float:
+    torch.cuda.synchronize(device)
+    function()
+    end = torch.cuda.Event()
+    end.record(torch.cuda.current_stream(device))
+    end.synchronize()
+    return _wall_ms(lambda: torch.cuda.synchronize(device))
 
 
 def first_call(function: Callable[[], T], device: torch.device | str) -> tuple[T, float]:

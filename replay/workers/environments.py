@@ -21,6 +21,7 @@ from replay.bench.settings import Settings, WorkerOptions
 from replay.kernels.registry import Kernel, catalogue
 from replay.rows.files import rebuilt
 from replay.rows.row import HERE, CallFacts, Machine, Row, Status
+from replay.workers.judge import Hearing, Judge
 from replay.workers.process import CannotStart, Died, Process
 from replay.workloads.recorded import Workload
 
@@ -60,10 +61,19 @@ class Environment:
 
     Args:
         process: the kernel that this worker alone is for, if it is.
+        judge: who judges what kernels return; the worker itself where there is none.
     """
 
-    def __init__(self, name: str, python: str, timeout: float, process: str = "") -> None:
+    def __init__(
+        self,
+        name: str,
+        python: str,
+        timeout: float,
+        process: str = "",
+        judge: Judge | None = None,
+    ) -> None:
         self.name = name
+        self._judge = judge
         self._own_kernel = process
         self._process = Process(python, timeout)
         self._last: dict[str, Died] = {}
@@ -134,7 +144,9 @@ class Environment:
     def _worker_of(self, kernel: Kernel) -> Environment:
         if kernel.name not in self._apart:
             python, timeout = self._process.python, self._process.timeout
-            self._apart[kernel.name] = Environment(self.name, python, timeout, kernel.name)
+            self._apart[kernel.name] = Environment(
+                self.name, python, timeout, kernel.name, self._judge
+            )
         return self._apart[kernel.name]
 
     def _replay_together(
@@ -193,16 +205,23 @@ class Environment:
             "settings": settings.to_json(),
             "options": options.to_json(),
         }
+        hearing = None if self._judge is None else Hearing(self._judge, workload, settings)
         for message in self._process.ask(do="replay", **request):
             if "call" in message:
                 facts = rebuilt(CallFacts, message["call"])
                 heard.loaded = Loaded(facts, rebuilt(Machine, message["machine"]))
             elif "row" in message:
-                heard.rows.append(rebuilt(Row, message["row"]))
+                row = rebuilt(Row, message["row"])
+                objection = "" if hearing is None else hearing.objection(row)
+                if objection:
+                    row = self._row(row.kernel, heard.loaded, "error", objection)
+                heard.rows.append(row)
             elif "unreadable" in message:
                 heard.rows = [self._row("", heard.loaded, "error", message["unreadable"])]
             elif "failed" in message:
                 raise WorkerError(message["failed"]) from RuntimeError(message["traceback"])
+            elif "judge" in message and hearing is not None:
+                self._process.tell(**hearing.answer(message["judge"]))
             elif "at" in message:
                 heard.timing = heard.timing or message["at"] == TIMING
                 report(message["at"])
@@ -217,6 +236,7 @@ class Environment:
             process=self._own_kernel,
             synchronous=synchronous,
             excluded=tuple(sorted(excluded)),
+            spool="" if self._judge is None else self._judge.spool,
         )
 
     def _row(self, kernel: str, loaded: Loaded, status: Status, reason: str, log: str = "") -> Row:

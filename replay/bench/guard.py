@@ -1,0 +1,39 @@
+"""What kernels may not change for one another: settings of the process, and functions."""
+
+from __future__ import annotations
+
+from replay.bench.integrity import Functions
+from replay.bench.state import State
+
+
+class Guard:
+    """The process as it is now, before any kernel's library is imported."""
+
+    def __init__(self) -> None:
+        self._state = State()
+        self._functions = Functions()
+        self._changed: dict[str, dict[str, None]] = {}
+        self._replaced: dict[str, dict[str, None]] = {}
+
+    def settle(self, kernel: str, *, thoroughly: bool = True) -> None:
+        """Put everything back, and note what this kernel has changed.
+
+        Args:
+            thoroughly: also look at functions, which takes a millisecond.
+        """
+        if changed := self._state.restore():
+            self._changed.setdefault(kernel, {}).update(dict.fromkeys(changed))
+        if thoroughly and (replaced := self._functions.restore()):
+            self._replaced.setdefault(kernel, {}).update(dict.fromkeys(replaced))
+
+    def flags(self, kernel: str) -> tuple[str, ...]:
+        """Settings that the kernel was seen to change, one flag each."""
+        return tuple(f"changes {name}" for name in self._changed.get(kernel, ()))
+
+    def replaced(self, kernel: str) -> str:
+        """Functions that the kernel was seen to replace, in a sentence; empty for none."""
+        names = list(self._replaced.get(kernel, ()))
+        if not names:
+            return ""
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        return f"replaces {names[0]}{more}, which measurements rely on"

@@ -1,0 +1,121 @@
+"""The parent's side of the process that judges outputs."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from replay.bench.settings import Settings
+from replay.rows.row import Row
+from replay.workers.process import Process
+from replay.workloads.recorded import Workload
+
+
+class Judge:
+    """A process that no kernel runs in, started when first asked."""
+
+    def __init__(self, timeout: float) -> None:
+        self.spool = tempfile.mkdtemp(prefix="attention-replay-")
+        """Where workers put what is to be judged."""
+        self._process = Process(sys.executable, timeout, "replay.workers.judge_server")
+        self._starting: Future[None] | None = None
+
+    def start(self) -> None:
+        """Start the process, which imports PyTorch while the first worker does."""
+        if self._starting is None:
+            threads = ThreadPoolExecutor(max_workers=1)
+            self._starting = threads.submit(self._process.start)
+            threads.shutdown(wait=False)
+
+    def answer(
+        self, question: dict[str, Any], workload: Workload, settings: Settings
+    ) -> dict[str, Any]:
+        """What the judge says to a worker's question.
+
+        Raises:
+            CannotStart, Died: the process does not work.
+        """
+        self.start()
+        assert self._starting is not None
+        self._starting.result()
+        if question["do"] == "open":
+            question = {**question, "workload": workload.source}
+        try:
+            return self._process.answer(**question, settings=settings.to_json())
+        finally:
+            for path in Path(self.spool).iterdir():
+                path.unlink()
+
+    def close(self) -> None:
+        """End the process."""
+        if self._starting is not None:
+            wait([self._starting])
+        self._process.close()
+        shutil.rmtree(self.spool, ignore_errors=True)
+
+
+DISAGREEMENT = 3.0
+"""How many times longer than its row says a call may take by the parent's clock. A busy machine
+makes a short block twice as long now and then; a clock that was tampered with is off by more."""
+LATENCY_MS = 0.2
+"""What messages between the processes may take of it."""
+
+
+@dataclass
+class Hearing:
+    """What the parent itself has seen of the kernels of one call."""
+
+    judge: Judge
+    workload: Workload
+    settings: Settings
+    _verdicts: dict[str, list[bool]] = field(default_factory=dict)
+    """Of the outputs of each kernel, in the order they came."""
+    _began: float = 0.0
+    _block_ms: dict[str, float] = field(default_factory=dict)
+    """One call of each kernel, by the clock of this process."""
+
+    def answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        """What to tell a worker that has something to be judged or clocked.
+
+        Raises:
+            CannotStart, Died: the judge does not work.
+        """
+        kernel = question.get("kernel", "")
+        if question["do"] == "start clock":
+            self._began = time.perf_counter()
+            return {}
+        if question["do"] == "stop clock":
+            milliseconds = (time.perf_counter() - self._began) * 1000 - LATENCY_MS
+            self._block_ms[kernel] = milliseconds / question["calls"]
+            return {}
+        found = self.judge.answer(question, self.workload, self.settings)
+        if "wrong" in found:
+            self._verdicts.setdefault(kernel, []).append(not found["wrong"])
+        elif "judged" in found and not question["of_core"]:
+            status = found["judged"]["finding"][0]
+            self._verdicts.setdefault(kernel, []).append(status == "ok")
+        return found
+
+    def objection(self, row: Row) -> str:
+        """Why a row cannot be what it says; empty where nothing speaks against it."""
+        if not row.is_correct:
+            return ""
+        verdicts = self._verdicts.get(row.kernel, [])
+        if not verdicts or not all(verdicts):
+            return "its row says that it is right, and the judge does not"
+        block = self._block_ms.get(row.kernel)
+        if row.time_ms is None or block is None:
+            return ""
+        reported = row.time_ms.p50 + (row.host_ms or 0.0)
+        if block <= DISAGREEMENT * reported:
+            return ""
+        return (
+            f"its row says {reported:.3g} ms a call, and by another process's clock it takes "
+            f"{block:.3g} ms: something changed the clock"
+        )

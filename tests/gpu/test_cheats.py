@@ -1,0 +1,43 @@
+"""Faster for reasons that only a GPU has: found, whoever measures, and honest kernels are not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from replay.cli.main import main
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+FILE = Path(__file__).with_name("cheats.py")
+CHEATS = ("on_a_stream_that_nobody_joins", "kept_by_pointer", "with_a_clock_of_its_own")
+HONEST = ("waits_inside", "replays_a_graph")
+
+
+@pytest.mark.parametrize("mode", [(), ("--in-process",)], ids=["worker", "in-process"])
+@pytest.mark.parametrize("sizes", [(24, 4608, 128), (8, 512, 128)], ids=str)
+def test_cheats_cost_their_own_row_and_no_other(
+    tmp_path: Path, sizes: tuple[int, int, int], mode: tuple[str, ...]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    heads, length, dim = map(str, sizes)
+    kernels = ",".join(f"{FILE}:{name}" for name in (*CHEATS, *HONEST))
+    arguments = ["--random", "-hq", heads, "-sq", length, "-d", dim, *mode, "--json", str(rows)]
+    with pytest.raises(SystemExit):
+        main([*arguments, "--kernels", f"torch-default,torch-flash,{kernels}"])
+    found: dict[str, dict[str, Any]] = {}
+    for line in rows.read_text().splitlines():
+        row = json.loads(line)
+        found[row["kernel"].rpartition(":")[2]] = row
+    told = {name: (row["status"], row["reason"]) for name, row in found.items()}
+    for name in CHEATS:
+        assert found[name]["status"] in ("error", "inaccurate"), told
+    for name in ("torch-default", "torch-flash", *HONEST):
+        assert found[name]["status"] == "ok", told
+    # Nobody else was measured with another clock.
+    ratio = found["torch-flash"]["time_ms"]["p50"] / found["torch-default"]["time_ms"]["p50"]
+    assert 0.3 < ratio < 3
