@@ -229,7 +229,7 @@ class CpuTimer:
 
 
 def work_left(function: Function, device: torch.device) -> float:
-    """Milliseconds that a call's work goes on, on average, after the current stream is done; 0 on a CPU.
+    """How many milliseconds of work each call leaves behind on other streams; 0 on a CPU.
 
     A call's time ends with the stream that it was made on. What it left on another, without making
     this one wait, would not be in it.
