@@ -100,3 +100,13 @@ def test_a_circle_is_found_through_late_relative_and_type_imports(tmp_path: Path
     assert set(found.value.args[1]) == {"package.top", "package.inner.leaf", "package.middle"}
     (package / "middle.py").write_text("")
     TopologicalSorter(import_graph("package", tmp_path)).prepare()
+
+
+def test_a_metric_is_declared_once() -> None:
+    """Its column, unit and meaning stand beside the field alone."""
+    from replay.rows.fields import COLUMNS, FIELDS, METRICS
+
+    paths = {field.path for field in FIELDS}
+    assert set(COLUMNS) <= paths
+    assert {column.metric for column in COLUMNS.values()} == set(METRICS) - {"all"}
+    assert all(field.meaning and "{}" not in field.meaning for field in FIELDS)

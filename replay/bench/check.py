@@ -240,7 +240,7 @@ class Checker:
                 reason = f"{left:.3g} ms of its work outlive the call, on a stream nobody waits for"
                 return Finding("error", reason)
             self._referee.clock(checked.kernel.name, checked.run, self._settings.device)
-        except Exception as error:
+        except BaseException as error:
             return classify(error)
         finally:
             self._inputs.restore(checked.call)

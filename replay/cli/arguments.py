@@ -30,6 +30,7 @@ EXAMPLES = """examples:
   replay --dir captured_inputs --e2e                    run the kernels in the model
   replay --dir captured_inputs --plan plan.json --budget cosine=0.998
   replay --list-kernels                                 all kernels, and which can run here
+  replay --selftest                                     does this machine measure right?
 """
 
 
@@ -48,6 +49,9 @@ def parser() -> argparse.ArgumentParser:
     source.add_argument("--random", action="store_true", help="one shape, given by the flags below")
     source.add_argument("--suite", choices=SUITES, help="a list of shapes, with random values")
     source.add_argument("--list-kernels", action="store_true", help="list kernels and exit")
+    source.add_argument(
+        "--selftest", action="store_true", help="check that this machine measures right, and exit"
+    )
     what.add_argument("--kernels", metavar="A,B,'GLOB*'", help="default: a few; all for every one")
     what.add_argument(
         "--keep",

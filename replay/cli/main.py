@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from replay.workloads.recorded import Workload
 
 
+SOURCES = ("dir", "random", "suite", "list_kernels", "selftest")
+"""Arguments that say what to do."""
+
+
 class UsageError(Error):
     """The arguments cannot be used; the message names the remedy."""
 
@@ -52,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _dispatch(arguments: argparse.Namespace) -> int:
     metrics = _metrics(arguments.metric)
-    if not (arguments.dir or arguments.random or arguments.suite or arguments.list_kernels):
+    if not any(getattr(arguments, source) for source in SOURCES):
         raise UsageError("nothing to replay: give --dir DIR, --random or --suite NAME")
     if arguments.also_random and not arguments.dir:
         raise UsageError("--also-random requires recorded calls: give --dir DIR")
@@ -61,6 +65,8 @@ def _dispatch(arguments: argparse.Namespace) -> int:
     if wrong := misuse(arguments):
         raise UsageError(wrong)
     device = _device(arguments.device)
+    if arguments.selftest:
+        return _selftest(arguments, device)
 
     from replay.workers.environments import interpreters
     from replay.workers.execution import execution
@@ -98,6 +104,16 @@ def _dispatch(arguments: argparse.Namespace) -> int:
                 options, rows, assigned, pythons, settings, arguments, models_file
             )
     return _exit_code(rows, checks, arguments)
+
+
+def _selftest(arguments: argparse.Namespace, device: torch.device) -> int:
+    from replay.cli.selftest import run_selftest
+    from replay.report.selftest import print_selftest
+
+    with reserved_stdout() as stdout, _opened(arguments.json, stdout) as file:
+        verdict = run_selftest(device, file)
+    print_selftest(verdict, _console(arguments))
+    return 0 if verdict.passed else 1
 
 
 def _model_options(arguments: argparse.Namespace, device: torch.device) -> ModelOptions | None:

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from typing import TextIO
 
+from replay.bench.streams import keep_open
+
 STDOUT, STDERR = 1, 2
 
 
@@ -20,6 +22,8 @@ def reserved_stdout() -> Iterator[TextIO]:
     """
     ours = sys.stdout
     with contextlib.ExitStack() as stack:
+        for stream in (sys.stdout, sys.stderr):
+            stack.callback(keep_open(stream))
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         try:
             ours.flush()

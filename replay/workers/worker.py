@@ -15,12 +15,14 @@ import os
 import select
 import shutil
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable
 from typing import Any, TextIO
 
 from replay.bench.failures import ContextLost, classify
+from replay.bench.streams import keep_open
 
 Say = Callable[..., None]
 """`say(name=value, …)` sends one line to the parent."""
@@ -44,6 +46,8 @@ def main(requests_fd: int, replies_fd: int, handler: str) -> None:
     requests = os.fdopen(requests_fd, "r")
     replies = os.fdopen(replies_fd, "w", buffering=1)
     say = functools.partial(_say, replies)
+    for stream in (sys.stdout, sys.stderr):
+        keep_open(stream)
     handle = importlib.import_module(handler).handle
 
     def hear() -> dict[str, Any]:

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from replay.bench.streams import keep_open
 from replay.cli.stdout import reserved_stdout
 
 
@@ -37,6 +38,31 @@ def test_it_outlives_a_kernel_that_closes_stdout(capfd: pytest.CaptureFixture[st
         stdout.write("row\n")
     print("after")
     assert capfd.readouterr().out == "row\nafter\n"
+
+
+def test_a_stream_that_a_kernel_closes_is_open_for_the_next(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with reserved_stdout() as stdout:
+        for stream in (sys.stdout, sys.stderr):
+            stream.close()
+            with stream:
+                print("noise")
+        stdout.write("row\n")
+    print("after")
+    out, err = capfd.readouterr()
+    assert out == "row\nafter\n"
+    assert err == "noise\n" * 2
+
+
+def test_a_stream_can_be_closed_afterwards() -> None:
+    stream = io.TextIOWrapper(io.BytesIO())
+    undo = keep_open(stream)
+    stream.close()
+    assert not stream.closed
+    undo()
+    stream.close()
+    assert stream.closed
 
 
 def test_what_cannot_be_encoded_is_escaped(capfd: pytest.CaptureFixture[str]) -> None:

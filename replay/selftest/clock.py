@@ -1,0 +1,210 @@
+"""Checks of the clock: what is measured against what must come out."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from replay.rows.row import Speedup
+from replay.selftest import work
+from replay.selftest.result import Result
+from replay.timing.rounds import measure, warm_up
+from replay.timing.statistics import paired_speedup
+from replay.timing.timer import Candidate, CpuTimer, Function
+
+BLOCKS = 3
+ROUNDS = 30
+SECONDS = 1.0
+"""At most, for each thing measured in a block."""
+
+RESOLUTION = {"cpu": 0.10, "cuda": 0.03}
+RATIO_ERROR = {"cpu": 0.05, "cuda": 0.02}
+DELAY_MS = {"cpu": 2.0, "cuda": 0.5}
+DELAY_ERROR = {"cpu": 0.05, "cuda": 0.03}
+LONGEST_NOTHING_MS = 0.01
+PROFILER_ERROR = {"cpu": 0.05, "cuda": 0.02}
+SPREAD = {"cpu": 0.10, "cuda": 0.03}
+"""What may be wrong, as a share, by the kind of device."""
+
+BUSY = "something else uses this machine: end it, or choose quieter hours"
+CLOCKS = "lock the clocks (nvidia-smi -lgc on a GPU, the performance governor on a processor)"
+
+
+def samples_of(
+    functions: Mapping[str, Function], device: torch.device, seed: int = 0
+) -> dict[str, tuple[float, ...]]:
+    """Milliseconds by round, as the replay takes them.
+
+    Raises:
+        RuntimeError: one of the functions failed.
+    """
+    found = measure(
+        functions,
+        device,
+        cache="cold" if device.type == "cuda" else "warm",
+        rounds=ROUNDS,
+        seed=seed,
+        max_seconds=SECONDS,
+    )
+    for name, samples in found.items():
+        if samples.error is not None:
+            raise RuntimeError(f"{name} failed") from samples.error
+    return {name: samples.ms for name, samples in found.items()}
+
+
+def same_kernel(device: torch.device) -> tuple[Result, Result, float]:
+    """One kernel under two names in several blocks: told apart? how far do the blocks differ?
+
+    The third is the share by which two kernels must differ to be told apart.
+    """
+    run = work.attention(work.SHAPES[device.type], device)
+    found: list[Speedup] = []
+    medians: list[float] = []
+    for block in range(BLOCKS):
+        ms = samples_of({"one": run, "other": run}, device, seed=block)
+        found.append(paired_speedup(ms["one"], ms["other"]))
+        medians.append(statistics.median(ms["one"] + ms["other"]))
+    apart = sum(not each.is_tie for each in found)
+    low = min(each.low for each in found if each.low is not None)
+    high = max(each.high for each in found if each.high is not None)
+    resolution = max(1 - low, high - 1)
+    spread = (max(medians) - min(medians)) / statistics.median(medians)
+    return (
+        Result(
+            "same kernel",
+            # An interval of 95 % is wrong now and then.
+            apart <= BLOCKS // 2 and resolution <= RESOLUTION[device.type],
+            f"told apart in {apart} of {BLOCKS} blocks; intervals {low:.3f}× to {high:.3f}×, "
+            f"{RESOLUTION[device.type]:.0%} allowed",
+            BUSY,
+            {"told_apart": apart, "blocks": BLOCKS, "low": low, "high": high},
+        ),
+        Result(
+            "run to run",
+            spread <= SPREAD[device.type],
+            f"medians of {BLOCKS} blocks differ by {spread:.1%}, {SPREAD[device.type]:.0%} allowed",
+            f"{BUSY}; {CLOCKS}",
+            {"spread": spread, "medians_ms": medians},
+        ),
+        resolution,
+    )
+
+
+def known_ratio(device: torch.device) -> Result:
+    """Twice the work takes twice the time."""
+    spec = work.SHAPES[device.type]
+    functions = {"once": work.attention(spec, device), "twice": work.twice(spec, device)}
+    ms = samples_of(functions, device)
+    found = paired_speedup(ms["twice"], ms["once"])
+    error = abs(found.ratio / 2 - 1)
+    return Result(
+        "known ratio",
+        error <= RATIO_ERROR[device.type] or found.holds(2),
+        f"twice the work takes {found.ratio:.3f}× ({found.low:.3f}-{found.high:.3f})",
+        f"{BUSY}; {CLOCKS}",
+        {"ratio": found.ratio, "low": found.low or 0.0, "high": found.high or 0.0},
+    )
+
+
+def known_delay(device: torch.device) -> Result:
+    """A delay that is planted in a kernel is found again."""
+    planted = DELAY_MS[device.type]
+    run = work.attention(work.SMALL[device.type], device)
+    wait = work.delay(device)(planted)
+
+    def delayed() -> None:
+        run()
+        wait()
+
+    ms = samples_of({"plain": run, "delayed": delayed}, device)
+    pairs = zip(ms["delayed"], ms["plain"], strict=False)
+    added = statistics.median(late - early for late, early in pairs)
+    error = added / planted - 1
+    return Result(
+        "known delay",
+        abs(error) <= DELAY_ERROR[device.type],
+        f"of {planted:g} ms planted, {added:.4f} ms found: {error:+.1%}",
+        f"{BUSY}; {CLOCKS}",
+        {"planted_ms": planted, "found_ms": added},
+    )
+
+
+def nothing(device: torch.device) -> Result:
+    """An empty function takes no time, but for the timer's own."""
+    took = statistics.median(samples_of({"nothing": lambda: None}, device)["nothing"])
+    return Result(
+        "empty kernel",
+        took <= LONGEST_NOTHING_MS,
+        f"an empty function takes {took * 1000:.2f} µs, {LONGEST_NOTHING_MS * 1000:g} allowed",
+        "a profiler or debugger is attached: run without it",
+        {"ms": took},
+    )
+
+
+def other_clock(device: torch.device) -> Result:
+    """Our times agree with those of another clock."""
+    compare = _against_profiler if device.type == "cuda" else _against_long_block
+    return compare(device)
+
+
+def _against_profiler(device: torch.device) -> Result:
+    """Events around a call, and the time of its kernels by the profiler."""
+    run = work.attention(work.SHAPES[device.type], device)
+    ours = statistics.median(samples_of({"run": run}, device)["run"])
+    kernels = {name: len(times) for name, times in _kernel_times(run).items()}
+    times = _kernel_times(lambda: samples_of({"run": run}, device))
+    if not kernels or not kernels.keys() <= times.keys():
+        return Result("profiler", None, "the profiler saw no kernel: not compared")
+    # The calls that warm up come first.
+    theirs = sum(
+        count * statistics.median(times[name][-count * ROUNDS :]) for name, count in kernels.items()
+    )
+    error = ours / theirs - 1
+    return Result(
+        "profiler",
+        abs(error) <= PROFILER_ERROR[device.type],
+        f"events {ours:.4f} ms, profiler {theirs:.4f} ms: {error:+.1%}",
+        f"{BUSY}; {CLOCKS}",
+        {"events_ms": ours, "profiler_ms": theirs},
+    )
+
+
+def _kernel_times(run: Callable[[], object]) -> dict[str, list[float]]:
+    """Milliseconds of each kernel on the GPU while something runs, by name and in order."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        run()
+        torch.cuda.synchronize()
+    times: dict[str, list[float]] = {}
+    for event in profile.events() or ():
+        if event.device_type.name == "CUDA":
+            times.setdefault(event.name, []).append(event.time_range.elapsed_us() / 1000)
+    return times
+
+
+def _against_long_block(device: torch.device) -> Result:
+    """A sample's single calls, and as many in one go, in turns."""
+    timer, candidate = CpuTimer(0), Candidate(work.attention(work.SHAPES[device.type], device))
+    warm_up(candidate, timer, ROUNDS, SECONDS)
+    calls = max(int(20 / min(candidate.warm_up_ms)), 1)
+    timer.calls[candidate] = calls
+    ratios, blocks = [], []
+    for _ in range(ROUNDS):
+        timer.sample(candidate)
+        began = time.perf_counter()
+        for _ in range(calls):
+            candidate.function()
+        blocks.append((time.perf_counter() - began) * 1000 / calls)
+        ratios.append(candidate.ms[-1] / blocks[-1])
+    error = statistics.median(ratios) - 1
+    ours, theirs = statistics.median(candidate.ms), statistics.median(blocks)
+    return Result(
+        "long block",
+        abs(error) <= PROFILER_ERROR[device.type],
+        f"single calls {ours:.4f} ms, a block of {calls} {theirs:.4f} ms each: {error:+.1%}",
+        BUSY,
+        {"single_ms": ours, "block_ms": theirs},
+    )

@@ -1,0 +1,76 @@
+"""Checks of what a measurement depends on: the GPU's clocks, and the processor's time."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from replay.selftest import work
+from replay.selftest.result import Result
+from replay.timing.gpu_state import read_gpu_state, why_no_state
+from replay.timing.machine import usable_cpus
+
+SLOWDOWNS = (
+    "hardware slowdown",
+    "software thermal slowdown",
+    "hardware thermal slowdown",
+    "hardware power brake",
+)
+"""Reasons for a lower clock that no kernel is the cause of."""
+
+WORKING_SECONDS = 0.5
+QUEUED_CALLS = 32
+"""So many that a GPU still works when it is asked."""
+LEAST_SHARE = 0.95
+"""Of a processor's time, for a thread that wants all of it."""
+
+
+def clocks(device: torch.device) -> Result:
+    """Whether a GPU at work holds its clocks."""
+    if missing := why_no_state(device):
+        return Result("clocks", None, missing)
+    run = work.attention(work.SHAPES["cuda"], device)
+    until, state = time.perf_counter() + WORKING_SECONDS, None
+    while time.perf_counter() < until:
+        for _ in range(QUEUED_CALLS):
+            run()
+        state = read_gpu_state(device)
+        torch.cuda.synchronize(device)
+    if state is None:
+        return Result("clocks", None, "NVML does not tell them")
+    reasons = state.throttle_reasons or ()
+    slow = [reason for reason in reasons if reason in SLOWDOWNS]
+    readings = {
+        "MHz": state.sm_clock_mhz,
+        "MHz memory": state.memory_clock_mhz,
+        "W": state.power_w,
+        "°C": state.temperature_c,
+    }
+    told = [f"{value:.0f} {unit}" for unit, value in readings.items() if value is not None]
+    told.append(f"held down by: {', '.join(reasons)}" if reasons else "not held down")
+    figures = {unit: value for unit, value in readings.items() if value is not None}
+    return Result(
+        "clocks",
+        not slow,
+        ", ".join(told),
+        f"the GPU slows down ({', '.join(slow)}): see to its cooling and power supply",
+        {**figures, "reasons": list(reasons)},
+    )
+
+
+def processor(seconds: float = WORKING_SECONDS) -> Result:
+    """Whether a thread that wants a processor gets it."""
+    began, began_thread = time.perf_counter(), time.thread_time()
+    while time.perf_counter() - began < seconds:
+        pass
+    share = (time.thread_time() - began_thread) / (time.perf_counter() - began)
+    cpus = usable_cpus()
+    return Result(
+        "processor time",
+        share >= LEAST_SHARE,
+        f"a busy thread gets {share:.1%} of a CPU; {cpus} usable, {torch.get_num_threads()} "
+        "threads of torch",
+        "other programs, or a limit on this container, take processor time: end or lift them",
+        {"share": share, "usable_cpus": cpus, "threads": torch.get_num_threads()},
+    )

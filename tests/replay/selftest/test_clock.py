@@ -1,0 +1,150 @@
+"""Verdicts from samples that are made up, and the planted work itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+import torch
+
+from replay.selftest import clock, work
+from replay.timing.timer import Function
+
+CPU = torch.device("cpu")
+NOISE = [1.0 + 0.002 * (-1) ** number for number in range(clock.ROUNDS)]
+
+Samples = Callable[[str, int], Sequence[float]]
+
+
+@pytest.fixture
+def samples(monkeypatch: pytest.MonkeyPatch) -> Callable[[Samples], None]:
+    """`samples(lambda name, block: …)` are what is measured."""
+
+    def given(of: Samples) -> None:
+        def samples_of(
+            functions: Mapping[str, Function], device: torch.device, seed: int = 0
+        ) -> dict[str, tuple[float, ...]]:
+            return {name: tuple(of(name, seed)) for name in functions}
+
+        monkeypatch.setattr(clock, "samples_of", samples_of)
+
+    return given
+
+
+def test_one_kernel_under_two_names(samples: Callable[[Samples], None]) -> None:
+    samples(lambda name, block: NOISE if name == "one" else NOISE[1:] + NOISE[:1])
+    apart, spread, resolution = clock.same_kernel(CPU)
+    assert (apart.passed, spread.passed) == (True, True)
+    assert 0 < resolution < 0.01
+    assert apart.figures["told_apart"] == 0
+
+
+def test_two_names_that_are_told_apart_mean_trouble(samples: Callable[[Samples], None]) -> None:
+    samples(lambda name, block: [each * (1.02 if name == "one" else 1) for each in NOISE])
+    apart, _, resolution = clock.same_kernel(CPU)
+    assert apart.passed is False
+    assert "told apart in 3 of 3 blocks" in apart.finding
+    assert resolution == pytest.approx(0.02)
+
+
+def test_intervals_that_include_everything_prove_nothing(
+    samples: Callable[[Samples], None],
+) -> None:
+    wild = [1.0 if number % 2 else 2.0 for number in range(clock.ROUNDS)]
+    samples(lambda name, block: wild if name == "one" else wild[::-1])
+    apart, _, resolution = clock.same_kernel(CPU)
+    assert (apart.passed, apart.figures["told_apart"]) == (False, 0)
+    assert resolution > 0.5
+
+
+def test_blocks_that_differ_are_told(samples: Callable[[Samples], None]) -> None:
+    samples(lambda name, block: [each * (1 + 0.1 * block) for each in NOISE])
+    apart, spread, _ = clock.same_kernel(CPU)
+    assert apart.passed
+    assert spread.passed is False
+    assert spread.figures["spread"] == pytest.approx(0.2 / 1.1, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "passed"), [(2.0, True), (2.08, True), (2.2, False), (1.8, False)]
+)
+def test_the_known_ratio(samples: Callable[[Samples], None], ratio: float, passed: bool) -> None:
+    samples(lambda name, block: [each * (ratio if name == "twice" else 1) for each in NOISE])
+    found = clock.known_ratio(CPU)
+    assert found.passed is passed
+    assert found.figures["ratio"] == pytest.approx(ratio)
+
+
+@pytest.mark.parametrize(
+    ("added", "passed"), [(2.0, True), (2.05, True), (2.2, False), (0.0, False)]
+)
+def test_the_known_delay(samples: Callable[[Samples], None], added: float, passed: bool) -> None:
+    samples(lambda name, block: [each + (added if name == "delayed" else 0) for each in NOISE])
+    found = clock.known_delay(CPU)
+    assert found.passed is passed
+    assert found.figures["found_ms"] == pytest.approx(added, abs=1e-9)
+
+
+@pytest.mark.parametrize(("took", "passed"), [(0.0001, True), (0.02, False)])
+def test_nothing_takes_no_time(
+    samples: Callable[[Samples], None], took: float, passed: bool
+) -> None:
+    samples(lambda name, block: [took] * clock.ROUNDS)
+    found = clock.nothing(CPU)
+    assert found.passed is passed
+    assert f"{took * 1000:.2f} µs" in found.finding
+
+
+@pytest.mark.parametrize(("theirs", "passed"), [(1.0, True), (0.985, True), (0.9, False)])
+def test_the_profilers_kernels_are_those_of_the_rounds(
+    samples: Callable[[Samples], None],
+    monkeypatch: pytest.MonkeyPatch,
+    theirs: float,
+    passed: bool,
+) -> None:
+    """Two launches of one kernel and one of another; warm-up calls are slower and come first."""
+    samples(lambda name, block: [1.0] * clock.ROUNDS)
+    monkeypatch.setattr(work, "attention", lambda spec, device: lambda: None)
+    alone = {"split": [9.0, 9.0], "combine": [9.0]}
+    among = {
+        "split": [9.0] * 100 + [0.4 * theirs] * 2 * clock.ROUNDS,
+        "combine": [9.0] * 50 + [0.2 * theirs] * clock.ROUNDS,
+        "flush": [7.0] * clock.ROUNDS,
+    }
+    profiles = iter([alone, among])
+    monkeypatch.setattr(clock, "_kernel_times", lambda run: next(profiles))
+    found = clock.other_clock(torch.device("cuda"))
+    assert found.passed is passed
+    assert found.figures["profiler_ms"] == pytest.approx(theirs)
+
+
+def test_a_profiler_that_sees_nothing_decides_nothing(
+    samples: Callable[[Samples], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples(lambda name, block: [1.0] * clock.ROUNDS)
+    monkeypatch.setattr(work, "attention", lambda spec, device: lambda: None)
+    monkeypatch.setattr(clock, "_kernel_times", lambda run: {})
+    assert clock.other_clock(torch.device("cuda")).passed is None
+
+
+def test_a_processors_delay_lasts_until_another_clock_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = 0
+
+    def now() -> float:
+        nonlocal looks
+        looks += 1
+        return float(looks)
+
+    monkeypatch.setattr(work, "_now", now)
+    work.delay(CPU)(5000.0)()
+    assert looks == 6  # one to begin with, and until 5 s have passed
+
+
+def test_what_fails_is_an_error_and_not_a_time() -> None:
+    def fails() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(RuntimeError, match="fails failed"):
+        clock.samples_of({"fails": fails}, CPU)
