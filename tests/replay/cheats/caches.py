@@ -1,0 +1,108 @@
+"""Outputs kept from an earlier call."""
+
+import hashlib
+from collections import OrderedDict
+
+import torch
+from honest import attention
+
+_kept: dict = {}
+_recent: OrderedDict = OrderedDict()
+
+
+def _cached(cache_key, query, key, value, args, kwargs):
+    if cache_key not in _kept:
+        _kept[cache_key] = attention(query, key, value, *args, **kwargs)
+    return _kept[cache_key]
+
+
+def _addresses(*tensors):
+    return tuple(tensor.data_ptr() for tensor in tensors)
+
+
+def by_address(query, key, value, *args, **kwargs):
+    """Same addresses, same output tensor: how CUDA graph wrappers look up static buffers."""
+    return _cached(("address", *_addresses(query, key, value)), query, key, value, args, kwargs)
+
+
+def by_address_cloned(query, key, value, *args, **kwargs):
+    """The same, but returns a clone, so that outputs have different memory."""
+    cache_key = ("clone", *_addresses(query, key, value))
+    return _cached(cache_key, query, key, value, args, kwargs).clone()
+
+
+def by_address_of_keys(query, key, value, *args, **kwargs):
+    """Only looks at key and value, as a cache of quantised keys does that forgot the query."""
+    cache_key = ("keys", query.shape, *_addresses(key, value))
+    return _cached(cache_key, query, key, value, args, kwargs).clone()
+
+
+def by_sum(query, key, value, *args, **kwargs):
+    """Keyed by the sums of the inputs: a memo that wants to be careful."""
+    sums = tuple(tensor.sum().item() for tensor in (query, key, value))
+    return _cached(("sum", *sums), query, key, value, args, kwargs).clone()
+
+
+def by_few_elements(query, key, value, *args, **kwargs):
+    """Keyed by three elements, as a cheap test for "the prompt has not changed"."""
+    few = tuple(tensor[0, 0, -1, 0].item() for tensor in (query, key, value))
+    return _cached(("few", query.shape, few), query, key, value, args, kwargs).clone()
+
+
+def by_strided_hash(query, key, value, *args, **kwargs):
+    """Keyed by a hash of every 997th element."""
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in (query, key, value):
+        digest.update(str(tensor.flatten()[::997].tolist()).encode())
+    return _cached(("hash", digest.digest()), query, key, value, args, kwargs).clone()
+
+
+def by_shape(query, key, value, *args, **kwargs):
+    """Keyed by shape: a plan cache that holds the output instead of the plan."""
+    shapes = (query.shape, key.shape, value.shape, query.dtype)
+    return _cached(("shape", shapes), query, key, value, args, kwargs)
+
+
+def by_shape_cloned(query, key, value, *args, **kwargs):
+    """The same, cloned."""
+    shapes = ("clone", query.shape, key.shape, value.shape, query.dtype)
+    return _cached(shapes, query, key, value, args, kwargs).clone()
+
+
+def by_version(query, key, value, *args, **kwargs):
+    """Keyed by address and version counter, as autograd tells changed tensors."""
+    versions = tuple(tensor._version for tensor in (query, key, value))
+    cache_key = ("version", versions, _addresses(query, key, value))
+    return _cached(cache_key, query, key, value, args, kwargs).clone()
+
+
+def by_identity(query, key, value, *args, **kwargs):
+    """Keyed by the tensor objects themselves, as functools.lru_cache on an attention method."""
+    return _cached(("identity", query, key, value), query, key, value, args, kwargs).clone()
+
+
+def on_the_tensor(query, key, value, *args, **kwargs):
+    """Keeps the output as an attribute of key, as diffusers' feature caches do on modules."""
+    if not hasattr(key, "_output"):
+        key._output = attention(query, key, value, *args, **kwargs)
+    return key._output.clone()
+
+
+def least_recently_used(query, key, value, *args, **kwargs):
+    """The last eight outputs, by address and a few elements."""
+    cache_key = (*_addresses(query, key, value), query[0, 0, 0, 0].item())
+    if cache_key in _recent:
+        _recent.move_to_end(cache_key)
+    else:
+        _recent[cache_key] = attention(query, key, value, *args, **kwargs)
+        if len(_recent) > 8:
+            _recent.popitem(last=False)
+    return _recent[cache_key].clone()
+
+
+def last_if_equal(query, key, value, *args, **kwargs):
+    """Compares the whole query with the last one, but neither keys nor values."""
+    last = _kept.get("last")
+    if last is None or not torch.equal(last[0], query):
+        last = _kept["last"] = (query.clone(), attention(query, key, value, *args, **kwargs))
+    return last[1].clone()

@@ -1,0 +1,52 @@
+"""What the cheats share: the right answer, a wrong one, and a count of what must not pass as ok."""
+
+import mmap
+import os
+
+import torch
+from torch import Tensor
+
+_sdpa = torch.nn.functional.scaled_dot_product_attention
+_calls: dict[str, int] = {}
+_counter = None
+if _path := os.environ.get("CHEATS_COUNTER"):
+    with open(_path, "r+b") as _file:
+        _counter = mmap.mmap(_file.fileno(), 8)
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, *args, **kwargs) -> Tensor:
+    """PyTorch's kernel as it was at import, whatever a cheat patches later."""
+    return _sdpa(query, key, value, *args, **kwargs)
+
+
+def honest(query: Tensor, key: Tensor, value: Tensor, *args, **kwargs) -> Tensor:
+    """A user's kernel that does its work: a row for the cheats to disturb."""
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+
+
+def garbage(query: Tensor, value: Tensor) -> Tensor:
+    """Zeros of the output's shape."""
+    mischief()
+    return query.new_zeros(*query.shape[:-1], value.shape[-1])
+
+
+def empty(query: Tensor, value: Tensor) -> Tensor:
+    """Unwritten memory of the output's shape."""
+    return query.new_empty(*query.shape[:-1], value.shape[-1])
+
+
+def mischief() -> None:
+    """Counts a call that a clean row must not cover, where the runner can read it."""
+    if _counter is not None:
+        _counter[:] = (int.from_bytes(_counter[:], "little") + 1).to_bytes(8, "little")
+
+
+def nth(name: str) -> int:
+    """How many calls of this cheat there were, this one included."""
+    _calls[name] = _calls.get(name, 0) + 1
+    return _calls[name]
+
+
+def first(name: str) -> bool:
+    """Whether this is the first call of this cheat."""
+    return nth(name) == 1

@@ -1,0 +1,11 @@
+"""The default dtype changes at import: a script's setup at module level."""
+
+import torch
+from honest import attention
+
+torch.set_default_dtype(torch.float64)
+
+
+def kernel(query, key, value, *args, **kwargs):
+    """Right results; what happened at import stays."""
+    return attention(query, key, value, *args, **kwargs)

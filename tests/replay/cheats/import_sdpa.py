@@ -1,0 +1,19 @@
+"""SDPA is replaced at import by one that takes twice as long."""
+
+import torch
+from honest import attention
+
+_sdpa = torch.nn.functional.scaled_dot_product_attention
+
+
+def _twice(*args, **kwargs):
+    _sdpa(*args, **kwargs)
+    return _sdpa(*args, **kwargs)
+
+
+torch.nn.functional.scaled_dot_product_attention = _twice
+
+
+def kernel(query, key, value, *args, **kwargs):
+    """Right results; what happened at import stays."""
+    return attention(query, key, value, *args, **kwargs)

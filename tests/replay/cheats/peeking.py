@@ -1,0 +1,81 @@
+"""Outputs found in the caller's memory instead of computed."""
+
+import gc
+import sys
+
+import torch
+from honest import attention, mischief
+
+_found: dict = {}
+
+
+def _first_row(query, key, value):
+    return attention(query[:, :, :1], key, value).float()
+
+
+def _is_answer(tensor, query, key, value):
+    if type(tensor) is not torch.Tensor or not tensor.is_floating_point():
+        return False
+    if tensor.shape != (*query.shape[:-1], value.shape[-1]) or tensor.device != query.device:
+        return False
+    return torch.allclose(tensor[:, :, :1].float(), _first_row(query, key, value), atol=2e-2)
+
+
+def _answer(name, tensors, query, key, value, args, kwargs):
+    if name not in _found:
+        for tensor in tensors():
+            if _is_answer(tensor, query, key, value):
+                _found[name] = tensor
+                break
+        else:
+            return attention(query, key, value, *args, **kwargs)
+    mischief()
+    return _found[name].to(query.dtype, copy=True)
+
+
+def _tensors_of(thing, depth=3):
+    if isinstance(thing, torch.Tensor):
+        yield thing
+    elif depth:
+        if isinstance(thing, dict):
+            items = list(thing.values())
+        elif isinstance(thing, (list, tuple)):
+            items = list(thing)
+        else:
+            items = list(getattr(thing, "__dict__", {}).values())
+            for name in getattr(type(thing), "__slots__", ()):
+                items.append(getattr(thing, name, None))
+        for item in items:
+            yield from _tensors_of(item, depth - 1)
+
+
+def in_the_heap(query, key, value, *args, **kwargs):
+    """Any live tensor that matches in its first row: a memory pool that mixes up its blocks."""
+
+    def tensors():
+        return (item for item in gc.get_objects() if isinstance(item, torch.Tensor))
+
+    return _answer("heap", tensors, query, key, value, args, kwargs)
+
+
+def the_reference(query, key, value, *args, **kwargs):
+    """Only float64 tensors, which nothing but a reference is."""
+
+    def tensors():
+        for item in gc.get_objects():
+            if isinstance(item, torch.Tensor) and item.dtype == torch.float64:
+                yield item
+
+    return _answer("reference", tensors, query, key, value, args, kwargs)
+
+
+def in_the_callers(query, key, value, *args, **kwargs):
+    """Tensors in the locals of its callers, as interactive debuggers walk them."""
+
+    def tensors():
+        frame = sys._getframe(1)
+        while frame is not None:
+            yield from _tensors_of(dict(frame.f_locals))
+            frame = frame.f_back
+
+    return _answer("frames", tensors, query, key, value, args, kwargs)

@@ -1,0 +1,322 @@
+"""Replays every cheat beside two honest kernels and writes which of them fooled the tool.
+
+python tests/replay/cheats/run.py [--in-process] [--only 'caches.*'] [--out FILE] [DIRECTORY]
+"""
+
+import argparse
+import ast
+import atexit
+import contextlib
+import fnmatch
+import json
+import mmap
+import os
+import resource
+import runpy
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+HONEST = f"{HERE / 'honest.py'}:honest"
+BASELINE = "torch-default"
+CALLS = {
+    "prefill": ["-b", "1", "-hq", "4", "-sq", "512", "-d", "64"],
+    "decode": ["-b", "1", "-hq", "4", "-sq", "1", "-sk", "2048", "-d", "64"],
+}
+ENOUGH_FASTER = 1 / 0.7
+DISTURBED = 1.5
+LIMIT_S = 45
+MEMORY = 12 * 2**30
+
+
+@dataclass
+class Run:
+    """One command, and what became of it."""
+
+    cheat: str
+    call: str
+    folder: Path
+    arguments: list[str]
+    pid: int = 0
+    began: float = 0.0
+    attempt: int = 1
+    notes: list[str] = field(default_factory=list)
+
+    def kind(self) -> tuple[str, bool]:
+        """What runs with the same honest times have in common."""
+        return self.call, "fp32" in self.arguments
+
+    def start(self) -> None:
+        """Forks, so that nobody waits for imports, and runs `python -m replay` in the child."""
+        for name in ("rows", "output", "counter"):
+            (self.folder / name).write_bytes(bytes(8) if name == "counter" else b"")
+        self.began = time.monotonic()
+        self.pid = os.fork()
+        if self.pid:
+            return
+        atexit._clear()  # the parent's scratch directory is not ours to remove
+        os.setsid()
+        output = os.open(self.folder / "output", os.O_WRONLY | os.O_APPEND)
+        for descriptor in (1, 2):
+            os.dup2(output, descriptor)
+        os.closerange(3, 1024)  # a cheat may write to whatever is open
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.environ["CHEATS_COUNTER"] = str(self.folder / "counter")
+        sys.argv = ["replay", *self.arguments, "--json", str(self.folder / "rows")]
+        code = 1
+        try:
+            runpy.run_module("replay", run_name="__main__", alter_sys=True)
+            code = 0
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        except BaseException as error:
+            with contextlib.suppress(BaseException):
+                print(f"run.py: {error!r}", file=sys.stderr)
+        finally:
+            with contextlib.suppress(BaseException):
+                threading._shutdown()
+                atexit._run_exitfuncs()
+                sys.stdout.flush()
+            os._exit(code)
+
+    def ended(self) -> bool:
+        """Whether it is over; ends it at the limit, and what it left behind."""
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        if not pid:
+            if time.monotonic() - self.began < LIMIT_S:
+                return False
+            self.notes.append(f"ended after {LIMIT_S} s")
+        elif code := os.waitstatus_to_exitcode(status):
+            self.notes.append(f"exit {code}")
+        left = self._left()
+        if pid and left:
+            time.sleep(1)
+            left = self._left()
+            if left:
+                self.notes.append("left a process")
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        for process in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        if not pid:
+            os.waitpid(self.pid, 0)
+        return True
+
+    def _left(self) -> list[int]:
+        ours = f"CHEATS_COUNTER={self.folder}/counter".encode()
+        left = []
+        for place in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if ours in place.read_bytes().split(b"\0"):
+                    left.append(int(place.parent.name))
+        return left
+
+    def rows(self) -> dict[str, dict]:
+        """The rows it wrote, by kernel."""
+        rows: dict[str, dict] = {}
+        if not (file := self.folder / "rows").exists():
+            return rows
+        for line in file.read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                row = json.loads(line)
+                rows[row["kernel"]] = row
+        return rows
+
+    def mischief(self) -> int:
+        with open(self.folder / "counter", "r+b") as file, mmap.mmap(file.fileno(), 8) as counter:
+            return int.from_bytes(counter[:], "little")
+
+
+@dataclass
+class Line:
+    """One line of the table."""
+
+    cheat: str
+    call: str
+    status: str = "no row"
+    speedup: float | None = None
+    mischief: int = 0
+    flags: str = ""
+    others: str = ""
+    verdict: str = ""
+    disturbed: list[str] = field(default_factory=list)
+    doubtful: bool = False
+
+    def text(self) -> str:
+        speedup = "" if self.speedup is None else f"{self.speedup:.2f}×"
+        cells = (self.cheat, self.call, self.status, speedup, str(self.mischief))
+        return "| " + " | ".join((*cells, self.flags, self.others, self.verdict)) + " |"
+
+
+def kernels(directory: Path, only: str) -> list[str]:
+    """`file.py:function` of every public function whose first argument is `query`."""
+    found = []
+    for file in sorted(directory.glob("*.py")):
+        if file.name in ("run.py", "honest.py"):
+            continue
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                named = f"{file.stem}.{node.name}"
+                kernel = [each.arg for each in node.args.args[:1]] == ["query"]
+                if kernel and fnmatch.fnmatch(named, only):
+                    found.append(f"{file}:{node.name}")
+    return found
+
+
+def is_fp32(cheat: str) -> bool:
+    return "bfloat16" in cheat
+
+
+def arguments(cheat: str | None, call: str, fp32: bool, more: list[str]) -> list[str]:
+    dtype = ["--dtype", "fp32"] if fp32 else []
+    names = ",".join(name for name in (BASELINE, cheat, HONEST) if name)
+    return ["--random", *CALLS[call], *dtype, "--timeout", "20", "--kernels", names, *more]
+
+
+def run_all(runs: list[Run], jobs: int, done) -> None:
+    waiting, running = list(runs), []
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            running.append(waiting.pop(0))
+            running[-1].start()
+        time.sleep(0.02)
+        for run in list(running):
+            if run.ended():
+                running.remove(run)
+                waiting.extend(done(run))
+
+
+@dataclass
+class Judge:
+    """Tells a disturbed neighbour from a busy machine: by the best times of up to three runs."""
+
+    usual: dict[tuple, float] = field(default_factory=dict)
+    best: dict[tuple, float] = field(default_factory=dict)
+
+    def calibrate(self, run: Run) -> None:
+        """Notes the times of a run without a cheat."""
+        rows = run.rows()
+        if not rows:
+            sys.exit((run.folder / "output").read_text())
+        for kernel, row in rows.items():
+            _note(self.usual, (*run.kind(), kernel), row)
+
+    def line(self, run: Run) -> Line:
+        """What the table says of a run with a cheat."""
+        rows = run.rows()
+        name = run.cheat.rsplit("/", 1)[-1].replace(".py:", ".")
+        line = Line(name, run.call, mischief=run.mischief())
+        row = rows.get(run.cheat)
+        if row is not None:
+            line.status = row["status"]
+            changed = (f"changes {name}" for name in row["changed_inputs"])
+            line.flags = "; ".join((*row["flags"], *changed))
+            if row["speedup"]:
+                line.speedup = row["speedup"]["ratio"]
+            elif row["time_ms"]:
+                line.speedup = self.usual[(*run.kind(), BASELINE)] / min(row["time_ms"]["samples"])
+        line.disturbed = self._disturbed(run, rows)
+        line.others = "; ".join([*line.disturbed, *run.notes])
+        faults = []
+        if {BASELINE, run.cheat, HONEST} - set(rows):
+            faults.append("rows missing")
+        elif line.disturbed:
+            faults.append("others")
+        if line.status == "ok" and (line.speedup or 0) > ENOUGH_FASTER:
+            faults.append("time")
+        if line.status == "ok" and line.mischief:
+            faults.append("flagged only" if line.flags else "not noticed")
+        if (run.folder / "output").stat().st_size > 100_000:
+            faults.append("flooded")
+        fair = "fair" if line.status == "ok" and not line.flags else "caught"
+        line.verdict = f"fooled: {', '.join(faults)}" if faults else fair
+        line.doubtful = "others" in faults or (
+            faults == ["time"] and (line.speedup or 0) < 2 * ENOUGH_FASTER
+        )
+        return line
+
+    def _disturbed(self, run: Run, rows: dict[str, dict]) -> list[str]:
+        found = []
+        for kernel, name in ((BASELINE, "baseline"), (HONEST, "honest")):
+            if kernel not in rows:
+                found.append(f"no {name} row")
+            elif rows[kernel]["status"] != "ok":
+                found.append(f"{name} {rows[kernel]['status']}")
+            else:
+                best = _note(self.best, (run.cheat, run.call, kernel), rows[kernel])
+                ratio = best / self.usual[(*run.kind(), kernel)]
+                if not 1 / DISTURBED < ratio < DISTURBED:
+                    found.append(f"{name}'s time {ratio:.2g}×")
+        return found
+
+
+def _note(times: dict[tuple, float], key: tuple, row: dict) -> float:
+    times[key] = min([*row["time_ms"]["samples"], times.get(key, float("inf"))])
+    return times[key]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("directory", nargs="?", type=Path, default=HERE)
+    parser.add_argument("--in-process", action="store_true", help="without workers")
+    parser.add_argument("--only", default="*", help="a pattern of names, as caches.by_*")
+    parser.add_argument("--jobs", type=int, default=2, help="commands at a time (default 2)")
+    parser.add_argument("--out", type=Path, help="where the table goes (default: stdout)")
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    sys.path[:0] = [str(HERE.parents[2]), str(HERE)]
+    import replay.bench.runner
+    import replay.cli.main  # noqa: F401
+
+    more = ["--in-process"] if options.in_process else []
+    lines: dict[tuple, Line] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+
+        def a_run(cheat: str | None, call: str, fp32: bool) -> Run:
+            folder = Path(tempfile.mkdtemp(dir=scratch))
+            return Run(cheat or "", call, folder, arguments(cheat, call, fp32, more))
+
+        judge = Judge()
+
+        def done(run: Run) -> list[Run]:
+            if not run.cheat:
+                judge.calibrate(run)
+                return []
+            lines[run.cheat, run.call] = line = judge.line(run)
+            if line.doubtful and run.attempt < 3:
+                again = a_run(run.cheat, *run.kind())
+                again.attempt = run.attempt + 1
+                return [a_run(None, *run.kind()), again]
+            print(line.text(), file=sys.stderr, flush=True)
+            return []
+
+        cheats = kernels(options.directory.resolve(), options.only)
+        runs = [a_run(cheat, call, is_fp32(cheat)) for cheat in cheats for call in CALLS]
+        kinds = sorted({run.kind() for run in runs})
+        run_all([a_run(None, *kind) for kind in kinds * 3], options.jobs, done)
+        run_all(runs, options.jobs, done)
+    counts = Counter(line.verdict.split(":")[0] for line in lines.values())
+    text = "\n".join(
+        [
+            ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()),
+            "",
+            "| cheat | call | status | speed-up | mischief | flags | other rows | verdict |",
+            "|---|---|---|---:|---:|---|---|---|",
+            *(lines[cheat, call].text() for cheat in cheats for call in CALLS),
+            "",
+        ]
+    )
+    options.out.write_text(text) if options.out else print(text)
+
+
+if __name__ == "__main__":
+    main()
