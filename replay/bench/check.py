@@ -171,6 +171,7 @@ class Checker:
             kernel=None if targets.kernel is None else compare(output, targets.kernel),
             noise_floor=targets.noise_floor,
             chosen=verdict.errors if is_sparse else None,
+            where=verdict.where,
         )
         finding = Finding("ok" if verdict.passed else "inaccurate", verdict.sentence)
         if checked.is_interpreted and verdict.passed:
@@ -244,8 +245,11 @@ class Checker:
         if verdict.passed:
             return checked.finding, checked.accuracy
         reason = f"right on its first call, wrong when called again: {verdict.sentence}"
-        judged = "reference" if checked.kernel.chosen is None else "chosen"
-        accuracy = replace(checked.accuracy, **{judged: verdict.errors})
+        accuracy = replace(checked.accuracy, where=verdict.where)
+        if checked.kernel.chosen is None:
+            accuracy = replace(accuracy, reference=verdict.errors)
+        else:
+            accuracy = replace(accuracy, chosen=verdict.errors)
         return Finding("inaccurate", reason), accuracy
 
     def _core_fault(self, timed: Timed, finding: Finding) -> str:

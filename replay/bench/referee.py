@@ -109,6 +109,7 @@ class LocalReferee:
             kernel=None if self._compared is None else compare(output, self._compared),
             noise_floor=self._noise_floor,
             chosen=verdict.errors if is_sparse else None,
+            where=verdict.where,
         )
         finding = Finding("ok" if verdict.passed else "inaccurate", verdict.sentence)
         judged = Judged(finding, accuracy, expected.kept)

@@ -104,6 +104,18 @@ class Errors:
 
 
 @dataclass(frozen=True)
+class Where:
+    """Where an output is wrong: relative L1 of every head in up to 64 ranges of queries."""
+
+    worst: Annotated[float, "the largest relative L1 of a head in one of 64 ranges of queries"]
+    typical: Annotated[float, "median of the same over heads and ranges"]
+    head: Annotated[tuple[int, int], "batch and head of the largest"]
+    queries: Annotated[tuple[int, int], "first and last query of the largest"]
+    relative_l1: tuple[tuple[float, ...], ...]
+    """Of each head of each batch in turn, by range; three digits, and in JSON alone."""
+
+
+@dataclass(frozen=True)
 class Summary:
     """Range, mean and population standard deviation of one tensor; a NaN element makes all NaN."""
 
@@ -141,6 +153,9 @@ class Accuracy:
     noise_floor: Annotated[Errors | None, "{}; of the recorded output against the reference"] = None
     chosen: Annotated[
         Errors | None, "{}; of a sparse kernel against the reference for the keys it chose"
+    ] = None
+    where: Annotated[
+        Where | None, "{}, against the reference (a sparse kernel's for the keys it chose)"
     ] = None
 
     def against(self, which: str) -> Errors | None:
