@@ -8,7 +8,7 @@ import io
 import re
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from capture.call import AttentionCall
-from capture.dataset import dtype_name
 from capture.strides import narrow_expanded
-from replay.accuracy.errors import compare, summary
-from replay.accuracy.judge import Expected, judge
 from replay.bench.failures import ContextLost, Finding, classify
 from replay.bench.inputs import POISON, Inputs, drop_in
+from replay.bench.malformed import malformed
+from replay.bench.referee import Referee
 from replay.bench.resources import launched_programs, peak_bytes
 from replay.bench.settings import Settings, WorkerOptions
 from replay.bench.stages import Checked, Confirmed, Timed
+from replay.bench.state import State
 from replay.kernels.registry import Kernel
-from replay.rows.row import Accuracy, Errors
+from replay.rows.row import Accuracy
 from replay.timing.gpu_state import gpu_is_lost
 from replay.timing.timer import first_call
 
@@ -45,29 +45,12 @@ def refusal(kernel: Kernel, call: AttentionCall, device: torch.device) -> Findin
     return None
 
 
-@dataclass(frozen=True)
-class Targets:
-    """What outputs of a call are compared with."""
-
-    expected: Expected
-    captured: Tensor | None
-    """What the model's own attention returned."""
-    kernel: Tensor | None
-    """What the kernel returns that errors are wanted against."""
-    noise_floor: Errors | None
-
-    @classmethod
-    def of(cls, call: AttentionCall, kernel: Tensor | None = None) -> Targets:
-        expected = Expected.of(call)
-        floor = None if call.output is None else compare(call.output, expected.reference)
-        return cls(expected, call.output, kernel, floor)
-
-
 class Checker:
     """Checks kernels on one call.
 
     Args:
         inputs: of the call, as they were before any kernel ran.
+        state: of the process, as it was then.
         save_to: a directory for the kernels' outputs.
     """
 
@@ -75,14 +58,16 @@ class Checker:
         self,
         call: AttentionCall,
         inputs: Inputs,
-        targets: Targets,
+        state: State,
+        referee: Referee,
         settings: Settings,
         options: WorkerOptions,
         save_to: Path | None = None,
     ) -> None:
         self._call = call
         self._inputs = inputs
-        self._targets = targets
+        self._state = state
+        self._referee = referee
         self._settings = settings
         self._options = options
         self._save_to = save_to
@@ -97,19 +82,21 @@ class Checker:
             ContextLost: the kernel made the GPU, or this process, unusable.
         """
         refused = refusal(kernel, self._call, self._settings.device)
+        disturbed = self._state.restore()  # importing its library may have
         if refused is not None:
             return Checked(kernel, self._call, refused)
-        checked = Checked(kernel.loaded(), self._call, Finding("ok"))
+        flags = tuple(f"changes {name}" for name in disturbed)
+        checked = Checked(kernel.loaded(), self._call, Finding("ok"), flags=flags)
         try:
             checked, output, error = self._first_call(checked, alive)
             if error is not None:
                 raise error
-            if wrong := self._malformed(output):
+            if wrong := malformed(output, self._call):
                 return replace(checked, finding=Finding("error", wrong))
             if checked.changed_inputs:  # later calls must not reach the other kernels' inputs
                 checked = replace(checked, call=self._call.to(self._call.device))
             checked = self._judged(checked, output)
-            checked = replace(checked, flags=self._flags(checked, output, alive))
+            checked = self._called_again(checked, output, alive)
             alive()
             checked = replace(
                 checked,
@@ -135,8 +122,23 @@ class Checker:
         if timed.samples is not None and timed.samples.error is not None:
             return Confirmed(timed, classify(timed.samples.error), accuracy, "")
         if timed.samples is not None and finding.status == "ok":
+            while_timed = self._timed_finding(timed)
             finding, accuracy = self._judged_again(checked)
+            finding = finding if while_timed.status == "ok" else while_timed
         return Confirmed(timed, finding, accuracy, self._core_fault(timed, finding))
+
+    def _timed_finding(self, timed: Timed) -> Finding:
+        """What the timed calls returned, on inputs that changed from call to call."""
+        checked = timed.checked
+        if timed.fault:
+            return Finding("error", f"right when it was checked; {timed.fault}")
+        kernel = checked.kernel
+        wrong = self._referee.judge_samples(
+            kernel.name, kernel.accuracy_class, list(timed.kept), checked.chosen
+        )
+        if wrong:
+            return Finding("inaccurate", f"right when it was checked, wrong when timed: {wrong}")
+        return checked.finding
 
     def _first_call(
         self, checked: Checked, alive: Callable[[], None]
@@ -153,59 +155,59 @@ class Checker:
         except Exception as error:
             failure = error
         changed = self._inputs.restore(self._call)
-        checked = replace(checked, changed_inputs=changed, first_call_ms=milliseconds)
+        flags = tuple(f"changes {name}" for name in self._state.restore())
+        checked = replace(
+            checked,
+            flags=tuple(dict.fromkeys(checked.flags + flags)),
+            changed_inputs=changed,
+            first_call_ms=milliseconds,
+        )
         return checked, output, failure
 
     def _judged(self, checked: Checked, output: Tensor) -> Checked:
-        targets, chosen = self._targets, checked.kernel.chosen
-        expected = targets.expected
-        if chosen is not None:
-            expected = Expected.of(checked.call, chosen(checked.call))
-        verdict = judge(output, expected, checked.kernel.accuracy_class)
-        is_sparse = chosen is not None
-        accuracy = Accuracy(
-            reference=(
-                compare(output, targets.expected.reference) if is_sparse else verdict.errors
-            ),
-            captured=None if targets.captured is None else compare(output, targets.captured),
-            kernel=None if targets.kernel is None else compare(output, targets.kernel),
-            noise_floor=targets.noise_floor,
-            chosen=verdict.errors if is_sparse else None,
-            where=verdict.where,
-        )
-        finding = Finding("ok" if verdict.passed else "inaccurate", verdict.sentence)
-        if checked.is_interpreted and verdict.passed:
-            finding = Finding("not-timed", f"Triton's interpreter ran it; {verdict.sentence}")
-        checked = replace(checked, finding=finding, expected=expected, accuracy=accuracy)
-        if not self._settings.compare_stats:
-            return checked
-        against = {"reference": targets.expected.reference, "captured": targets.captured}.get(
-            self._settings.errors_against, targets.kernel
-        )
+        kernel = checked.kernel
+        chosen = None if kernel.chosen is None else kernel.chosen(checked.call)
+        judged = self._referee.judge(kernel.name, kernel.accuracy_class, output, chosen)
+        finding = judged.finding
+        if checked.is_interpreted and finding.status == "ok":
+            finding = Finding("not-timed", f"Triton's interpreter ran it; {finding.reason}")
         return replace(
             checked,
-            output_summary=summary(output),
-            reference_summary=None if against is None else summary(against),
+            finding=finding,
+            chosen=chosen,
+            accuracy=judged.accuracy,
+            kept=judged.kept,
+            output_summary=judged.output_summary,
+            reference_summary=judged.reference_summary,
         )
 
-    def _flags(
-        self, checked: Checked, output: Tensor, alive: Callable[[], None]
-    ) -> tuple[str, ...]:
+    def _called_again(self, checked: Checked, output: Tensor, alive: Callable[[], None]) -> Checked:
         """Whether outputs differ between calls, or show what their memory held before."""
         others = []
         for poison in (0.0, POISON, POISON):
             alive()
             self._inputs.poison(checked.call, poison)
-            others.append(checked.run().clone())
+            again = checked.run()
+            if wrong := malformed(again, self._call):
+                reason = f"right on its first call; when called again, {wrong}"
+                return replace(checked, finding=Finding("error", reason))
+            others.append(again.clone())
             self._inputs.restore(checked.call)
-        zeroed, *same = others
-        unwritten = int((output.isnan() & (zeroed == 0)).sum())
+        unwritten = int((output.isnan() & (others[0] == 0)).sum())
         if unwritten:
-            return (f"leaves {unwritten} output elements unwritten",)
-        if any(not _same_bits(output, each) for each in same):
-            largest = max(float((output - each).abs().nan_to_num().max()) for each in same)
-            return (f"not deterministic: calls differ by up to {largest:.1e}",)
-        return ()
+            flag = f"leaves {unwritten} output elements unwritten"
+            return replace(checked, flags=(*checked.flags, flag))
+        unlike = [each for each in others if not _same_bits(output, each)]
+        if not unlike:
+            return checked
+        largest = max(float((output - each).abs().nan_to_num().max()) for each in unlike)
+        flag = f"not deterministic: calls differ by up to {largest:.1e}"
+        checked = replace(checked, flags=(*checked.flags, flag))
+        for each in unlike if checked.finding.status == "ok" else ():
+            judged = self._judged(checked, each)
+            if judged.finding.status == "inaccurate":
+                return replace(judged, finding=_wrong_again(judged.finding.reason))
+        return checked
 
     def _failure(self, error: Exception) -> Finding:
         finding = classify(error)
@@ -229,28 +231,26 @@ class Checker:
         return True
 
     def _judged_again(self, checked: Checked) -> tuple[Finding, Accuracy | None]:
-        assert checked.expected is not None
-        assert checked.accuracy is not None
-        run = checked.run
+        kernel, run = checked.kernel, checked.run
         try:
             self._inputs.restore(checked.call)
-            narrow_expanded(run()).fill_(POISON)
+            output = run()
+            with torch.inference_mode():  # else what a kernel made in that mode cannot be filled
+                narrow_expanded(output).fill_(POISON)
+            del output
             self._inputs.restore(checked.call)
             self._inputs.poison(checked.call)
-            verdict = judge(run(), checked.expected, checked.kernel.accuracy_class)
+            output = run()
+            if wrong := malformed(output, self._call):
+                return Finding("error", f"{wrong} after it was timed"), checked.accuracy
+            judged = self._referee.judge(kernel.name, kernel.accuracy_class, output, checked.chosen)
         except Exception as error:
             return classify(error), checked.accuracy
         finally:
             self._inputs.restore(checked.call)
-        if verdict.passed:
+        if judged.finding.status == "ok":
             return checked.finding, checked.accuracy
-        reason = f"right on its first call, wrong when called again: {verdict.sentence}"
-        accuracy = replace(checked.accuracy, where=verdict.where)
-        if checked.kernel.chosen is None:
-            accuracy = replace(accuracy, reference=verdict.errors)
-        else:
-            accuracy = replace(accuracy, chosen=verdict.errors)
-        return Finding("inaccurate", reason), accuracy
+        return _wrong_again(judged.finding.reason), judged.accuracy
 
     def _core_fault(self, timed: Timed, finding: Finding) -> str:
         """Why the time of a kernel's core means nothing; a wrong kernel's core is not judged.
@@ -263,32 +263,20 @@ class Checker:
             return classify(timed.core_samples.error).reason
         if finding.status != "ok":
             return ""
-        checked = timed.checked
-        assert checked.expected is not None
+        checked, kernel = timed.checked, timed.checked.kernel
         try:
             self._inputs.poison(checked.call)
             output = timed.core()
-            if wrong := self._malformed(output, any_dtype=True):
+            if wrong := malformed(output, self._call, any_dtype=True):
                 return wrong
-            verdict = judge(output, checked.expected, checked.kernel.accuracy_class)
+            judged = self._referee.judge(
+                kernel.name, kernel.accuracy_class, output, checked.chosen, of_core=True
+            ).finding
         except Exception as error:
             return classify(error).reason
         finally:
             self._inputs.restore(checked.call)
-        return "" if verdict.passed else f"it is wrong: {verdict.sentence}"
-
-    def _malformed(self, output: object, *, any_dtype: bool = False) -> str:
-        right = self._targets.expected.reference
-        if not isinstance(output, Tensor):
-            return f"returned {type(output).__name__}, not a tensor"
-        if output.shape != right.shape:
-            return f"returned shape {tuple(output.shape)} where {tuple(right.shape)} is right"
-        if output.device != right.device:
-            return f"returned a tensor on {output.device} where {right.device} is right"
-        dtype = self._call.dtype
-        if output.dtype != dtype and not any_dtype:
-            return f"returned {dtype_name(output.dtype)} where {dtype_name(dtype)} is right"
-        return ""
+        return "" if judged.status == "ok" else f"it is wrong: {judged.reason}"
 
 
 def output_of(kernel: Kernel, call: AttentionCall, inputs: Inputs) -> Tensor | None:
@@ -311,6 +299,10 @@ def stderr_apart(options: WorkerOptions) -> contextlib.AbstractContextManager[ob
     if options.in_worker:
         return contextlib.nullcontext()
     return contextlib.redirect_stderr(io.StringIO())
+
+
+def _wrong_again(sentence: str) -> Finding:
+    return Finding("inaccurate", f"right on its first call, wrong when called again: {sentence}")
 
 
 def _save(output: Tensor, kernel: Kernel, directory: Path) -> None:

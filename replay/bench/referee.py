@@ -52,8 +52,14 @@ class Referee(Protocol):
         accuracy_class: AccuracyClass,
         output: Tensor,
         chosen: Tensor | None,
+        *,
+        of_core: bool = False,
     ) -> Judged:
-        """Judge an output (B, Hq, Sq, Dv); of a sparse kernel by the keys that it chose."""
+        """Judge an output (B, Hq, Sq, Dv); of a sparse kernel by the keys that it chose.
+
+        Args:
+            of_core: the kernel's core returned it, whose errors cost the core's time alone.
+        """
 
     def judge_samples(
         self,
@@ -82,7 +88,7 @@ class LocalReferee:
         compared: Tensor | None = None,
     ) -> None:
         self._call = call
-        self._seed = seed
+        self.seed = seed
         self._errors_against = errors_against
         self._compare_stats = compare_stats
         self._compared = compared
@@ -98,6 +104,8 @@ class LocalReferee:
         accuracy_class: AccuracyClass,
         output: Tensor,
         chosen: Tensor | None,
+        *,
+        of_core: bool = False,
     ) -> Judged:
         expected = self._expected_of(kernel, chosen)
         reference, captured = self._expected.reference, self._call.output
@@ -136,7 +144,7 @@ class LocalReferee:
         if chosen is not None:
             call = call.with_tensors({"attn_mask": _both(call.attn_mask, chosen)})
         for sample in samples:
-            flip = Flip(call, self._seed, sample.number, values_only=chosen is not None)
+            flip = Flip(call, self.seed, sample.number, values_only=chosen is not None)
             flip.apply()
             try:
                 rows = Expected.of(some_rows(call, flip.changed))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -13,11 +14,14 @@ from torch import Tensor
 from capture.call import AttentionCall
 from capture.dataset import dtype_name
 from capture.errors import DatasetError
-from replay.bench.check import Checker, Targets, output_of, refusal, stderr_apart
+from replay.bench.check import Checker, output_of, refusal, stderr_apart
 from replay.bench.failures import ContextLost, classify
 from replay.bench.inputs import Inputs
+from replay.bench.referee import LocalReferee, Referee
 from replay.bench.settings import Settings, WorkerOptions
 from replay.bench.stages import Checked, Timed, make_row
+from replay.bench.state import State
+from replay.bench.witness import Part, Witness
 from replay.kernels.registry import Kernel, catalogue, find
 from replay.rows.row import HERE, CallFacts, Machine, Mask, Row, Status
 from replay.timing.gpu_state import gpu_is_lost
@@ -34,6 +38,11 @@ STAGES = (LOADING, REFERENCE, TIMING)
 """What progress reports while no kernel is at work; otherwise they are the kernel's name."""
 
 
+Referees = Callable[[AttentionCall, int, Settings, "Tensor | None"], Referee]
+"""Makes the referee of a call, given the seed of its flips and the output that errors are wanted
+against."""
+
+
 class Loaded(NamedTuple):
     """What is known of a call before any kernel ran on it."""
 
@@ -48,6 +57,7 @@ def replay(
     on_progress: Callable[[Workload, str], None] | None = None,
     on_loaded: Callable[[Loaded], None] | None = None,
     options: WorkerOptions = WorkerOptions(),  # noqa: B008 - it is immutable
+    referees: Referees | None = None,
 ) -> Iterator[Row]:
     """Rows of every kernel on every call, in order; a call that cannot be read is one error row.
 
@@ -77,7 +87,9 @@ def replay(
                 on_loaded(loaded)
             stage = functools.partial(report, workload)
             with torch.no_grad():  # as models run: inference mode would make launches cheaper
-                rows = _replay_call(call, loaded, kernels, settings, options, stage)
+                rows = _replay_call(
+                    call, loaded, kernels, settings, options, stage, referees or local_referee
+                )
         except DatasetError as error:
             rows = [unreadable(workload, "error", str(error))]
         except (RuntimeError, MemoryError) as error:
@@ -98,20 +110,27 @@ def _replay_call(
     settings: Settings,
     options: WorkerOptions,
     report: Callable[[str], None],
+    referees: Referees,
 ) -> list[Row]:
     baseline = _baseline(call, settings, options, report)
     everyone = {kernel.name: kernel for kernel in kernels}
     for name in (baseline, settings.compared_kernel):
         if name is not None and name not in options.excluded:
             everyone.setdefault(name, find(name))
-    checker = _checker(call, loaded, everyone, settings, options, report)
+    inputs, state, seed = Inputs(call), State(), secrets.randbits(63)
+    compared = _compared_output(call, inputs, everyone, settings, report)
+    report(REFERENCE)
+    referee = referees(call, seed, settings, compared)
+    save_to = _save_to(settings, options, loaded.facts)
+    checker = Checker(call, inputs, state, referee, settings, options, save_to)
     checked = []
     for name, kernel in everyone.items():
         report(name)
         checked.append(checker.check(kernel, functools.partial(report, name)))
     report(TIMING)
     confirmed = {}
-    for timed in time_together(checked, settings, options, report):
+    witness = Witness(checked, inputs, state, seed)
+    for timed in time_together(checked, witness, settings, options, report):
         name = timed.checked.kernel.name
         if timed.samples is not None:
             report(name)
@@ -138,25 +157,26 @@ def _baseline(
     return DEFAULT_BASELINE if refusal(kernel, call, settings.device) else kernel.name
 
 
-def _checker(
+def local_referee(
+    call: AttentionCall, seed: int, settings: Settings, compared: Tensor | None
+) -> Referee:
+    """One that judges in this process, which protects against accidents only."""
+    return LocalReferee(call, seed, settings.errors_against, settings.compare_stats, compared)
+
+
+def _compared_output(
     call: AttentionCall,
-    loaded: Loaded,
+    inputs: Inputs,
     kernels: dict[str, Kernel],
     settings: Settings,
-    options: WorkerOptions,
     report: Callable[[str], None],
-) -> Checker:
-    inputs = Inputs(call)
+) -> Tensor | None:
+    """What the kernel returns that errors are wanted against, if there is one."""
     compared = kernels.get(settings.compared_kernel or "")
-    output = None
-    if compared is not None:
-        report(compared.name)
-        output = output_of(compared, call, inputs)
-    report(REFERENCE)
-    targets = Targets.of(call, output)
-    return Checker(
-        call, inputs, targets, settings, options, _save_to(settings, options, loaded.facts)
-    )
+    if compared is None:
+        return None
+    report(compared.name)
+    return output_of(compared, call, inputs)
 
 
 def _save_to(settings: Settings, options: WorkerOptions, facts: CallFacts) -> Path | None:
@@ -166,31 +186,25 @@ def _save_to(settings: Settings, options: WorkerOptions, facts: CallFacts) -> Pa
     return settings.save_output.joinpath(*elsewhere, facts.name)
 
 
-class _Part(NamedTuple):
-    """A kernel as a model calls it, or its core alone."""
-
-    kernel: str
-    is_core: bool = False
-
-
 def time_together(
     checked: Sequence[Checked],
+    witness: Witness,
     settings: Settings,
     options: WorkerOptions,
     report: Callable[[str], None],
 ) -> list[Timed]:
     """Time the kernels that ran, and their cores, in the same shuffled rounds."""
-    functions: dict[_Part, Callable[[], Tensor]] = {}
+    functions: dict[Part, Callable[[], Tensor]] = {}
     faults: dict[str, str] = {}
     for each in checked:
         name = each.kernel.name
         if not each.ran or each.is_interpreted:
             continue
-        functions[_Part(name)] = each.run
+        functions[Part(name)] = each.run
         if each.kernel.prepare is not None:
             report(name)
             try:
-                functions[_Part(name, is_core=True)] = each.kernel.prepare(each.call)
+                functions[Part(name, is_core=True)] = each.kernel.prepare(each.call)
             except Exception as error:
                 faults[name] = classify(error).reason
     with stderr_apart(options):
@@ -204,16 +218,23 @@ def time_together(
             max_seconds=settings.max_seconds,
             on_sample=lambda part: report(part.kernel),
             synchronous=options.synchronous,
+            witness=witness,
         )
+    witness.close()
     return [
         Timed(
             each,
-            measured.get(_Part(each.kernel.name)),
-            functions.get(_Part(each.kernel.name, is_core=True)),
-            measured.get(_Part(each.kernel.name, is_core=True)),
-            faults.get(each.kernel.name, ""),
+            measured.get(Part(name)),
+            functions.get(Part(name, is_core=True)),
+            measured.get(Part(name, is_core=True)),
+            faults.get(name, ""),
+            tuple(witness.drawn_samples(name)),
+            witness.faults.get(name, ""),
+            tuple(sorted(witness.changed.get(name, ()))),
+            tuple(sorted(witness.disturbed.get(name, ()))),
         )
         for each in checked
+        if (name := each.kernel.name)
     ]
 
 

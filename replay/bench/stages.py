@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from capture.call import AttentionCall
-from replay.accuracy.judge import Expected
 from replay.bench.failures import Finding
 from replay.bench.inputs import drop_in
+from replay.bench.referee import Sample
 from replay.bench.settings import Settings, WorkerOptions
 from replay.kernels.library import is_interpreted
 from replay.kernels.registry import Kernel
@@ -31,9 +31,10 @@ class Checked:
     call: AttentionCall
     """What it runs on: its own copy once it was seen to change its inputs."""
     finding: Finding
-    expected: Expected | None = None
-    """What its output must be; None where there was no output to judge."""
+    chosen: Tensor | None = None
+    """Of a sparse kernel: the keys it attends to."""
     accuracy: Accuracy | None = None
+    kept: float | None = None
     flags: tuple[str, ...] = ()
     changed_inputs: tuple[str, ...] = ()
     first_call_ms: float | None = None
@@ -69,6 +70,14 @@ class Timed:
     core_samples: Samples | None = None
     core_fault: str = ""
     """Why it has no core that could be timed."""
+    kept: tuple[Sample, ...] = ()
+    """Rows of what some timed calls returned."""
+    fault: str = ""
+    """What a timed call returned that is no output at all."""
+    changed_inputs: tuple[str, ...] = ()
+    """Inputs that changed while it was timed."""
+    disturbed: tuple[str, ...] = ()
+    """State of the process that changed while it was timed."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +112,7 @@ def make_row(
     samples = timed.samples if is_timed else None
     core = timed.core_samples if is_timed and not confirmed.core_fault else None
     time_ms = None if samples is None else summarize(samples.ms)
+    disturbed = (f"changes {name}" for name in timed.disturbed)
     no_core = (f"no core time: {confirmed.core_fault}",) if confirmed.core_fault else ()
     return Row(
         kernel=checked.kernel.name,
@@ -111,8 +121,8 @@ def make_row(
         reason=confirmed.finding.reason,
         environment=options.environment,
         process=options.process,
-        flags=checked.flags + no_core,
-        changed_inputs=checked.changed_inputs,
+        flags=tuple(dict.fromkeys((*checked.flags, *disturbed, *no_core))),
+        changed_inputs=tuple(dict.fromkeys(checked.changed_inputs + timed.changed_inputs)),
         time_ms=time_ms,
         core_time_ms=None if core is None else summarize(core.ms),
         speedup=_speedup(confirmed, baseline, settings.seed),
@@ -128,7 +138,7 @@ def make_row(
             else None
         ),
         accuracy=confirmed.accuracy,
-        kept=None if checked.expected is None else checked.expected.kept,
+        kept=checked.kept,
         output_summary=checked.output_summary,
         reference_summary=checked.reference_summary,
         programs=checked.programs,

@@ -89,18 +89,17 @@ class Flip:
 class Variation:
     """Gives each sample of the kernels that share a call's tensors another flip."""
 
-    def __init__(self, call: AttentionCall, seed: int, *, values_only: bool = False) -> None:
+    def __init__(self, call: AttentionCall, seed: int) -> None:
         self._call = call
         self._seed = seed
-        self._values_only = values_only
         self._numbers = iter(range(2**62))
         self._flip: Flip | None = None
 
-    def next(self) -> tuple[int, Flip]:
+    def next(self, *, values_only: bool = False) -> tuple[int, Flip]:
         """Undo the last flip and apply another; its number comes with it."""
         self.undo()
         number = next(self._numbers)
-        self._flip = Flip(self._call, self._seed, number, values_only=self._values_only)
+        self._flip = Flip(self._call, self._seed, number, values_only=values_only)
         self._flip.apply()
         return number, self._flip
 

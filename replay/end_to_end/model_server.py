@@ -23,7 +23,7 @@ from replay.end_to_end.model_process import OWN
 from replay.end_to_end.saved_outputs import keep
 from replay.patch.use_kernel import Around, Swap, use_kernel, use_plan
 from replay.timing.gpu_state import gpu_is_lost, read_gpu_state
-from replay.workers.worker import Say
+from replay.workers.worker import Hear, Say
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Served:
 _served: Served | None = None
 
 
-def handle(request: dict[str, Any], say: Say) -> None:
+def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
     """Answer one request; a failure of a kernel or of the model is an answer too.
 
     Requests are `{"step": "build", …}`, `{"step": "count"}` and `{"step": "run", …}`, as

@@ -21,6 +21,7 @@ from replay.bench.settings import Settings, WorkerOptions
 from replay.kernels.registry import Kernel, catalogue
 from replay.rows.files import rebuilt
 from replay.rows.row import HERE, CallFacts, Machine, Row, Status
+from replay.workers.judge import Judge
 from replay.workers.process import CannotStart, Died, Process
 from replay.workloads.recorded import Workload
 
@@ -46,6 +47,9 @@ class Found:
     """The command that would install its library."""
 
 
+OK = {"finding": ("ok", "")}
+
+
 @dataclasses.dataclass
 class _Heard:
     """What a worker has said about a call so far."""
@@ -53,6 +57,16 @@ class _Heard:
     loaded: Loaded
     rows: list[Row]
     timing: bool = False
+    verdicts: list[tuple[str, dict[str, Any]]] = dataclasses.field(default_factory=list)
+    """What the judge said, by kernel."""
+
+    def is_confirmed(self, kernel: str) -> bool:
+        """Whether the judge has seen a kernel's outputs and found none of them wrong."""
+        mine = [verdict for name, verdict in self.verdicts if name == kernel]
+        return bool(mine) and all(
+            not verdict.get("wrong") and verdict.get("judged", OK)["finding"][0] == "ok"
+            for verdict in mine
+        )
 
 
 class Environment:
@@ -60,10 +74,19 @@ class Environment:
 
     Args:
         process: the kernel that this worker alone is for, if it is.
+        judge: who judges what kernels return; the worker itself where there is none.
     """
 
-    def __init__(self, name: str, python: str, timeout: float, process: str = "") -> None:
+    def __init__(
+        self,
+        name: str,
+        python: str,
+        timeout: float,
+        process: str = "",
+        judge: Judge | None = None,
+    ) -> None:
         self.name = name
+        self._judge = judge
         self._own_kernel = process
         self._process = Process(python, timeout)
         self._last: dict[str, Died] = {}
@@ -134,7 +157,9 @@ class Environment:
     def _worker_of(self, kernel: Kernel) -> Environment:
         if kernel.name not in self._apart:
             python, timeout = self._process.python, self._process.timeout
-            self._apart[kernel.name] = Environment(self.name, python, timeout, kernel.name)
+            self._apart[kernel.name] = Environment(
+                self.name, python, timeout, kernel.name, self._judge
+            )
         return self._apart[kernel.name]
 
     def _replay_together(
@@ -198,11 +223,22 @@ class Environment:
                 facts = rebuilt(CallFacts, message["call"])
                 heard.loaded = Loaded(facts, rebuilt(Machine, message["machine"]))
             elif "row" in message:
-                heard.rows.append(rebuilt(Row, message["row"]))
+                row = rebuilt(Row, message["row"])
+                believed = self._judge is None or heard.is_confirmed(row.kernel)
+                if row.is_correct and not believed:
+                    reason = "its row says that it is right, and the judge does not"
+                    row = self._row(row.kernel, heard.loaded, "error", reason)
+                heard.rows.append(row)
             elif "unreadable" in message:
                 heard.rows = [self._row("", heard.loaded, "error", message["unreadable"])]
             elif "failed" in message:
                 raise WorkerError(message["failed"]) from RuntimeError(message["traceback"])
+            elif "judge" in message and self._judge is not None:
+                question = message["judge"]
+                verdict = self._judge.answer(question, workload, settings)
+                if not question.get("of_core"):
+                    heard.verdicts.append((question.get("kernel", ""), verdict))
+                self._process.tell(**verdict)
             elif "at" in message:
                 heard.timing = heard.timing or message["at"] == TIMING
                 report(message["at"])
@@ -217,6 +253,7 @@ class Environment:
             process=self._own_kernel,
             synchronous=synchronous,
             excluded=tuple(sorted(excluded)),
+            spool="" if self._judge is None else self._judge.spool,
         )
 
     def _row(self, kernel: str, loaded: Loaded, status: Status, reason: str, log: str = "") -> Row:

@@ -15,6 +15,7 @@ from replay.bench.settings import Settings
 from replay.kernels.registry import Kernel
 from replay.rows.row import HERE, Row
 from replay.workers.environments import Environment, Found, assign, replay_in_workers
+from replay.workers.judge import Judge
 from replay.workloads.recorded import Workload
 
 Findings = dict[str, dict[str, Found]]
@@ -65,8 +66,9 @@ class InProcess:
 class Workers:
     """A process per environment; what a kernel breaks there stays there."""
 
-    def __init__(self, environments: dict[str, Environment]) -> None:
+    def __init__(self, environments: dict[str, Environment], judge: Judge) -> None:
         self._environments = environments
+        self._judge = judge
 
     def probe(self, kernels: Sequence[Kernel], device: torch.device) -> Findings:
         return {
@@ -86,6 +88,7 @@ class Workers:
         settings: Settings,
         report: Progress,
     ) -> Iterator[Row]:
+        self._judge.start()
         return replay_in_workers(workloads, assigned, settings, self._environments, report)
 
 
@@ -103,10 +106,14 @@ def execution(
         yield InProcess()
         return
     pythons = {HERE: sys.executable, **interpreters}
-    environments = {name: Environment(name, python, timeout) for name, python in pythons.items()}
+    judge = Judge(timeout)
+    environments = {
+        name: Environment(name, python, timeout, judge=judge) for name, python in pythons.items()
+    }
     try:
-        yield Workers(environments)
+        yield Workers(environments, judge)
     finally:
+        judge.close()
         for environment in environments.values():
             environment.close()
 

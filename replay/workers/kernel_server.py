@@ -5,25 +5,25 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from capture.dataset import FileEntry
 from capture.errors import DatasetError
 from replay.bench.failures import classify
 from replay.bench.runner import Loaded, replay
 from replay.bench.settings import Settings, WorkerOptions
 from replay.kernels.registry import find
 from replay.timing.machine import available_bytes
-from replay.workers.worker import Say
-from replay.workloads.random_calls import Spec, dtype, twin, workload
-from replay.workloads.recorded import Workload, pickled_call, recorded_call
+from replay.workers.remote_referee import RemoteReferee
+from replay.workers.sources import workload_of
+from replay.workers.worker import LEFTOVERS, Hear, Say
+from replay.workloads.recorded import Workload
 
 
-def handle(request: dict[str, Any], say: Say) -> None:
+def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
     """Answer `{"do": "probe", …}` or `{"do": "replay", …}`.
 
     Raises:
@@ -32,7 +32,7 @@ def handle(request: dict[str, Any], say: Say) -> None:
     if request["do"] == "probe":
         _probe(request, say)
     else:
-        _replay(request, say)
+        _replay(request, say, hear)
 
 
 def _probe(request: dict[str, Any], say: Say) -> None:
@@ -50,7 +50,7 @@ def _probe(request: dict[str, Any], say: Say) -> None:
         say(probed=name, reason=reason, version=version, install=kernel.install)
 
 
-def _replay(request: dict[str, Any], say: Say) -> None:
+def _replay(request: dict[str, Any], say: Say, hear: Hear) -> None:
     settings = Settings.from_json(request["settings"])
     options = WorkerOptions.from_json(request["options"])
 
@@ -64,26 +64,15 @@ def _replay(request: dict[str, Any], say: Say) -> None:
         if settings.device.type == "cpu":
             _limit_memory(settings.device)
         kernels = [find(name) for name in request["kernels"]]
-        wanted = _workload(request["workload"])
-        for row in replay([wanted], kernels, settings, report, tell, options):
+        wanted = workload_of(request["workload"])
+        LEFTOVERS.update(filter(None, [options.spool]))
+        referees = RemoteReferee.factory(say, hear, options.spool) if options.spool else None
+        for row in replay([wanted], kernels, settings, report, tell, options, referees):
             say(row=asdict(row))
     except DatasetError as error:
         say(unreadable=str(error))
     if settings.device.type == "cuda":
         torch.cuda.empty_cache()  # the worker of another environment needs the memory next
-
-
-def _workload(source: dict[str, Any]) -> Workload:
-    if source["kind"] == "recorded":
-        path = Path(source["path"])
-        entry = FileEntry.read(path)
-        return recorded_call(replace(entry, nbytes=source["nbytes"], sha256=source["sha256"]))
-    if source["kind"] == "pickled":
-        return pickled_call(Path(source["path"]))
-    if source["kind"] == "twin":
-        return twin(_workload(source["of"]), source["seed"])
-    spec = Spec(**{**source["spec"], "dtype": dtype(source["spec"]["dtype"])})
-    return workload(source["name"], source["model"], spec, source["seed"])
 
 
 def _version(library: str) -> str:

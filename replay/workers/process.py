@@ -70,7 +70,7 @@ class Process:
     Args:
         python: the interpreter; it needs torch and safetensors, and gets this package's source.
         timeout: seconds without a sign of life after which the child is killed.
-        handler: the module that answers in the child, with `handle(request, say)`.
+        handler: the module that answers in the child, with `handle(request, say, hear)`.
     """
 
     def __init__(
@@ -97,8 +97,7 @@ class Process:
         try:
             if self._child is not None and self._child.poll() is not None:
                 self.close()  # it died while nobody asked anything, which is nobody's fault now
-            if self._child is None:
-                self._start()
+            self.start()
             self._send(request)
             while True:
                 message = self._receive(at, self.timeout)
@@ -113,6 +112,32 @@ class Process:
             # Whoever stopped listening in the middle must not read the rest as another's answer.
             if not done:
                 self.close()
+
+    def start(self) -> None:
+        """Start the child, if there is none.
+
+        Raises:
+            CannotStart: the interpreter does not run, or lacks what the worker imports.
+        """
+        if self._child is None:
+            self._start()
+
+    def tell(self, **message: Any) -> None:
+        """Answer a child that asked something in the middle of a request.
+
+        Raises:
+            Died: it is gone.
+        """
+        self._send(message)
+
+    def answer(self, **request: Any) -> dict[str, Any]:
+        """The only reply to a request.
+
+        Raises:
+            CannotStart, Died: as `ask`.
+        """
+        (reply,) = list(self.ask(**request))
+        return reply
 
     def close(self) -> None:
         """End the child, whatever it is doing, and everything it started."""

@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import select
+import shutil
 import signal
 import threading
 import traceback
@@ -24,12 +25,18 @@ from replay.bench.failures import ContextLost, classify
 Say = Callable[..., None]
 """`say(name=value, …)` sends one line to the parent."""
 
+LEFTOVERS: set[str] = set()
+"""Directories of a parent that was killed, which nobody else would remove."""
+
+Hear = Callable[[], dict[str, Any]]
+"""The parent's next line, waited for."""
+
 
 def main(requests_fd: int, replies_fd: int, handler: str) -> None:
     """Serve until the parent closes its end.
 
     Args:
-        handler: a module with `handle(request, say)`, which answers one request.
+        handler: a module with `handle(request, say, hear)`, which answers one request.
     """
     for descriptor in (requests_fd, replies_fd):
         os.set_inheritable(descriptor, False)  # a compiler that outlives us must not hold them
@@ -38,10 +45,15 @@ def main(requests_fd: int, replies_fd: int, handler: str) -> None:
     replies = os.fdopen(replies_fd, "w", buffering=1)
     say = functools.partial(_say, replies)
     handle = importlib.import_module(handler).handle
+
+    def hear() -> dict[str, Any]:
+        heard: dict[str, Any] = json.loads(requests.readline())
+        return heard
+
     say(ready=True)
-    for line in requests:
+    while line := requests.readline():
         try:
-            handle(json.loads(line), say)
+            handle(json.loads(line), say, hear)
         except ContextLost as error:
             say(lost=str(error), status=error.status)
             continue
@@ -55,6 +67,8 @@ def _end_with_parent(replies_fd: int) -> None:
     parent = select.poll()
     parent.register(replies_fd, 0)  # an error is always reported: that nobody reads any more
     parent.poll()
+    for directory in LEFTOVERS:
+        shutil.rmtree(directory, ignore_errors=True)
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -27,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from replay.kernels.triton.counters import counters
 from replay.kernels.triton.descriptors import can_be_described, described
 
 SHORTEST = 128
@@ -38,8 +38,6 @@ WORTH_DESCRIBING = 2**23
 which is some microseconds each."""
 MERGED_ELEMENTS = 4096
 """Numbers that a program reads at once when it merges parts: 32 registers of each thread."""
-RESERVED_ARRIVALS = 2**18
-"""Counters for kernels in CUDA graphs, 1 MiB of them a GPU."""
 
 
 @triton.jit
@@ -530,7 +528,7 @@ def attend(
     if splits > 1:
         rows = batch * heads * q_len
         parts = query.new_empty(rows * splits * (v_dim + 2), dtype=torch.float32)
-        arrivals = _arrivals(batch * kv_heads * cut.row_blocks, query.device)
+        arrivals = counters(batch * kv_heads * cut.row_blocks, query.device)
     mask_kind, mask = 0, output
     mask_strides: tuple[int, ...] = (0, 0, 0, 0)
     if attn_mask is not None:
@@ -589,45 +587,3 @@ def _processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 4  # interpreted: few programs, but some splits
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@dataclass
-class _Reserve:
-    """Zeros of which each kernel in a CUDA graph gets some for ever."""
-
-    zeros: Tensor
-    used: int = 0
-
-
-_reserves: dict[torch.device, _Reserve] = {}
-
-
-def _arrivals(count: int, device: torch.device) -> Tensor:
-    """(count,) int32 zeros, which the kernel leaves as zeros.
-
-    Kept per stream, on which kernels follow one another. A CUDA graph may be replayed on any
-    stream, beside any other, so each kernel in it has its own; where they are used up, or nothing
-    ran before, the graph zeroes them itself at the cost of another node.
-    """
-    if device.type != "cuda":
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    if not torch.cuda.is_current_stream_capturing():
-        stream = triton.runtime.driver.active.get_current_stream(device.index)
-        # In sizes that are powers of two, so that few are kept.
-        return _kept_arrivals(1 << (count - 1).bit_length(), device, stream)
-    reserve = _reserves.get(device)
-    aligned = -(-count // 4) * 4
-    if reserve is None or reserve.used + aligned > RESERVED_ARRIVALS:
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    reserve.used += aligned
-    return reserve.zeros[reserve.used - aligned : reserve.used]
-
-
-@functools.lru_cache(maxsize=64)
-def _kept_arrivals(count: int, device: torch.device, stream: int) -> Tensor:
-    """Zeros for a stream, on which they are made too."""
-    if device not in _reserves:
-        zeros = torch.zeros(RESERVED_ARRIVALS, dtype=torch.int32, device=device)
-        torch.cuda.current_stream(device).synchronize()  # a graph may run on any other
-        _reserves[device] = _Reserve(zeros)
-    return torch.zeros(count, dtype=torch.int32, device=device)

@@ -196,7 +196,8 @@ def test_changed_inputs_are_flagged_restored_and_nobody_elses(
         return output
 
     def watching(**arguments: Any) -> Tensor:
-        seen.append(all(torch.equal(arguments[name], before[name]) for name in before))
+        # Signs are flipped from call to call, and nothing else.
+        seen.append(all(torch.equal(arguments[name].abs(), before[name].abs()) for name in before))
         return sdpa(**arguments)
 
     def mutating_and_raising(**arguments: Any) -> Tensor:
@@ -311,7 +312,7 @@ def test_what_is_timed_is_judged_too(
         kernel = kernels(attention.__name__, attention)
         row = rows_of(make_call(), workload, quick, kernel)[kernel.name]
         assert row.status == "inaccurate"
-        assert row.reason.startswith("right on its first call, wrong when called again: ")
+        assert "wrong when" in row.reason
         assert row.speedup is None
         assert row.accuracy is not None
         assert row.accuracy.reference.nan_count or row.accuracy.reference.relative_l1 > 0.9

@@ -221,6 +221,7 @@ def planned(install: Install, formula: Formula, monkeypatch: pytest.MonkeyPatch)
     ) -> Tensor:
         assert kv_layout == "NHD"
         assert q.ndim == k.ndim == v.ndim == 3
+        assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
         mask = custom_mask
         if packed_custom_mask is not None:
             bits = packed_custom_mask[:, None] >> torch.arange(8) & 1
@@ -271,6 +272,7 @@ def planned(install: Install, formula: Formula, monkeypatch: pytest.MonkeyPatch)
 
         def run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             assert (q.shape[1], k.shape[1], q.dtype) == (*self.heads, self.dtype)
+            assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
             log.append("run")
             outputs, used = [], 0
             for i in range(len(self.q) - 1):
@@ -440,6 +442,7 @@ def kernels_package(
         **kwargs: Any,
     ) -> Tensor:
         assert not kwargs
+        assert tensor_layout == "HND"
         return formula(q, k, v, sm_scale, is_causal)
 
     def get_kernel(

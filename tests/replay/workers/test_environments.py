@@ -224,7 +224,7 @@ def test_what_is_no_python(tmp_path: Path) -> None:
 def test_environments_need_workers(run_cli: RunCli) -> None:
     code, _, err = run_cli("--random", *QUICK, "--in-process", "--env", f"other={sys.executable}")
     assert code == 2
-    assert "needs a worker process" in err
+    assert "require worker processes" in err
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "soon"])

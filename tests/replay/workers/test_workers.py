@@ -318,7 +318,7 @@ def test_ctrl_c_ends_the_run_and_its_children(
     begun: tuple[subprocess.Popen[str], Surroundings, tuple[str, ...]],
 ) -> None:
     process, surroundings, _ = begun
-    assert len(surroundings.processes()) == 2
+    assert len(surroundings.processes()) == 3  # with a worker and the judge
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=20)
     assert (process.returncode, out) == (130, "")

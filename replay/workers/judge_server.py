@@ -1,0 +1,61 @@
+"""The process that judges outputs: kernels cannot reach it, and it runs none."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from replay.bench.referee import LocalReferee, Sample
+from replay.bench.settings import Settings
+from replay.workers.sources import workload_of
+from replay.workers.worker import Hear, Say
+
+_referees: dict[str, LocalReferee] = {}
+"""The last call's referee: a worker that died and begins again asks for the same."""
+
+
+def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
+    """Answer `{"do": "open", …}`, `{"do": "judge", …}` or `{"do": "samples", …}`.
+
+    Raises:
+        DatasetError: the call cannot be read.
+    """
+    settings = Settings.from_json(request["settings"])
+    if request["do"] == "open":
+        _open(request, settings)
+        say(opened=True)
+        return
+    (referee,) = _referees.values()
+    tensors = load_file(request["path"], device=str(settings.device))
+    kernel, accuracy_class = request["kernel"], request["accuracy_class"]
+    chosen = tensors.get("chosen")
+    if request["do"] == "judge":
+        judged = referee.judge(kernel, accuracy_class, tensors["output"], chosen)
+        say(judged=asdict(judged))
+    else:
+        samples = [
+            Sample(number, tensors[f"changed.{place}"], tensors.get(f"unchanged.{place}"))
+            for place, number in enumerate(request["numbers"])
+        ]
+        say(wrong=referee.judge_samples(kernel, accuracy_class, samples, chosen))
+    if settings.device.type == "cuda":
+        torch.cuda.empty_cache()  # the kernels need the memory next
+
+
+def _open(request: dict[str, Any], settings: Settings) -> None:
+    key = json.dumps([request["workload"], settings.errors_against, settings.compare_stats])
+    compared = None
+    if request["compared"]:
+        compared = load_file(request["compared"], device=str(settings.device))["output"]
+    if key not in _referees or compared is not None:
+        _referees.clear()
+        call = workload_of(request["workload"]).load(settings.device)
+        with torch.no_grad():
+            _referees[key] = LocalReferee(
+                call, request["seed"], settings.errors_against, settings.compare_stats, compared
+            )
+    _referees[key].seed = request["seed"]

@@ -1,0 +1,101 @@
+"""The worker's side of a judge in another process: it hands outputs over and waits."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from capture.call import AttentionCall
+from replay.bench.referee import Judged, Referee, Sample
+from replay.bench.runner import Referees
+from replay.bench.settings import Settings
+from replay.rows.files import rebuilt
+from replay.rows.row import AccuracyClass
+from replay.workers.worker import Hear, Say
+
+
+class RemoteReferee:
+    """Asks the parent, which asks its judge.
+
+    Args:
+        spool: a directory for files of tensors; the parent removes each when it is judged.
+    """
+
+    def __init__(self, say: Say, hear: Hear, spool: str) -> None:
+        self._say = say
+        self._hear = hear
+        self._files = (Path(spool) / f"{number}.safetensors" for number in itertools.count())
+
+    @classmethod
+    def factory(cls, say: Say, hear: Hear, spool: str) -> Referees:
+        """What makes the referee of each call."""
+
+        def open_referee(
+            call: AttentionCall, seed: int, settings: Settings, compared: Tensor | None
+        ) -> Referee:
+            referee = cls(say, hear, spool)
+            path = "" if compared is None else referee._file({"output": compared})
+            referee._ask(do="open", seed=seed, compared=path)
+            return referee
+
+        return open_referee
+
+    def judge(
+        self,
+        kernel: str,
+        accuracy_class: AccuracyClass,
+        output: Tensor,
+        chosen: Tensor | None,
+        *,
+        of_core: bool = False,
+    ) -> Judged:
+        path = self._file({"output": output} | _optional("chosen", chosen))
+        answer = self._ask(
+            do="judge",
+            kernel=kernel,
+            accuracy_class=accuracy_class,
+            path=path,
+            of_core=of_core,
+        )
+        return rebuilt(Judged, answer["judged"])
+
+    def judge_samples(
+        self,
+        kernel: str,
+        accuracy_class: AccuracyClass,
+        samples: list[Sample],
+        chosen: Tensor | None,
+    ) -> str:
+        if not samples:
+            return ""
+        tensors = _optional("chosen", chosen)
+        for place, sample in enumerate(samples):
+            tensors[f"changed.{place}"] = sample.changed
+            tensors |= _optional(f"unchanged.{place}", sample.unchanged)
+        numbers = [sample.number for sample in samples]
+        answer = self._ask(
+            do="samples",
+            kernel=kernel,
+            accuracy_class=accuracy_class,
+            path=self._file(tensors),
+            numbers=numbers,
+        )
+        wrong: str = answer["wrong"]
+        return wrong
+
+    def _file(self, tensors: dict[str, Tensor]) -> str:
+        path = next(self._files)
+        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path)
+        return str(path)
+
+    def _ask(self, **question: Any) -> dict[str, Any]:
+        self._say(judge=question)
+        return self._hear()
+
+
+def _optional(name: str, tensor: Tensor | None) -> dict[str, Tensor]:
+    return {} if tensor is None else {name: tensor}
