@@ -30,10 +30,11 @@ FP8_ROUNDOFF = 2.0**-4
 INT8_MAX = 127.0
 GROUP = 128
 """Rows of a query or key that share a scale in INT8."""
-MINIMUM_ROWS = 8
+MINIMUM_ROWS = 32
 """A mean of fewer rows has no standard error to speak of."""
 STANDARD_ERRORS = 4.0
 """Of the yardstick's relative L1, which is that of a sample of rows too."""
+SHARE_OF_OTHER_HEADS = 0.5
 SMALLEST_SHARE = 0.5
 """Of `FP8_ROUNDOFF`, the least that relative L1 is limited to: values that happen to be FP8 numbers
 leave the yardstick without an error, and no kernel has to be so lucky."""
@@ -50,7 +51,8 @@ class QuantisedNoise:
     heads: Tensor
     """(2, n, B, Hq): the same of each head."""
     rows: Tensor
-    """(n, B, Hq, 1): the error of a head's worst row in units of `size`."""
+    """(n, B, Hq, 1): the error of a head's worst row in units of `size`, or half that of any head's
+    if that is more."""
     size: Tensor
     """(B, Hq, Sq): √(‖o‖² + Σⱼ pⱼ²‖vⱼ‖²) of each row."""
 
@@ -59,8 +61,9 @@ class QuantisedNoise:
         return float(_limit(self.whole, thresholds))
 
     def head_limits(self, thresholds: QuantisedThresholds) -> Tensor:
-        """(B, Hq): the largest relative L1 of each head."""
-        return _limit(self.heads, thresholds)
+        """(B, Hq): the largest relative L1 of each head; no less than that of the whole output, for
+        the keys and values of one head are few numbers that its rows share the errors of."""
+        return _limit(self.heads, thresholds).clamp_min(self.whole_limit(thresholds))
 
     def row_limits(self, thresholds: QuantisedThresholds) -> Tensor:
         """(B, Hq, Sq): the largest ‖output - reference‖ of each row."""
@@ -77,8 +80,10 @@ class QuantisedNoise:
             for each in zip(*(_errors(call, reference, q) for q in WAYS), strict=True)
         )
         worst = _or(lengths / size, 0.0).amax(dim=3, keepdim=True)
-        if reference.shape[2] < MINIMUM_ROWS:
-            worst = worst.amax(dim=(1, 2), keepdim=True).expand_as(worst)
+        of_all = worst.amax(dim=(1, 2), keepdim=True)
+        # A head's rows are a sample, and no sample at all where they are few.
+        share = 1.0 if reference.shape[2] < MINIMUM_ROWS else SHARE_OF_OTHER_HEADS
+        worst = torch.maximum(worst, share * of_all)
         return cls(
             _ratio(absolute.flatten(1), signal.flatten()), _ratio(absolute, signal), worst, size
         )

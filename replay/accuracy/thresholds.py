@@ -49,7 +49,7 @@ class QuantisedThresholds:
     noise_factor: float = 1.35
     """Times the relative L1 that plain 8-bit attention has, of the whole output and of each head.
     Losing 64 of 8,192 keys of random values is 1.5 times."""
-    row_factor: float = 2.0
+    row_factor: float = 3.0
     """Times the error of plain 8-bit attention in its head's worst row."""
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from capture.call import AttentionCall
 from replay.accuracy.errors import compare, summary
 from replay.accuracy.judge import Expected, judge
+from replay.accuracy.thresholds import Thresholds
 from replay.accuracy.tolerance import Tolerance
 from replay.bench.failures import Finding
 from replay.bench.variation import Flip, some_rows
@@ -77,6 +78,7 @@ class LocalReferee:
     Args:
         seed: of the flips.
         compared: the output of the kernel that errors are wanted against.
+        thresholds: the constants to judge by.
     """
 
     def __init__(
@@ -86,8 +88,10 @@ class LocalReferee:
         errors_against: str = "reference",
         compare_stats: bool = False,
         compared: Tensor | None = None,
+        thresholds: Thresholds = Thresholds(),  # noqa: B008 - it is immutable
     ) -> None:
         self._call = call
+        self._thresholds = thresholds
         self.seed = seed
         self._errors_against = errors_against
         self._compare_stats = compare_stats
@@ -109,7 +113,7 @@ class LocalReferee:
     ) -> Judged:
         expected = self._expected_of(kernel, chosen)
         reference, captured = self._expected.reference, self._call.output
-        verdict = judge(output, expected, accuracy_class)
+        verdict = judge(output, expected, accuracy_class, self._thresholds)
         is_sparse = chosen is not None
         accuracy = Accuracy(
             reference=compare(output, reference) if is_sparse else verdict.errors,

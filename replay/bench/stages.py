@@ -138,6 +138,8 @@ def make_row(
             else None
         ),
         accuracy=confirmed.accuracy,
+        accuracy_class=checked.kernel.accuracy_class,
+        tolerances=settings.tolerances.changes(),
         kept=checked.kept,
         output_summary=checked.output_summary,
         reference_summary=checked.reference_summary,

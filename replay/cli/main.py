@@ -330,6 +330,7 @@ def _with_options(kernels: list[Kernel], arguments: argparse.Namespace) -> list[
 
 
 def _settings(arguments: argparse.Namespace, device: torch.device) -> Settings:
+    from replay.accuracy.thresholds import Thresholds
     from replay.bench.settings import Settings
     from replay.end_to_end.model_process import OWN
 
@@ -352,6 +353,9 @@ def _settings(arguments: argparse.Namespace, device: torch.device) -> Settings:
         compare_stats=arguments.compare_stats,
         resources=arguments.resources,
         save_output=Path(arguments.save_output) if arguments.save_output else None,
+        tolerances=(
+            Thresholds.read(Path(arguments.tolerances)) if arguments.tolerances else Thresholds()
+        ),
     )
 
 

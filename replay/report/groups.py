@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from replay.rows.row import CallFacts, KernelId, Row, Speedup
+from replay.rows.row import AccuracyClass, CallFacts, KernelId, Row, Speedup
 from replay.timing.statistics import MINIMUM_PAIRS, paired_speedup, percentile, speed_verdict
 
 T = TypeVar("T")
@@ -28,6 +28,17 @@ class Group:
     @property
     def weights(self) -> str:
         return self.calls[0].weights
+
+    @property
+    def classes(self) -> list[AccuracyClass]:
+        """The accuracy classes of its kernels that ran, each once."""
+        ran = (name for name, rows in self.rows.items() if any(row.accuracy for row in rows))
+        return list(dict.fromkeys(self.class_of(name) for name in ran))
+
+    def class_of(self, kernel: KernelId) -> AccuracyClass:
+        """A kernel's accuracy class; exact where none of its rows says so."""
+        known = (row.accuracy_class for row in self.rows[kernel] if row.accuracy_class)
+        return next(known, "exact")
 
 
 def group_rows(rows: Iterable[Row], *, per_call: bool = False) -> list[Group]:

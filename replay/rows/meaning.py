@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 COSINE_NOISE = 1e-12
 """What a cosine against a float32 or float64 reference is uncertain by."""
 
-OverCalls = Literal["median", "range", "lowest", "highest", "pooled", "counts"]
+OverCalls = Literal["median", "range", "lowest", "highest", "pooled", "counts", "same"]
 """How one cell of a table combines several calls."""
 
 OVER_CALLS: dict[OverCalls, str] = {
@@ -22,6 +22,7 @@ OVER_CALLS: dict[OverCalls, str] = {
     "highest": "the worst of the calls",
     "pooled": "all rounds of all calls together",
     "counts": "of every call",
+    "same": "the same for every call",
 }
 """The same for readers."""
 

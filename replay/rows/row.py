@@ -353,6 +353,17 @@ class Row:
         ),
     ] = None
     accuracy: Annotated[Accuracy | None, "{}"] = None
+    accuracy_class: Annotated[
+        AccuracyClass | None,
+        Meaning(
+            "exact, quantised or sparse: by which rule the output is judged; empty where the "
+            "kernel's worker died",
+            columns=(Column("accuracy", "accuracy", "class", over_calls="same"),),
+        ),
+    ] = None
+    tolerances: Annotated[
+        str, "what --tolerances changed, e.g. quantised.minimum_cosine=0.98; empty for the defaults"
+    ] = ""
     kept: Annotated[
         float | None,
         Meaning(
