@@ -16,14 +16,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from replay.rows.row import Errors, Summary
+from replay.rows.row import Errors, Summary, Where
 
 CHUNK_ELEMENTS = 2**22
 """Output elements compared at a time: each float64 temporary is 32 MiB."""
+
+QUERY_BINS = 64
+"""Ranges of queries that a head's errors are told apart by."""
 
 
 def compare(output: Tensor, reference: Tensor) -> Errors:
@@ -32,9 +36,86 @@ def compare(output: Tensor, reference: Tensor) -> Errors:
     Raises:
         ValueError: the shapes differ, are not four-dimensional, or hold nothing.
     """
+    return row_errors(output, reference).errors()
+
+
+@dataclass(frozen=True)
+class RowErrors:
+    """What an output and a reference have in common, row by row."""
+
+    sums: Tensor
+    """(6, B, H, S) in float64: of output · reference, output², reference², |reference|, error² and
+    |error|. A head's figures and those of the whole output follow from them."""
+    elements: int
+    max_abs: float
+    nan_count: int
+    inf_count: int
+    mismatched_nonfinite: int
+
+    @property
+    def lengths(self) -> Tensor:
+        """(B, H, S): ‖output - reference‖ of each row."""
+        return self.sums[4].sqrt()
+
+    @property
+    def head_errors(self) -> Tensor:
+        """(B, H): relative L1 of each head."""
+        return _relative_l1s(self.sums.sum(dim=3))
+
+    def errors(self) -> Errors:
+        """The figures of a row of the tables."""
+        row_cosines = cosines(*self.sums[:3])
+        head_sums, head_errors = self.sums.sum(dim=3), self.head_errors
+        sums = head_sums.sum(dim=(1, 2))
+        mse, mae = (sums[4:] / self.elements).tolist()
+        batch, head, query = _position_of_lowest(row_cosines)
+        worst_head = _position_of_lowest(-head_errors)
+        lowest, p1, p10 = _percentiles(row_cosines, (0, 1, 10))
+        return Errors(
+            cosine=float(cosines(*sums[:3])),
+            relative_l1=float(_relative_l1s(sums)),
+            rmse=math.sqrt(mse),
+            max_abs=self.max_abs,
+            mae=mae,
+            mse=mse,
+            nan_count=self.nan_count,
+            inf_count=self.inf_count,
+            mismatched_nonfinite=self.mismatched_nonfinite,
+            row_cosine_p1=p1,
+            row_cosine_p10=p10,
+            row_cosine_min=lowest,
+            worst_row=(batch, head, query),
+            worst_head=(worst_head[0], worst_head[1]),
+            worst_head_cosine=float(cosines(*head_sums[:3])[worst_head]),
+            worst_head_relative_l1=float(head_errors[worst_head]),
+        )
+
+    def where(self) -> Where:
+        """Relative L1 of each head in at most `QUERY_BINS` ranges of queries."""
+        length = self.sums.shape[3]
+        bins = min(QUERY_BINS, length)
+        places = torch.arange(length, device=self.sums.device) * bins // length
+        binned = self.sums.new_zeros((*self.sums.shape[:3], bins))
+        found = _relative_l1s(binned.index_add_(3, places, self.sums))
+        batch, head, worst = _position_of_lowest(-found)
+        # Bin b has the queries whose position · bins // length is b.
+        first, after = (-(-edge * length // bins) for edge in (worst, worst + 1))
+        return Where(
+            worst=float(found[batch, head, worst]),
+            typical=float(found.nanmedian()),
+            head=(batch, head),
+            queries=(first, after - 1),
+            relative_l1=tuple(
+                tuple(float(f"{each:.3g}") for each in by_head)
+                for by_head in found.flatten(0, 1).tolist()
+            ),
+        )
+
+
+def row_errors(output: Tensor, reference: Tensor) -> RowErrors:
+    """Compare `output` with `reference` row by row; see `compare`."""
     check_comparable(output, reference)
-    # Six sums for each row; a head's and the whole output's follow from them.
-    row_sums = torch.empty((6, *output.shape[:3]), dtype=torch.float64, device=output.device)
+    sums = torch.empty((6, *output.shape[:3]), dtype=torch.float64, device=output.device)
     max_abs = torch.zeros((), dtype=torch.float64, device=output.device)
     nan_count = inf_count = mismatched = 0
     for rows, part, expected in chunks(output, reference):
@@ -43,40 +124,14 @@ def compare(output: Tensor, reference: Tensor) -> Errors:
         part, expected, odd = _without_agreed_nonfinite(part, expected)
         mismatched += odd
         error = part - expected
-        row_sums[0, :, :, rows] = (part * expected).sum(-1)
-        row_sums[1, :, :, rows] = part.square().sum(-1)
-        row_sums[2, :, :, rows] = expected.square().sum(-1)
-        row_sums[3, :, :, rows] = expected.abs().sum(-1)
-        row_sums[4, :, :, rows] = error.square().sum(-1)
-        row_sums[5, :, :, rows] = error.abs_().sum(-1)
+        sums[0, :, :, rows] = (part * expected).sum(-1)
+        sums[1, :, :, rows] = part.square().sum(-1)
+        sums[2, :, :, rows] = expected.square().sum(-1)
+        sums[3, :, :, rows] = expected.abs().sum(-1)
+        sums[4, :, :, rows] = error.square().sum(-1)
+        sums[5, :, :, rows] = error.abs_().sum(-1)
         max_abs = torch.maximum(max_abs, error.amax())
-
-    row_cosines = cosines(*row_sums[:3])
-    head_sums = row_sums.sum(dim=3)
-    head_errors = _relative_l1s(head_sums)
-    sums = head_sums.sum(dim=(1, 2))
-    mse, mae = (sums[4:] / output.numel()).tolist()
-    batch, head, query = _position_of_lowest(row_cosines)
-    worst_head = _position_of_lowest(-head_errors)
-    lowest, p1, p10 = _percentiles(row_cosines, (0, 1, 10))
-    return Errors(
-        cosine=float(cosines(*sums[:3])),
-        relative_l1=float(_relative_l1s(sums)),
-        rmse=math.sqrt(mse),
-        max_abs=float(max_abs),
-        mae=mae,
-        mse=mse,
-        nan_count=nan_count,
-        inf_count=inf_count,
-        mismatched_nonfinite=mismatched,
-        row_cosine_p1=p1,
-        row_cosine_p10=p10,
-        row_cosine_min=lowest,
-        worst_row=(batch, head, query),
-        worst_head=(worst_head[0], worst_head[1]),
-        worst_head_cosine=float(cosines(*head_sums[:3])[worst_head]),
-        worst_head_relative_l1=float(head_errors[worst_head]),
-    )
+    return RowErrors(sums, output.numel(), float(max_abs), nan_count, inf_count, mismatched)
 
 
 def summary(tensor: Tensor) -> Summary:
@@ -139,7 +194,7 @@ def cosines(dot: Tensor, output_square: Tensor, reference_square: Tensor) -> Ten
 
 
 def _relative_l1s(sums: Tensor) -> Tensor:
-    """Relative L1 from the sums (6, …) of `compare`: 0 for zero against zero."""
+    """Relative L1 from the sums (6, …) of `RowErrors`: 0 for zero against zero."""
     magnitude, error = sums[3], sums[5]
     return (error / magnitude).masked_fill((error == 0) & (magnitude == 0), 0.0)
 

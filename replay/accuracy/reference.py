@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,41 +77,81 @@ def attention(
     Raises:
         ValueError: the query heads are not a multiple of the key/value heads.
     """
+    output = _empty_output(call, dtype)
+    for block in weights(call, dtype, block_elements):
+        output[block.batch, block.heads, block.rows] = block.weights @ block.value
+    return output
+
+
+def attention_and_spread(
+    call: AttentionCall,
+    dtype: torch.dtype = torch.float64,
+    block_elements: int = BLOCK_ELEMENTS,
+) -> tuple[Tensor, Tensor]:
+    """`attention`, and √Σⱼ pⱼ²‖vⱼ‖² of each row, (B, Hq, Sq): how far independent relative errors
+    of its terms pⱼ·vⱼ, as rounding them makes, carry the row.
+    """
+    output = _empty_output(call, dtype)
+    spread = torch.zeros(output.shape[:3], dtype=dtype, device=call.device)
+    for block in weights(call, dtype, block_elements):
+        place = (block.batch, block.heads, block.rows)
+        output[place] = block.weights @ block.value
+        lengths = torch.linalg.vector_norm(block.value, dim=-1)
+        spread[place] = (block.weights.square_() @ lengths.square_()).sqrt_()
+    return output, spread
+
+
+class Block(NamedTuple):
+    """Probabilities of some rows of the query heads that share one key/value head."""
+
+    batch: int
+    heads: slice
+    rows: slice
+    weights: Tensor
+    """(G, rows, keys); the reader may change them."""
+    value: Tensor
+    """(keys, Dv), of the keys that these rows may attend to."""
+
+
+def weights(
+    call: AttentionCall, dtype: torch.dtype, block_elements: int = BLOCK_ELEMENTS
+) -> Iterator[Block]:
+    """softmax(scale · QKᵀ + mask) a block of rows at a time, and the values it is applied to.
+
+    Raises:
+        ValueError: the query heads are not a multiple of the key/value heads.
+    """
     shape = call.shape
     if shape.q_heads % shape.kv_heads:
         raise ValueError(
             f"{shape.q_heads} query heads cannot share {shape.kv_heads} key/value heads: "
             "the first must be a multiple of the second"
         )
-    group = shape.q_heads // shape.kv_heads
-    output = torch.zeros(
-        (shape.batch, shape.q_heads, shape.q_len, shape.v_head_dim), dtype=dtype, device=call.device
-    )
     if shape.kv_len == 0:
-        return output
+        return
     with torch.no_grad(), _full_precision_float32():
         for batch in range(shape.batch):
             for kv_head in range(shape.kv_heads):
-                heads = slice(kv_head * group, (kv_head + 1) * group)
-                _attend_group(call, batch, heads, kv_head, output[batch, heads], block_elements)
-    return output
+                yield from _weights_of_group(call, batch, kv_head, dtype, block_elements)
 
 
-def _attend_group(
-    call: AttentionCall,
-    batch: int,
-    heads: slice,
-    kv_head: int,
-    output: Tensor,
-    block_elements: int,
-) -> None:
-    """Fill `output` (G, Sq, Dv) for the G query heads that share one key/value head."""
-    group, q_len, _ = output.shape
-    kv_len = call.shape.kv_len
+def _empty_output(call: AttentionCall, dtype: torch.dtype) -> Tensor:
+    shape = call.shape
+    sizes = (shape.batch, shape.q_heads, shape.q_len, shape.v_head_dim)
+    return torch.zeros(sizes, dtype=dtype, device=call.device)
+
+
+def _weights_of_group(
+    call: AttentionCall, batch: int, kv_head: int, dtype: torch.dtype, block_elements: int
+) -> Iterator[Block]:
+    """The blocks of the G query heads that share one key/value head."""
+    kv_len, q_len = call.shape.kv_len, call.shape.q_len
+    group = call.shape.q_heads // call.shape.kv_heads
+    heads = slice(kv_head * group, (kv_head + 1) * group)
     # The scale is split between Q and K, as torch does, so that float16 scores do not overflow.
     root = math.sqrt(abs(call.softmax_scale))
-    key = call.key[batch, kv_head].to(output.dtype) * root
-    value = call.value[batch, kv_head].to(output.dtype)
+    key = call.key[batch, kv_head].to(dtype) * root
+    value = call.value[batch, kv_head].to(dtype)
     signed_root = math.copysign(root, call.softmax_scale)
     # A key to the right of the diagonal contributes nothing, unless it is NaN or infinite.
     may_skip = call.is_causal and bool(key.isfinite().all() and value.isfinite().all())
@@ -119,14 +160,14 @@ def _attend_group(
     for first in range(0, q_len, rows_per_block):
         rows = slice(first, min(first + rows_per_block, q_len))
         keys = slice(0, min(rows.stop, kv_len) if may_skip else kv_len)
-        query = call.query[batch, heads, rows].to(output.dtype) * signed_root
+        query = call.query[batch, heads, rows].to(dtype) * signed_root
         scores = query @ key[keys].mT
         if call.attn_mask is not None:
-            scores += _mask_block(call.attn_mask, batch, heads, rows, keys, output.dtype)
+            scores += _mask_block(call.attn_mask, batch, heads, rows, keys, dtype)
         if call.is_causal:
             right_of_first = scores[..., first:]
             right_of_first += torch.full_like(right_of_first[0], -math.inf).triu(diagonal=1)
-        output[:, rows] = _softmax(scores) @ value[keys]
+        yield Block(batch, heads, rows, _softmax(scores), value[keys])
 
 
 def _mask_block(

@@ -1,7 +1,8 @@
 """How far an exact kernel's output may be from the reference on one call.
 
 No limit here is a constant that looked comfortable: the error allowed on a call is measured on that
-call, with eager attention in the call's own dtype. `replay.accuracy.judge` applies it.
+call, with eager attention in the call's own dtype, and with a model of what rounding does to each
+of its rows. `replay.accuracy.judge` applies it.
 """
 
 from __future__ import annotations
@@ -13,33 +14,26 @@ import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
-from replay.accuracy.errors import check_comparable, chunks, cosines
-from replay.rows.meaning import COSINE_NOISE
+from replay.accuracy.errors import check_comparable, chunks
+from replay.accuracy.thresholds import ExactThresholds
 
-RELIABLE_LENGTH = 4
-"""A row that is not this many times as long as its own eager or rounding error has no direction to
-judge by: cancellation or underflow has left mostly noise in it."""
-
-RELIABLE_WIDTH = 16
-"""Rows of fewer numbers are not judged by direction. Their error is a handful of random numbers,
-so the eager kernel's can be near zero by luck where an honest kernel's is not (a row of one number
-can only keep its sign or lose it)."""
+ROWS_OF_A_HEAD = 32
+"""A head with fewer rows is no sample: the worst eager row is then that of all heads."""
 
 
 @dataclass(frozen=True)
 class RowTolerance:
-    """The angular error an exact kernel's row may have: 1 - its cosine with the reference's row."""
+    """What rounding does to the rows of one call."""
 
-    same_dtype: float
-    """The largest angular error of the plain formula computed in the call's dtype."""
-    rounding: float
-    """The largest angular error of the reference rounded to the call's dtype."""
-    reliable: Tensor = field(repr=False, compare=False)
-    """(B, Hq, Sq) bool: the rows whose direction is more than noise; see `tolerance`."""
+    noise: Tensor = field(repr=False)
+    """(B, Hq, Sq) in float64: see `rounding_noise`. NaN or infinite where nothing can be said."""
+    eager: Tensor = field(repr=False)
+    """(B, Hq, 1): the same-dtype error of a head's worst row, in units of its `noise`."""
 
-    @property
-    def limit(self) -> float:
-        return 2 * self.same_dtype + self.rounding
+    def limits(self, thresholds: ExactThresholds) -> Tensor:
+        """(B, Hq, Sq): the largest ‖output - reference‖ of each row."""
+        factors = thresholds.rounding_factor + thresholds.same_dtype_factor * self.eager
+        return self.noise * factors
 
 
 @dataclass(frozen=True)
@@ -50,77 +44,95 @@ class Tolerance:
     """max|O_same_dtype - reference|: the plain formula computed in the call's dtype."""
     rounding: float
     """The most that rounding alone does, whatever the order of a kernel's sums: see `tolerance`."""
-    rows: RowTolerance | None = None
-    """None where the direction of rows is not judged."""
+    noise: float = 0.0
+    """The largest rounding noise of a row, per element."""
+    rows: RowTolerance | None = field(default=None, compare=False)
 
     @property
     def limit(self) -> float:
-        return 2 * self.same_dtype_error + self.rounding
+        """The largest |output - reference| by the default thresholds."""
+        return self.limit_by(ExactThresholds())
+
+    def limit_by(self, thresholds: ExactThresholds) -> float:
+        """The largest |output - reference|."""
+        measured = thresholds.same_dtype_factor * self.same_dtype_error + self.rounding
+        return max(measured, thresholds.rounding_factor * self.noise)
 
 
-def tolerance(call: AttentionCall, same_dtype_output: Tensor, reference: Tensor) -> Tolerance:
-    """What the exactness rule allows for `call`, from both outputs of `replay.accuracy.reference`.
+def tolerance(
+    call: AttentionCall, same_dtype_output: Tensor, reference: Tensor, spread: Tensor
+) -> Tolerance:
+    """What the exactness rule allows for `call`, from the outputs of `replay.accuracy.reference`.
 
     `rounding` is max|reference rounded to the call's dtype - reference|. A float32 call adds the
     noise of float32 sums: its eager error depends so much on their order (a product with one query
     row is summed differently from one with many) that honest kernels would exceed twice that error
     now and then.
 
-    Calls of 16 bits with Dv ≥ `RELIABLE_WIDTH` also get `rows`, over the rows that are at least
-    `RELIABLE_LENGTH` times as long as their errors, both eager and of rounding. A row of zeros, as
-    where everything is masked, has no direction and is left to the maximum.
-
     Elements that are not finite in the same-dtype output (float16 overflows) or in the reference
     give no error to allow and are left out, as are their rows.
+
+    Args:
+        spread: (B, Hq, Sq), of `replay.accuracy.reference.attention_and_spread`.
 
     Raises:
         ValueError: the outputs' shapes differ, are not four-dimensional, or hold nothing.
     """
     check_comparable(same_dtype_output, reference)
-    same_dtype_error = rounding = same_dtype_angle = rounding_angle = 0.0
-    reliable = torch.zeros(reference.shape[:3], dtype=torch.bool, device=reference.device)
+    same_dtype_error = rounding = 0.0
+    noise = torch.empty(reference.shape[:3], dtype=torch.float64, device=reference.device)
+    eager = torch.empty_like(noise)
     for rows, part, expected in chunks(same_dtype_output, reference):
+        error = part - expected
         rounded = expected.to(call.dtype).to(torch.float64)
-        same_dtype_error = max(same_dtype_error, _largest_finite(part - expected))
+        same_dtype_error = max(same_dtype_error, _largest_finite(error))
         rounding = max(rounding, _largest_finite(rounded - expected))
-        noise = torch.maximum(_lengths(part - expected), _lengths(rounded - expected))
-        trusted = noise * RELIABLE_LENGTH < _lengths(expected)
-        reliable[:, :, rows] = trusted
-        same_dtype_angle = max(
-            same_dtype_angle, _largest_finite(angular_errors(part, expected)[trusted])
-        )
-        rounding_angle = max(
-            rounding_angle, _largest_finite(angular_errors(rounded, expected)[trusted])
-        )
+        eager[:, :, rows] = torch.linalg.vector_norm(error, dim=-1)
+        lengths = torch.linalg.vector_norm(expected, dim=-1)
+        noise[:, :, rows] = rounding_noise(lengths, spread[:, :, rows], call, reference.shape[3])
     if call.dtype.itemsize >= 4:
-        return Tolerance(same_dtype_error, rounding + _summation_noise(call))
-    if reference.shape[3] < RELIABLE_WIDTH or not reliable.any():
-        return Tolerance(same_dtype_error, rounding)
-    by_row = RowTolerance(same_dtype_angle, rounding_angle + COSINE_NOISE, reliable)
-    return Tolerance(same_dtype_error, rounding, by_row)
+        terms = _terms_of_a_sum(call)
+        noise *= terms
+        rounding += torch.finfo(call.dtype).eps / 2 * _largest_finite(call.value) * terms
+    eager /= noise
+    by_head = eager.masked_fill_(~eager.isfinite(), 0.0).amax(dim=2, keepdim=True)
+    if eager.shape[2] < ROWS_OF_A_HEAD:
+        by_head = by_head.amax().expand_as(by_head)
+    per_element = _largest_finite(noise) / math.sqrt(reference.shape[3])
+    return Tolerance(same_dtype_error, rounding, per_element, RowTolerance(noise, by_head))
 
 
-def angular_errors(part: Tensor, expected: Tensor) -> Tensor:
-    """1 - cosine of each row."""
-    found = cosines((part * expected).sum(-1), part.square().sum(-1), expected.square().sum(-1))
-    return 1 - found
+def rounding_noise(lengths: Tensor, spread: Tensor, call: AttentionCall, v_head_dim: int) -> Tensor:
+    """u · √(‖o‖² + Σⱼ pⱼ²‖vⱼ‖²) of each row, where u is half the call's machine epsilon.
+
+    A kernel of 16 bits rounds its probabilities, an independent relative error of at most u each,
+    and its output. A sum of independent vectors of mean zero and lengths of at most cⱼ is longer
+    than t · √Σcⱼ² with a probability of at most 2·exp(-t²/2), whatever their number and dimension
+    (Pinelis 1994, "Optimum bounds for the distributions of martingales in Banach spaces", theorem
+    3.5); cⱼ is u·pⱼ‖vⱼ‖ here. This holds for a row of one key as for one of thousands, and for a
+    row whose terms cancel.
+
+    Below the smallest normal number, rounding has the size of the smallest number there is.
+
+    Args:
+        lengths: ‖o‖ of each row of the reference.
+        spread: √Σⱼ pⱼ²‖vⱼ‖² of each.
+    """
+    limits = torch.finfo(call.dtype)
+    smallest = limits.tiny * limits.eps * math.sqrt(v_head_dim)
+    return torch.hypot(lengths, spread.to(lengths)) * (limits.eps / 2) + smallest
 
 
-def _lengths(rows: Tensor) -> Tensor:
-    lengths: Tensor = torch.linalg.vector_norm(rows, dim=-1)
-    return lengths
-
-
-def _summation_noise(call: AttentionCall) -> float:
-    """u · max|V| · (√Sk + scale · max‖q‖ · max‖k‖), where u is half the call's machine epsilon.
+def _terms_of_a_sum(call: AttentionCall) -> float:
+    """√Sk + scale · max‖q‖ · max‖k‖: what float32 sums err by, in units of u times their terms.
 
     A sum of n rounded terms errs by √n·u of their size (Higham and Mary 2019, "A new approach to
     probabilistic rounding error analysis"); a score errs by u of the norms of its vectors.
     """
-    query_norm, key_norm = (_largest_finite(_lengths(each)) for each in (call.query, call.key))
-    unit_roundoff = torch.finfo(call.dtype).eps / 2
-    terms = math.sqrt(call.shape.kv_len) + abs(call.softmax_scale) * query_norm * key_norm
-    return unit_roundoff * _largest_finite(call.value) * terms
+    query_norm, key_norm = (
+        _largest_finite(torch.linalg.vector_norm(each, dim=-1)) for each in (call.query, call.key)
+    )
+    return math.sqrt(call.shape.kv_len) + abs(call.softmax_scale) * query_norm * key_norm
 
 
 def _largest_finite(tensor: Tensor) -> float:

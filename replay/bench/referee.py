@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
@@ -12,6 +13,7 @@ from torch import Tensor
 from capture.call import AttentionCall
 from replay.accuracy.errors import compare, summary
 from replay.accuracy.judge import Expected, judge
+from replay.accuracy.thresholds import Thresholds
 from replay.accuracy.tolerance import Tolerance
 from replay.bench.failures import Finding
 from replay.bench.variation import Flip, some_rows
@@ -93,6 +95,7 @@ class LocalReferee:
     Args:
         seed: of the flips.
         compared: the output of the kernel that errors are wanted against.
+        thresholds: the constants to judge by.
     """
 
     def __init__(
@@ -102,8 +105,10 @@ class LocalReferee:
         errors_against: str = "reference",
         compare_stats: bool = False,
         compared: Tensor | None = None,
+        thresholds: Thresholds = Thresholds(),  # noqa: B008 - it is immutable
     ) -> None:
         self._call = call
+        self._thresholds = thresholds
         self.seed = seed
         self._errors_against = errors_against
         self._compare_stats = compare_stats
@@ -125,7 +130,7 @@ class LocalReferee:
     ) -> Judged:
         expected = self._expected_of(kernel, chosen)
         reference, captured = self._expected.reference, self._call.output
-        verdict = judge(output, expected, accuracy_class)
+        verdict = judge(output, expected, accuracy_class, self._thresholds)
         is_sparse = chosen is not None
         accuracy = Accuracy(
             reference=compare(output, reference) if is_sparse else verdict.errors,
@@ -133,6 +138,7 @@ class LocalReferee:
             kernel=None if self._compared is None else compare(output, self._compared),
             noise_floor=self._noise_floor,
             chosen=verdict.errors if is_sparse else None,
+            where=verdict.where,
         )
         finding = Finding("ok" if verdict.passed else "inaccurate", verdict.sentence)
         judged = Judged(finding, accuracy, expected.kept)
@@ -206,8 +212,19 @@ def _wrong_rows(
     largest = float(error.abs().amax()) if error.numel() else 0.0
     if largest > allowed:
         return f"max abs error {largest:.2g} exceeds {allowed:.2g}"
+    # Late rows of a long causal call are small: stale ones would hide below that maximum.
+    lengths = torch.linalg.vector_norm(right.to(torch.float64).nan_to_num(), dim=-1)
+    noise = expected.tolerance.limit * math.sqrt(rows.shape[-1])
+    far = torch.linalg.vector_norm(error, dim=-1) > WRONG_DIRECTION * lengths
+    if (far & (lengths > RELIABLE_LENGTH * noise)).any():
+        return f"a row's error is more than {WRONG_DIRECTION:.0%} of its length"
     return ""
 
+
+WRONG_DIRECTION = 0.5
+"""Of a row's length: its error in 16 bits is a hundredth."""
+RELIABLE_LENGTH = 4
+"""Times the noise of its sums that a row is long, to be judged by."""
 
 QUANTISED_SAMPLE_ERROR = 0.3
 """Mean relative L2 error of the rows of a sample: an honest 8-bit kernel stays below a tenth."""

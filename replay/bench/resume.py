@@ -127,6 +127,9 @@ def _unlike(row: Row, machine: Machine, settings: Settings) -> str:
         there = {"device": row.machine.device}
     if not row.machine.device:  # its worker died before it could say
         there = {}
+    if row.accuracy is not None:
+        there |= {"--tolerances": row.tolerances}
+        here |= {"--tolerances": settings.tolerances.changes()}
     if row.time_ms is not None:
         there |= {"--cache": row.cache, "--calls-before": row.calls_before}
         here |= {"--cache": settings.cache, "--calls-before": settings.calls_before}

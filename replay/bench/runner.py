@@ -167,7 +167,9 @@ def local_referee(
     call: AttentionCall, seed: int, settings: Settings, compared: Tensor | None
 ) -> Referee:
     """One that judges in this process, which protects against accidents only."""
-    return LocalReferee(call, seed, settings.errors_against, settings.compare_stats, compared)
+    return LocalReferee(
+        call, seed, settings.errors_against, settings.compare_stats, compared, settings.tolerances
+    )
 
 
 def _compared_output(

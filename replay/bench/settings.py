@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from replay.accuracy.thresholds import Thresholds
 from replay.rows.row import HERE
 from replay.timing.defaults import ROUNDS, SECONDS
 from replay.timing.timer import Cache
@@ -37,6 +38,8 @@ class Settings:
     """Measure the energy of a call too, a second or two for each kernel."""
     resources: bool = False
     """Note the registers and shared memory of Triton programs."""
+    tolerances: Thresholds = field(default_factory=Thresholds)
+    """The constants that outputs are judged by."""
 
     @property
     def compared_kernel(self) -> str | None:
@@ -46,13 +49,21 @@ class Settings:
     def to_json(self) -> dict[str, Any]:
         """Plain JSON for a worker."""
         save_output = None if self.save_output is None else str(self.save_output.resolve())
-        return {**vars(self), "device": str(self.device), "save_output": save_output}
+        return {
+            **vars(self),
+            "device": str(self.device),
+            "save_output": save_output,
+            "tolerances": asdict(self.tolerances),
+        }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Settings:
         save_output = None if data["save_output"] is None else Path(data["save_output"])
         device = torch.device(data["device"])
-        return cls(**{**data, "device": device, "save_output": save_output})
+        tolerances = Thresholds.from_tables(data["tolerances"])
+        return cls(
+            **{**data, "device": device, "save_output": save_output, "tolerances": tolerances}
+        )
 
 
 @dataclass(frozen=True)

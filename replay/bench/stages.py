@@ -151,6 +151,8 @@ def make_row(
         burst_ms=block.burst_ms if block is not None and block.settles else None,
         sustained_ms=block.sustained_ms if block is not None and block.settles else None,
         accuracy=confirmed.accuracy,
+        accuracy_class=checked.kernel.accuracy_class,
+        tolerances=settings.tolerances.changes(),
         kept=checked.kept,
         output_summary=checked.output_summary,
         reference_summary=checked.reference_summary,

@@ -155,6 +155,11 @@ def parser() -> argparse.ArgumentParser:
         help="reference (high precision, default), captured (the recorded output), or a kernel",
     )
     report.add_argument(
+        "--tolerances",
+        metavar="TOML",
+        help="judge accuracy by other constants, a table per class of kernel",
+    )
+    report.add_argument(
         "--compare-stats", action="store_true", help="show min, max, mean and std of outputs"
     )
     report.add_argument(

@@ -349,6 +349,7 @@ def _with_options(kernels: list[Kernel], arguments: argparse.Namespace) -> list[
 
 
 def _settings(arguments: argparse.Namespace, device: torch.device) -> Settings:
+    from replay.accuracy.thresholds import Thresholds
     from replay.bench.settings import Settings
     from replay.end_to_end.model_process import OWN
 
@@ -373,6 +374,9 @@ def _settings(arguments: argparse.Namespace, device: torch.device) -> Settings:
         energy=device.type == "cuda" and _wants_energy(arguments),
         resources=arguments.resources,
         save_output=Path(arguments.save_output) if arguments.save_output else None,
+        tolerances=(
+            Thresholds.read(Path(arguments.tolerances)) if arguments.tolerances else Thresholds()
+        ),
     )
 
 

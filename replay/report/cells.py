@@ -34,6 +34,8 @@ def cell(path: str, group: Group, kernel: KernelId, errors_against: str = "refer
     values = [value for row in rows if (value := _value(row, path)) is not None]
     if not values:
         return "-"
+    if column.over_calls == "same":
+        return str(values[0])
     if column.over_calls == "median":
         return column.form(percentile(values, 50))
     sign = 1 if column.over_calls == "highest" else -1

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from replay.rows.printable import printable
-from replay.rows.row import CallFacts, KernelId, Row, Speedup
+from replay.rows.row import AccuracyClass, CallFacts, KernelId, Row, Speedup
 from replay.timing.statistics import paired_ratios, percentile, speed_verdict, speedup_of
 
 T = TypeVar("T")
@@ -29,6 +29,17 @@ class Group:
     @property
     def weights(self) -> str:
         return printable(self.calls[0].weights)
+
+    @property
+    def classes(self) -> list[AccuracyClass]:
+        """The accuracy classes of its kernels that ran, each once."""
+        ran = (name for name, rows in self.rows.items() if any(row.accuracy for row in rows))
+        return list(dict.fromkeys(self.class_of(name) for name in ran))
+
+    def class_of(self, kernel: KernelId) -> AccuracyClass:
+        """A kernel's accuracy class; exact where none of its rows says so."""
+        known = (row.accuracy_class for row in self.rows[kernel] if row.accuracy_class)
+        return next(known, "exact")
 
 
 def group_rows(rows: Iterable[Row], *, per_call: bool = False) -> list[Group]:

@@ -13,7 +13,7 @@ from rich.text import Text
 from replay.report.cells import cell, speedup_text
 from replay.report.groups import Group, group_rows, place, pooled_speedup, typical_time, worst
 from replay.rows.fields import COLUMNS
-from replay.rows.row import KernelId, Row
+from replay.rows.row import Errors, KernelId, Row
 
 TABLES = ("speed", "accuracy", "work", "machine")
 
@@ -40,7 +40,7 @@ def print_report(
         console.print(_group_report(group, metrics, errors_against, compare_stats))
         console.print()
     _print_not_run(rows, console)
-    if len(groups) > 1:
+    if len(groups) > 1 or any(len(group.classes) > 1 for group in groups):
         _print_fastest(groups, console)
 
 
@@ -57,7 +57,9 @@ def _group_report(
             paths = [
                 path
                 for path, column in COLUMNS.items()
-                if column.table == table and (column.metric in metrics or "all" in metrics)
+                if column.table == table
+                and (column.metric in metrics or "all" in metrics)
+                and (path != "accuracy_class" or len(group.classes) > 1)
             ]
             if paths:
                 headings = [COLUMNS[path].heading for path in paths]
@@ -82,10 +84,6 @@ def _rank(group: Group, name: KernelId) -> tuple[bool, float]:
 
 def _is_correct(group: Group, name: KernelId) -> bool:
     return all(row.is_correct for row in group.rows[name])
-
-
-def _is_sparse(group: Group, name: KernelId) -> bool:
-    return any(row.kept is not None for row in group.rows[name])
 
 
 def _table(
@@ -145,10 +143,7 @@ def _notes(group: Group, ran: Sequence[KernelId], errors_against: str) -> list[T
         )
         if found is not None and not _is_correct(group, name):
             errors, row = found
-            batch, head = errors.worst_head
-            notes.append(
-                f"{name}: {row.reason}; worst at {place(row.call)}, batch {batch} head {head}"
-            )
+            notes.append(f"{name}: {row.reason}; worst at {place(row.call)}, {_where(errors, row)}")
         sparse = [row for row in group.rows[name] if row.kept is not None]
         if sparse:
             notes.append(
@@ -165,6 +160,20 @@ def _notes(group: Group, ran: Sequence[KernelId], errors_against: str) -> list[T
         if flags:
             notes.append(f"{name}: {', '.join(flags)}")
     return [Text(note, style="dim") for note in notes]
+
+
+def _where(errors: Errors, row: Row) -> str:
+    """Format as `batch 0 head 7, queries 64-127: relative L1 0.9, typically 0.002`."""
+    where = None if row.accuracy is None else row.accuracy.where
+    if where is None:
+        batch, head = errors.worst_head
+        return f"batch {batch} head {head}"
+    (batch, head), (first, last) = where.head, where.queries
+    queries = f"query {first}" if first == last else f"queries {first}-{last}"
+    return (
+        f"batch {batch} head {head}, {queries}: relative L1 {where.worst:.2g}, "
+        f"typically {where.typical:.2g}"
+    )
 
 
 def _programs(group: Group, ran: Sequence[KernelId]) -> list[Text]:
@@ -205,30 +214,39 @@ def _print_not_run(rows: Sequence[Row], console: Console) -> None:
 
 
 def _print_fastest(groups: Sequence[Group], console: Console) -> None:
-    """Print the fastest correct kernel of each group, and those that tie with it."""
+    """Print the fastest correct kernel of each group and class, and those that tie with it.
+
+    Not of sparse kernels: they do less work, and speed does not show whether that is enough.
+    """
     console.print(Text("fastest correct kernel", style="bold"))
     for group in groups:
-        timed = [
-            name
-            for name in group.rows
-            if _is_correct(group, name)
-            and typical_time(group.rows[name])
-            and not any(row.overwrites for row in group.rows[name])
-            # A sparse kernel does less work; speed does not show whether that is enough.
-            and not _is_sparse(group, name)
-        ]
-        if not timed:
-            continue
-        best, *others = sorted(timed, key=lambda name: _rank(group, name))
-        ties = [name for name in others if _is_tie(group, best, name)]
-        line = Text("  " + " · ".join(group.title.split(" · ")[:3]) + ": ")
-        line.append(str(best), "bold green")
-        speedup = None if best.name == group.baseline else pooled_speedup(group, best)
-        if speedup is not None and KernelId(group.baseline) not in ties:
-            line.append(f" {speedup_text(speedup)} vs {group.baseline}")
-        if ties:
-            line.append(f", tied with {', '.join(map(str, ties))}", "dim")
-        console.print(line)
+        for accuracy_class in ("exact", "quantised"):
+            timed = [
+                name
+                for name in group.rows
+                if group.class_of(name) == accuracy_class
+                and _is_correct(group, name)
+                and typical_time(group.rows[name])
+                and not any(row.overwrites for row in group.rows[name])
+            ]
+            if timed:
+                goes_without_saying = group.classes == ["exact"]
+                console.print(_fastest(group, timed, "" if goes_without_saying else accuracy_class))
+
+
+def _fastest(group: Group, timed: Sequence[KernelId], shown: str) -> Text:
+    """Format one line of the ranking; `shown` is the class, empty where it goes without saying."""
+    best, *others = sorted(timed, key=lambda name: _rank(group, name))
+    ties = [name for name in others if _is_tie(group, best, name)]
+    parts = [*group.title.split(" · ")[:3], *([shown] if shown else [])]
+    line = Text("  " + " · ".join(parts) + ": ")
+    line.append(str(best), "bold green")
+    speedup = None if best.name == group.baseline else pooled_speedup(group, best)
+    if speedup is not None and KernelId(group.baseline) not in ties:
+        line.append(f" {speedup_text(speedup)} vs {group.baseline}")
+    if ties:
+        line.append(f", tied with {', '.join(map(str, ties))}", "dim")
+    return line
 
 
 def _is_tie(group: Group, best: KernelId, other: KernelId) -> bool:

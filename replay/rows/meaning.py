@@ -15,7 +15,7 @@ COSINE_NOISE = 1e-12
 FEW_ROUNDS = 10
 """Fewer than these stand in the tables."""
 
-OverCalls = Literal["median", "range", "lowest", "highest", "pooled", "counts"]
+OverCalls = Literal["median", "range", "lowest", "highest", "pooled", "counts", "same"]
 """How one cell of a table combines several calls."""
 
 OVER_CALLS: dict[OverCalls, str] = {
@@ -25,6 +25,7 @@ OVER_CALLS: dict[OverCalls, str] = {
     "highest": "the worst of the calls",
     "pooled": "all rounds of all calls together",
     "counts": "of every call",
+    "same": "the same for every call",
 }
 """The same for readers."""
 

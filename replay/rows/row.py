@@ -113,6 +113,18 @@ class Errors:
 
 
 @dataclass(frozen=True)
+class Where:
+    """Where an output is wrong: relative L1 of every head in up to 64 ranges of queries."""
+
+    worst: Annotated[float, "the largest relative L1 of a head in one of 64 ranges of queries"]
+    typical: Annotated[float, "median of the same over heads and ranges"]
+    head: Annotated[tuple[int, int], "batch and head of the largest"]
+    queries: Annotated[tuple[int, int], "first and last query of the largest"]
+    relative_l1: tuple[tuple[float, ...], ...]
+    """Of each head of each batch in turn, by range; three digits, and in JSON alone."""
+
+
+@dataclass(frozen=True)
 class Summary:
     """Range, mean and population standard deviation of one tensor; a NaN element makes all NaN."""
 
@@ -150,6 +162,9 @@ class Accuracy:
     noise_floor: Annotated[Errors | None, "{}; of the recorded output against the reference"] = None
     chosen: Annotated[
         Errors | None, "{}; of a sparse kernel against the reference for the keys it chose"
+    ] = None
+    where: Annotated[
+        Where | None, "{}, against the reference (a sparse kernel's for the keys it chose)"
     ] = None
 
     def against(self, which: str) -> Errors | None:
@@ -407,6 +422,17 @@ class Row:
         ),
     ] = None
     accuracy: Annotated[Accuracy | None, "{}"] = None
+    accuracy_class: Annotated[
+        AccuracyClass | None,
+        Meaning(
+            "exact, quantised or sparse: by which rule the output is judged; empty where the "
+            "kernel's worker died",
+            columns=(Column("accuracy", "accuracy", "class", over_calls="same"),),
+        ),
+    ] = None
+    tolerances: Annotated[
+        str, "what --tolerances changed, e.g. quantised.minimum_cosine=0.98; empty for the defaults"
+    ] = ""
     kept: Annotated[
         float | None,
         Meaning(

@@ -47,7 +47,9 @@ def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
 
 
 def _open(request: dict[str, Any], settings: Settings) -> None:
-    key = json.dumps([request["workload"], settings.errors_against, settings.compare_stats])
+    asked = settings.to_json()
+    how = [asked[name] for name in ("errors_against", "compare_stats", "tolerances")]
+    key = json.dumps([request["workload"], *how])
     compared = None
     if request["compared"]:
         compared = load_file(request["compared"], device=str(settings.device))["output"]
@@ -56,6 +58,11 @@ def _open(request: dict[str, Any], settings: Settings) -> None:
         call = workload_of(request["workload"]).load(settings.device)
         with torch.no_grad():
             _referees[key] = LocalReferee(
-                call, request["seed"], settings.errors_against, settings.compare_stats, compared
+                call,
+                request["seed"],
+                settings.errors_against,
+                settings.compare_stats,
+                compared,
+                settings.tolerances,
             )
     _referees[key].seed = request["seed"]

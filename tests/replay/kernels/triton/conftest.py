@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +12,6 @@ from torch import Tensor
 
 from capture.call import AttentionCall
 from replay.accuracy.judge import Expected, judge
-from replay.accuracy.reference import same_dtype
-from replay.accuracy.tolerance import tolerance
 from replay.rows.row import AccuracyClass
 
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_*.py"]
@@ -35,8 +34,7 @@ def assert_right() -> Callable[..., None]:
         accuracy_class: AccuracyClass = "exact",
     ) -> None:
         assert output.dtype == call.dtype
-        allowed = tolerance(call, same_dtype(call), reference)
-        verdict = judge(output, Expected(reference, allowed), accuracy_class)
+        verdict = judge(output, replace(Expected.of(call), reference=reference), accuracy_class)
         assert verdict.passed, verdict.sentence
 
     return check

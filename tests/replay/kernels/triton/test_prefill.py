@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,6 @@ normal = functools.partial(factories.normal, dtype=HALF, device=DEVICE)
 def verify() -> Verify:
     """`verify(call)`: output by the replay's rule for exact kernels, and the log-sum-exp."""
     from replay.accuracy.judge import Expected, judge
-    from replay.accuracy.reference import same_dtype
-    from replay.accuracy.tolerance import tolerance
 
     def check(call: AttentionCall, **options: Any) -> None:
         query, key, value, mask = call.query, call.key, call.value, call.attn_mask
@@ -47,8 +46,8 @@ def verify() -> Verify:
         )
         expected = attend(query, key, value, mask, call.is_causal, call.scale)
         assert output.dtype == call.dtype
-        allowed = tolerance(call, same_dtype(call), expected.output)
-        verdict = judge(output, Expected(expected.output, allowed), "exact")
+        allowed = replace(Expected.of(call), reference=expected.output)
+        verdict = judge(output, allowed, "exact")
         assert verdict.passed, verdict.sentence
         torch.testing.assert_close(lse.double(), expected.lse, rtol=1e-4, atol=2e-4)
 

@@ -1,0 +1,191 @@
+"""How far honest 8-bit attention is from the reference on one call: the yardstick of its class.
+
+Two plain ways to compute a call in 8 bits, coarser than those of published kernels, are carried out
+with the reference's own blocks. What a kernel of the class errs by in a head or a row is compared
+with the worse of the two there:
+
+- query and key in INT8, a scale per 128 rows, nothing subtracted from the keys; value and
+  probabilities in FP8 (e4m3). SageAttention 1 and 2 (Zhang et al. 2024) have finer scales;
+- query, key, value and probabilities in FP8, a scale per key head, as FlashAttention-3 (Shah et al.
+  2024) and Transformer Engine have it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from capture.call import AttentionCall
+from replay.accuracy.reference import weights
+from replay.accuracy.thresholds import QuantisedThresholds
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = torch.finfo(FP8).max
+FP8_ROUNDOFF = 2.0**-4
+"""Half the distance of neighbouring e4m3 numbers, of the smaller one."""
+INT8_MAX = 127.0
+GROUP = 128
+"""Rows of a query or key that share a scale in INT8."""
+MINIMUM_ROWS = 32
+"""A mean of fewer rows has no standard error to speak of."""
+STANDARD_ERRORS = 4.0
+"""Of the yardstick's relative L1, which is that of a sample of rows too."""
+SHARE_OF_OTHER_HEADS = 0.5
+SMALLEST_SHARE = 0.5
+"""Of `FP8_ROUNDOFF`, the least that relative L1 is limited to: values that happen to be FP8 numbers
+leave the yardstick without an error, and no kernel has to be so lucky."""
+ROW_ROUNDOFFS = 2.0
+"""Of `FP8_ROUNDOFF`, what any row may err by beside the yardstick's multiple."""
+
+
+@dataclass(frozen=True)
+class QuantisedNoise:
+    """The errors of n ways to compute a call in 8 bits."""
+
+    whole: Tensor
+    """(2, n): relative L1 of the whole output and its standard error, infinite for few rows."""
+    heads: Tensor
+    """(2, n, B, Hq): the same of each head."""
+    rows: Tensor
+    """(n, B, Hq, 1): the error of a head's worst row in units of `size`, or half that of any head's
+    if that is more."""
+    size: Tensor
+    """(B, Hq, Sq): √(‖o‖² + Σⱼ pⱼ²‖vⱼ‖²) of each row."""
+
+    def whole_limit(self, thresholds: QuantisedThresholds) -> float:
+        """The largest relative L1 of the whole output."""
+        return float(_limit(self.whole, thresholds))
+
+    def head_limits(self, thresholds: QuantisedThresholds) -> Tensor:
+        """(B, Hq): the largest relative L1 of each head; no less than that of the whole output, for
+        the keys and values of one head are few numbers that its rows share the errors of."""
+        return _limit(self.heads, thresholds).clamp_min(self.whole_limit(thresholds))
+
+    def row_limits(self, thresholds: QuantisedThresholds) -> Tensor:
+        """(B, Hq, Sq): the largest ‖output - reference‖ of each row."""
+        factors = ROW_ROUNDOFFS * FP8_ROUNDOFF + thresholds.row_factor * self.rows.amax(dim=0)
+        return self.size * factors
+
+    @classmethod
+    def of(cls, call: AttentionCall, reference: Tensor, size: Tensor) -> QuantisedNoise:
+        """Compute the call in each of the ways; `size` as above, both on the call's device."""
+        reference, size = reference.to(torch.float64), size.to(torch.float64)
+        signal = reference.abs().sum(-1)
+        absolute, lengths = (
+            torch.stack(each)
+            for each in zip(*(_errors(call, reference, q) for q in WAYS), strict=True)
+        )
+        worst = _or(lengths / size, 0.0).amax(dim=3, keepdim=True)
+        of_all = worst.amax(dim=(1, 2), keepdim=True)
+        # A head's rows are a sample, and no sample at all where they are few.
+        share = 1.0 if reference.shape[2] < MINIMUM_ROWS else SHARE_OF_OTHER_HEADS
+        worst = torch.maximum(worst, share * of_all)
+        return cls(
+            _ratio(absolute.flatten(1), signal.flatten()), _ratio(absolute, signal), worst, size
+        )
+
+
+def to_int8(tensor: Tensor, largest: Tensor) -> Tensor:
+    """A round trip through INT8 with the scale that makes `largest` 127."""
+    scale = largest.clamp_min(torch.finfo(torch.float32).tiny) / INT8_MAX
+    return (tensor / scale).round_().mul_(scale)
+
+
+def to_fp8(tensor: Tensor, largest: Tensor) -> Tensor:
+    """A round trip through e4m3 with the scale that makes `largest` its largest number."""
+    scale = largest.clamp_min(torch.finfo(torch.float32).tiny) / FP8_MAX
+    return (tensor / scale).to(FP8).to(tensor.dtype).mul_(scale)
+
+
+def _in_groups(tensor: Tensor) -> Tensor:
+    """INT8 with a scale per `GROUP` rows of a head."""
+    return torch.cat(
+        [
+            to_int8(part, part.abs().amax(dim=(2, 3), keepdim=True))
+            for part in tensor.split(GROUP, 2)
+        ],
+        dim=2,
+    )
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """FP8 with one scale."""
+    return to_fp8(tensor, tensor.abs().amax())
+
+
+Rounding = Callable[[Tensor], Tensor]
+WAYS: tuple[Rounding, ...] = (_in_groups, _whole)
+"""What query and key are rounded by."""
+
+
+def _errors(call: AttentionCall, reference: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
+    """Σ|error| and ‖error‖ of each row (B, Hq, Sq) of the call computed in 8 bits."""
+    absolute = torch.empty(reference.shape[:3], dtype=torch.float64, device=reference.device)
+    lengths = torch.empty_like(absolute)
+    group = call.shape.q_heads // call.shape.kv_heads
+    for batch in range(call.shape.batch):
+        for kv_head in range(call.shape.kv_heads):
+            heads = slice(kv_head * group, (kv_head + 1) * group)
+            part = _of_one_key_head(call, batch, heads, kv_head)
+            part = part.with_tensors(
+                {
+                    "query": rounding(part.query),
+                    "key": rounding(part.key),
+                    "value": _whole(part.value),
+                }
+            )
+            for block in weights(part, torch.float32):
+                rounded = to_fp8(block.weights, block.weights.amax(dim=-1, keepdim=True))
+                found = (rounded @ block.value).to(call.dtype).to(torch.float64)
+                error = found - reference[batch, heads, block.rows]
+                absolute[batch, heads, block.rows] = error.abs().sum(-1)
+                lengths[batch, heads, block.rows] = torch.linalg.vector_norm(error, dim=-1)
+    return absolute, lengths
+
+
+def _of_one_key_head(call: AttentionCall, batch: int, heads: slice, kv_head: int) -> AttentionCall:
+    """The query heads of one key head of one batch, as a call of their own in float32."""
+    mask = call.attn_mask
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.ndim)]
+        mask = mask if mask.shape[0] == 1 else mask[batch : batch + 1]
+        mask = mask if mask.shape[1] == 1 else mask[:, heads]
+    return replace(
+        call,
+        query=call.query[batch : batch + 1, heads].to(torch.float32),
+        key=call.key[batch : batch + 1, kv_head : kv_head + 1].to(torch.float32),
+        value=call.value[batch : batch + 1, kv_head : kv_head + 1].to(torch.float32),
+        attn_mask=mask,
+        output=None,
+    )
+
+
+def _ratio(absolute: Tensor, signal: Tensor) -> Tensor:
+    """Σabsolute / Σsignal over the last dimension and its standard error, stacked.
+
+    The standard error of a ratio estimator: Cochran 1977, "Sampling Techniques", chapter 6.
+    """
+    count, total = signal.shape[-1], signal.sum(-1)
+    found = absolute.sum(-1) / total
+    if count < MINIMUM_ROWS:
+        error = torch.full_like(found, math.inf)
+    else:
+        residuals = absolute - found[..., None] * signal
+        error = (residuals.square().sum(-1) * count / (count - 1)).sqrt() / total
+    return torch.stack([found, error])
+
+
+def _limit(figures: Tensor, thresholds: QuantisedThresholds) -> Tensor:
+    """From relative L1 and standard error (2, n, …): the larger of the n ways' limits."""
+    found, error = figures
+    limits = thresholds.noise_factor * found + STANDARD_ERRORS * error
+    return _or(limits, math.inf).amax(dim=0).clamp_min(SMALLEST_SHARE * FP8_ROUNDOFF)
+
+
+def _or(tensor: Tensor, instead: float) -> Tensor:
+    """The tensor with `instead` where it is not finite."""
+    return tensor.masked_fill(~tensor.isfinite(), instead)

@@ -1,0 +1,124 @@
+"""The constants by which outputs are judged, and the file that changes them.
+
+Everything else a verdict depends on is derived from the call's own data. `replay --tolerances
+FILE.toml` names those that differ from the defaults, in a table per class of kernel:
+
+    [quantised]
+    minimum_cosine = 0.98
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from attention_replay import Error
+
+
+class ThresholdsError(Error):
+    """A file of thresholds that cannot be used."""
+
+
+@dataclass(frozen=True)
+class ExactThresholds:
+    """Of kernels that compute in the call's 16 or 32 bits."""
+
+    same_dtype_factor: float = 2.0
+    """Times the error of plain eager attention in the call's dtype; the factor that
+    FlashAttention's own tests use."""
+    rounding_factor: float = 4.0
+    """Times the rounding noise of a row, of which honest kernels show at most 1.1 (16 bits) and 1.7
+    (32 bits) in tens of thousands of random calls."""
+
+
+@dataclass(frozen=True)
+class QuantisedThresholds:
+    """Of kernels that compute in 8 bits or fewer."""
+
+    minimum_cosine: float = 0.99
+    """Of the whole output. Working 8-bit kernels on real inputs stay above 0.99 and broken ones
+    (lost heads, overflow, unwritten memory) fall far below."""
+    maximum_relative_l1: float = 0.1
+    """Of the whole output: an error of a tenth of the signal, which cosine does not see when it is
+    a wrong factor."""
+    noise_factor: float = 1.35
+    """Times the relative L1 that plain 8-bit attention has, of the whole output and of each head.
+    Losing 64 of 8,192 keys of random values is 1.5 times."""
+    row_factor: float = 3.0
+    """Times the error of plain 8-bit attention in its head's worst row."""
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Of every class of kernel."""
+
+    exact: ExactThresholds = ExactThresholds()
+    quantised: QuantisedThresholds = QuantisedThresholds()
+    sparse: ExactThresholds = ExactThresholds()
+    """Applied to attention to the keys that the kernel chose."""
+
+    def changes(self) -> str:
+        """What differs from the defaults: `quantised.minimum_cosine=0.98`."""
+        usual = asdict(Thresholds())
+        return " ".join(
+            f"{table}.{name}={value:g}"
+            for table, values in asdict(self).items()
+            for name, value in values.items()
+            if value != usual[table][name]
+        )
+
+    @classmethod
+    def from_tables(cls, tables: dict[str, Any], source: object = "tolerances") -> Thresholds:
+        """The defaults, with what `tables` says in their place.
+
+        Raises:
+            ThresholdsError: a table or key that does not exist, or a value that makes no sense.
+        """
+        made = cls()
+        for table, values in tables.items():
+            _check_name(source, "table", table, [each.name for each in fields(cls)])
+            if not isinstance(values, dict):
+                raise ThresholdsError(f"{source}: {table} is a table: write [{table}] on its line")
+            usual = getattr(made, table)
+            for name, value in values.items():
+                _check_name(source, f"key in [{table}]", name, list(vars(usual)))
+                if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+                    raise ThresholdsError(
+                        f"{source}: {table}.{name} is a number from 0, such as "
+                        f"{getattr(usual, name):g}, not {value!r}"
+                    )
+            numbers = {name: float(value) for name, value in values.items()}
+            made = replace(made, **{table: replace(usual, **numbers)})
+        return made
+
+    @classmethod
+    def read(cls, path: Path) -> Thresholds:
+        """The defaults, with what a TOML file says in their place.
+
+        Raises:
+            ThresholdsError: the file cannot be read or used.
+        """
+        if sys.version_info >= (3, 11):
+            import tomllib
+        else:
+            import tomli as tomllib
+        try:
+            tables = tomllib.loads(path.read_text("utf-8"))
+        except OSError as error:
+            raise ThresholdsError(f"cannot read {path}: {error.strerror}") from error
+        except ValueError as error:
+            raise ThresholdsError(f"{path} is not TOML: {error}") from error
+        return cls.from_tables(tables, path)
+
+
+def _check_name(source: object, kind: str, name: str, known: list[str]) -> None:
+    if name in known:
+        return
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}"
+    raise ThresholdsError(f"{source}: no {kind} is called {name!r}: {hint}")
