@@ -14,9 +14,9 @@ from replay.workloads.random_calls import Spec
 
 SHAPES = {
     "cpu": Spec(1, 2, 2, 512, 512, 64, 64, dtype=torch.float32),
-    "cuda": Spec(1, 16, 16, 4096, 4096, 128, 128, dtype=torch.float16),
+    "cuda": Spec(4, 16, 16, 4096, 4096, 128, 128, dtype=torch.float16),
 }
-"""Some milliseconds on two cores of a processor, half a millisecond on a large GPU."""
+"""Some milliseconds on two cores of a processor, one on a large GPU."""
 
 SMALL = {
     "cpu": Spec(1, 2, 2, 64, 64, 64, 64, dtype=torch.float32),

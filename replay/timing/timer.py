@@ -46,8 +46,9 @@ MAXIMUM_WAIT_MS = 5.0
 TRIES = 3
 CALLS_TO_LEAVE_WORK = 20
 """In a row, so that what each leaves behind adds up."""
-UNNOTICED_MS = 0.02
-"""Of work beside the stream: as long as asking takes, give or take."""
+UNNOTICED_MS = 0.05
+UNNOTICED_SHARE = 0.1
+"""What may be left without being noticed: asking takes as long, and varies as much."""
 
 MINIMUM_CPU_SAMPLE_MS = 1.0
 MAXIMUM_CPU_CALLS = 1000
@@ -232,23 +233,35 @@ def work_left(function: Function, device: torch.device) -> float:
     """How many milliseconds of work each call leaves behind on other streams; 0 on a CPU.
 
     A call's time ends with the stream that it was made on. What it left on another, without making
-    this one wait, would not be in it.
+    this one wait, would not be in it. Some calls are made in a row, so that what they leave adds
+    up; then the stream is waited for, and after it the device. The second takes long where work was
+    left, and otherwise no longer than after an equally long wait on the stream alone.
     """
     if device.type != "cuda":
         return 0.0
-    left = min(_left_ms(function, device) for _ in range(TRIES))
-    nothing = min(_left_ms(lambda: None, device) for _ in range(TRIES))
-    return left / CALLS_TO_LEAVE_WORK if left > nothing + UNNOTICED_MS else 0.0
+
+    def calls() -> None:
+        for _ in range(CALLS_TO_LEAVE_WORK):
+            function()
+
+    waits = [_waits_ms(calls, device) for _ in range(TRIES)]
+    stream_ms, left_ms = (min(each) for each in zip(*waits, strict=True))
+    cycles = int(min(stream_ms, MAXIMUM_WAIT_MS) * CYCLES_PER_MS)
+    controls = [_waits_ms(lambda: torch.cuda._sleep(cycles), device) for _ in range(TRIES)]
+    beyond_ms = left_ms - min(control for _, control in controls)
+    unnoticed_ms = UNNOTICED_MS + UNNOTICED_SHARE * stream_ms
+    return beyond_ms / CALLS_TO_LEAVE_WORK if beyond_ms > unnoticed_ms else 0.0
 
 
-def _left_ms(function: Function, device: torch.device) -> float:
+def _waits_ms(function: Function, device: torch.device) -> tuple[float, float]:
+    """How long the current stream takes, and how much longer the device."""
     torch.cuda.synchronize(device)
-    for _ in range(CALLS_TO_LEAVE_WORK):
-        function()
+    began = time.perf_counter()
+    function()
     end = torch.cuda.Event()
     end.record(torch.cuda.current_stream(device))
     end.synchronize()
-    return _wall_ms(lambda: torch.cuda.synchronize(device))
+    return (time.perf_counter() - began) * 1000, _wall_ms(lambda: torch.cuda.synchronize(device))
 
 
 def first_call(function: Callable[[], T], device: torch.device | str) -> tuple[T, float]:
