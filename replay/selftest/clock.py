@@ -67,7 +67,7 @@ def same_kernel(device: torch.device) -> tuple[Result, Result, float]:
         ms = samples_of({"one": run, "other": run}, device, seed=block)
         found.append(paired_speedup(ms["one"], ms["other"]))
         medians.append(statistics.median(ms["one"] + ms["other"]))
-    apart = sum(not each.is_tie for each in found)
+    apart = sum(not each.holds(1) for each in found)
     low = min(each.low for each in found if each.low is not None)
     high = max(each.high for each in found if each.high is not None)
     resolution = max(1 - low, high - 1)
