@@ -77,7 +77,7 @@ class Referee(Protocol):
         """Let a block of calls run by a clock that the kernel cannot reach, if there is one."""
 
 
-BLOCK_MS = 10.0
+BLOCK_MS = 30.0
 MOST_CALLS = 1000
 
 

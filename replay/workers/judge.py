@@ -60,11 +60,12 @@ class Judge:
         shutil.rmtree(self.spool, ignore_errors=True)
 
 
-DISAGREEMENT = 3.0
-"""How many times longer than its row says a call may take by the parent's clock. A busy machine
-makes a short block twice as long now and then; a clock that was tampered with is off by more."""
-LATENCY_MS = 0.2
-"""What messages between the processes may take of it."""
+OTHER_CLOCK = 2.0
+"""How many times longer a block of calls may be by the parent's clock than by the worker's."""
+OTHER_TIMER = 3.0
+"""How many times longer than its row says a call may take on a GPU in a block of them."""
+LATENCY_MS = 20.0
+"""What messages between the processes may take of it, on a busy machine."""
 
 
 @dataclass
@@ -77,8 +78,9 @@ class Hearing:
     _verdicts: dict[str, list[bool]] = field(default_factory=dict)
     """Of the outputs of each kernel, in the order they came."""
     _began: float = 0.0
-    _block_ms: dict[str, float] = field(default_factory=dict)
-    """One call of each kernel, by the clock of this process."""
+    _blocks: dict[str, tuple[float, float, int]] = field(default_factory=dict)
+    """Of each kernel, milliseconds of a block by this process's clock and by the worker's, and how
+    many calls it had."""
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
         """What to tell a worker that has something to be judged or clocked.
@@ -91,8 +93,8 @@ class Hearing:
             self._began = time.perf_counter()
             return {}
         if question["do"] == "stop clock":
-            milliseconds = (time.perf_counter() - self._began) * 1000 - LATENCY_MS
-            self._block_ms[kernel] = milliseconds / question["calls"]
+            milliseconds = (time.perf_counter() - self._began) * 1000
+            self._blocks[kernel] = milliseconds, question["block_ms"], question["calls"]
             return {}
         found = self.judge.answer(question, self.workload, self.settings)
         if "wrong" in found:
@@ -109,13 +111,18 @@ class Hearing:
         verdicts = self._verdicts.get(row.kernel, [])
         if not verdicts or not all(verdicts):
             return "its row says that it is right, and the judge does not"
-        block = self._block_ms.get(row.kernel)
-        if row.time_ms is None or block is None:
+        if row.time_ms is None or row.kernel not in self._blocks:
             return ""
+        here, there, calls = self._blocks[row.kernel]
+        if here - LATENCY_MS > OTHER_CLOCK * there:
+            return (
+                f"{calls} calls took {there:.3g} ms by the worker's clock and {here:.3g} ms by "
+                "another process's: something changed the clock"
+            )
         reported = row.time_ms.p50 + (row.host_ms or 0.0)
-        if block <= DISAGREEMENT * reported:
-            return ""
-        return (
-            f"its row says {reported:.3g} ms a call, and by another process's clock it takes "
-            f"{block:.3g} ms: something changed the clock"
-        )
+        if self.settings.device.type == "cuda" and there / calls > OTHER_TIMER * reported:
+            return (
+                f"its row says {reported:.3g} ms a call, and in a block of them one took "
+                f"{there / calls:.3g} ms: something changed the timer"
+            )
+        return ""

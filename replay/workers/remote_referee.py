@@ -97,8 +97,10 @@ class RemoteReferee:
         call_ms = (time.perf_counter() - began) * 1000 / 3
         calls = max(1, min(int(BLOCK_MS / max(call_ms, 1e-3)), MOST_CALLS))
         self._ask(do="start clock", kernel=kernel)
+        began = time.perf_counter()
         block_of_calls(run, device, calls)
-        self._ask(do="stop clock", kernel=kernel, calls=calls)
+        block_ms = (time.perf_counter() - began) * 1000
+        self._ask(do="stop clock", kernel=kernel, calls=calls, block_ms=block_ms)
 
     def _file(self, tensors: dict[str, Tensor]) -> str:
         path = next(self._files)
