@@ -246,10 +246,10 @@ def work_left(function: Function, device: torch.device) -> float:
 
     waits = [_waits_ms(calls, device) for _ in range(TRIES)]
     stream_ms, left_ms = (min(each) for each in zip(*waits, strict=True))
-    cycles = int(min(stream_ms, MAXIMUM_WAIT_MS) * CYCLES_PER_MS)
+    cycles = int(MAXIMUM_WAIT_MS * CYCLES_PER_MS)
     controls = [_waits_ms(lambda: torch.cuda._sleep(cycles), device) for _ in range(TRIES)]
     beyond_ms = left_ms - min(control for _, control in controls)
-    unnoticed_ms = UNNOTICED_MS + UNNOTICED_SHARE * stream_ms
+    unnoticed_ms = UNNOTICED_MS + UNNOTICED_SHARE * max(stream_ms - MAXIMUM_WAIT_MS, 0.0)
     return beyond_ms / CALLS_TO_LEAVE_WORK if beyond_ms > unnoticed_ms else 0.0
 
 
@@ -257,6 +257,8 @@ def _waits_ms(function: Function, device: torch.device) -> tuple[float, float]:
     """How long the current stream takes, and how much longer the device."""
     torch.cuda.synchronize(device)
     began = time.perf_counter()
+    # Until all calls are enqueued; else what they leave is done before the stream is.
+    torch.cuda._sleep(int(MAXIMUM_WAIT_MS * CYCLES_PER_MS))
     function()
     end = torch.cuda.Event()
     end.record(torch.cuda.current_stream(device))
