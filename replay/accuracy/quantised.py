@@ -33,7 +33,8 @@ GROUP = 128
 MINIMUM_ROWS = 32
 """A mean of fewer rows has no standard error to speak of."""
 STANDARD_ERRORS = 4.0
-"""Of the yardstick's relative L1, which is that of a sample of rows too."""
+SHARED_ERRORS = 2.0
+"""How often each part of a relative L1's margin counts; see `_ratio`."""
 SHARE_OF_OTHER_HEADS = 0.5
 SMALLEST_SHARE = 0.5
 """Of `FP8_ROUNDOFF`, the least that relative L1 is limited to: values that happen to be FP8 numbers
@@ -47,12 +48,11 @@ class QuantisedNoise:
     """The errors of n ways to compute a call in 8 bits."""
 
     whole: Tensor
-    """(2, n): relative L1 of the whole output and its standard error, infinite for few rows."""
+    """(2, n): relative L1 of the whole output and its margin, infinite for few rows."""
     heads: Tensor
     """(2, n, B, Hq): the same of each head."""
     rows: Tensor
-    """(n, B, Hq, 1): the error of a head's worst row in units of `size`, or half that of any head's
-    if that is more."""
+    """(n, B, Hq, 1): the error of a head's worst row in units of `size`, with a margin."""
     size: Tensor
     """(B, Hq, Sq): √(‖o‖² + Σⱼ pⱼ²‖vⱼ‖²) of each row."""
 
@@ -61,8 +61,7 @@ class QuantisedNoise:
         return float(_limit(self.whole, thresholds))
 
     def head_limits(self, thresholds: QuantisedThresholds) -> Tensor:
-        """(B, Hq): the largest relative L1 of each head; no less than that of the whole output, for
-        the keys and values of one head are few numbers that its rows share the errors of."""
+        """(B, Hq): the largest relative L1 of each head, no less than that of the whole output."""
         return _limit(self.heads, thresholds).clamp_min(self.whole_limit(thresholds))
 
     def row_limits(self, thresholds: QuantisedThresholds) -> Tensor:
@@ -81,12 +80,14 @@ class QuantisedNoise:
         )
         worst = _or(lengths / size, 0.0).amax(dim=3, keepdim=True)
         of_all = worst.amax(dim=(1, 2), keepdim=True)
-        # A head's rows are a sample, and no sample at all where they are few.
-        share = 1.0 if reference.shape[2] < MINIMUM_ROWS else SHARE_OF_OTHER_HEADS
-        worst = torch.maximum(worst, share * of_all)
-        return cls(
-            _ratio(absolute.flatten(1), signal.flatten()), _ratio(absolute, signal), worst, size
-        )
+        batch, heads, length, width = reference.shape
+        # The worst of a sample: the fewer its rows, the more a kernel may exceed it.
+        if length < MINIMUM_ROWS:
+            worst = of_all.expand_as(worst) * (1 + (batch * heads * length) ** -0.5)
+        else:
+            worst = torch.maximum(worst, SHARE_OF_OTHER_HEADS * of_all) * (1 + length**-0.5)
+        whole = _ratio(absolute.flatten(1), signal.flatten(), batch * call.shape.kv_heads * width)
+        return cls(whole, _ratio(absolute, signal, width), worst, size)
 
 
 def to_int8(tensor: Tensor, largest: Tensor) -> Tensor:
@@ -164,25 +165,27 @@ def _of_one_key_head(call: AttentionCall, batch: int, heads: slice, kv_head: int
     )
 
 
-def _ratio(absolute: Tensor, signal: Tensor) -> Tensor:
-    """Σabsolute / Σsignal over the last dimension and its standard error, stacked.
+def _ratio(absolute: Tensor, signal: Tensor, numbers: int) -> Tensor:
+    """Σabsolute / Σsignal over the last dimension, and its margin, stacked.
 
-    The standard error of a ratio estimator: Cochran 1977, "Sampling Techniques", chapter 6.
+    The margin has two parts: the standard error of a ratio estimator (Cochran 1977, "Sampling
+    Techniques", chapter 6), as if rows were independent; and what rows share, the errors of each
+    value's `numbers`: the length of n normal numbers varies by 1/√2n.
     """
     count, total = signal.shape[-1], signal.sum(-1)
     found = absolute.sum(-1) / total
     if count < MINIMUM_ROWS:
-        error = torch.full_like(found, math.inf)
-    else:
-        residuals = absolute - found[..., None] * signal
-        error = (residuals.square().sum(-1) * count / (count - 1)).sqrt() / total
-    return torch.stack([found, error])
+        return torch.stack([found, torch.full_like(found, math.inf)])
+    residuals = absolute - found[..., None] * signal
+    error = (residuals.square().sum(-1) * count / (count - 1)).sqrt() / total
+    shared = found / math.sqrt(2 * numbers)
+    return torch.stack([found, STANDARD_ERRORS * error + SHARED_ERRORS * shared])
 
 
 def _limit(figures: Tensor, thresholds: QuantisedThresholds) -> Tensor:
-    """From relative L1 and standard error (2, n, …): the larger of the n ways' limits."""
-    found, error = figures
-    limits = thresholds.noise_factor * found + STANDARD_ERRORS * error
+    """From relative L1 and margin (2, n, …): the larger of the n ways' limits."""
+    found, margin = figures
+    limits = thresholds.noise_factor * found + margin
     return _or(limits, math.inf).amax(dim=0).clamp_min(SMALLEST_SHARE * FP8_ROUNDOFF)
 
 
