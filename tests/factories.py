@@ -30,6 +30,7 @@ from replay.rows.row import (
     SpeedupOver,
     Status,
     Summary,
+    Where,
 )
 from replay.timing.statistics import speed_verdict, summarize
 
@@ -156,7 +157,7 @@ def errors(**figures: Any) -> Errors:
     return replace(compare(ones, ones), **{"cosine": 1.0, **figures})
 
 
-def accuracy(against_reference: Errors | None = None, **others: Errors) -> Accuracy:
+def accuracy(against_reference: Errors | None = None, **others: Any) -> Accuracy:
     """No errors against the reference unless given; keywords are errors against others."""
     return Accuracy(against_reference or errors(), **others)
 
@@ -220,8 +221,15 @@ def full_row() -> Row:
         flop_per_byte=70.0,
         speedup=speedup_over(),
         kept=0.02,
+        accuracy_class="quantised",
+        tolerances="exact.rounding_factor=5",
         accuracy=accuracy(
-            random, captured=random, kernel=random, noise_floor=random, chosen=random
+            random,
+            where=Where(0.5, 0.1, (0, 1), (0, 1), ((0.5, 0.1),)),
+            captured=random,
+            kernel=random,
+            noise_floor=random,
+            chosen=random,
         ),
         output_summary=summary,
         reference_summary=summary,

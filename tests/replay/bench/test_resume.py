@@ -99,6 +99,8 @@ def rows(figures: st.SearchStrategy[float]) -> st.SearchStrategy[Row]:
         reason=words,
         environment=words,
         process=words,
+        accuracy_class=st.sampled_from(["", "exact", "quantised", "sparse"]),
+        tolerances=words,
         flags=st.lists(words).map(tuple),
         changed_inputs=st.lists(words).map(tuple),
         log=words,

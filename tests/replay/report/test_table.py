@@ -167,7 +167,9 @@ def test_a_sparse_kernel_says_how_much_it_keeps_and_is_not_the_fastest() -> None
     rows = []
     for name in ("call-0", "call-1"):
         reason = "on the keys it chose, …"
-        sparse = row("sparse", call(name), (0.1, 0.1, 0.1), reason=reason, kept=0.02)
+        sparse = row(
+            "sparse", call(name), (0.1, 0.1, 0.1), reason=reason, kept=0.02, accuracy_class="sparse"
+        )
         rows += [row("base", call(name)), row("exact", call(name), (0.5, 0.5, 0.5)), sparse]
     rows += [row("base", call("other", kv_len=128)), row("exact", call("other", kv_len=128))]
     text = report(rows)

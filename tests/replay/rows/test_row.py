@@ -24,7 +24,12 @@ from replay.rows.row import Row
 from replay.workloads.recorded import Workload
 from tests import factories
 
-SAMPLES = {"time_ms.samples", "core_time_ms.samples", "layer_host_ms.samples"}
+SAMPLES = {
+    "time_ms.samples",
+    "core_time_ms.samples",
+    "layer_host_ms.samples",
+    "accuracy.where.relative_l1",
+}
 
 
 @pytest.fixture
