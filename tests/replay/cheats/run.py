@@ -125,9 +125,11 @@ class Run:
         if not (file := self.folder / "rows").exists():
             return rows
         for line in file.read_text().splitlines():
-            with contextlib.suppress(ValueError):
+            try:
                 row = json.loads(line)
                 rows[row["kernel"]] = row
+            except (ValueError, KeyError, TypeError):
+                self.notes.append("junk among the rows")
         return rows
 
     def mischief(self) -> int:
@@ -234,6 +236,8 @@ class Judge:
             faults.append("time")
         if line.status == "ok" and line.mischief:
             faults.append("flagged only" if line.flags else "not noticed")
+        if any("junk" in note for note in run.notes):
+            faults.append("junk")
         if (run.folder / "output").stat().st_size > 100_000:
             faults.append("flooded")
         fair = "fair" if line.status == "ok" and not line.flags else "caught"
