@@ -32,7 +32,7 @@ CALLS = {
 ENOUGH_FASTER = 1 / 0.7
 DISTURBED = 1.5
 LIMIT_S = 45
-MEMORY = 12 * 2**30
+MEMORY = 6 * 2**30
 
 
 @dataclass
@@ -125,9 +125,11 @@ class Run:
         if not (file := self.folder / "rows").exists():
             return rows
         for line in file.read_text().splitlines():
-            with contextlib.suppress(ValueError):
+            try:
                 row = json.loads(line)
                 rows[row["kernel"]] = row
+            except (ValueError, KeyError, TypeError):
+                self.notes.append("junk among the rows")
         return rows
 
     def mischief(self) -> int:
@@ -166,7 +168,7 @@ def kernels(directory: Path, only: str) -> list[str]:
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
                 named = f"{file.stem}.{node.name}"
                 kernel = [each.arg for each in node.args.args[:1]] == ["query"]
-                if kernel and fnmatch.fnmatch(named, only):
+                if kernel and any(fnmatch.fnmatch(named, each) for each in only.split(",")):
                     found.append(f"{file}:{node.name}")
     return found
 
@@ -234,13 +236,14 @@ class Judge:
             faults.append("time")
         if line.status == "ok" and line.mischief:
             faults.append("flagged only" if line.flags else "not noticed")
+        if any("junk" in note for note in run.notes):
+            faults.append("junk")
         if (run.folder / "output").stat().st_size > 100_000:
             faults.append("flooded")
         fair = "fair" if line.status == "ok" and not line.flags else "caught"
         line.verdict = f"fooled: {', '.join(faults)}" if faults else fair
-        line.doubtful = "others" in faults or (
-            faults == ["time"] and (line.speedup or 0) < 2 * ENOUGH_FASTER
-        )
+        close = "time" in faults and (line.speedup or 0) < 2 * ENOUGH_FASTER
+        line.doubtful = close or "others" in faults
         return line
 
     def _disturbed(self, run: Run, rows: dict[str, dict]) -> list[str]:
@@ -267,7 +270,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", nargs="?", type=Path, default=HERE)
     parser.add_argument("--in-process", action="store_true", help="without workers")
-    parser.add_argument("--only", default="*", help="a pattern of names, as caches.by_*")
+    parser.add_argument("--only", default="*", help="patterns of names: caches.by_*,lazy.*")
     parser.add_argument("--jobs", type=int, default=2, help="commands at a time (default 2)")
     parser.add_argument("--out", type=Path, help="where the table goes (default: stdout)")
     options = parser.parse_args()
