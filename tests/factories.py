@@ -29,6 +29,7 @@ from replay.rows.row import (
     SpeedupOver,
     Status,
     Summary,
+    Where,
 )
 from replay.timing.statistics import summarize
 
@@ -155,7 +156,7 @@ def errors(**figures: Any) -> Errors:
     return replace(compare(ones, ones), **{"cosine": 1.0, **figures})
 
 
-def accuracy(against_reference: Errors | None = None, **others: Errors) -> Accuracy:
+def accuracy(against_reference: Errors | None = None, **others: Any) -> Accuracy:
     """No errors against the reference unless given; keywords are errors against others."""
     return Accuracy(against_reference or errors(), **others)
 
@@ -214,9 +215,16 @@ def full_row() -> Row:
         gb_per_s=1000.0,
         flop_per_byte=70.0,
         speedup=speedup_over(),
+        accuracy_class="sparse",
+        tolerances="exact.rounding_factor=6",
         kept=0.02,
         accuracy=accuracy(
-            random, captured=random, kernel=random, noise_floor=random, chosen=random
+            random,
+            captured=random,
+            kernel=random,
+            noise_floor=random,
+            chosen=random,
+            where=Where(0.5, 0.01, (0, 1), (2, 3), ((0.01, 0.02), (0.01, 0.5))),
         ),
         output_summary=summary,
         reference_summary=summary,
