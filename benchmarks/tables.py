@@ -53,7 +53,7 @@ def fields() -> str:
     lines = ["| field | unit | meaning |", "|---|---|---|"]
     for item in FIELDS:
         path, meaning = item.path, item.meaning
-        if path.startswith("accuracy."):
+        if path.startswith("accuracy.") and not path.startswith("accuracy.where."):
             if not path.startswith("accuracy.reference."):
                 continue
             path = path.replace("reference", "{reference,captured,kernel,noise_floor,chosen}")

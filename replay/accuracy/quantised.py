@@ -4,10 +4,11 @@ Two plain ways to compute a call in 8 bits, coarser than those of published kern
 with the reference's own blocks. What a kernel of the class errs by in a head or a row is compared
 with the worse of the two there:
 
-- query and key in INT8, a scale per 128 rows, nothing subtracted from the keys; value and
-  probabilities in FP8 (e4m3). SageAttention 1 and 2 (Zhang et al. 2024) have finer scales;
-- query, key, value and probabilities in FP8, a scale per key head, as FlashAttention-3 (Shah et al.
-  2024) and Transformer Engine have it.
+- in INT8: query and key with a scale per 128 rows, nothing subtracted from the keys, value with a
+  scale per channel, probabilities with one per row. SageAttention 1 and 2 (Zhang et al. 2024) have
+  finer scales, and more bits for value and probabilities;
+- in FP8 (e4m3), with a scale per key head, as FlashAttention-3 (Shah et al. 2024) and Transformer
+  Engine have it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,7 +78,7 @@ class QuantisedNoise:
         signal = reference.abs().sum(-1)
         absolute, lengths = (
             torch.stack(each)
-            for each in zip(*(_errors(call, reference, q) for q in WAYS), strict=True)
+            for each in zip(*(_errors(call, reference, way) for way in WAYS), strict=True)
         )
         worst = _or(lengths / size, 0.0).amax(dim=3, keepdim=True)
         of_all = worst.amax(dim=(1, 2), keepdim=True)
@@ -113,17 +115,30 @@ def _in_groups(tensor: Tensor) -> Tensor:
     )
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    """FP8 with one scale."""
-    return to_fp8(tensor, tensor.abs().amax())
+class Way(NamedTuple):
+    """How a call of one key head is rounded: each takes a float32 tensor through 8 bits."""
+
+    query_and_key: Callable[[Tensor], Tensor]
+    value: Callable[[Tensor], Tensor]
+    weights: Callable[[Tensor], Tensor]
+    """Probabilities (G, rows, keys)."""
 
 
-Rounding = Callable[[Tensor], Tensor]
-WAYS: tuple[Rounding, ...] = (_in_groups, _whole)
-"""What query and key are rounded by."""
+WAYS = (
+    Way(
+        _in_groups,
+        lambda value: to_int8(value, value.abs().amax(dim=2, keepdim=True)),
+        lambda weights: to_int8(weights, weights.amax(dim=-1, keepdim=True)),
+    ),
+    Way(
+        lambda tensor: to_fp8(tensor, tensor.abs().amax()),
+        lambda value: to_fp8(value, value.abs().amax()),
+        lambda weights: to_fp8(weights, weights.amax(dim=-1, keepdim=True)),
+    ),
+)
 
 
-def _errors(call: AttentionCall, reference: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
+def _errors(call: AttentionCall, reference: Tensor, way: Way) -> tuple[Tensor, Tensor]:
     """Σ|error| and ‖error‖ of each row (B, Hq, Sq) of the call computed in 8 bits."""
     absolute = torch.empty(reference.shape[:3], dtype=torch.float64, device=reference.device)
     lengths = torch.empty_like(absolute)
@@ -134,14 +149,13 @@ def _errors(call: AttentionCall, reference: Tensor, rounding: Rounding) -> tuple
             part = _of_one_key_head(call, batch, heads, kv_head)
             part = part.with_tensors(
                 {
-                    "query": rounding(part.query),
-                    "key": rounding(part.key),
-                    "value": _whole(part.value),
+                    "query": way.query_and_key(part.query),
+                    "key": way.query_and_key(part.key),
+                    "value": way.value(part.value),
                 }
             )
             for block in weights(part, torch.float32):
-                rounded = to_fp8(block.weights, block.weights.amax(dim=-1, keepdim=True))
-                found = (rounded @ block.value).to(call.dtype).to(torch.float64)
+                found = (way.weights(block.weights) @ block.value).to(call.dtype).to(torch.float64)
                 error = found - reference[batch, heads, block.rows]
                 absolute[batch, heads, block.rows] = error.abs().sum(-1)
                 lengths[batch, heads, block.rows] = torch.linalg.vector_norm(error, dim=-1)

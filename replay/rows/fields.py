@@ -70,7 +70,8 @@ FIELDS: list[Field] = [
     *_leaves(Row, "", Meaning("{}")),
 ]
 """Every field of a row, in the order of CSV columns. JSON also has `time_ms.samples`,
-`core_time_ms.samples` and `layer_host_ms.samples`, the raw times of every round."""
+`core_time_ms.samples` and `layer_host_ms.samples`, the raw times of every round, and
+`accuracy.where.relative_l1`, the errors of every head by range of queries."""
 
 COLUMNS: dict[str, Column] = dict(
     sorted(_columns(Row), key=lambda item: item[1].over_calls == "counts")

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from replay.accuracy import errors
-from replay.accuracy.errors import compare, summary
+from replay.accuracy.errors import compare, row_errors, summary
 from tests.factories import one_head
 
 
@@ -152,3 +152,38 @@ def test_summary_by_hand() -> None:
     )
     with pytest.raises(ValueError, match="empty"):
         summary(torch.empty(0))
+
+
+def test_where_by_hand() -> None:
+    reference = torch.ones(1, 2, 4, 2)
+    output = reference.clone()
+    output[0, 1, 2] = 3.0
+    output[0, 0, 0, 0] = 1.5
+    where = row_errors(output, reference).where()
+    assert where.relative_l1 == ((0.25, 0.0, 0.0, 0.0), (0.0, 0.0, 2.0, 0.0))
+    assert (where.worst, where.typical) == (2.0, 0.0)
+    assert (where.head, where.queries) == ((0, 1), (2, 2))
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 100, 1000])
+def test_ranges_of_queries_cover_all(length: int) -> None:
+    reference = torch.ones(1, 1, length, 1)
+    for query in {0, length // 3, length - 1}:
+        output = reference.clone()
+        output[0, 0, query] = 2
+        where = row_errors(output, reference).where()
+        first, last = where.queries
+        assert first <= query <= last
+        assert where.worst == pytest.approx(1 / (last - first + 1))
+        assert len(where.relative_l1[0]) == min(length, 64)
+
+
+def test_where_something_is_not_finite() -> None:
+    reference = torch.ones(1, 1, 2, 2)
+    output = reference.clone()
+    output[0, 0, 1, 0] = math.nan
+    where = row_errors(output, reference).where()
+    assert (where.queries, where.typical) == ((1, 1), 0.0)
+    assert math.isnan(where.worst)
+    where = row_errors(output, torch.zeros(1, 1, 2, 2)).where()
+    assert where.relative_l1[0][0] == math.inf

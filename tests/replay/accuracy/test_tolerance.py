@@ -6,49 +6,90 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from capture.call import AttentionCall
-from replay.accuracy.reference import attention, same_dtype
-from replay.accuracy.tolerance import RELIABLE_WIDTH, Tolerance, tolerance
+from replay.accuracy.reference import attention_and_spread, same_dtype
+from replay.accuracy.thresholds import ExactThresholds
+from replay.accuracy.tolerance import ROWS_OF_A_HEAD, Tolerance, tolerance
+from tests import factories
+from tests.factories import one_head
+
+
+def ones(*shape: int, dtype: torch.dtype = torch.bfloat16) -> AttentionCall:
+    return AttentionCall(*(torch.ones(shape, dtype=dtype) for _ in range(3)))
 
 
 def test_tolerance_by_hand() -> None:
-    one = torch.ones(1, 1, 1, 1, dtype=torch.bfloat16)
-    call = AttentionCall(one, one, one)
+    call = ones(1, 1, 1, 1)
     reference = torch.full((1, 1, 1, 1), 1 + 2**-9, dtype=torch.float64)
-    assert tolerance(call, one, reference) == Tolerance(2**-9, 2**-9)
-    assert tolerance(call, one, reference).limit == 3 * 2**-9
+    spread = torch.zeros(1, 1, 1)
+    found = tolerance(call, call.query, reference, spread)
+    smallest = 2.0**-133
+    assert (found.same_dtype_error, found.rounding) == (2**-9, 2**-9)
+    assert found.noise == pytest.approx((1 + 2**-9) * 2**-8 + smallest)
+    assert found.limit == 4 * found.noise
+    assert Tolerance(2**-9, 2**-9, noise=2**-10).limit == 3 * 2**-9
+    doubled = ExactThresholds(same_dtype_factor=4, rounding_factor=8)
+    assert found.limit_by(doubled) == 8 * found.noise
+    assert Tolerance(2**-9, 2**-9).limit_by(doubled) == 5 * 2**-9
 
 
 def test_tolerance_ignores_what_overflowed() -> None:
-    ones = torch.ones(1, 1, 2, 1, dtype=torch.float16)
-    call = AttentionCall(ones, ones, ones)
+    call = ones(1, 1, 2, 1, dtype=torch.float16)
     overflowed = torch.tensor([math.inf, 1.0], dtype=torch.float16)[None, None, :, None]
     reference = torch.tensor([2.0, 1.0 + 2**-12], dtype=torch.float64)[None, None, :, None]
-    assert tolerance(call, overflowed, reference) == Tolerance(2**-12, 2**-12)
+    found = tolerance(call, overflowed, reference, torch.zeros(1, 1, 2))
+    assert (found.same_dtype_error, found.rounding) == (2**-12, 2**-12)
+    assert found.rows is not None
+    assert float(found.rows.eager) == pytest.approx(0.5, rel=1e-3)
 
 
-def test_rows_that_tell_are_longer_than_their_errors() -> None:
-    """By hand: rows four, three and no times as long as the eager error, and one of zeros."""
-    reference = torch.zeros(1, 1, 4, RELIABLE_WIDTH, dtype=torch.float64)
+def test_rows_by_hand() -> None:
+    """u · √(‖o‖² + spread²): 5 and 13 times 2⁻⁸; the eager row is off by twice the first."""
+    reference = one_head([3.0, 0.0], [0.0, 5.0])
+    eager = one_head([3.0, 0.0390625], [0.0, 5.0])
+    spread = torch.tensor([[[4.0, 12.0]]])
+    rows = tolerance(ones(1, 1, 2, 2), eager, reference, spread).rows
+    assert rows is not None
+    torch.testing.assert_close(rows.noise, torch.tensor([[[5.0, 13.0]]]).double() / 2**8)
+    assert float(rows.eager) == pytest.approx(2.0)
+    limits = rows.limits(ExactThresholds(same_dtype_factor=3, rounding_factor=10))
+    torch.testing.assert_close(limits, 16 * rows.noise)
+
+
+@pytest.mark.parametrize("length", [ROWS_OF_A_HEAD - 1, ROWS_OF_A_HEAD])
+def test_heads_of_few_rows_share_their_worst(length: int) -> None:
+    reference = torch.ones(1, 2, length, 4, dtype=torch.float64)
     eager = reference.clone()
-    reference[0, 0, :3, 0] = torch.tensor([5.0, 3.0, 0.0])
-    eager[0, 0, :3, 0] = torch.tensor([6.0, 4.0, 1.0])
-    call = AttentionCall(*(torch.ones(1, 1, 4, RELIABLE_WIDTH, dtype=torch.bfloat16),) * 3)
-    found = tolerance(call, eager.to(torch.bfloat16), reference).rows
-    assert found is not None
-    assert found.reliable.flatten().tolist() == [True, False, False, False]
+    eager[0, 1, 3] += 1
+    rows = tolerance(ones(1, 2, length, 4), eager, reference, torch.zeros(1, 2, length)).rows
+    assert rows is not None
+    first, second = rows.eager.flatten().tolist()
+    assert second == pytest.approx(2**8)
+    assert first == (second if length < ROWS_OF_A_HEAD else 0.0)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "width", "has_rows"),
-    [
-        (torch.bfloat16, RELIABLE_WIDTH, True),
-        (torch.float16, RELIABLE_WIDTH, True),
-        (torch.bfloat16, RELIABLE_WIDTH - 1, False),
-        (torch.float32, RELIABLE_WIDTH, False),
-    ],
-)
-def test_where_direction_is_judged(dtype: torch.dtype, width: int, has_rows: bool) -> None:
-    call = AttentionCall(*(torch.randn(1, 2, 9, width).to(dtype) for _ in range(3)))
-    assert (tolerance(call, same_dtype(call), attention(call)).rows is not None) == has_rows
+def test_float32_has_the_noise_of_its_sums() -> None:
+    call = factories.random_call(q_heads=1, q_len=3, kv_len=100)
+    reference, spread = attention_and_spread(call)
+    eager = same_dtype(call)
+    found = tolerance(call, eager, reference, spread)
+    longest = [float(each.norm(dim=-1).max()) for each in (call.query, call.key)]
+    terms = 10 + call.softmax_scale * longest[0] * longest[1]
+    length = torch.hypot(reference.norm(dim=-1), spread)
+    assert found.rows is not None
+    torch.testing.assert_close(found.rows.noise, 2**-24 * length * terms)
+    rounding = (reference.float() - reference).abs().max() + 2**-24 * call.value.abs().max() * terms
+    assert found.rounding == pytest.approx(float(rounding))
+
+
+@pytest.mark.parametrize("mask", [None, torch.tensor([True, True, False, True])])
+def test_spread_by_hand(mask: Tensor | None) -> None:
+    """Equal probabilities: √Σ(‖v‖/n)²."""
+    value = torch.tensor([[3.0, 4.0], [0.0, 2.0], [6.0, 8.0], [1.0, 0.0]])[None, None]
+    call = AttentionCall(torch.zeros(1, 1, 1, 8), torch.ones(1, 1, 4, 8), value, attn_mask=mask)
+    output, spread = attention_and_spread(call)
+    squares = [25, 4, 100, 1] if mask is None else [25, 4, 1]
+    assert float(spread) == pytest.approx(math.sqrt(sum(squares)) / len(squares))
+    torch.testing.assert_close(output, attention_and_spread(call, block_elements=1)[0])

@@ -16,7 +16,7 @@ from replay.accuracy.errors import compare
 from replay.report.cells import cell, speedup_text
 from replay.report.groups import group_rows, pooled_speedup
 from replay.report.table import print_report
-from replay.rows.row import CallFacts, Energy, Errors, GpuState, KernelId, Mask, Row, Status
+from replay.rows.row import CallFacts, Energy, Errors, GpuState, KernelId, Mask, Row, Status, Where
 from replay.timing.statistics import paired_speedup
 from tests import factories
 from tests.factories import accuracy, speedup, speedup_over
@@ -132,6 +132,16 @@ def test_the_worst_call_is_named() -> None:
     assert "2 inaccurate" in text or "inaccurate" in text
 
 
+def test_the_heads_and_queries_that_are_wrong_are_named() -> None:
+    error = off_by(9.0, (1, 2, 3))
+    wrong = row("mine", call(), status="inaccurate", reason="max abs error 9", error=error)
+    where = Where(0.9, 0.002, (1, 2), (64, 127), ((0.002, 0.9),))
+    assert wrong.accuracy is not None
+    wrong = replace(wrong, accuracy=replace(wrong.accuracy, where=where))
+    text = " ".join(report([row("base", call()), wrong]).split())
+    assert "batch 1 head 2, queries 64-127: relative L1 0.9, typically 0.002" in text
+
+
 def test_incorrect_kernels_are_never_the_fastest() -> None:
     rows = []
     for name in ("a", "b"):
@@ -167,9 +177,8 @@ def test_a_sparse_kernel_says_how_much_it_keeps_and_is_not_the_fastest() -> None
     rows = []
     for name in ("call-0", "call-1"):
         reason = "on the keys it chose, …"
-        sparse = row(
-            "sparse", call(name), (0.1, 0.1, 0.1), reason=reason, kept=0.02, accuracy_class="sparse"
-        )
+        sparse = row("sparse", call(name), (0.1, 0.1, 0.1), reason=reason, kept=0.02)
+        sparse = replace(sparse, accuracy_class="sparse")
         rows += [row("base", call(name)), row("exact", call(name), (0.5, 0.5, 0.5)), sparse]
     rows += [row("base", call("other", kv_len=128)), row("exact", call("other", kv_len=128))]
     text = report(rows)
@@ -180,6 +189,36 @@ def test_a_sparse_kernel_says_how_much_it_keeps_and_is_not_the_fastest() -> None
     assert "exact" in fastest
     assert "sparse" not in fastest
     assert "kept" not in report(rows[:2])
+
+
+def test_classes_are_ranked_apart() -> None:
+    rows = []
+    for name, kv_len in (("a", 64), ("b", 128)):
+        facts = call(name, kv_len=kv_len)
+        eight_bits = row("sage", facts, (0.1,) * 8, against=(1.0,) * 8)
+        exact = row("mine", facts, (0.5,) * 8, against=(1.0,) * 8)
+        rows += [
+            replace(row("base", facts, (1.0,) * 8), accuracy_class="exact"),
+            replace(exact, accuracy_class="exact"),
+            replace(eight_bits, accuracy_class="quantised"),
+        ]
+    text = report(rows)
+    fastest = text.partition("fastest correct kernel\n")[2].splitlines()
+    assert [line.strip().partition("32 · ")[2] for line in fastest[:4]] == [
+        "exact: mine 2.00× (2.00-2.00) vs base",
+        "quantised: sage 10.00× (10.00-10.00) vs base",
+    ] * 2
+    assert re.search(r"^kernel .* class .*verdict", text, re.MULTILINE)
+    assert re.search(r"^sage .* quantised +ok", text, re.MULTILINE)
+    exact_alone = report([each for each in rows if each.accuracy_class == "exact"])
+    assert ": mine" in exact_alone.partition("fastest correct kernel\n")[2]
+    assert "exact" not in exact_alone
+    assert "class" not in exact_alone
+    # One group needs no ranking, unless two classes share its table.
+    assert "fastest" in report(rows[:3])
+    assert "fastest" not in report(rows[:2])
+    # A quantised kernel is called so also where no other is correct.
+    assert "quantised: sage" in report([rows[2], rows[5]])
 
 
 def test_nothing_is_the_fastest_where_nothing_is_correct() -> None:

@@ -1,0 +1,261 @@
+"""Honest 8-bit kernels pass on ordinary and hard inputs; a lost head, row or block of keys fails.
+
+The kernels are emulated in PyTorch, whole score matrices in float32.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from capture.call import AttentionCall
+from replay.accuracy import quantised
+from replay.accuracy.judge import Expected, judge
+from replay.accuracy.quantised import to_fp8, to_int8
+from replay.accuracy.thresholds import QuantisedThresholds, Thresholds
+from tests import factories
+from tests.factories import one_head
+
+Rounding = Callable[[Tensor], Tensor]
+
+
+def per_row(tensor: Tensor, rounding: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    return rounding(tensor, tensor.abs().amax(dim=-1, keepdim=True))
+
+
+def per_channel(tensor: Tensor, rounding: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    return rounding(tensor, tensor.abs().amax(dim=2, keepdim=True))
+
+
+def per_block(
+    tensor: Tensor, rounding: Callable[[Tensor, Tensor], Tensor], rows: int = 64
+) -> Tensor:
+    parts = tensor.split(rows, dim=2)
+    return torch.cat([rounding(each, each.abs().amax((2, 3), keepdim=True)) for each in parts], 2)
+
+
+def per_head(tensor: Tensor, rounding: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    return rounding(tensor, tensor.abs().amax(dim=(2, 3), keepdim=True))
+
+
+def sage_1(tensor: Tensor) -> Tensor:
+    return per_block(tensor, to_int8)
+
+
+def unnormalised_fp8(weights: Tensor) -> Tensor:
+    """Probabilities up to 256, FlashAttention-3's offset."""
+    return (weights * 256).to(torch.float8_e4m3fn).float() / 256
+
+
+def half(tensor: Tensor) -> Tensor:
+    return tensor.half().float()
+
+
+KERNELS: dict[str, tuple[Rounding, Rounding, Rounding, Rounding, bool]] = {
+    # Of query, key, value and probabilities, and whether the keys' mean is subtracted.
+    "sage 1": (sage_1, sage_1, half, half, True),
+    "sage 2": (
+        lambda query: per_block(query, to_int8, 32),
+        sage_1,
+        lambda value: per_channel(value, to_fp8),
+        lambda weights: per_row(weights, to_fp8),
+        True,
+    ),
+    "sage 2 unsmoothed": (
+        lambda query: per_block(query, to_int8, 32),
+        sage_1,
+        lambda value: per_channel(value, to_fp8),
+        lambda weights: per_row(weights, to_fp8),
+        False,
+    ),
+    "flash 3": (*(lambda tensor: per_head(tensor, to_fp8),) * 3, unnormalised_fp8, False),
+    "all int8": (
+        lambda query: per_row(query, to_int8),
+        lambda key: per_row(key, to_int8),
+        lambda value: per_channel(value, to_int8),
+        lambda weights: per_row(weights, to_int8),
+        True,
+    ),
+}
+
+
+def attend(call: AttentionCall, name: str) -> Tensor:
+    round_query, round_key, round_value, round_weights, smooth = KERNELS[name]
+    query, key, value = (each.float() for each in (call.query, call.key, call.value))
+    if smooth:
+        key = key - key.mean(dim=2, keepdim=True)
+    group = query.shape[1] // key.shape[1]
+    key, value = (each.repeat_interleave(group, 1) for each in (round_key(key), round_value(value)))
+    scores = round_query(query) @ key.mT * call.softmax_scale
+    if call.attn_mask is not None:
+        scores = scores.masked_fill(~call.attn_mask, -math.inf)
+    if call.is_causal:
+        seen = torch.ones(scores.shape[2:], dtype=torch.bool).tril()
+        scores = scores.masked_fill(~seen, -math.inf)
+    weights = (scores - scores.amax(dim=-1, keepdim=True)).exp()
+    output = round_weights(weights) @ value / weights.sum(dim=-1, keepdim=True)
+    return output.to(call.dtype)
+
+
+def many_heads(dtype: torch.dtype, q_len: int = 16) -> AttentionCall:
+    """64 heads, 8,192 keys."""
+    return factories.random_call(
+        q_heads=64, kv_heads=8, q_len=q_len, kv_len=8192, head_dim=64, dtype=dtype
+    )
+
+
+@pytest.mark.parametrize("q_len", [1, 16])
+def test_the_whole_output_hides_what_heads_rows_and_the_yardstick_show(q_len: int) -> None:
+    call = many_heads(torch.bfloat16, q_len)
+    expected = Expected.of(call)
+    whole_alone = replace(expected, call=None)
+    without_last = replace(call, key=call.key[:, :, :-64], value=call.value[:, :, :-64])
+    for name in KERNELS:
+        output = attend(call, name)
+        honest = judge(output, expected, "quantised")
+        assert honest.passed, f"{name}: {honest.sentence}"
+        no_head, bad_row = output.clone(), output.clone()
+        no_head[0, 17] = 0
+        bad_row[0, 40, -1] *= -3
+        for broken in (no_head, bad_row, attend(without_last, name)):
+            assert not judge(broken, expected, "quantised").passed, name
+            if name == "sage 1" and (broken is not bad_row or q_len > 1):
+                assert judge(broken, whole_alone, "quantised").passed, name
+    fewer = F.scaled_dot_product_attention(**without_last.arguments())
+    assert not judge(fewer, expected, "quantised").passed  # without any error of 8 bits
+
+
+def hard_call(values: str, seed: int, dtype: torch.dtype, **fields: object) -> AttentionCall:
+    call = factories.random_call(
+        q_heads=4, kv_heads=2, q_len=96, kv_len=200, head_dim=64, seed=seed, dtype=dtype, **fields
+    )
+    if values == "outlier channels":
+        call.query[..., 5] *= 8
+        call.key[..., 3] *= 16
+        call.value[..., 7] *= 16
+    elif values == "one mean":
+        call.key.add_(2 * factories.normal(1, 2, 1, 64, seed=seed, dtype=dtype))
+        call.value.add_(2 * factories.normal(1, 2, 1, 64, seed=seed + 1, dtype=dtype))
+    elif values == "heavy tails":
+        call.value.mul_((2 * factories.normal(1, 2, 200, 1, seed=seed, dtype=dtype)).exp())
+    elif values == "sharp":
+        call.query.mul_(3)
+    elif values == "flat":
+        call.query.mul_(1e-3)
+    elif values == "whole numbers":
+        call.value.mul_(4).round_()
+    return call
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "values",
+    ["outlier channels", "one mean", "heavy tails", "sharp", "flat", "whole numbers"],
+)
+def test_honest_kernels_pass_wherever_the_whole_output_does(
+    values: str, dtype: torch.dtype
+) -> None:
+    mask = torch.rand(96, 200, generator=torch.Generator().manual_seed(0)) < 0.5
+    first = time.time_ns() // 1000 % 2**40
+    for seed in range(first, first + 5):
+        for fields in ({}, {"is_causal": True}, {"attn_mask": mask}):
+            call = hard_call(values, seed, dtype, **fields)
+            expected = Expected.of(call)
+            for name in KERNELS:
+                output = attend(call, name)
+                if judge(output, replace(expected, call=None), "quantised").passed:
+                    verdict = judge(output, expected, "quantised")
+                    assert verdict.passed, f"seed {seed}, {name}: {verdict.sentence}"
+
+
+def test_heads_and_rows_are_named() -> None:
+    call = hard_call("plain", 0, torch.float16)
+    expected = Expected.of(call)
+    output = attend(call, "sage 2")
+    no_head, no_row = output.clone(), output.clone()
+    no_head[0, 2] = 0
+    no_row[0, 3, 90] = 0
+    sentence = judge(no_head, expected, "quantised").sentence
+    assert "worst head (batch 0, head 2): relative L1 1 exceeds 0.0" in sentence
+    sentence = judge(no_row, expected, "quantised").sentence
+    assert "(8-bit attention there); worst row (batch 0, head 3, query 90): error 0." in sentence
+    assert sentence.endswith("(8-bit attention in that head)")
+
+
+def test_it_is_computed_once_and_for_quantised_kernels_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    computed = []
+    real = quantised.QuantisedNoise.of
+
+    def counted(*arguments: object) -> object:
+        computed.append(arguments)
+        return real(*arguments)
+
+    monkeypatch.setattr(quantised.QuantisedNoise, "of", counted)
+    call = hard_call("plain", 0, torch.float16)
+    expected = Expected.of(call)
+    output = F.scaled_dot_product_attention(**call.arguments())
+    judge(output, expected, "exact")
+    assert not computed
+    judge(output, expected, "quantised")
+    judge(output, expected, "quantised")
+    assert len(computed) == 1
+
+
+def test_thresholds_of_heads_and_rows() -> None:
+    call = hard_call("plain", 0, torch.float16)
+    expected = Expected.of(call)
+    output = attend(call, "flash 3")
+    strict = Thresholds(quantised=QuantisedThresholds(noise_factor=0.5))
+    assert judge(output, expected, "quantised").passed
+    assert not judge(output, expected, "quantised", strict).passed
+    output[0, 3, 90] = 0
+    loose = Thresholds(quantised=QuantisedThresholds(row_factor=30))
+    assert not judge(output, expected, "quantised").passed
+    assert judge(output, expected, "quantised", loose).passed
+
+
+def test_nan_leaves_its_rows_out() -> None:
+    call = hard_call("plain", 0, torch.float16)
+    call.query[0, 1, 5] = math.nan
+    output = F.scaled_dot_product_attention(**call.arguments())
+    verdict = judge(output, Expected.of(call), "quantised")
+    assert verdict.passed, verdict.sentence
+    output[0, 1, 50] *= -3
+    assert not judge(output, Expected.of(call), "quantised").passed
+
+
+def test_round_trips_by_hand() -> None:
+    largest = torch.tensor(127.0)
+    numbers = torch.tensor([126.6, 0.4, -3.5, 0.0])
+    assert to_int8(numbers, largest).tolist() == [127.0, 0.0, -4.0, 0.0]
+    assert to_int8(torch.zeros(2), torch.tensor(0.0)).tolist() == [0.0, 0.0]
+    eighths = torch.tensor([1.0, 1.0625, 1.07, 448.0])  # 1.0625 is a tie, which goes to even
+    assert to_fp8(eighths, torch.tensor(448.0)).tolist() == [1.0, 1.0, 1.125, 448.0]
+
+
+def test_relative_l1_and_its_margin_by_hand() -> None:
+    signal = torch.full((32,), 2.0, dtype=torch.float64)
+    absolute = signal * torch.tensor([0.1, 0.3]).double().repeat(16)
+    found, margin = quantised._ratio(absolute, signal, numbers=50).tolist()
+    assert found == pytest.approx(0.2)
+    standard_error = 0.1 * math.sqrt(32 / 31) / math.sqrt(32)
+    assert margin == pytest.approx(4 * standard_error + 2 * 0.2 / 10)
+    few = quantised._ratio(absolute[:31], signal[:31], numbers=50)
+    assert few[1].isinf()
+
+
+def test_without_a_call_only_the_whole_output_is_judged() -> None:
+    reference = one_head([1.0, 0.0], [0.0, 1.0])
+    expected = replace(Expected.of(hard_call("plain", 0, torch.float16)), reference=reference)
+    verdict = judge(reference, replace(expected, call=None), "quantised")
+    assert verdict.passed
+    assert verdict.sentence == ("cosine 1.00000 is at least 0.99, relative L1 0 is within 0.1")
