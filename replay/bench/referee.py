@@ -31,8 +31,8 @@ class Sample(NamedTuple):
     """Of the flip (`replay.bench.variation`) that its inputs had."""
     changed: Tensor
     """(n, Dv) of `Flip.changed`."""
-    unchanged: Tensor | None
-    """(m, Dv) of `Flip.unchanged`."""
+    others: Tensor
+    """(n, Dv) of `Flip.others`."""
 
 
 @dataclass(frozen=True)
@@ -168,16 +168,13 @@ class LocalReferee:
             flip = Flip(call, self.seed, sample.number, values_only=chosen is not None)
             flip.apply()
             try:
-                rows = Expected.of(some_rows(call, flip.changed))
+                changed = Expected.of(some_rows(call, flip.changed))
+                others = Expected.of(some_rows(call, flip.others))
             finally:
                 flip.apply()
-            wrong = _wrong_rows(sample.changed, rows, expected.tolerance, accuracy_class)
-            if not wrong and flip.unchanged is not None and sample.unchanged is not None:
-                right = flip.unchanged.of(expected.reference)[None, None]
-                same = Expected(right, expected.tolerance)
-                wrong = _wrong_rows(sample.unchanged, same, expected.tolerance, accuracy_class)
-            if wrong:
-                return wrong
+            for rows, right in ((sample.changed, changed), (sample.others, others)):
+                if wrong := _wrong_rows(rows, right, expected.tolerance, accuracy_class):
+                    return wrong
         return ""
 
     def clock(self, kernel: str, run: Callable[[], object], device: torch.device) -> None:

@@ -1,9 +1,9 @@
 """Inputs that change from sample to sample, so that what is timed can be judged.
 
-Before every timed call the signs of some keys, values and queries are flipped in place: the same
-pointers, shapes and magnitudes, other values. A result kept from an earlier call, by pointer or by
-checksum, is then wrong or useless. A flip is a function of a seed and a number, so that another
-process can make the same inputs and judge a few rows of the output by them.
+Before every timed call the signs of some keys, values and queries are flipped in place, in every
+head: the same pointers, shapes and magnitudes, other values. A result kept from an earlier call, by
+pointer or by checksum, is then wrong or useless. A flip is a function of a seed and a number, so
+that another process can make the same inputs and judge a few rows of the output by them.
 """
 
 from __future__ import annotations
@@ -63,22 +63,19 @@ class Flip:
             draw.choices(heads, k=JUDGED_ROWS),
             draw.choices(range(shape.q_len), k=JUDGED_ROWS),
         )
-        """Rows that the flip may change."""
-        anywhere = [
-            (
-                draw.randrange(shape.batch),
-                draw.randrange(shape.q_heads),
-                draw.randrange(shape.q_len),
-            )
-            for _ in range(JUDGED_ROWS)
-        ]
-        others = [each for each in anywhere if each[0] != batch or each[1] not in heads]
-        if any(_is_shared(tensor) for tensor, _, _ in parts):
-            others = []
-        self.unchanged = (
-            Rows(*(list(each) for each in zip(*others, strict=True))) if others else None
+        """Rows of the head that changed most."""
+        every_value = narrow_expanded(call.value)
+        place = draw.randrange(every_value.shape[2])
+        # In every head, so that no head's inputs are those of an earlier call.
+        self._views.append(every_value[:, :, place : place + 1])
+        other_batch, other_kv_head = draw.randrange(shape.batch), draw.randrange(shape.kv_heads)
+        others = range(other_kv_head * group, (other_kv_head + 1) * group)
+        self.others = Rows(
+            [other_batch] * JUDGED_ROWS,
+            draw.choices(others, k=JUDGED_ROWS),
+            draw.choices(range(shape.q_len), k=JUDGED_ROWS),
         )
-        """Rows of other heads, which it does not reach; None where heads share memory."""
+        """Rows of any head, of which little changed."""
 
     def apply(self) -> None:
         """Flip in place; a second time undoes it."""
@@ -152,8 +149,3 @@ def _part(draw: random.Random, tensor: Tensor, batch: int, head: int, rows: int)
     rows = min(rows, memory.shape[2])
     first = draw.randrange(memory.shape[2] - rows + 1)
     return memory[batch, head, first : first + rows]
-
-
-def _is_shared(tensor: Tensor) -> bool:
-    """Whether heads or batches lie in the same memory."""
-    return narrow_expanded(tensor).shape[:2] != tensor.shape[:2]

@@ -99,8 +99,7 @@ class Witness:
         assert isinstance(result, Tensor)
         flip = self._flip
         assert flip is not None
-        unchanged = None if flip.unchanged is None else flip.unchanged.of(result)
-        sample = Sample(self._number, flip.changed.of(result), unchanged)
+        sample = Sample(self._number, flip.changed.of(result), flip.others.of(result))
         self._samples.setdefault(checked.kernel.name, []).append(sample)
 
 

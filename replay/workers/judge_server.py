@@ -38,7 +38,7 @@ def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
         say(judged=asdict(judged))
     else:
         samples = [
-            Sample(number, tensors[f"changed.{place}"], tensors.get(f"unchanged.{place}"))
+            Sample(number, tensors[f"changed.{place}"], tensors[f"others.{place}"])
             for place, number in enumerate(request["numbers"])
         ]
         say(wrong=referee.judge_samples(kernel, accuracy_class, samples, chosen))

@@ -78,7 +78,7 @@ class RemoteReferee:
         tensors = _optional("chosen", chosen)
         for place, sample in enumerate(samples):
             tensors[f"changed.{place}"] = sample.changed
-            tensors |= _optional(f"unchanged.{place}", sample.unchanged)
+            tensors[f"others.{place}"] = sample.others
         numbers = [sample.number for sample in samples]
         answer = self._ask(
             do="samples",

@@ -1,0 +1,75 @@
+"""Inputs change from sample to sample, and another process can make the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from capture.call import AttentionCall
+from replay.bench.variation import Flip, Variation, some_rows
+from tests.factories import random_call
+
+CALLS: dict[str, Callable[[], AttentionCall]] = {
+    "plain": lambda: random_call(q_len=40, kv_len=40),
+    "grouped": lambda: random_call(batch=2, q_heads=6, kv_heads=2, q_len=40, kv_len=50),
+    "causal": lambda: random_call(q_len=40, kv_len=40, is_causal=True),
+    "decode": lambda: random_call(batch=2, q_heads=4, kv_heads=2, q_len=1, kv_len=70),
+    "one key": lambda: random_call(q_len=1, kv_len=1),
+    "bool mask": lambda: random_call(kv_len=40, attn_mask=torch.rand(1, 1, 9, 40) < 0.8),
+    "float mask": lambda: random_call(kv_len=40, attn_mask=torch.randn(9, 40)),
+    "shared heads": lambda: _expanded(random_call(q_heads=4, kv_heads=4, kv_len=40)),
+}
+
+
+def _expanded(call: AttentionCall) -> AttentionCall:
+    shared = {name: getattr(call, name)[:, :1].expand(-1, 4, -1, -1) for name in ("key", "value")}
+    return call.with_tensors(shared)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_rows_of_a_flipped_call_are_those_of_attention(name: str) -> None:
+    call = CALLS[name]()
+    before = {each: tensor.clone() for each, tensor in call.tensors().items()}
+    for number in range(5):
+        flip = Flip(call, 7, number)
+        flip.apply()
+        assert not torch.equal(call.value, before["value"])
+        output = scaled_dot_product_attention(**call.arguments())
+        for rows in (flip.changed, flip.others):
+            alone = scaled_dot_product_attention(**some_rows(call, rows).arguments())
+            torch.testing.assert_close(alone[0, 0], rows.of(output))
+        flip.apply()
+        assert all(torch.equal(tensor, before[each]) for each, tensor in call.tensors().items())
+
+
+def test_no_head_has_the_inputs_of_an_earlier_sample() -> None:
+    call = random_call(batch=2, q_heads=4, kv_heads=2, kv_len=64)
+    variation = Variation(call, seed=3)
+    seen: list[set[Any]] = [set() for _ in range(4)]
+    for _ in range(10):
+        variation.next()
+        for head, values in zip(seen, call.value.flatten(0, 1), strict=True):
+            head.add(tuple(values.flatten().tolist()))
+    assert all(len(head) >= 9 for head in seen)
+    variation.undo()
+    assert torch.equal(call.value, random_call(batch=2, q_heads=4, kv_heads=2, kv_len=64).value)
+
+
+def test_a_sparse_kernel_s_choice_is_not_moved() -> None:
+    call = random_call(kv_len=64)
+    key, query = call.key.clone(), call.query.clone()
+    Variation(call, seed=3).next(values_only=True)
+    assert torch.equal(call.key, key)
+    assert torch.equal(call.query, query)
+
+
+def test_another_process_makes_the_same() -> None:
+    first, second = random_call(kv_len=64), random_call(kv_len=64)
+    number, _ = Variation(first, seed=3).next()
+    Flip(second, 3, number).apply()
+    assert torch.equal(first.value, second.value)
+    assert torch.equal(first.key, second.key)
