@@ -12,8 +12,10 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 from benchmarks import results
+from replay.accuracy.thresholds import Thresholds
 from replay.rows.fields import COLUMNS, FIELDS
 from replay.rows.meaning import OVER_CALLS
 
@@ -59,6 +61,17 @@ def fields() -> str:
             path = path.replace("reference", "{reference,captured,kernel,noise_floor,chosen}")
             meaning = meaning.partition(";")[0]
         lines.append(f"| `{path}` | {item.unit} | {_escaped(meaning)} |")
+    return "\n".join(lines) + "\n"
+
+
+def thresholds() -> str:
+    """List the constants that `replay --tolerances` changes, with their defaults."""
+    lines = ["| table | key | default | meaning |", "|---|---|---:|---|"]
+    for table, values in vars(Thresholds()).items():
+        hints = get_type_hints(type(values), include_extras=True)
+        for key, value in vars(values).items():
+            meaning = get_args(hints[key])[1]
+            lines.append(f"| `[{table}]` | `{key}` | {value:g} | {meaning} |")
     return "\n".join(lines) + "\n"
 
 
@@ -341,6 +354,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "coverage": coverage,
     "glossary": glossary,
     "fields": fields,
+    "thresholds": thresholds,
     "full_size": full_size,
     "published_shapes": partial(by_shape, "published_shapes.csv"),
     "triton_prefill": partial(by_shape, "triton_kernels.csv", decode=False),

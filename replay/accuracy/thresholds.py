@@ -15,7 +15,7 @@ import difflib
 import sys
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from attention_replay import Error
 
@@ -28,29 +28,29 @@ class ThresholdsError(Error):
 class ExactThresholds:
     """Of kernels that compute in the call's 16 or 32 bits."""
 
-    same_dtype_factor: float = 2.0
-    """Times the error of plain eager attention in the call's dtype; the factor that
-    FlashAttention's own tests use."""
-    rounding_factor: float = 4.0
-    """Times the rounding noise of a row, of which honest kernels show at most 1.1 (16 bits) and 1.7
-    (32 bits) in tens of thousands of random calls."""
+    same_dtype_factor: Annotated[float, "× the same-dtype error, of the output and of rows"] = 2.0
+    """FlashAttention's own tests use this factor."""
+    rounding_factor: Annotated[float, "× the rounding noise of a row"] = 4.0
+    """Honest kernels show at most 1.1 (16 bits) and 1.7 (32 bits) in tens of thousands of random
+    calls."""
 
 
 @dataclass(frozen=True)
 class QuantisedThresholds:
     """Of kernels that compute in 8 bits or fewer."""
 
-    minimum_cosine: float = 0.99
-    """Of the whole output. Working 8-bit kernels on real inputs stay above 0.99 and broken ones
-    (lost heads, overflow, unwritten memory) fall far below."""
-    maximum_relative_l1: float = 0.1
-    """Of the whole output: an error of a tenth of the signal, which cosine does not see when it is
-    a wrong factor."""
-    noise_factor: float = 1.35
-    """Times the relative L1 that plain 8-bit attention has, of the whole output and of each head.
-    Losing 64 of 8,192 keys of random values is 1.5 times."""
-    row_factor: float = 3.0
-    """Times the error of plain 8-bit attention in its head's worst row."""
+    minimum_cosine: Annotated[float, "of the whole output"] = 0.99
+    """Working 8-bit kernels on real inputs stay above 0.99 and broken ones (lost heads, overflow,
+    unwritten memory) fall far below."""
+    maximum_relative_l1: Annotated[float, "of the whole output"] = 0.1
+    """An error of a tenth of the signal, which cosine does not see when it is a wrong factor."""
+    noise_factor: Annotated[
+        float, "× the relative L1 of plain 8-bit attention, of the whole output and of each head"
+    ] = 1.35
+    """Losing 64 of 8,192 keys of random values is 1.5 times."""
+    row_factor: Annotated[float, "× the error of plain 8-bit attention in its head's worst row"] = (
+        3.0
+    )
 
 
 @dataclass(frozen=True)

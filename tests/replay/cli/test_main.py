@@ -364,3 +364,18 @@ def test_list_kernels(run_cli: RunCli, kernels: Callable[..., Kernel]) -> None:
     assert re.search(r"torch-cudnn \S.* PyTorch has it on GPUs only", text)
     assert "mine a kernel of a test (not by default) available" in text
     assert max(map(len, out.splitlines())) <= 80
+
+
+def test_tolerances_change_verdicts_and_are_recorded(run_cli: RunCli, tmp_path: Path) -> None:
+    path = tmp_path / "strict.toml"
+    path.write_text("[exact]\nsame_dtype_factor = 0\nrounding_factor = 0\n")
+    arguments = (*SHAPE, *QUICK, "--kernels", "torch-default", "--json", "-")
+    (usual,) = rows(run_cli(*arguments)[1])
+    (strict,) = rows(run_cli(*arguments, "--tolerances", str(path))[1])
+    assert (usual["status"], usual["tolerances"]) == ("ok", "")
+    assert strict["status"] == "inaccurate"
+    assert strict["tolerances"] == "exact.same_dtype_factor=0 exact.rounding_factor=0"
+    path.write_text("[exact]\nfactor = 1\n")
+    code, _, err = run_cli(*arguments, "--tolerances", str(path))
+    assert (code, err.count("\n")) == (2, 1)
+    assert "no key in [exact] is called 'factor': " in err
