@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from replay.bench.integrity import Functions
-from replay.bench.state import State
+from replay.bench.state import HOOKS, State
 
 
 class Guard:
@@ -11,6 +11,7 @@ class Guard:
 
     def __init__(self) -> None:
         self._state = State()
+        self._hooks = State(HOOKS)
         self._functions = Functions()
         self._changed: dict[str, dict[str, None]] = {}
         self._replaced: dict[str, dict[str, None]] = {}
@@ -23,7 +24,10 @@ class Guard:
         """
         if changed := self._state.restore():
             self._changed.setdefault(kernel, {}).update(dict.fromkeys(changed))
-        if thoroughly and (replaced := self._functions.restore()):
+        replaced = self._hooks.restore()
+        if thoroughly:
+            replaced += self._functions.restore()
+        if replaced:
             self._replaced.setdefault(kernel, {}).update(dict.fromkeys(replaced))
 
     def flags(self, kernel: str) -> tuple[str, ...]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -69,17 +70,24 @@ SETTINGS: dict[str, Setting] = {
 }
 """By what a user calls them."""
 
+HOOKS: dict[str, Setting] = {
+    "sys.getprofile": Setting(sys.getprofile, sys.setprofile),
+    "sys.gettrace": Setting(sys.gettrace, sys.settrace),
+}
+"""What lets code of a kernel run after it returned, when its time is no longer taken."""
+
 
 class State:
-    """What all settings were."""
+    """What settings were."""
 
-    def __init__(self) -> None:
-        self._was = {name: setting.read() for name, setting in SETTINGS.items()}
+    def __init__(self, settings: Mapping[str, Setting] = SETTINGS) -> None:
+        self._settings = settings
+        self._was = {name: setting.read() for name, setting in settings.items()}
 
     def restore(self) -> list[str]:
         """Put back what changed; its names."""
         changed = []
-        for name, setting in SETTINGS.items():
+        for name, setting in self._settings.items():
             if setting.read() != self._was[name]:
                 setting.write(self._was[name])
                 changed.append(name)
