@@ -175,7 +175,9 @@ def test_a_fault_is_classified(everything: Finished, name: str) -> None:
     assert re.search(reason, row["reason"]), row["reason"]
     assert log in row["log"]
     assert len(row["log"].encode()) <= 2 * LOG_BYTES
-    assert [bool(re.match(FLAGS.get(name, "none"), flag)) for flag in row["flags"]] == [
+    # How long a busy machine takes is not the kernel's doing.
+    flags = [flag for flag in row["flags"] if not flag.startswith("took longer than")]
+    assert [bool(re.match(FLAGS.get(name, "none"), flag)) for flag in flags] == [
         True for _ in range(name in FLAGS)
     ]
     assert row["changed_inputs"] == (["key"] if name == "change_key" else [])
