@@ -5,9 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from replay.bench.resources import peak_bytes
 from replay.timing.gpu_state import read_gpu_state
@@ -34,10 +36,27 @@ def test_twice_the_work_takes_twice_the_time(cache: str) -> None:
     assert 1.9 < ms["two"] / ms["one"] < 2.1
 
 
-def test_a_cold_cache_is_slower_when_the_data_would_fit() -> None:
-    data = torch.randn(4 * 2**20, device="cuda")  # 16 MiB: in L2 when warm, from memory when cold
-    read: dict[str, Function] = {"read": lambda: data.sum()}
-    assert medians(read, "cold")["read"] > 1.1 * medians(read, "warm")["read"]
+class Overwritten(TorchDispatchMode):
+    """Notes the sizes in bytes of the tensors that are zeroed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.zero_.default:
+            self.sizes.append(args[0].nbytes)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("cache", "per_sample"), [("cold", 1), ("warm", 0)])
+def test_a_cold_cache_holds_nothing_of_the_inputs(cache: str, per_sample: int) -> None:
+    rounds, l2_bytes = 5, torch.cuda.get_device_properties(0).L2_cache_size
+    with Overwritten() as overwritten:
+        measure({"spin": spin(0.1)}, "cuda", cache=cache, rounds=rounds)  # type: ignore[arg-type]
+    flushes = sum(size >= 2 * l2_bytes for size in overwritten.sizes)
+    assert flushes >= rounds * per_sample
+    assert bool(flushes) == bool(per_sample)
 
 
 @pytest.mark.parametrize("cache", ["cold", "warm"])
