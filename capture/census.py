@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from capture.dataset import dtype_name
+from capture.header import dtype_name
 from capture.interceptor import Arguments
 from capture.modules import Site
 

@@ -12,11 +12,10 @@ manifest is read from its files.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, overload
 
@@ -24,63 +23,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from capture import checksums
 from capture.call import AttentionCall, Origin
 from capture.errors import DatasetError
-from capture.shape import Shape
-from capture.strides import Layout, pack, unpack
+from capture.header import Header, dtype_name
+from capture.strides import pack, unpack
 from capture.tensor_file import write_safetensors
 
-FORMAT = "attention-replay/1"
+FORMAT = "attention-replay/2"
+_FIRST_FORMAT = "attention-replay/1"
+"""Readable still: its checksums are of whole files."""
 MANIFEST = "manifest.json"
 _HEADER_KEY = "attention-replay"
-
-
-@dataclass(frozen=True)
-class Header:
-    """Everything about a call except its tensors; stored in its file and in the manifest."""
-
-    origin: Origin
-    is_causal: bool
-    scale: float | None
-    enable_gqa: bool
-    dropout_p: float
-    dtypes: dict[str, str]
-    layouts: dict[str, Layout]
-    mask_is_noop: bool = False
-    """The mask masks nothing (all True, or all zero): it costs time but changes no value."""
-
-    @property
-    def shape(self) -> Shape:
-        batch, q_heads, q_len, head_dim = self.layouts["query"].size
-        _, kv_heads, kv_len, _ = self.layouts["key"].size
-        v_head_dim = self.layouts["value"].size[3]
-        return Shape(batch, q_heads, kv_heads, q_len, kv_len, head_dim, v_head_dim)
-
-    @property
-    def dtype(self) -> str:
-        """The query's dtype, e.g. `bfloat16`."""
-        return self.dtypes["query"]
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Header:
-        known = {item.name for item in fields(Origin)}
-        header = cls(
-            origin=Origin(
-                **{name: value for name, value in data["origin"].items() if name in known}
-            ),
-            is_causal=data["is_causal"],
-            scale=data["scale"],
-            enable_gqa=data["enable_gqa"],
-            dropout_p=data["dropout_p"],
-            dtypes=data["dtypes"],
-            layouts={
-                name: Layout(tuple(layout["size"]), tuple(layout["stride"]))
-                for name, layout in data["layouts"].items()
-            },
-            mask_is_noop=data["mask_is_noop"],
-        )
-        _ = header.shape  # fail here, not later, if a size is missing
-        return header
 
 
 @dataclass(frozen=True)
@@ -126,8 +80,8 @@ class FileEntry:
     path: Path
     header: Header
     nbytes: int
-    sha256: str | None
-    """From the manifest; None if the manifest does not list the file."""
+    checksum: str | None
+    """From the manifest (`capture.checksums`); None if the manifest does not list the file."""
 
     @property
     def origin(self) -> Origin:
@@ -161,7 +115,7 @@ class FileEntry:
         nbytes = self.path.stat().st_size
         if nbytes != self.nbytes:
             raise DatasetError(f"{self.path}: {nbytes} bytes, but {self.nbytes} were recorded")
-        if self.sha256 is not None and sha256(self.path) != self.sha256:
+        if self.checksum is not None and not checksums.matches(self.path, self.checksum):
             raise DatasetError(f"{self.path}: altered since it was recorded (checksum differs)")
 
     def load(self, device: str | torch.device = "cpu") -> AttentionCall:
@@ -269,7 +223,7 @@ class Dataset(Sequence[AttentionCall]):
             return cls._rebuilt(directory, missing)
         try:
             data = json.loads(manifest.read_text())
-            if data.get("format") != FORMAT:
+            if data.get("format") not in (FORMAT, _FIRST_FORMAT):
                 raise DatasetError(
                     f"{manifest}: format {data.get('format')!r}, but this version reads {FORMAT!r}"
                 )
@@ -278,7 +232,7 @@ class Dataset(Sequence[AttentionCall]):
                     directory / Path(item["file"]).name,
                     Header.from_json(item["call"]),
                     item["bytes"],
-                    item["sha256"],
+                    _recorded_checksum(item),
                 )
                 for item in data["files"]
             ]
@@ -322,7 +276,7 @@ class Dataset(Sequence[AttentionCall]):
                 {
                     "file": entry.path.name,
                     "bytes": entry.nbytes,
-                    "sha256": entry.sha256,
+                    "checksum": entry.checksum,
                     "call": asdict(entry.header),
                 }
                 for entry in self.entries
@@ -361,17 +315,11 @@ def load(directory: str | Path) -> Dataset:
     return Dataset.open(directory)
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return `bfloat16` for `torch.bfloat16`."""
-    return str(dtype).removeprefix("torch.")
-
-
-def sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
+def _recorded_checksum(item: dict[str, Any]) -> str | None:
+    """The checksum in a manifest's entry of a file."""
+    if "sha256" not in item:
+        return item["checksum"]
+    return item["sha256"] and f"{checksums.WHOLE}:{item['sha256']}"
 
 
 def _open(path: Path) -> Any:

@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from capture.dataset import CaptureRecord, Dataset, FileEntry, Header
+from capture.dataset import CaptureRecord, Dataset, FileEntry
+from capture.header import Header
 from capture.strides import Layout
 from capture.verify import Finding
 

@@ -8,13 +8,14 @@ which torch does not.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from capture.checksums import Checksum
 
 _DTYPES = {
     torch.float64: "F64",
@@ -34,18 +35,17 @@ _DTYPES = {
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> str:
-    """Write contiguous CPU tensors to `path` and return the file's SHA-256.
+    """Write contiguous CPU tensors to `path` and return the file's checksum (`capture.checksums`).
 
     Raises:
         OSError: the file cannot be written.
         ValueError: the format does not support the dtype, or a tensor is not contiguous.
     """
-    digest = hashlib.sha256()
-    with path.open("wb") as file:
+    with path.open("wb") as file, Checksum() as checksum:
         for part in _parts(tensors, metadata):
+            checksum.update(part)
             file.write(part)
-            digest.update(part)
-    return digest.hexdigest()
+        return checksum.result()
 
 
 def _parts(

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
-from capture.dataset import dtype_name
 from capture.errors import DatasetError
+from capture.header import dtype_name
 from replay.bench.check import Checker, output_of, refusal, stderr_apart
 from replay.bench.failures import ContextLost, classify
 from replay.bench.guard import Guard

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
-from capture.dataset import dtype_name
+from capture.header import dtype_name
 from capture.interceptor import Arguments
 
 AnyCall = Arguments | AttentionCall

@@ -20,7 +20,7 @@ def workload_of(source: dict[str, Any]) -> Workload:
     if source["kind"] == "recorded":
         path = Path(source["path"])
         entry = FileEntry.read(path)
-        return recorded_call(replace(entry, nbytes=source["nbytes"], sha256=source["sha256"]))
+        return recorded_call(replace(entry, nbytes=source["nbytes"], checksum=source["checksum"]))
     if source["kind"] == "pickled":
         return pickled_call(Path(source["path"]))
     if source["kind"] == "twin":

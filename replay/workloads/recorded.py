@@ -51,7 +51,7 @@ def recorded_call(entry: FileEntry) -> Workload:
         return entry.load(device)
 
     path = str(entry.path.resolve())
-    source = {"kind": "recorded", "path": path, "nbytes": entry.nbytes, "sha256": entry.sha256}
+    source = {"kind": "recorded", "path": path, "nbytes": entry.nbytes, "checksum": entry.checksum}
     return Workload(entry.path.stem, load, source)
 
 

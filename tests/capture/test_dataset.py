@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -388,7 +389,27 @@ def test_a_manifest_with_something_missing_is_rebuilt(
     assert "is damaged" in again.note
 
 
-@pytest.mark.parametrize("version", ["attention-replay/2", None, 1])
+def test_a_manifest_of_the_first_version_is_read(true_dataset: Dataset) -> None:
+    def as_version_1(data: Any) -> Any:
+        for item in data["files"]:
+            del item["checksum"]
+            content = (true_dataset.directory / item["file"]).read_bytes()
+            item["sha256"] = hashlib.sha256(content).hexdigest()
+        return {**data, "format": "attention-replay/1"}
+
+    edit_manifest(true_dataset, as_version_1)
+    again = load(true_dataset.directory)
+    assert not findings_of(again)
+    again.save_manifest()  # what another capture into this directory does
+    assert json.loads((again.directory / MANIFEST).read_text())["format"] == FORMAT
+    assert not findings_of(load(true_dataset.directory))
+    alter(again.entries[1].path)
+    assert (
+        "checksum differs" in findings_of(load(true_dataset.directory))[again.entries[1].path.name]
+    )
+
+
+@pytest.mark.parametrize("version", ["attention-replay/3", None, 1])
 def test_a_manifest_of_another_format_is_not_guessed_at(dataset: Dataset, version: Any) -> None:
     edit_manifest(dataset, lambda data: {**data, "format": version})
     with pytest.raises(

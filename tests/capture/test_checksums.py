@@ -1,0 +1,76 @@
+"""The checksum of a file is the same however it was computed."""
+
+from __future__ import annotations
+
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from capture import checksums
+from capture.checksums import CHUNK, Checksum, checksum, matches
+
+SIZES = [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 3 * CHUNK + 5]
+
+
+def content_of(size: int) -> bytes:
+    return bytes(range(251)) * (size // 251) + bytes(size % 251)
+
+
+def by_hand(content: bytes) -> str:
+    chunks = [content[start : start + CHUNK] for start in range(0, len(content), CHUNK)]
+    digests = b"".join(hashlib.sha256(chunk).digest() for chunk in chunks)
+    return f"sha256-4MiB:{hashlib.sha256(digests).hexdigest()}"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_file_and_its_pieces_have_the_checksum_of_the_definition(
+    tmp_path: Path, size: int
+) -> None:
+    content = content_of(size)
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    assert checksum(path) == by_hand(content)
+    for length in (CHUNK, CHUNK // 2 + 1, 2 * CHUNK + 7):
+        with Checksum() as pieces:
+            for start in range(0, size, length):
+                pieces.update(content[start : start + length])
+            assert pieces.result() == by_hand(content)
+
+
+@pytest.mark.parametrize("size", [0, 5, 2 * CHUNK + 1])
+def test_a_recorded_checksum_of_either_kind_matches(tmp_path: Path, size: int) -> None:
+    content = content_of(size)
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    recorded = [by_hand(content), f"sha256:{hashlib.sha256(content).hexdigest()}"]
+    assert all(matches(path, each) for each in recorded)
+    path.write_bytes(b"x" + content[1:])
+    assert not any(matches(path, each) for each in recorded)
+
+
+def test_a_checksum_of_an_unknown_kind_does_not_match(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"")
+    assert not matches(path, "md5:d41d8cd98f00b204e9800998ecf8427e")
+
+
+def test_a_failure_between_pieces_leaves_no_thread_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(
+        checksums,
+        "ThreadPoolExecutor",
+        lambda count: made.append(pool := ThreadPoolExecutor(count)) or pool,
+    )
+
+    def write() -> None:
+        with Checksum() as pieces:
+            pieces.update(bytes(2 * CHUNK))
+            raise OSError("no space left on device")
+
+    with pytest.raises(OSError, match="no space"):
+        write()
+    [pool] = made
+    with pytest.raises(RuntimeError, match="shutdown"):
+        pool.submit(print)
