@@ -33,6 +33,9 @@ class Origin:
     seed: int | None = None
     backend: str = ""
     """The torch backend that produced the output, as a kernel name: `torch-flash` …"""
+    disabled_backends: list[str] = field(default_factory=list)
+    """Torch backends that were switched off when the model made the call (`sdpa_kernel`,
+    `torch.backends.cuda.enable_flash_sdp(False)` …), as kernel names; empty for plain SDPA."""
     versions: dict[str, str] = field(default_factory=dict)
 
 

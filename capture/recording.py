@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
+from capture.backends import chosen_backend, disabled_backends
 from capture.call import AttentionCall, Origin
 from capture.census import Census, Signature
 from capture.dataset import CaptureRecord, Dataset, PackedCall
@@ -280,6 +281,7 @@ class Recording:
             device=described,
             seed=self.seed,
             backend=_backend(arguments, sdpa),
+            disabled_backends=disabled_backends(),
             versions=self.capture.versions,
         )
 
@@ -354,28 +356,11 @@ def _stored_elements(tensor: Tensor) -> int:
     return count
 
 
-_BACKENDS = {
-    0: "torch-math",
-    1: "torch-flash",
-    2: "torch-efficient",
-    3: "torch-cudnn",
-    4: "torch-overrideable",
-}
-
-
 def _backend(arguments: Arguments, sdpa: Callable[..., Tensor]) -> str:
-    """Return the backend PyTorch chooses for this call, as a kernel name."""
-    if sdpa is not TORCH_SDPA:
-        return f"{sdpa.__module__}.{getattr(sdpa, '__qualname__', sdpa)}"
-    query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = arguments
-    try:
-        choice = torch._fused_sdp_choice(
-            query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    except RuntimeError:
-        # Some subclasses and devices cannot report the backend that SDPA uses.
-        return ""
-    return _BACKENDS.get(choice, "")
+    """Return the backend PyTorch chooses for this call, or the function that was called instead."""
+    if sdpa is TORCH_SDPA:
+        return chosen_backend(arguments)
+    return f"{sdpa.__module__}.{getattr(sdpa, '__qualname__', sdpa)}"
 
 
 def _versions() -> dict[str, str]:

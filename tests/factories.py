@@ -199,7 +199,9 @@ def full_row() -> Row:
     state = GpuState(1980, 690.5, 61, ("software power cap", "0x400"), 2619)
     summary = Summary(-1.0, 1.0, 0.0, 0.5)
     return row(
-        call=call_facts(step=2, call_index=7, mask=Mask("bool", (1, 1, 1, 64))),
+        call=call_facts(
+            backend="torch-flash", step=2, call_index=7, mask=Mask("bool", (1, 1, 1, 64))
+        ),
         reason="max abs error …",
         flags=("no core time",),
         changed_inputs=("key",),

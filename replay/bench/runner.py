@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from capture.backends import BACKENDS, chosen_backend
 from capture.call import AttentionCall
 from capture.errors import DatasetError
 from capture.header import dtype_name
@@ -132,7 +133,10 @@ def _replay_call(
     checked = []
     for name, kernel in everyone.items():
         report(name)
-        checked.append(checker.check(kernel, functools.partial(report, name)))
+        found = checker.check(kernel, functools.partial(report, name))
+        if name == DEFAULT_BASELINE:
+            found = replace(found, flags=(*found.flags, *_other_choice(call)))
+        checked.append(found)
     report(TIMING)
     confirmed = {}
     witness = Witness(checked, inputs, guard, seed)
@@ -153,14 +157,31 @@ def _baseline(
     options: WorkerOptions,
     report: Callable[[str], None],
 ) -> str:
-    """The kernel to compare with; PyTorch's default where the model's own cannot run here."""
+    """The kernel to compare with: what the model called, as it called it.
+
+    That is plain SDPA, whatever backend PyTorch chose then. Where the model had switched backends
+    off, and PyTorch now chooses another than was left to it, it is the recorded backend; plain SDPA
+    again if that cannot run here.
+    """
     if settings.baseline is not None:
         return settings.baseline
-    kernel = catalogue().get(call.origin.backend)
+    origin = call.origin
+    if not origin.disabled_backends or chosen_backend(call) == origin.backend:
+        return DEFAULT_BASELINE
+    kernel = catalogue().get(origin.backend)
     if kernel is None or kernel.name in options.excluded:
         return DEFAULT_BASELINE
     report(kernel.name)
     return DEFAULT_BASELINE if refusal(kernel, call, settings.device) else kernel.name
+
+
+def _other_choice(call: AttentionCall) -> tuple[str, ...]:
+    """A flag for plain SDPA if it is another backend than on the like device of the recording."""
+    recorded, here = call.origin.backend, chosen_backend(call)
+    alike = call.origin.device.startswith(call.device.type)
+    if not alike or recorded not in BACKENDS.values() or here in ("", recorded):
+        return ()
+    return (f"PyTorch chooses {here} here, and chose {recorded} when the call was recorded",)
 
 
 def local_referee(
@@ -275,6 +296,7 @@ def _facts(workload: Workload, call: AttentionCall) -> CallFacts:
         weights=origin.weights,
         module=origin.module,
         phase=origin.phase,
+        backend=origin.backend,
         step=origin.step,
         call_index=origin.call_index,
         shape=call.shape,

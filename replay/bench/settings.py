@@ -29,7 +29,7 @@ class Settings:
     """Untimed calls of the same kernel before each sample, as a model's other layers make them."""
     seed: int = 0
     baseline: str | None = None
-    """Kernel the speed-ups are against; None is the backend the model used."""
+    """Kernel the speed-ups are against; None is what the model called (`runner._baseline`)."""
     errors_against: str = "reference"
     """`reference`, `captured` or a kernel: an output to compare with beside the first two."""
     compare_stats: bool = False

@@ -118,7 +118,7 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--baseline-kernel",
         metavar="K",
-        help="kernel that speed-ups are relative to (default: the model's own)",
+        help="kernel that speed-ups are relative to (default: what the model called)",
     )
 
     where = command.add_argument_group("where kernels run")

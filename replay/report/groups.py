@@ -31,6 +31,11 @@ class Group:
         return printable(self.calls[0].weights)
 
     @property
+    def backends(self) -> str:
+        """What its calls were recorded with, by name; empty if none says so."""
+        return printable(", ".join(sorted({call.backend for call in self.calls} - {""})))
+
+    @property
     def classes(self) -> list[AccuracyClass]:
         """The accuracy classes of its kernels that ran, each once."""
         ran = (name for name, rows in self.rows.items() if any(row.accuracy for row in rows))

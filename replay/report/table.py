@@ -50,6 +50,8 @@ def _group_report(
     parts: list[Text | Table] = [Text(group.title, style="bold")]
     if group.weights:
         parts.append(Text(f"weights: {group.weights}", style="dim"))
+    if group.backends:
+        parts.append(Text(f"recorded with: {group.backends}", style="dim"))
     ran = [name for name, rows in group.rows.items() if any(row.accuracy for row in rows)]
     ran.sort(key=lambda name: _rank(group, name))
     if ran:

@@ -75,6 +75,11 @@ class CallFacts:
     weights: Annotated[str, "which weights produced the values"] = ""
     module: Annotated[str, "path of the module that made the call"] = ""
     phase: Annotated[str, "denoise, prefill, decode, encode, or synthetic"] = ""
+    backend: Annotated[
+        str,
+        "what PyTorch chose when the call was recorded, as a kernel's name; or the function that "
+        "stood in for SDPA",
+    ] = ""
     step: Annotated[int, "forwards of the model before this one"] = 0
     call_index: Annotated[int, "position among all attention calls of the run"] = 0
     shape: Annotated[Shape, "{}"] = UNKNOWN_SHAPE

@@ -87,6 +87,7 @@ def test_a_model_s_calls_come_back(layers: nn.Module, states: Tensor, tmp_path: 
     assert first.query.stride() == first.key.stride() == (5 * 48, 8, 48, 1)
     assert (first.origin.model, first.origin.weights, first.origin.seed) == ("mine", "random", 3)
     assert first.origin.backend == "torch-flash"
+    assert first.origin.disabled_backends == []
     assert first.origin.device == "cpu"
     assert first.origin.versions["torch"] == torch.__version__
     [capture] = data.captures
@@ -580,6 +581,8 @@ def test_the_backend_is_recorded(
         layers(states)
     data = load(tmp_path)
     assert {call.origin.backend for call in data} == {name}
+    others = {"torch-math", "torch-flash", "torch-efficient", "torch-cudnn"} - {name}
+    assert [set(call.origin.disabled_backends) for call in data] == [others] * len(data)
     assert {finding.text for finding in verify(data)} == {"intact; output bit-identical"}
 
 

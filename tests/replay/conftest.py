@@ -49,7 +49,12 @@ def recorded(tmp_path: Path, make_call: Callable[..., AttentionCall]) -> Path:
         call = make_call(
             seed=index,
             with_output=True,
-            origin={"call_index": index, "module": f"layers.{index}", "backend": "torch-math"},
+            origin={
+                "call_index": index,
+                "module": f"layers.{index}",
+                "backend": "torch-math",
+                "disabled_backends": ["torch-flash", "torch-efficient", "torch-cudnn"],
+            },
         )
         path = directory / f"model-{index:06d}.safetensors"
         dataset.entries.append(PackedCall.of(call).write(path))

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Callable
 from functools import partial
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from capture.call import AttentionCall
 from capture.interceptor import TORCH_SDPA
 from replay.kernels.compiling import CompiledPerSignature
 from replay.kernels.constraints import mask_or_causal, no_dropout
-from replay.kernels.registry import Kernel, register
+from replay.kernels.registry import Attention, Kernel, register
 from replay.timing.machine import available_bytes
 
 _BACKENDS = {
@@ -41,8 +43,42 @@ _MODES = {"": "", "-compiled": "default", "-autotuned": "max-autotune"}
 _ON_CPU = (None, SDPBackend.MATH, SDPBackend.FLASH_ATTENTION)
 
 
-def _attention(backend: SDPBackend | None) -> FunctionType:
-    """SDPA restricted to one backend.
+_SWITCHES: dict[SDPBackend, tuple[Callable[[], bool], Callable[[bool], None]]] = {
+    SDPBackend.MATH: (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    SDPBackend.FLASH_ATTENTION: (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    SDPBackend.EFFICIENT_ATTENTION: (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    SDPBackend.CUDNN_ATTENTION: (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+}
+"""What reads and what sets whether PyTorch may choose a backend, on CPUs too."""
+
+
+def _eager(backend: SDPBackend | None) -> Attention:
+    """SDPA, restricted to one backend or as it is.
+
+    A user restricts a whole model once; here other kernels run in between. `sdpa_kernel` takes
+    longer than a short call (8 µs beside 6 on an AMD EPYC), setting its switches directly 1 µs.
+    """
+    if backend is None:
+        return TORCH_SDPA
+    switches = [(*switch, each == backend) for each, switch in _SWITCHES.items()]
+
+    def attention(*arguments: Any, **named: Any) -> Tensor:
+        changed = []
+        try:
+            for is_enabled, enable, wanted in switches:
+                if is_enabled() != wanted:
+                    enable(wanted)
+                    changed.append((enable, not wanted))
+            return TORCH_SDPA(*arguments, **named)
+        finally:
+            for enable, before in changed:
+                enable(before)
+
+    return attention
+
+
+def _to_compile(backend: SDPBackend | None) -> FunctionType:
+    """The same, as `torch.compile` can trace it.
 
     The restriction stands inside the function because PyTorch's compile cache does not know about
     one outside: a graph traced under `sdpa_kernel(MATH)` would be answered with one that was cached
@@ -115,11 +151,10 @@ def _reason(messages: list[str]) -> str:
 
 for _suffix, _mode in _MODES.items():
     for _name, _backend in _BACKENDS.items():
-        _eager = _attention(_backend)
         register(
             Kernel(
                 f"{_name}{_suffix}",
-                CompiledPerSignature(_eager, _mode) if _mode else _eager,
+                CompiledPerSignature(_to_compile(_backend), _mode) if _mode else _eager(_backend),
                 unavailable=partial(_unavailable, _backend),
                 unsupported=partial(_unsupported, _backend),
                 default=not _mode,

@@ -504,13 +504,20 @@ def test_a_core_that_returns_something_else_has_no_time(
 
 
 @pytest.mark.parametrize(
-    ("backend", "chosen", "expected"),
+    ("backend", "disabled", "chosen", "expected"),
     [
-        ("torch-math", None, "torch-math"),
-        ("", None, "torch-default"),
-        ("torch-cudnn", None, "torch-default"),  # not on a CPU
-        ("no-such-kernel", None, "torch-default"),
-        ("torch-math", "torch-flash", "torch-flash"),
+        # Whatever PyTorch chose, the model called plain SDPA.
+        ("torch-flash", [], None, "torch-default"),
+        ("torch-math", [], None, "torch-default"),
+        ("", [], None, "torch-default"),
+        ("some.library.attention", [], None, "torch-default"),
+        ("torch-math", [], "torch-flash", "torch-flash"),
+        # It asked for math; and for flash, which PyTorch chooses anyway.
+        ("torch-math", ["torch-flash", "torch-efficient", "torch-cudnn"], None, "torch-math"),
+        ("torch-flash", ["torch-math", "torch-efficient", "torch-cudnn"], None, "torch-default"),
+        ("torch-math", ["torch-flash"], "torch-flash", "torch-flash"),
+        # It asked for what this CPU does not have.
+        ("torch-cudnn", ["torch-math", "torch-flash"], None, "torch-default"),
     ],
 )
 def test_baseline(
@@ -519,17 +526,48 @@ def test_baseline(
     kernels: Register,
     quick: Settings,
     backend: str,
+    disabled: list[str],
     chosen: str | None,
     expected: str,
 ) -> None:
-    call = make_call(origin={"backend": backend})
+    call = make_call(origin={"backend": backend, "disabled_backends": disabled})
     rows = rows_of(call, workload, replace(quick, baseline=chosen), kernels("mine", sdpa))
     assert list(rows) == ["mine", expected]
+    assert rows["mine"].call.backend == backend
     speedup = rows["mine"].speedup
     assert speedup is not None
     assert speedup.vs == expected
     assert speedup.reason == "too-few-rounds"
     assert rows[expected].speedup is None
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "is_flagged"),
+    [
+        ("torch-math", "cpu", True),
+        ("torch-flash", "cpu", False),
+        ("torch-cudnn", "cuda (NVIDIA H200)", False),  # another kind of device
+        ("", "cpu", False),
+        ("some.library.attention", "cpu", False),
+    ],
+)
+def test_another_choice_of_pytorch_s_than_when_recorded_is_flagged(
+    make_call: MakeCall,
+    workload: MakeWorkload,
+    quick: Settings,
+    backend: str,
+    device: str,
+    is_flagged: bool,
+) -> None:
+    call = make_call(origin={"backend": backend, "device": device})
+    chosen = (catalogue()[name] for name in ("torch-default", "torch-math"))
+    rows = rows_of(call, workload, quick, *chosen)
+    flag = f"PyTorch chooses torch-flash here, and chose {backend} when the call was recorded"
+    found = {
+        name: [each for each in row.flags if each.startswith("PyTorch chooses")]
+        for name, row in rows.items()
+    }
+    assert found == {"torch-default": [flag] * is_flagged, "torch-math": []}
 
 
 @pytest.mark.parametrize(("seconds", "rounds"), [(1e-9, 6), (1e9, 8)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -101,6 +102,38 @@ def test_math_refuses_what_would_not_fit(
         "replay.kernels.adapters.torch_sdpa.available_bytes", lambda device: 17_000_000
     )
     assert catalogue()["torch-math"].unsupported(call) is None
+
+
+@pytest.mark.parametrize("name", ["torch-math", "torch-flash"])
+def test_a_restriction_ends_with_the_call(make_call: MakeCall, name: str) -> None:
+    backends = torch.backends.cuda
+    math, flash = backends.math_sdp_enabled, backends.flash_sdp_enabled
+    backends.enable_math_sdp(False)
+    try:
+        catalogue()[name].attention(**make_call().arguments())
+        assert (math(), flash()) == (False, True)
+        with pytest.raises(TypeError):
+            catalogue()[name].attention(None, None, None)
+        assert (math(), flash()) == (False, True)
+    finally:
+        backends.enable_math_sdp(True)
+
+
+def test_a_restriction_costs_little_beside_a_short_call(make_call: MakeCall) -> None:
+    """`sdpa_kernel` around each call makes some sixty calls of Python and takes longer than one."""
+    arguments, events = make_call().arguments(), 0
+
+    def count(frame: object, event: str, called: object) -> None:
+        nonlocal events
+        events += event in ("call", "c_call")
+
+    attention = catalogue()["torch-flash"].attention
+    sys.setprofile(count)
+    try:
+        attention(**arguments)
+    finally:
+        sys.setprofile(None)
+    assert events < 40
 
 
 @pytest.mark.slow
