@@ -19,8 +19,10 @@ from torch._subclasses import FakeTensor
 
 from capture.backends import chosen_backend, disabled_backends
 from capture.call import AttentionCall, Origin
+from capture.call_file import PackedCall
+from capture.capture_record import CaptureRecord
 from capture.census import Census, Signature
-from capture.dataset import CaptureRecord, Dataset, PackedCall
+from capture.dataset import Dataset
 from capture.errors import CaptureError
 from capture.interceptor import TORCH_SDPA, Arguments, intercept
 from capture.modules import ModuleTracker, Site, roots_of

@@ -8,7 +8,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from capture.dataset import CaptureRecord, Dataset, FileEntry
+from capture.call_file import FileEntry
+from capture.capture_record import CaptureRecord
+from capture.dataset import Dataset
 from capture.header import Header
 from capture.strides import Layout
 from capture.verify import Finding

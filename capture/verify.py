@@ -10,7 +10,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from capture.call import AttentionCall
-from capture.dataset import Dataset, FileEntry
+from capture.call_file import FileEntry
+from capture.dataset import Dataset
 from capture.errors import DatasetError
 from capture.interceptor import TORCH_SDPA
 

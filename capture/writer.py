@@ -8,7 +8,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from capture.dataset import CaptureRecord, Dataset, PackedCall
+from capture.call_file import PackedCall
+from capture.capture_record import CaptureRecord
+from capture.dataset import Dataset
 from capture.errors import CaptureError
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from capture.dataset import FileEntry
+from capture.call_file import FileEntry
 from capture.errors import DatasetError
 from capture.shape import Shape
 from replay.bench.settings import Settings

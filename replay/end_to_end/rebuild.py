@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from attention_replay import Error
-from capture.dataset import CaptureRecord
+from capture.capture_record import CaptureRecord
 from capture.models_package import import_models
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from capture.dataset import FileEntry
+from capture.call_file import FileEntry
 from replay.workloads.random_calls import Spec, dtype, twin, workload
 from replay.workloads.recorded import Workload, pickled_call, recorded_call
 

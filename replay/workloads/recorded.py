@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from capture.call import AttentionCall, Origin
-from capture.dataset import Dataset, FileEntry
+from capture.call_file import FileEntry
+from capture.dataset import Dataset
 from capture.errors import DatasetError
 
 

@@ -20,7 +20,9 @@ from torch import Tensor
 
 from capture import load
 from capture.call import AttentionCall, Origin
-from capture.dataset import FORMAT, MANIFEST, CaptureRecord, Dataset, FileEntry, PackedCall
+from capture.call_file import FORMAT, FileEntry, PackedCall
+from capture.capture_record import CaptureRecord
+from capture.dataset import MANIFEST, Dataset
 from capture.errors import DatasetError
 from capture.verify import verify
 from tests.factories import bits

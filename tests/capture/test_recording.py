@@ -708,7 +708,7 @@ def test_a_full_disk_ends_the_recording_with_a_sentence(
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("capture.dataset.write_safetensors", full)
+    monkeypatch.setattr("capture.call_file.write_safetensors", full)
     model = make_layers(8)
     with (
         pytest.raises(CaptureError, match=r"could not write to .*No space left on device"),

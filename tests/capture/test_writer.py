@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
-import capture.dataset
+import capture.call_file
 from capture import load
 from capture.call import AttentionCall
-from capture.dataset import CaptureRecord, Dataset, PackedCall
+from capture.call_file import PackedCall
+from capture.capture_record import CaptureRecord
+from capture.dataset import Dataset
 from capture.errors import CaptureError
 from capture.writer import Writer, slug
 
@@ -99,7 +101,7 @@ def full_disk(*args: Any, **kwargs: Any) -> None:
 
 def wrapped_full_disk(*args: Any, **kwargs: Any) -> None:
     # What safetensors makes of it.
-    raise capture.dataset.SafetensorError("I/O error: No space left on device (os error 28)")
+    raise capture.call_file.SafetensorError("I/O error: No space left on device (os error 28)")
 
 
 def load_if_any(directory: Path) -> int:
@@ -118,7 +120,7 @@ def test_a_full_disk_is_told_with_the_next_call(
     to.put(PackedCall.of(make_call(call_index=0)), (), CENSUS)
     while not to._queue.empty() or not load_if_any(tmp_path):
         time.sleep(0.001)
-    monkeypatch.setattr(capture.dataset, "write_safetensors", failure)
+    monkeypatch.setattr(capture.call_file, "write_safetensors", failure)
 
     def go_on() -> None:
         for index in range(1, 10):

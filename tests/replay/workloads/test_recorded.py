@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from capture.call import AttentionCall
-from capture.dataset import PackedCall
+from capture.call_file import PackedCall
 from capture.errors import DatasetError
 from replay.workloads.recorded import from_directory
 
