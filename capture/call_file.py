@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -49,14 +49,19 @@ class PackedCall:
         )
 
     def write(self, path: Path) -> FileEntry:
-        """Write the file atomically and return its manifest entry."""
-        header = json.dumps(asdict(self.header))
-        temporary = path.with_name(f".{path.name}.tmp")
-        metadata = {_HEADER_KEY: header, "format": FORMAT}
-        checksum = write_safetensors(temporary, self.values, metadata)
-        nbytes = temporary.stat().st_size
-        os.replace(temporary, path)
-        return FileEntry(path, self.header, nbytes, checksum)
+        """Write the file and return its manifest entry.
+
+        Raises:
+            OSError, ValueError: it cannot be written; what there is of it has been deleted.
+        """
+        metadata = {_HEADER_KEY: json.dumps(asdict(self.header)), "format": FORMAT}
+        try:
+            checksum = write_safetensors(path, self.values, metadata)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+            raise
+        return FileEntry(path, self.header, path.stat().st_size, checksum)
 
 
 @dataclass(frozen=True)

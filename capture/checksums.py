@@ -10,9 +10,8 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 CHUNK = 4 << 20
@@ -22,54 +21,20 @@ CHUNKED, WHOLE = "sha256-4MiB", "sha256"
 _THREADS = 8
 
 
-class Checksum:
-    """The checksum of a file whose content arrives in pieces; a context manager.
-
-    Threads hash while the caller goes on, so a piece must stay alive and unchanged until `result`.
-
-    Example:
-        >>> with Checksum() as checksum:
-        ...     for piece in pieces:
-        ...         checksum.update(piece)
-        ...         file.write(piece)
-        ...     print(checksum.result())
-    """
-
-    def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
-        self._digests: list[Future[bytes]] = []
-        self._pending: list[memoryview] = []
-        self._pending_bytes = 0
-
-    def __enter__(self) -> Checksum:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-
-    def update(self, piece: Any) -> None:
-        """Append a piece: bytes, or anything else with a one-dimensional buffer of bytes."""
-        view = memoryview(piece)
+def chunked(pieces: Iterable[Any]) -> list[list[memoryview]]:
+    """Cut a file's content, given in pieces with a buffer of bytes, into chunks."""
+    chunks: list[list[memoryview]] = []
+    room = 0
+    for piece in pieces:
+        view = memoryview(piece).cast("B")
         while view.nbytes:
-            taken = view[: CHUNK - self._pending_bytes]
-            view = view[taken.nbytes :]
-            self._pending.append(taken)
-            self._pending_bytes += taken.nbytes
-            if self._pending_bytes == CHUNK:
-                self._pool = self._pool or ThreadPoolExecutor(threads())
-                self._digests.append(self._pool.submit(digest, self._pending))
-                self._pending, self._pending_bytes = [], 0
-
-    def result(self) -> str:
-        """Return the checksum of all pieces; `update` must not follow."""
-        last = [digest(self._pending)] if self._pending else []
-        return combined([*(each.result() for each in self._digests), *last])
+            if not room:
+                chunks.append([])
+                room = CHUNK
+            taken = view[:room]
+            chunks[-1].append(taken)
+            view, room = view[taken.nbytes :], room - taken.nbytes
+    return chunks
 
 
 def checksum(path: Path) -> str:

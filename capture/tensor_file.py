@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from capture.checksums import Checksum
+from capture import checksums
 
 _DTYPES = {
     torch.float64: "F64",
@@ -37,15 +39,37 @@ _DTYPES = {
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> str:
     """Write contiguous CPU tensors to `path` and return the file's checksum (`capture.checksums`).
 
+    The first chunk, with the header, is written last: a file that is not complete has no header.
+
     Raises:
         OSError: the file cannot be written.
         ValueError: the format does not support the dtype, or a tensor is not contiguous.
     """
-    with path.open("wb") as file, Checksum() as checksum:
-        for part in _parts(tensors, metadata):
-            checksum.update(part)
-            file.write(part)
-        return checksum.result()
+    chunks = checksums.chunked(_parts(tensors, metadata))
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o666)
+    try:
+
+        def store(index: int) -> bytes:
+            _write_at(descriptor, index * checksums.CHUNK, chunks[index])
+            return checksums.digest(chunks[index])
+
+        later = range(1, len(chunks))
+        if later:
+            with ThreadPoolExecutor(checksums.threads()) as pool:
+                digests = list(pool.map(store, later))
+        else:
+            digests = []
+        return checksums.combined([store(0), *digests])
+    finally:
+        os.close(descriptor)
+
+
+def _write_at(descriptor: int, offset: int, pieces: list[memoryview]) -> None:
+    for piece in pieces:
+        while piece.nbytes:
+            written = os.pwrite(descriptor, piece, offset)
+            piece, offset = piece[written:], offset + written
 
 
 def _parts(

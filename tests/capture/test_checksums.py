@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from capture import checksums
-from capture.checksums import CHUNK, Checksum, checksum, matches
+from capture.checksums import CHUNK, checksum, chunked, combined, digest, matches
 
 SIZES = [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 3 * CHUNK + 5]
 
@@ -33,10 +31,10 @@ def test_a_file_and_its_pieces_have_the_checksum_of_the_definition(
     path.write_bytes(content)
     assert checksum(path) == by_hand(content)
     for length in (CHUNK, CHUNK // 2 + 1, 2 * CHUNK + 7):
-        with Checksum() as pieces:
-            for start in range(0, size, length):
-                pieces.update(content[start : start + length])
-            assert pieces.result() == by_hand(content)
+        pieces = [content[start : start + length] for start in range(0, size, length)]
+        chunks = chunked(pieces)
+        assert [sum(map(len, chunk)) for chunk in chunks[:-1]] == [CHUNK] * (len(chunks) - 1)
+        assert combined(map(digest, chunks)) == by_hand(content)
 
 
 @pytest.mark.parametrize("size", [0, 5, 2 * CHUNK + 1])
@@ -54,23 +52,3 @@ def test_a_checksum_of_an_unknown_kind_does_not_match(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"")
     assert not matches(path, "md5:d41d8cd98f00b204e9800998ecf8427e")
-
-
-def test_a_failure_between_pieces_leaves_no_thread_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    monkeypatch.setattr(
-        checksums,
-        "ThreadPoolExecutor",
-        lambda count: made.append(pool := ThreadPoolExecutor(count)) or pool,
-    )
-
-    def write() -> None:
-        with Checksum() as pieces:
-            pieces.update(bytes(2 * CHUNK))
-            raise OSError("no space left on device")
-
-    with pytest.raises(OSError, match="no space"):
-        write()
-    [pool] = made
-    with pytest.raises(RuntimeError, match="shutdown"):
-        pool.submit(print)
