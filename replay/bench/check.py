@@ -157,13 +157,15 @@ class Checker:
         alive()
         try:
             with stderr_apart(self._options):
-                output, milliseconds = first_call(checked.run, self._settings.device)
+                try:
+                    output, milliseconds = first_call(checked.run, self._settings.device)
+                finally:
+                    self._guard.settle(checked.kernel.name)
             # Before the inputs are restored, in case it returns one of them.
             output = output.clone() if isinstance(output, Tensor) else output
         except BaseException as error:
             failure = error
         changed = self._inputs.restore(self._call)
-        self._guard.settle(checked.kernel.name)
         checked = replace(checked, changed_inputs=changed, first_call_ms=milliseconds)
         return checked, output, failure
 

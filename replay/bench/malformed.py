@@ -21,6 +21,10 @@ def malformed(output: object, call: AttentionCall, *, any_dtype: bool = False) -
     if type(output) is not Tensor or output.layout != torch.strided:
         kind = type(output).__name__ if type(output) is not Tensor else str(output.layout)
         return f"returned {kind}, not a plain tensor"
+    if output.is_neg() or output.is_conj():
+        return "returned a lazily negated or conjugated view, not a plain tensor"
+    if output.requires_grad:
+        return "returned a tensor that requires a gradient, not a plain tensor"
     if output.shape != right:
         return f"returned shape {tuple(output.shape)} where {right} is right"
     if output.device != call.device:

@@ -76,7 +76,9 @@ def replay(
     Raises:
         ContextLost: a kernel made the GPU unusable for this process.
     """
-    guard, referees = guard or Guard(), referees or local_referee
+    with torch.no_grad():  # as kernels run, so that a change of that is seen
+        guard = guard or Guard()
+    referees = referees or local_referee
     report = on_progress or (lambda workload, stage: None)
     machine = describe(settings.device)
 

@@ -6,13 +6,17 @@ would change what every other kernel is measured with.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+
+from replay.timing import hooks
 
 
 class Setting(NamedTuple):
@@ -35,6 +39,54 @@ def _set_environment(saved: dict[str, str]) -> None:
     os.environ.update(saved)
 
 
+def _default_device() -> Any:
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return None if context is None else context.device
+
+
+_ENTERED: list[Any] = []
+"""A mode that is forgotten ends."""
+
+
+def _set_inference_mode(on: bool) -> None:
+    grad = torch.is_grad_enabled()
+    _ENTERED.append(torch.inference_mode(on))
+    _ENTERED[-1].__enter__()
+    torch.set_grad_enabled(grad)
+
+
+def _set_grad(on: bool) -> None:
+    torch.set_grad_enabled(on)
+
+
+_TIMERS = [
+    getattr(signal, name)
+    for name in ("ITIMER_REAL", "ITIMER_VIRTUAL", "ITIMER_PROF")
+    if hasattr(signal, name)
+]
+_SIGNALS = [
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGCHLD", "SIGALRM", "SIGVTALRM", "SIGPROF")
+    if hasattr(signal, name)
+]
+
+
+def _timers_run() -> list[bool]:
+    return [signal.getitimer(timer) != (0.0, 0.0) for timer in _TIMERS]
+
+
+def _stop_timers(ran: list[bool]) -> None:
+    for timer, did in zip(_TIMERS, ran, strict=True):
+        if not did:
+            signal.setitimer(timer, 0)
+
+
+def _set_handlers(handlers: list[Any]) -> None:
+    for number, handler in zip(_SIGNALS, handlers, strict=True):
+        if handler is not None:  # None: not set from Python
+            signal.signal(number, handler)
+
+
 _DENORMAL = torch.tensor(1e-40)
 
 SETTINGS: dict[str, Setting] = {
@@ -52,9 +104,18 @@ SETTINGS: dict[str, Setting] = {
     "torch.get_float32_matmul_precision": Setting(
         torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
     ),
-    "torch.backends.cudnn.enabled": _attribute(torch.backends.cudnn, "enabled"),
-    "torch.backends.cudnn.benchmark": _attribute(torch.backends.cudnn, "benchmark"),
-    "torch.backends.cudnn.deterministic": _attribute(torch.backends.cudnn, "deterministic"),
+    **{
+        f"torch.backends.cuda.matmul.{name}": _attribute(torch.backends.cuda.matmul, name)
+        for name in (
+            "allow_bf16_reduced_precision_reduction",
+            "allow_fp16_reduced_precision_reduction",
+        )
+    },
+    **{
+        f"torch.backends.cudnn.{name}": _attribute(torch.backends.cudnn, name)
+        for name in ("enabled", "benchmark", "deterministic", "allow_tf32")
+    },
+    "torch.backends.mkldnn.enabled": _attribute(torch.backends.mkldnn, "enabled"),
     "torch.get_num_threads": Setting(torch.get_num_threads, torch.set_num_threads),
     "torch.get_default_dtype": Setting(torch.get_default_dtype, torch.set_default_dtype),
     "torch.are_deterministic_algorithms_enabled": Setting(
@@ -64,7 +125,18 @@ SETTINGS: dict[str, Setting] = {
         lambda: float(_DENORMAL * 1) == 0.0,
         torch.set_flush_denormal,  # type: ignore[arg-type]
     ),
+    "torch.get_default_device": Setting(_default_device, torch.set_default_device),
+    "torch.is_inference_mode_enabled": Setting(
+        torch.is_inference_mode_enabled, _set_inference_mode
+    ),
+    "torch.is_grad_enabled": Setting(torch.is_grad_enabled, _set_grad),
     "gc.isenabled": Setting(gc.isenabled, _collect),
+    "gc.get_threshold": Setting(gc.get_threshold, lambda was: gc.set_threshold(*was)),
+    "sys.getrecursionlimit": Setting(sys.getrecursionlimit, sys.setrecursionlimit),
+    "signal.getitimer": Setting(_timers_run, _stop_timers),
+    "signal.getsignal": Setting(
+        lambda: [signal.getsignal(number) for number in _SIGNALS], _set_handlers
+    ),
     "os.environ": Setting(lambda: dict(os.environ), _set_environment),
     "os.getcwd": Setting(os.getcwd, os.chdir),
 }
@@ -73,8 +145,15 @@ SETTINGS: dict[str, Setting] = {
 HOOKS: dict[str, Setting] = {
     "sys.getprofile": Setting(sys.getprofile, sys.setprofile),
     "sys.gettrace": Setting(sys.gettrace, sys.settrace),
+    "the stack of torch function modes": Setting(hooks.function_modes, hooks.set_function_modes),
+    "the stack of torch dispatch modes": Setting(hooks.dispatch_modes, hooks.set_dispatch_modes),
 }
 """What lets code of a kernel run after it returned, when its time is no longer taken."""
+
+
+REFUSALS = (RuntimeError, OSError, ValueError)
+"""Of settings that contradict one another, of a directory that was removed, of signals in threads
+other than the first."""
 
 
 class State:
@@ -88,7 +167,18 @@ class State:
         """Put back what changed; its names."""
         changed = []
         for name, setting in self._settings.items():
-            if setting.read() != self._was[name]:
+            if self._holds(name, setting):
+                continue
+            changed.append(name)
+            with contextlib.suppress(*REFUSALS):
                 setting.write(self._was[name])
-                changed.append(name)
+            if not self._holds(name, setting):  # for good: what comes next did not do it
+                with contextlib.suppress(*REFUSALS):
+                    self._was[name] = setting.read()
         return changed
+
+    def _holds(self, name: str, setting: Setting) -> bool:
+        try:
+            return bool(setting.read() == self._was[name])
+        except REFUSALS:
+            return False

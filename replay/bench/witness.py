@@ -19,8 +19,9 @@ from replay.bench.variation import Flip, Variation
 JUDGED_SAMPLES = 4
 """Of each kernel, drawn after all of them were taken."""
 COMPARED = 8
-"""One sample in so many has its inputs compared in full afterwards. Changes that PyTorch makes show
-in the version of a tensor each time; those of other libraries do not."""
+"""One sample in so many has its inputs compared in full, after its first call and at its end.
+Changes that PyTorch makes show in the version of a tensor after each call; those of other libraries
+do not."""
 
 
 class Part(NamedTuple):
@@ -46,7 +47,11 @@ class Witness:
             self._variations.setdefault(id(each.call), Variation(each.call, seed))
         self._number = 0
         self._flip: Flip | None = None
-        self._versions: list[int] = []
+        self._calls = 0
+        """Of the sample under way."""
+        self._look_closer = False
+        self._versions: dict[int, list[int]] = {}
+        """Of each call's tensors, when they were last looked at."""
         self._samples: dict[str, list[Sample]] = {}
         self.faults: dict[str, str] = {}
         """What a timed call returned that is no output at all, by kernel."""
@@ -56,6 +61,10 @@ class Witness:
     def before(self, part: Part) -> None:
         checked = self._checked[part.kernel]
         variation = self._variations[id(checked.call)]
+        if self._calls == 0:
+            self._look_closer = self._draw.randrange(COMPARED) == 0
+        self._compare_inputs(checked, in_full=self._look_closer and self._calls == 1)
+        self._calls += 1
         if checked.changed_inputs:
             self._inputs.restore(checked.call)
             variation.forget()
@@ -64,22 +73,25 @@ class Witness:
         else:
             values_only = checked.kernel.chosen is not None
             self._number, self._flip = variation.next(values_only=values_only)
-        self._versions = _versions(checked.call)
+        self._versions[id(checked.call)] = _versions(checked.call)
 
-    def after(self, part: Part, result: object) -> None:
-        checked, name = self._checked[part.kernel], part.kernel
-        look_closer = self._draw.randrange(COMPARED) == 0
-        self._guard.settle(name, thoroughly=look_closer)
-        if not part.is_core and name not in self.faults:
-            self._keep(checked, result)
-        if checked.changed_inputs:
+    def keep(self, part: Part, result: object) -> None:
+        call, name = self._checked[part.kernel].call, part.kernel
+        if part.is_core or name in self.faults:
             return
-        suspicious = _versions(checked.call) != self._versions
-        if suspicious or look_closer:
-            variation = self._variations[id(checked.call)]
-            variation.undo()
-            if changed := self._inputs.restore(checked.call):
-                self.changed.setdefault(name, set()).update(changed)
+        if wrong := malformed(result, call):
+            self.faults[name] = f"{wrong} when it was timed"
+            return
+        assert isinstance(result, Tensor)
+        flip = self._flip
+        assert flip is not None
+        sample = Sample(self._number, flip.changed.of(result), flip.others.of(result))
+        self._samples.setdefault(name, []).append(sample)
+
+    def after(self, part: Part) -> None:
+        self._guard.settle(part.kernel, thoroughly=self._look_closer)
+        self._compare_inputs(self._checked[part.kernel], in_full=self._look_closer)
+        self._calls = 0
 
     def close(self) -> None:
         """Make the inputs what they were before any kernel was timed."""
@@ -91,16 +103,16 @@ class Witness:
         samples = self._samples.get(kernel, [])
         return self._draw.sample(samples, min(JUDGED_SAMPLES, len(samples)))
 
-    def _keep(self, checked: Checked, result: object) -> None:
-        call = checked.call
-        if wrong := malformed(result, call):
-            self.faults[checked.kernel.name] = f"{wrong} when it was timed"
+    def _compare_inputs(self, checked: Checked, *, in_full: bool) -> None:
+        """Restore the inputs that others share, where it seems that a kernel changed them."""
+        key = id(checked.call)
+        if checked.changed_inputs or key not in self._versions:
             return
-        assert isinstance(result, Tensor)
-        flip = self._flip
-        assert flip is not None
-        sample = Sample(self._number, flip.changed.of(result), flip.others.of(result))
-        self._samples.setdefault(checked.kernel.name, []).append(sample)
+        if in_full or _versions(checked.call) != self._versions[key]:
+            self._variations[key].undo()
+            if changed := self._inputs.restore(checked.call):
+                self.changed.setdefault(checked.kernel.name, set()).update(changed)
+            self._versions[key] = _versions(checked.call)
 
 
 def _versions(call: AttentionCall) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from array import array
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,8 +44,11 @@ class Witness(Protocol[C]):
     def before(self, key: C) -> None:
         """Called right before each timed call."""
 
-    def after(self, key: C, result: object) -> None:
-        """Given what the last timed call of a sample returned."""
+    def keep(self, key: C, result: object) -> None:
+        """Given what one timed call of each sample returned, drawn at random."""
+
+    def after(self, key: C) -> None:
+        """Called after each sample."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,8 @@ def measure(
     `on_sample` is told who is next before every warm-up and sample, and with `synchronous` each
     sample ends before the next begins, so that the last one named is the one that did it. So many
     untimed `calls_before` each sample are of the same candidate. A `witness` is called, untimed,
-    right before each timed call, and is given what the last one of a sample returned.
+    right before each timed call, and is given what one of each sample returned. A candidate that
+    changes times that were taken is dropped, and they are put back.
 
     Raises:
         ValueError: `cache="cold"` on the CPU, a device that is neither CPU nor CUDA, no rounds.
@@ -107,6 +112,7 @@ def measure(
     if witness is not None:
         for key, candidate in entered.items():
             candidate.before = partial(witness.before, key)
+            candidate.keep = partial(witness.keep, key)
             candidate.after = partial(witness.after, key)
     report = on_progress or (lambda stage, done, total: None)
     announce = on_sample or (lambda key: None)
@@ -146,6 +152,8 @@ def warm_up(candidate: Candidate, timer: Timer, rounds: int, max_seconds: float)
             raise
         candidate.drop(error)
         return
+    finally:
+        candidate.after()
     affordable = int(max_seconds * 1000 / cost_ms)
     candidate.rounds = min(rounds, max(affordable, MINIMUM_ROUNDS))
     candidate.is_over_time = affordable < candidate.rounds
@@ -176,6 +184,33 @@ class Enough:
         return is_enough
 
 
+class TakenTimes:
+    """The times of candidates as they were taken.
+
+    Kernels run in the process that keeps them, and could change their own and those of others.
+    """
+
+    def __init__(self, candidates: Iterable[Candidate]) -> None:
+        self._taken = {each: [array("d").tobytes() for _ in each.times()] for each in candidates}
+
+    def note(self) -> None:
+        """Those that are there now are right."""
+        for candidate, taken in self._taken.items():
+            taken[:] = (array("d", times).tobytes() for times in candidate.times())
+
+    def restore(self, sampled: Candidate) -> bool:
+        """Put back what differs, but for one new time of whom was sampled; whether anything did."""
+        differed = False
+        for candidate, taken in self._taken.items():
+            for times, before in zip(candidate.times(), taken, strict=True):
+                old = array("d", before)
+                new = times[len(old) :][: int(candidate is sampled)]
+                if array("d", times).tobytes() != before + array("d", new).tobytes():
+                    times[:] = old
+                    differed = True
+        return differed
+
+
 def run_rounds(
     candidates: Mapping[K, Candidate],
     timer: Timer,
@@ -192,7 +227,7 @@ def run_rounds(
     sooner, too.
     """
     gpu_during = None
-    shuffle = random.Random(seed).shuffle
+    shuffle, taken = random.Random(seed).shuffle, TakenTimes(candidates.values())
     total = max((candidate.rounds for candidate in candidates.values()), default=0)
     for done in range(total):
         order = [
@@ -207,14 +242,19 @@ def run_rounds(
                 timer.sample(candidate)
                 if synchronous:
                     timer.collect()
+                if taken.restore(candidate):
+                    raise RuntimeError("changes times that were taken before")
             except BaseException as error:
                 if timer.is_lost() or isinstance(error, KeyboardInterrupt):
                     raise
                 candidate.drop(error)
+                candidate.after()
+            taken.note()
         is_look = enough is not None and done + 1 >= enough.next_look
         if is_look or done == total - 1:
             gpu_during = timer.state()
         timer.collect()
+        taken.note()
         report("round", done + 1, total)
         if enough is not None and enough.after(
             done + 1, [each.ms for _, each in order if each.error is None]

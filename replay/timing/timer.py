@@ -17,6 +17,7 @@ limit, whose clock needs some 40 ms to settle at what a kernel draws (`docs/note
 
 from __future__ import annotations
 
+import secrets
 import time
 import traceback
 from collections.abc import Callable
@@ -27,6 +28,7 @@ import torch
 
 from replay.rows.row import GpuState
 from replay.timing.gpu_state import gpu_is_lost, read_gpu_state
+from replay.timing.hooks import Watch, python_hooks
 from replay.timing.host_load import RestOfLayer
 
 Function = Callable[[], object]
@@ -51,6 +53,8 @@ UNNOTICED_SHARE = 0.1
 """What may be left without being noticed: asking takes as long, and varies as much."""
 
 MINIMUM_CPU_SAMPLE_MS = 1.0
+LONGEST_CPU_SAMPLE_MS = 20.0
+"""After which it ends: calls were much faster while they warmed up."""
 MAXIMUM_CPU_CALLS = 1000
 
 
@@ -61,8 +65,10 @@ class Candidate:
     function: Function
     before: Function = lambda: None
     """Called, untimed, right before each timed call."""
-    after: Callable[[object], None] = lambda result: None
-    """Given what the last timed call of each sample returned."""
+    keep: Callable[[object], None] = lambda result: None
+    """Given what one timed call of each sample returned, drawn at random, right after that call."""
+    after: Function = lambda: None
+    """Called, untimed, after each sample."""
     rounds: int = 0
     is_over_time: bool = False
     warm_up_ms: list[float] = field(default_factory=list)
@@ -70,6 +76,10 @@ class Candidate:
     host_ms: list[float] = field(default_factory=list)
     layer_host_ms: list[float] = field(default_factory=list)
     error: BaseException | None = None
+
+    def times(self) -> tuple[list[float], list[float], list[float]]:
+        """By round: milliseconds of the call, of the host, and of the host with a layer's rest."""
+        return self.ms, self.host_ms, self.layer_host_ms
 
     def drop(self, error: BaseException) -> None:
         # The frames of the traceback hold the candidate's tensors, on a GPU gigabytes of them.
@@ -165,13 +175,17 @@ class CudaTimer:
             torch.cuda._sleep(self.wait_cycles[candidate])
             if self.cache == "cold":
                 self.flush.zero_()
+            watch = Watch()
             start.record()
             began = time.perf_counter()
             result = candidate.function()
+            hooks = python_hooks()
             host_ms = (time.perf_counter() - began) * 1000
             end.record()
+            watch.compare(hooks)
             layer_host_ms = host_ms + _wall_ms(self.rest_of_layer)
-            candidate.after(result)
+            candidate.keep(result)
+            candidate.after()
         self.pending.append(_Enqueued(candidate, host_ms, layer_host_ms, start, end))
 
     def collect(self) -> None:
@@ -209,13 +223,22 @@ class CpuTimer:
         number, seconds = self.calls[candidate], 0.0
         for _ in range(self.calls_before):
             candidate.function()
-        for _ in range(number):
+        drawn = secrets.randbelow(number)
+        for call in range(number):
             candidate.before()
+            watch = Watch()
             began = time.perf_counter()
             result = candidate.function()
+            hooks = python_hooks()
             seconds += time.perf_counter() - began
-        candidate.after(result)
-        candidate.ms.append(seconds / number * 1000)
+            watch.compare(hooks)
+            is_late = seconds * 1000 > LONGEST_CPU_SAMPLE_MS
+            if call == drawn or (is_late and call < drawn):
+                candidate.keep(result)
+            if is_late:
+                break
+        candidate.after()
+        candidate.ms.append(seconds / (call + 1) * 1000)
 
     def collect(self) -> None:
         """Nothing is left under way on the CPU."""

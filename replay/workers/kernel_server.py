@@ -31,11 +31,12 @@ def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
     Raises:
         ContextLost: a kernel left this process unusable.
     """
-    guard = _guard()
-    if request["do"] == "probe":
-        _probe(request, say, guard)
-    else:
-        _replay(request, say, hear, guard)
+    with torch.no_grad():  # as kernels run, so that a change of that is seen
+        guard = _guard()
+        if request["do"] == "probe":
+            _probe(request, say, guard)
+        else:
+            _replay(request, say, hear, guard)
 
 
 @functools.cache

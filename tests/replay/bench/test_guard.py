@@ -2,20 +2,55 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import re
+import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from replay.bench.guard import Guard
 
 
 def slower() -> float:
     return 0.0
+
+
+ENTERED = [torch.inference_mode()]
+
+
+def _contradictory_precisions() -> None:
+    """After which PyTorch does not tell the precision."""
+    torch.set_float32_matmul_precision("medium")
+    torch.backends.cuda.matmul.allow_tf32 = True
+
+
+def _set_grad_enabled() -> None:
+    torch.set_grad_enabled(True)
+
+
+class Twice(TorchFunctionMode):
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        function(*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+
+class TwiceDispatched(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        function(*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
 
 
 CHANGES: dict[str, Callable[[], Any]] = {
@@ -25,12 +60,20 @@ CHANGES: dict[str, Callable[[], Any]] = {
     "torch.get_default_dtype": lambda: torch.set_default_dtype(torch.float64),
     "torch.get_num_threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
     "torch.set_flush_denormal": lambda: torch.set_flush_denormal(True),
+    "torch.get_float32_matmul_precision": _contradictory_precisions,
+    "torch.get_default_device": lambda: torch.set_default_device("meta"),
+    "torch.is_grad_enabled": _set_grad_enabled,
+    "torch.is_inference_mode_enabled": lambda: ENTERED[0].__enter__(),
+    "gc.get_threshold": lambda: gc.set_threshold(1, 1, 1),
+    "signal.getsignal": lambda: signal.signal(signal.SIGALRM, signal.SIG_IGN),
+    "signal.getitimer": lambda: signal.setitimer(signal.ITIMER_PROF, 1000),
     "os.environ": lambda: os.environ.update(ATTENTION_REPLAY_TEST="1"),
     "os.getcwd": lambda: os.chdir("/"),
 }
 
 
 @pytest.mark.parametrize("name", CHANGES)
+@torch.no_grad()
 def test_a_setting_is_put_back_and_flagged(name: str) -> None:
     if name == "torch.set_flush_denormal" and not torch.set_flush_denormal(False):
         pytest.skip("this processor cannot flush denormals")
@@ -74,3 +117,28 @@ def test_a_hook_that_runs_after_the_kernel_is_found_at_once() -> None:
     guard.settle("mine", thoroughly=False)
     assert guard.replaced("mine").startswith("replaces sys.getprofile, which")
     assert sys.getprofile() is before
+
+
+@pytest.mark.parametrize("mode", [Twice(), TwiceDispatched()])
+def test_a_mode_that_is_left_is_ended_and_costs_the_row(mode: Any) -> None:
+    guard = Guard()
+    mode.__enter__()
+    guard.settle("mine", thoroughly=False)
+    assert re.match("replaces the stack of torch .* modes, which", guard.replaced("mine"))
+    guard.settle("other")
+    assert guard.replaced("other") == ""
+
+
+def test_what_cannot_be_put_back_is_held_against_one_kernel_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    guard = Guard()
+    os.chdir(tmp_path)
+    gone.rmdir()
+    guard.settle("mine")
+    guard.settle("other")
+    assert guard.flags("mine") == ("changes os.getcwd",)
+    assert guard.flags("other") == ()

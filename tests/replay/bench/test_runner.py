@@ -87,6 +87,16 @@ OUTCOMES: dict[str, tuple[Callable[..., Any], str, str]] = {
         "out-of-memory",
         "can't allocate memory",
     ),
+    "requires-grad": (
+        lambda **a: sdpa(**a).requires_grad_(),
+        "error",
+        "requires a gradient, not a plain tensor",
+    ),
+    "negated-view": (
+        lambda **a: torch._neg_view(-sdpa(**a)),
+        "error",
+        "lazily negated or conjugated view",
+    ),
     "one-nan": (
         lambda **a: sdpa(**a).index_fill(2, torch.tensor([3]), float("nan")),
         "inaccurate",
@@ -274,6 +284,23 @@ def test_changed_inputs_are_flagged_restored_and_nobody_elses(
     assert len(seen) > 10
     assert all(seen)
     assert all(torch.equal(getattr(call, name), before[name]) for name in before)
+
+
+def test_inputs_that_every_other_call_puts_back_are_seen_to_change(
+    make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
+) -> None:
+    """A sample of short calls ends with what it began with."""
+    calls = 0
+
+    def toggling(**arguments: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls > 30:
+            arguments["key"].view(torch.int32)[0, 0, 0, 0] ^= 1
+        return sdpa(**arguments)
+
+    row = rows_of(make_call(), workload, quick, kernels("toggling", toggling))["toggling"]
+    assert row.changed_inputs == ("key",)
 
 
 @pytest.mark.parametrize(

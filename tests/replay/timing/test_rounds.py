@@ -305,3 +305,29 @@ def test_a_device_that_is_lost_ends_the_measurement_at_its_culprit() -> None:
     assert named[-1] == "culprit"
     with pytest.raises(RuntimeError, match="illegal memory access"):
         warm_up(culprit, timer, rounds=2, max_seconds=1.0)
+
+
+@pytest.mark.parametrize("change", [lambda ms: ms.__setitem__(0, 1.0), lambda ms: ms.append(1.0)])
+def test_times_that_were_taken_cannot_be_changed(change: Callable[[list[float]], object]) -> None:
+    """By a kernel that finds them in the memory of its process."""
+    others = Candidate(constant(10.0), rounds=8)
+    calls = itertools.count()
+
+    def changing() -> float:
+        if next(calls) == 4:
+            change(others.ms)
+        return 5.0
+
+    cheat = Candidate(changing, rounds=8)
+    run_rounds({"others": others, "cheat": cheat}, FakeTimer(), 0, silent)
+    assert others.error is None
+    assert others.ms == [10.0] * 8
+    assert "changes times that were taken before" in str(cheat.error)
+
+
+def test_what_a_failing_candidate_left_is_seen_to_before_the_next() -> None:
+    seen: list[str] = []
+    fails = Candidate(raising_at(2), after=lambda: seen.append("after"), rounds=8)
+    run_rounds({"fails": fails}, FakeTimer(), 0, silent)
+    assert fails.error is not None
+    assert seen == ["after"]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from replay.timing import timer
+from replay.timing.hooks import LeftBehind
 from replay.timing.timer import Candidate, CpuTimer, CudaTimer
 
 CPU = torch.device("cpu")
@@ -37,6 +40,73 @@ def test_calls_before_a_sample_are_not_timed_but_cost() -> None:
     assert timer.calibrate(candidate) == pytest.approx(4 * 2.0)
     timer.sample(candidate)
     assert len(calls) == 4
+
+
+def test_a_cpu_sample_ends_where_calls_became_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(1000))  # each call takes a second
+    monkeypatch.setattr(timer.time, "perf_counter", lambda: next(clock))
+    kept: list[object] = []
+    candidate = Candidate(lambda: "result", keep=kept.append, warm_up_ms=[0.01])
+    cpu = CpuTimer(calls_before=0)
+    cpu.calibrate(candidate)
+    cpu.sample(candidate)
+    assert candidate.ms == [1000]
+    assert kept == ["result"]
+
+
+def test_one_call_of_a_sample_is_kept_any_of_them() -> None:
+    calls = iter(range(2000))
+    kept: list[object] = []
+    candidate = Candidate(lambda: next(calls), keep=kept.append, warm_up_ms=[0.1])
+    cpu = CpuTimer(calls_before=0)
+    cpu.calibrate(candidate)
+    for _ in range(100):
+        cpu.sample(candidate)
+    assert len(kept) == 100
+    places = {int(str(each)) - 11 * sample for sample, each in enumerate(kept)}
+    assert len(places) > 5  # of 11, and never always the last
+
+
+def test_what_a_hook_does_when_the_call_returned_is_in_its_time_and_found() -> None:
+    """It begins with the next thing that anybody calls, but for the clock."""
+    worked: list[float] = []
+
+    def hook(frame: object, event: str, function: object) -> None:
+        if event != "c_call" or getattr(function, "__name__", "") == "perf_counter":
+            return
+        sys.setprofile(None)
+        worked.append(time.perf_counter())
+
+    read: list[float] = []
+    real = time.perf_counter
+
+    def clock() -> float:
+        read.append(real())
+        return read[-1]
+
+    candidate = Candidate(lambda: sys.setprofile(hook), warm_up_ms=[2.0])
+    cpu = CpuTimer(calls_before=0)
+    cpu.calibrate(candidate)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(timer.time, "perf_counter", clock)
+            cpu.sample(candidate)
+    finally:
+        sys.setprofile(None)
+    began, ended = read[0], read[-1]
+    assert began < worked[0] < ended
+
+
+def test_a_hook_that_stays_is_found() -> None:
+    before = sys.getprofile()
+    candidate = Candidate(lambda: sys.setprofile(lambda *_: None), warm_up_ms=[2.0])
+    cpu = CpuTimer(calls_before=0)
+    cpu.calibrate(candidate)
+    try:
+        with pytest.raises(LeftBehind, match="a hook that runs after it returned"):
+            cpu.sample(candidate)
+    finally:
+        sys.setprofile(before)
 
 
 @pytest.fixture
