@@ -6,11 +6,14 @@ As JSON a census is `{"signatures": [...], "rows": [{"module", "phase", "signatu
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from capture.autocast import cast
 from capture.header import dtype_name
 from capture.interceptor import Arguments
 from capture.modules import Site
@@ -58,12 +61,15 @@ class Signature(NamedTuple):
         )
 
 
-@dataclass
-class _Count:
-    calls: int
-    kept: int
+@dataclass(eq=False, slots=True)
+class Count:
+    """Calls of one module, phase and signature."""
+
+    signature: Signature
     first_step: int
     last_step: int
+    calls: int = 0
+    kept: int = 0
 
 
 @dataclass
@@ -71,17 +77,33 @@ class Census:
     """Call counts by module × phase × signature."""
 
     calls: int = 0
-    _counts: dict[tuple[str, str, Signature], _Count] = field(default_factory=dict)
+    _counts: dict[tuple[str, str, Signature], Count] = field(default_factory=dict)
+    _found: dict[tuple[object, ...], Count] = field(default_factory=dict)
+    """The same by what is quickly read from a call."""
 
-    def add(self, site: Site, signature: Signature) -> None:
+    def add(self, site: Site, arguments: Arguments, cast_to: torch.dtype | None = None) -> Count:
+        """Count a call, and return the count of its like.
+
+        Args:
+            cast_to: the dtype that autocast casts the arguments to.
+        """
         self.calls += 1
-        key = (site.module, site.phase, signature)
-        count = self._counts.setdefault(key, _Count(0, 0, site.step, site.step))
+        try:
+            count = self._found[_like(site, arguments, cast_to)]
+        except (KeyError, RuntimeError, TypeError):  # not every tensor has a shape to compare
+            count = self._find(site, arguments, cast_to)
         count.calls += 1
         count.last_step = site.step
+        return count
 
-    def adjust_kept(self, site: Site, signature: Signature, by: int) -> None:
-        self._counts[site.module, site.phase, signature].kept += by
+    def _find(self, site: Site, arguments: Arguments, cast_to: torch.dtype | None) -> Count:
+        signature = Signature.of(cast(arguments, cast_to))
+        key = site.module, site.phase, signature
+        count = self._counts.setdefault(key, Count(signature, site.step, site.step))
+        if not arguments.query.is_nested:  # each of those is unlike any other
+            with contextlib.suppress(RuntimeError, TypeError):
+                self._found[_like(site, arguments, cast_to)] = count
+        return count
 
     def modules(self) -> list[str]:
         """Return the paths of the modules that called attention, in order of their first call."""
@@ -101,11 +123,32 @@ class Census:
                     "module": module,
                     "phase": phase,
                     "signature": signatures[signature],
-                    **vars(count),
+                    "calls": count.calls,
+                    "kept": count.kept,
+                    "first_step": count.first_step,
+                    "last_step": count.last_step,
                 }
                 for (module, phase, signature), count in self._counts.items()
             ],
         }
+
+
+def _like(site: Site, arguments: Arguments, cast_to: torch.dtype | None) -> tuple[object, ...]:
+    """Return what tells calls apart, without a conversion of each size and dtype."""
+    query, key, value, mask, _, is_causal, scale, enable_gqa = arguments
+    return (
+        site.module,
+        site.phase,
+        query.shape,
+        key.shape,
+        value.shape,
+        query.dtype,
+        None if mask is None else (mask.shape, mask.dtype),
+        is_causal,
+        scale,
+        enable_gqa,
+        cast_to,
+    )
 
 
 def _sizes(tensor: Tensor) -> tuple[int, ...]:

@@ -22,6 +22,17 @@ class Site(NamedTuple):
     phase: str = "encode"
 
 
+OUTSIDE = Site()
+"""Outside all watched modules."""
+
+
+class _Running(threading.local):
+    """The modules that the calling thread is in, from the outermost."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[nn.Module, Site]] = []
+
+
 class ModuleTracker:
     """Tracks the forward passes of every module below some roots, per thread.
 
@@ -42,7 +53,7 @@ class ModuleTracker:
                 self._paths.setdefault(module, ".".join(parts) or type(module).__name__)
         self._steps = dict.fromkeys(self._roots, 0)
         self._lock = threading.Lock()
-        self._running = threading.local()
+        self._running = _Running()
 
     @property
     def paths(self) -> list[str]:
@@ -52,8 +63,8 @@ class ModuleTracker:
     @property
     def site(self) -> Site:
         """The current position of the calling thread."""
-        stack = self._stack()
-        return stack[-1][1] if stack else Site()
+        stack = self._running.stack
+        return stack[-1][1] if stack else OUTSIDE
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
@@ -73,12 +84,6 @@ class ModuleTracker:
             for handle in handles:
                 handle.remove()
 
-    def _stack(self) -> list[tuple[nn.Module, Site]]:
-        if not hasattr(self._running, "stack"):
-            self._running.stack = []
-        stack: list[tuple[nn.Module, Site]] = self._running.stack
-        return stack
-
     def _enter(
         self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
@@ -89,10 +94,10 @@ class ModuleTracker:
                 step = self._steps[module]
                 self._steps[module] += 1
             phase = phase_of(module, args, kwargs, step)
-        self._stack().append((module, Site(path, step, phase)))
+        self._running.stack.append((module, Site(path, step, phase)))
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        stack = self._stack()
+        stack = self._running.stack
         if any(entered is module for entered, _ in stack):
             while stack.pop()[0] is not module:
                 pass

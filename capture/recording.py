@@ -17,16 +17,17 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
+from capture.autocast import autocast_dtype, cast
 from capture.backends import chosen_backend, disabled_backends
 from capture.call import AttentionCall, Origin
 from capture.call_file import PackedCall
 from capture.capture_record import CaptureRecord
-from capture.census import Census, Signature
+from capture.census import Census, Count
 from capture.dataset import Dataset
 from capture.errors import CaptureError
 from capture.interceptor import TORCH_SDPA, Arguments, intercept
 from capture.modules import ModuleTracker, Site, roots_of
-from capture.sampling import REJECTED, Decision, Sampler, make_sampler
+from capture.sampling import Place, Sampler, make_sampler
 from capture.writer import Writer, slug
 
 
@@ -94,7 +95,7 @@ def record(
     if not any(_matches(path, modules) for path in tracker.paths):
         raise CaptureError(_no_match(modules, tracker.paths))
     recording = Recording(
-        tracker, make_sampler(sample, max, max_bytes), Writer(dataset, capture), capture
+        tracker, make_sampler(sample, max, max_bytes, seed or 0), Writer(dataset, capture), capture
     )
     recording.seed, recording.keeps_output = seed, output
     complete = False
@@ -189,7 +190,9 @@ class Recording:
         self._tracker = tracker
         self._sampler = sampler
         self._writer = writer
-        self._kept: dict[int, tuple[Site, Signature]] = {}
+        self._kept: dict[int, Count] = {}
+        self._places: dict[Count, Place | None] = {}
+        """None where calls are not to be stored."""
         self._lock = threading.Lock()
         self._closed = False
 
@@ -218,12 +221,18 @@ class Recording:
         """Make the call and store it if the sampler selects it; the interceptor's handler."""
         result = proceed()
         site = self._tracker.site
-        if sdpa is TORCH_SDPA:
-            arguments = _autocast(arguments)
+        dtype = autocast_dtype(arguments) if sdpa is TORCH_SDPA else None
         # Held until the copies are queued, so that files change in the order of the decisions.
         with self._lock:
             if not self._closed:
-                self._observe(site, arguments, result, sdpa)
+                index = self.census.calls
+                count = self.census.add(site, arguments, dtype)
+                try:
+                    place = self._places[count]
+                except KeyError:
+                    place = self._places[count] = self._place(site, count)
+                if place is not None and self._sampler.wants(place, site.step):
+                    self._observe(index, site, place, count, cast(arguments, dtype), result, sdpa)
         return result
 
     def close(self, *, complete: bool) -> None:
@@ -231,39 +240,38 @@ class Recording:
             self._closed = True
             self._writer.close(self.census.to_json(), complete=complete)
 
+    def _place(self, site: Site, count: Count) -> Place | None:
+        """Return where calls like these are sampled; None if they are not to be stored."""
+        if site.module == "" or not _matches(site.module, self.capture.modules):
+            return None
+        return self._sampler.place((site.phase, *count.signature.stratum), site.module)
+
     def _observe(
-        self, site: Site, arguments: Arguments, result: Tensor, sdpa: Callable[..., Tensor]
+        self,
+        index: int,
+        site: Site,
+        place: Place,
+        count: Count,
+        arguments: Arguments,
+        result: Tensor,
+        sdpa: Callable[..., Tensor],
     ) -> None:
-        signature = Signature.of(arguments)
-        index = self.census.calls
-        self.census.add(site, signature)
-        decision = self._decide(index, site, signature, arguments)
+        """Store a call that the sampler wants, unless it has no values or does not fit."""
+        if not all(_has_values(tensor) for tensor in arguments if isinstance(tensor, Tensor)):
+            self.without_values += 1
+            return
+        nbytes = _stored_bytes(arguments, output=self.keeps_output)
+        decision = self._sampler.offer(index, place, site.step, nbytes)
         if not decision.keep:
             return
         output = result if self.keeps_output else None
         call = _as_call(arguments, output, self._origin(index, site, arguments, sdpa))
         packed = PackedCall.of(call)
-        self._kept[index] = (site, signature)
-        self.census.adjust_kept(site, signature, +1)
+        self._kept[index] = count
+        count.kept += 1
         for dropped in decision.drop:
-            self.census.adjust_kept(*self._kept.pop(dropped), -1)
+            self._kept.pop(dropped).kept -= 1
         self._writer.put(packed, decision.drop, self.census.to_json())
-
-    def _decide(
-        self, index: int, site: Site, signature: Signature, arguments: Arguments
-    ) -> Decision:
-        if site.module == "" or not _matches(site.module, self.capture.modules):
-            return REJECTED
-        if not all(_has_values(tensor) for tensor in arguments if isinstance(tensor, Tensor)):
-            self.without_values += 1
-            return REJECTED
-        return self._sampler.offer(
-            index,
-            (site.phase, *signature.stratum),
-            site.module,
-            site.step,
-            _stored_bytes(arguments, output=self.keeps_output),
-        )
 
     def _origin(
         self, index: int, site: Site, arguments: Arguments, sdpa: Callable[..., Tensor]
@@ -286,20 +294,6 @@ class Recording:
             disabled_backends=disabled_backends(),
             versions=self.capture.versions,
         )
-
-
-def _autocast(arguments: Arguments) -> Arguments:
-    """Cast the arguments as SDPA does under autocast, to get the tensors the kernel receives."""
-    device = arguments.query.device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
-        return arguments
-    dtype = torch.get_autocast_dtype(device)
-
-    def cast(argument: Any) -> Any:
-        eligible = isinstance(argument, Tensor) and argument.is_floating_point()
-        return argument.to(dtype) if eligible and argument.dtype != torch.float64 else argument
-
-    return Arguments(*map(cast, arguments))
 
 
 def _has_values(tensor: Tensor) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from capture.census import Census, Signature
+from capture.census import Census
 from capture.interceptor import Arguments, intercept
 from capture.modules import ModuleTracker
 
@@ -26,7 +26,7 @@ def counting(roots: Mapping[str, nn.Module]) -> Iterator[Census]:
     def handle(
         arguments: Arguments, proceed: Callable[[], Tensor], sdpa: Callable[..., Tensor]
     ) -> Tensor:
-        census.add(tracker.site, Signature.of(arguments))
+        census.add(tracker.site, arguments)
         return proceed()
 
     with tracker.watch(), intercept(handle):

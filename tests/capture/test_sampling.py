@@ -10,7 +10,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from capture.sampling import FirstSampler, SpreadSampler, make_sampler
+from capture.sampling import (
+    REJECTED,
+    Decision,
+    FirstSampler,
+    Sampler,
+    SpreadSampler,
+    make_sampler,
+)
 
 
 @dataclass(frozen=True)
@@ -21,14 +28,21 @@ class Offered:
     nbytes: int = 1
 
 
+def offer(sampler: Sampler, index: int, call: Offered) -> Decision:
+    place = sampler.place(call.stratum, call.module)
+    if not sampler.wants(place, call.step):
+        return REJECTED
+    return sampler.offer(index, place, call.step, call.nbytes)
+
+
 def sample(
     calls: Iterable[Offered], max_calls: int, max_bytes: int | None = None, name: str = "spread"
 ) -> list[int]:
     """Indices kept, after checking the bookkeeping at every call."""
-    sampler = make_sampler(name, max_calls, max_bytes)
+    sampler = make_sampler(name, max_calls, max_bytes, seed=0)
     sizes: dict[int, int] = {}
     for index, call in enumerate(calls):
-        decision = sampler.offer(index, call.stratum, call.module, call.step, call.nbytes)
+        decision = offer(sampler, index, call)
         assert decision.keep or not decision.drop
         for dropped in decision.drop:
             del sizes[dropped]  # KeyError: dropped what was not kept
@@ -56,7 +70,9 @@ offered = st.builds(
 runs = st.lists(offered, max_size=60)
 
 
-@given(calls=runs, max_calls=st.integers(1, 12), name=st.sampled_from(["spread", "first"]))
+@given(
+    calls=runs, max_calls=st.integers(1, 12), name=st.sampled_from(["spread", "first", "reservoir"])
+)
 def test_exactly_as_many_as_wanted(calls: list[Offered], max_calls: int, name: str) -> None:
     assert len(sample(calls, max_calls, name=name)) == min(max_calls, len(calls))
 
@@ -72,7 +88,7 @@ def test_the_same_run_gives_the_same_calls(
     calls=runs,
     max_calls=st.integers(1, 12),
     max_bytes=st.integers(1, 200),
-    name=st.sampled_from(["spread", "first"]),
+    name=st.sampled_from(["spread", "first", "reservoir"]),
 )
 def test_the_byte_limit_holds_at_every_moment(
     calls: list[Offered], max_calls: int, max_bytes: int, name: str
@@ -152,26 +168,20 @@ def test_the_calls_kept_reach_into_every_third_of_the_run(max_calls: int) -> Non
         assert min(thirds[third] for third in range(3)) >= 1
 
 
-def test_few_files_are_written_to_keep_ten_of_1500() -> None:
+def test_few_calls_are_kept_for_a_while_to_keep_ten_of_1500() -> None:
     sampler = SpreadSampler(10)
-    written = sum(
-        sampler.offer(index, "a", call.module, call.step, 1).keep
-        for index, call in enumerate(grid(30, 50))
-    )
-    assert written < 150
+    kept = sum(offer(sampler, index, call).keep for index, call in enumerate(grid(30, 50)))
+    assert kept < 150
 
 
 def test_refusals_for_bytes_are_told_from_refusals_for_count() -> None:
     small = SpreadSampler(2)
     for index in range(5):
-        small.offer(index, "a", "x", index, 1)
+        offer(small, index, Offered("a", "x", index))
     assert small.refused_for_bytes == 0
-    tight = SpreadSampler(5, max_bytes=3)
-    assert not tight.offer(0, "a", "x", 0, 4).keep
-    assert tight.refused_for_bytes == 1
-    first = FirstSampler(5, max_bytes=3)
-    assert not first.offer(0, "a", "x", 0, 4).keep
-    assert first.refused_for_bytes == 1
+    for tight in (SpreadSampler(5, max_bytes=3), FirstSampler(5, max_bytes=3)):
+        assert not offer(tight, 0, Offered("a", "x", 0, 4)).keep
+        assert tight.refused_for_bytes == 1
 
 
 def test_a_call_that_never_fits_costs_no_kept_call() -> None:
@@ -182,11 +192,103 @@ def test_a_call_that_never_fits_costs_no_kept_call() -> None:
 @pytest.mark.parametrize(
     ("name", "max_calls", "max_bytes", "message"),
     [
-        ("random", 1, None, "'spread' or 'first', not 'random'"),
+        ("random", 1, None, "first, spread, every:N or reservoir .*, not 'random'"),
+        ("every:", 1, None, "not 'every:'"),
+        ("every:0", 1, None, "not 'every:0'"),
+        ("every:-2", 1, None, "not 'every:-2'"),
+        ("first:2", 1, None, "not 'first:2'"),
         ("spread", 0, None, "max must be at least 1, not 0"),
         ("first", 1, 0, "max_bytes must be at least 1, not 0"),
     ],
 )
 def test_limits_are_checked(name: str, max_calls: int, max_bytes: int | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make_sampler(name, max_calls, max_bytes)
+        make_sampler(name, max_calls, max_bytes, seed=0)
+
+
+# Many shapes.
+
+
+def unet(steps: int) -> list[Offered]:
+    """Every step calls 32 modules of 16 shapes, as Stable Video Diffusion's UNet does."""
+    shapes = [f"{level}.{kind}" for level in range(4) for kind in ("ss", "sc", "ts", "tc")]
+    return [
+        Offered(shape, f"{block}.{shape}", step)
+        for step in range(steps)
+        for shape in shapes
+        for block in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize("max_calls", [4, 10, 16, 20, 40])
+@pytest.mark.parametrize("steps", [2, 4, 8, 10, 25, 50])
+def test_many_shapes_are_spread_over_the_steps(steps: int, max_calls: int) -> None:
+    calls = unet(steps)
+    kept = [calls[index] for index in sample(calls, max_calls)]
+    fair = max_calls / steps
+    per_step = Counter(call.step for call in kept)
+    assert max(per_step.values()) <= fair + 2
+    if fair >= 1:
+        assert len(per_step) == steps
+    assert max(Counter(call.stratum for call in kept).values()) <= -(-max_calls // 16)
+    assert max(Counter(call.module for call in kept).values()) <= -(-max_calls // 32)
+    thirds = Counter(call.step * 3 // steps for call in kept)
+    if steps >= max(max_calls, 8):
+        assert min(thirds[third] for third in range(3)) >= max_calls // 3 - 1
+
+
+@given(
+    strata=st.integers(1, 12),
+    modules=st.integers(1, 4),
+    steps=st.integers(1, 12),
+    max_calls=st.integers(1, 30),
+)
+def test_a_regular_run_is_covered_evenly(
+    strata: int, modules: int, steps: int, max_calls: int
+) -> None:
+    calls = [
+        Offered(f"{stratum}", f"{stratum}.{module}", step)
+        for step in range(steps)
+        for stratum in range(strata)
+        for module in range(modules)
+    ]
+    kept = [calls[index] for index in sample(calls, max_calls)]
+    for counts, places in (
+        (Counter(call.step for call in kept), steps),
+        (Counter(call.module for call in kept), strata * modules),
+    ):
+        assert max(counts.values()) <= len(kept) / places + 2
+    assert max(Counter(call.stratum for call in kept).values()) <= -(-len(kept) // strata)
+
+
+# The others.
+
+
+@given(count=st.integers(0, 40), every=st.integers(1, 7), max_calls=st.integers(1, 12))
+def test_every_nth_call(count: int, every: int, max_calls: int) -> None:
+    kept = sample(grid(1, count), max_calls, name=f"every:{every}")
+    assert kept == list(range(0, count, every))[:max_calls]
+
+
+def test_a_reservoir_keeps_every_call_as_often() -> None:
+    kept: Counter[int] = Counter()
+    for seed in range(600):
+        sampler, held = make_sampler("reservoir", 3, None, seed), set()
+        for index, call in enumerate(grid(1, 12)):
+            decision = offer(sampler, index, call)
+            held -= set(decision.drop)
+            if decision.keep:
+                held.add(index)
+        kept.update(held)
+    # 3 of 12 in 600 runs: 150 each, with a standard deviation of 11.
+    assert sum(kept.values()) == 1800
+    assert all(100 < kept[index] < 200 for index in range(12))
+
+
+def test_a_reservoir_differs_by_seed() -> None:
+    calls = grid(1, 200)
+    found = set()
+    for seed in (0, 0, 1):
+        sampler = make_sampler("reservoir", 5, None, seed)
+        found.add(tuple(i for i, call in enumerate(calls) if offer(sampler, i, call).keep))
+    assert len(found) == 2

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from capture.census import Census, Signature
+from capture.census import Census
 from capture.interceptor import Arguments
 from capture.modules import Site
 from capture.shape import Shape
@@ -31,7 +31,7 @@ def census(*calls: tuple[str, str, dict[str, Any]]) -> dict[str, Any]:
         query, key, value = (torch.empty(sizes[name]) for name in ("query", "key", "value"))
         mask = None if sizes["mask"] is None else torch.ones(sizes["mask"], dtype=torch.bool)
         arguments = Arguments(query, key, value, mask, 0.0, sizes["is_causal"], None, True)
-        made.add(Site(module, 0, phase), Signature.of(arguments))
+        made.add(Site(module, 0, phase), arguments)
     return made.to_json()
 
 
