@@ -122,16 +122,21 @@ class Checker:
         too.
         """
         checked, finding, accuracy = timed.checked, timed.checked.finding, timed.checked.accuracy
-        flags = self._guard.flags(checked.kernel.name)
+        kernel, core_fault = checked.kernel.name, ""
         if timed.samples is not None and timed.samples.error is not None:
-            return Confirmed(timed, classify(timed.samples.error), accuracy, "", flags)
-        if timed.samples is not None and finding.status == "ok":
-            while_timed = self._timed_finding(timed)
-            if while_timed.status == "ok":
-                while_timed = self._block_finding(checked)
-            finding, accuracy = self._judged_again(checked)
-            finding = finding if while_timed.status == "ok" else while_timed
-        return Confirmed(timed, finding, accuracy, self._core_fault(timed, finding), flags)
+            finding = classify(timed.samples.error)
+        else:
+            if timed.samples is not None and finding.status == "ok":
+                while_timed = self._timed_finding(timed)
+                if while_timed.status == "ok":
+                    while_timed = self._block_finding(checked)
+                finding, accuracy = self._judged_again(checked)
+                finding = finding if while_timed.status == "ok" else while_timed
+            core_fault = self._core_fault(timed, finding)
+        self._guard.settle(kernel)
+        if finding.status == "ok" and (replaced := self._guard.replaced(kernel)):
+            finding = Finding("error", replaced)
+        return Confirmed(timed, finding, accuracy, core_fault, self._guard.flags(kernel))
 
     def _timed_finding(self, timed: Timed) -> Finding:
         """What the timed calls returned, on inputs that changed from call to call."""

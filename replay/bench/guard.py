@@ -15,6 +15,9 @@ class Guard:
         self._functions = Functions()
         self._changed: dict[str, dict[str, None]] = {}
         self._replaced: dict[str, dict[str, None]] = {}
+        self._since_look: set[str] = set()
+        """The kernels that ran since functions were last looked at."""
+        self._disturbing: set[str] = set()
 
     def settle(self, kernel: str, *, thoroughly: bool = True) -> None:
         """Put everything back, and note what this kernel has changed.
@@ -25,14 +28,25 @@ class Guard:
         if changed := self._state.restore():
             self._changed.setdefault(kernel, {}).update(dict.fromkeys(changed))
         replaced = self._hooks.restore()
+        if changed or replaced:
+            self._disturbing.add(kernel)
+        self._since_look.add(kernel)
         if thoroughly:
-            replaced += self._functions.restore()
+            replaced += self._look()
         if replaced:
             self._replaced.setdefault(kernel, {}).update(dict.fromkeys(replaced))
 
     def flags(self, kernel: str) -> tuple[str, ...]:
         """Settings that the kernel was seen to change, one flag each."""
         return tuple(f"changes {name}" for name in self._changed.get(kernel, ()))
+
+    def disturbing(self) -> list[str]:
+        """The kernels that changed settings, or after which functions were other ones.
+
+        Where it was several calls until that was noticed, all kernels that were called.
+        """
+        self._look()
+        return sorted(self._disturbing)
 
     def replaced(self, kernel: str) -> str:
         """Functions that the kernel was seen to replace, in a sentence; empty for none."""
@@ -41,3 +55,10 @@ class Guard:
             return ""
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         return f"replaces {names[0]}{more}, which measurements rely on"
+
+    def _look(self) -> list[str]:
+        """Put functions back; the names of those that were replaced."""
+        if replaced := self._functions.restore():
+            self._disturbing.update(self._since_look)
+        self._since_look.clear()
+        return replaced

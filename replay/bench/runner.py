@@ -238,6 +238,13 @@ def time_together(
                 functions[Part(name, is_core=True)] = each.kernel.prepare(each.call)
             except BaseException as error:
                 faults[name] = classify(error).reason
+            witness.settle(name)
+    parts = list(functions)
+
+    def settle(stage: str, done: int, _total: int) -> None:
+        if stage == "warm-up":
+            witness.settle(parts[done - 1].kernel)
+
     with stderr_apart(options):
         measured = measure(
             functions,
@@ -248,6 +255,7 @@ def time_together(
             seed=settings.seed,
             max_seconds=settings.max_seconds,
             max_noise=settings.max_noise,
+            on_progress=settle,
             on_sample=lambda part: report(part.kernel),
             synchronous=options.synchronous,
             witness=witness,

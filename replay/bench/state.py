@@ -34,8 +34,26 @@ def _collect(on: bool) -> None:
     (gc.enable if on else gc.disable)()
 
 
+COMPILERS_OWN = {
+    "CUDA_HOME",
+    "KMP_DUPLICATE_LIB_OK",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TORCH_WARM_POOL",
+    "TRITON_CACHE_DIR",
+    "TRITON_LIBDEVICE_PATH",
+    "TRITON_PTXAS_PATH",
+    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
+}
+"""Variables that `torch.compile` leaves for the compilers it starts; they change no measurement."""
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in COMPILERS_OWN}
+
+
 def _set_environment(saved: dict[str, str]) -> None:
-    os.environ.clear()
+    for name in _environment().keys() - saved.keys():
+        del os.environ[name]
     os.environ.update(saved)
 
 
@@ -137,7 +155,7 @@ SETTINGS: dict[str, Setting] = {
     "signal.getsignal": Setting(
         lambda: [signal.getsignal(number) for number in _SIGNALS], _set_handlers
     ),
-    "os.environ": Setting(lambda: dict(os.environ), _set_environment),
+    "os.environ": Setting(_environment, _set_environment),
     "os.getcwd": Setting(os.getcwd, os.chdir),
 }
 """By what a user calls them."""

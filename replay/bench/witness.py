@@ -58,6 +58,10 @@ class Witness:
         self.changed: dict[str, set[str]] = {}
         """Inputs that changed while a kernel was timed, by kernel."""
 
+    def settle(self, kernel: str) -> None:
+        """Called after a kernel ran untimed, before others do."""
+        self._guard.settle(kernel)
+
     def before(self, part: Part) -> None:
         checked = self._checked[part.kernel]
         variation = self._variations[id(checked.call)]

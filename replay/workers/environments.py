@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from attention_replay import Error
-from replay.bench.runner import STAGES, TIMING, Loaded
+from replay.bench.runner import DEFAULT_BASELINE, STAGES, TIMING, Loaded
 from replay.bench.settings import Settings, WorkerOptions
 from replay.kernels.registry import Kernel, catalogue
 from replay.rows.files import rebuilt
@@ -30,6 +30,10 @@ COMMON_LIBRARIES = ("torch", "triton")
 
 MAXIMUM_DEATHS = 3
 """A kernel that ended this many workers is not tried again."""
+
+
+DISTURBED = 1.5
+"""How many times as long a baseline may take in the worker of a kernel that disturbs others."""
 
 
 class WorkerError(Error):
@@ -79,6 +83,8 @@ class Environment:
         self._last: dict[str, Died] = {}
         self._deaths: dict[str, int] = {}
         self._can_run: dict[str, bool] = {}
+        self._disturbing: set[str] = set()
+        """Kernels after which settings or functions of the worker were not what they had been."""
         self._apart: dict[str, Environment] = {}
         """The same interpreter with another worker, by the kernel that it is for."""
 
@@ -96,12 +102,16 @@ class Environment:
                     if "probed" in message:
                         name = message.pop("probed")
                         found[name] = Found(**message)
+                    elif "disturbing" in message:
+                        self._disturbing.update(message["disturbing"])
             except CannotStart as error:
                 raise self._unusable(error) from error
             except Died as death:
                 if not death.kernel:
                     raise self._unusable(death) from death
                 found[death.kernel] = Found(f"{death.status} when asked: {death.reason}")
+        if self._disturbing:
+            self._process.close()
         return found
 
     def replay(
@@ -113,28 +123,43 @@ class Environment:
     ) -> list[Row]:
         """Rows of the kernels on one call. A death costs the row of the kernel that caused it.
 
+        A kernel that changed what others are measured with gets a worker of its own, from then on,
+        and the others are replayed again in a new one.
+
         Every worker runs the baseline, so that speed-ups are paired within one process; its row is
         that of the first.
 
         Raises:
             WorkerError: a worker cannot start, or failed at something that is no kernel's.
         """
-        apart = [kernel for kernel in kernels if self._wants_its_own(kernel, settings)]
-        together = [kernel for kernel in kernels if kernel not in apart]
         rows: list[Row] = []
-        if together or not apart:
-            rows += self._replay_together(workload, together, settings, report)
+        while True:
+            apart = [kernel for kernel in kernels if self._wants_its_own(kernel, settings)]
+            together = [kernel for kernel in kernels if kernel not in apart]
+            if not together and apart and self._disturbing.isdisjoint(each.name for each in apart):
+                break
+            rows = self._replay_together(workload, together, settings, report)
+            if not any(self._wants_its_own(kernel, settings) for kernel in together):
+                break
+            self._process.close()
+            rows = []
         for kernel in apart:
             if _is_unreadable(rows):
                 break
             found = self._worker_of(kernel)._replay_together(workload, [kernel], settings, report)
+            if kernel.name in self._disturbing:
+                found = [_compared_fairly(row, found, rows) for row in found]
             present = {row.kernel for row in rows}
             rows += [row for row in found if row.kernel not in present]
         return _in_order(rows, kernels)
 
     def _wants_its_own(self, kernel: Kernel, settings: Settings) -> bool:
         """What is compared with is in every worker, and for what cannot run none is started."""
-        if not kernel.own_process or kernel.name in (settings.baseline, settings.compared_kernel):
+        if kernel.name in _in_every_worker(settings):
+            return False
+        if kernel.name in self._disturbing:
+            return True
+        if not kernel.own_process:
             return False
         if kernel.name not in self._can_run:
             found = self.probe([kernel], str(settings.device))
@@ -220,6 +245,8 @@ class Environment:
                 heard.rows = [self._row("", heard.loaded, "error", message["unreadable"])]
             elif "failed" in message:
                 raise WorkerError(message["failed"]) from RuntimeError(message["traceback"])
+            elif "disturbing" in message:
+                self._disturbing.update(message["disturbing"])
             elif "judge" in message and hearing is not None:
                 self._process.tell(**hearing.answer(message["judge"]))
             elif "at" in message:
@@ -264,6 +291,33 @@ class Environment:
             f"environment {self.name} ({self._process.python}) does not work: {error}; "
             "it needs torch and safetensors"
         )
+
+
+def _in_every_worker(settings: Settings) -> set[str]:
+    """The kernels that others are compared with."""
+    return {settings.baseline or DEFAULT_BASELINE, settings.compared_kernel or ""}
+
+
+def _compared_fairly(row: Row, beside: list[Row], clean: list[Row]) -> Row:
+    """Without a speed-up over what its kernel slows down.
+
+    Args:
+        beside: the rows of its worker.
+        clean: those of a worker without it.
+    """
+    if row.speedup is None:
+        return row
+    baseline = row.speedup.vs
+    here, there = (_typical_ms(rows, baseline) for rows in (beside, clean))
+    if here is None or there is None or here <= DISTURBED * there:
+        return row
+    flag = f"no speed-up: {baseline} takes {here / there:.1f} times as long beside it"
+    return dataclasses.replace(row, speedup=None, flags=(*row.flags, flag))
+
+
+def _typical_ms(rows: list[Row], kernel: str) -> float | None:
+    times = (row.time_ms for row in rows if row.kernel == kernel)
+    return next((time.p50 for time in times if time is not None), None)
 
 
 def _in_order(rows: list[Row], kernels: Sequence[Kernel]) -> list[Row]:

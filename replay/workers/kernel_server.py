@@ -60,6 +60,7 @@ def _probe(request: dict[str, Any], say: Say, guard: Guard) -> None:
             guard.settle(name)
         version = _version(kernel.library)
         say(probed=name, reason=reason, version=version, install=kernel.install)
+    say(disturbing=guard.disturbing())
 
 
 def _replay(request: dict[str, Any], say: Say, hear: Hear, guard: Guard) -> None:
@@ -81,6 +82,7 @@ def _replay(request: dict[str, Any], say: Say, hear: Hear, guard: Guard) -> None
         referees = RemoteReferee.factory(say, hear, options.spool) if options.spool else None
         for row in replay([wanted], kernels, settings, report, tell, options, referees, guard):
             say(row=asdict(row))
+        say(disturbing=guard.disturbing())
     except DatasetError as error:
         say(unreadable=str(error))
     if settings.device.type == "cuda":

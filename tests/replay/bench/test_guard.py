@@ -142,3 +142,31 @@ def test_what_cannot_be_put_back_is_held_against_one_kernel_only(
     guard.settle("other")
     assert guard.flags("mine") == ("changes os.getcwd",)
     assert guard.flags("other") == ()
+
+
+def test_all_that_ran_since_the_last_look_may_have_replaced_a_function(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    guard = Guard()
+    guard.settle("before")
+    for kernel in ("guilty", "innocent"):
+        monkeypatch.setattr(time, "perf_counter", slower)
+        guard.settle(kernel, thoroughly=False)
+    assert guard.disturbing() == ["guilty", "innocent"]
+    guard.settle("after")
+    torch.set_default_dtype(torch.float64)
+    guard.settle("another", thoroughly=False)
+    assert guard.disturbing() == ["another", "guilty", "innocent"]
+
+
+def test_what_torch_compile_sets_is_nobody_s_doing(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = Guard()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/inductor")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    guard.settle("compiled")
+    assert guard.flags("compiled") == ("changes os.environ",)
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/tmp/inductor"
+    assert "TRITON_INTERPRET" not in os.environ
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/tmp/triton")
+    guard.settle("compiled too")
+    assert guard.flags("compiled too") == ()

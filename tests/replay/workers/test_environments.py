@@ -7,7 +7,7 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from replay.workers.environments import (
 )
 from replay.workers.process import CannotStart, Died
 from replay.workloads.recorded import Workload
-from tests.factories import kernel, row, unreadable
+from tests.factories import call_facts, kernel, row, speedup_over, unreadable
 
 REPOSITORY = Path(replay_package.__file__).resolve().parent.parent
 QUICK = ("--rounds", "3", "--max-seconds", "0.01", "--device", "cpu")
@@ -312,6 +312,11 @@ class FakeProcess:
     def __init__(self, answers: list[Answers]) -> None:
         self.answers = answers
         self.requests: list[dict[str, Any]] = []
+        self.closed_after: list[int] = []
+        """How many requests it had answered each time it was closed."""
+
+    def close(self) -> None:
+        self.closed_after.append(len(self.requests))
 
     def ask(self, **request: Any) -> Iterator[dict[str, Any]]:
         self.requests.append(request)
@@ -501,6 +506,87 @@ def test_a_process_of_its_own_is_not_started_in_vain(apart: Apart) -> None:
 def test_what_cannot_run_needs_no_process_of_its_own(apart: Apart) -> None:
     everyone = [CALL, *map(row_of, ASKED)]
     apart([[{"probed": "b", "reason": "not installed"}], everyone], [])
+
+
+DISTURBS = {"disturbing": ["b"]}
+
+
+@pytest.fixture
+def disturbed(quick: Settings) -> Callable[..., tuple[list[Row], FakeProcess, FakeProcess]]:
+    """Rows of a, b and c of one call after the other, given the answers of a worker and of b's."""
+    environment = Environment("other", "python", 5)
+    own = environment._worker_of(kernel("b"))
+
+    def run(
+        common: list[Answers], alone: list[Answers], **settings: Any
+    ) -> tuple[list[Row], FakeProcess, FakeProcess]:
+        shared, apart = FakeProcess(common), FakeProcess(alone)
+        environment._process, own._process = shared, apart  # type: ignore[assignment]
+        workload = Workload("call", lambda device: pytest.fail("loaded here"))
+        kernels = [kernel(name) for name in ASKED]
+        rows = environment.replay(workload, kernels, replace(quick, **settings), print)
+        assert not common
+        assert not alone
+        return rows, shared, apart
+
+    return run
+
+
+Disturbed = Callable[..., tuple[list[Row], FakeProcess, FakeProcess]]
+
+
+def test_one_that_disturbs_others_gets_its_own_worker_and_they_a_new_one(
+    disturbed: Disturbed,
+) -> None:
+    spoilt = {"row": {**row_of("a")["row"], "reason": "beside b"}}
+    first = [CALL, spoilt, row_of("b"), row_of("c"), BASELINE, DISTURBS]
+    again = [CALL, row_of("a"), row_of("c"), BASELINE, {"disturbing": []}]
+    alone = [CALL, row_of("b"), BASELINE, DISTURBS]
+    rows, shared, apart = disturbed([first, again], [alone])
+    assert shared.kernels() == [["a", "b", "c"], ["a", "c"]]
+    assert shared.closed_after == [1]
+    assert apart.kernels() == [["b"]]
+    assert [(row.kernel, row.reason) for row in rows] == [
+        *((name, "") for name in ASKED),
+        ("torch-default", ""),
+    ]
+    # From then on nobody needs to find out.
+    _, shared, apart = disturbed([again], [alone])
+    assert (shared.kernels(), shared.closed_after) == ([["a", "c"]], [])
+    assert apart.kernels() == [["b"]]
+
+
+def test_what_others_are_compared_with_stays_with_them(disturbed: Disturbed) -> None:
+    everyone = [CALL, *map(row_of, ASKED), DISTURBS]
+    for name in ("baseline", "errors_against"):
+        _, shared, _ = disturbed([everyone], [], **{name: "b"})
+        assert (shared.kernels(), shared.closed_after) == ([[*ASKED]], [])
+
+
+@pytest.mark.parametrize(("beside_b", "is_compared"), [(1.4, True), (1.6, False)])
+def test_no_speed_up_over_a_baseline_that_a_kernel_slows_down(
+    disturbed: Disturbed, beside_b: float, is_compared: bool
+) -> None:
+    def timed(name: str, ms: float = 1.0) -> dict[str, Any]:
+        speedup = None if name == "torch-default" else speedup_over("torch-default")
+        return {"row": asdict(row(name, call_facts(), ms, speedup=speedup))}
+
+    together = [CALL, timed("a"), timed("torch-default"), DISTURBS]
+    alone = [CALL, timed("b"), timed("torch-default", beside_b)]
+    rows, _, _ = disturbed([together, together], [alone])
+    speedups = {row.kernel: row.speedup is not None for row in rows}
+    assert speedups == {"a": True, "b": is_compared, "torch-default": False}
+    flags = {row.kernel: row.flags for row in rows}
+    told = ("no speed-up: torch-default takes 1.6 times as long beside it",)
+    assert flags == {"a": (), "b": () if is_compared else told, "torch-default": ()}
+
+
+def test_a_library_that_disturbs_when_it_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = Environment("other", "python", 5)
+    process = FakeProcess([[{"probed": "b", "reason": None}, DISTURBS]])
+    monkeypatch.setattr(environment, "_process", process)
+    assert environment.probe([kernel("b")], "cpu") == {"b": Found(None)}
+    assert process.closed_after == [1]
 
 
 def test_a_defect_in_the_worker_is_no_kernels(ask: Ask) -> None:

@@ -276,6 +276,52 @@ def test_kernels_that_want_a_process_of_their_own(tmp_path: Path, quick: Setting
     ]
 
 
+DISTURBING = """
+import os, pathlib, time, torch
+from torch.nn.functional import scaled_dot_product_attention
+here = pathlib.Path(__file__).parent
+
+def serve(name, *arguments, **options):
+    (here / name).write_text(str(os.getpid()))
+    return scaled_dot_product_attention(*arguments, **options)
+
+def honest(*arguments, **options): return serve("honest", *arguments, **options)
+
+def setting(*arguments, **options):
+    torch.set_default_dtype(torch.float64)
+    return serve("setting", *arguments, **options)
+
+def function(*arguments, **options):
+    time.sleep = lambda seconds: None
+    return serve("function", *arguments, **options)
+"""
+
+
+def test_kernels_that_disturb_others_are_alone_from_then_on(
+    tmp_path: Path, quick: Settings
+) -> None:
+    file = tmp_path / "disturbing.py"
+    file.write_text(DISTURBING)
+    names = ("function", "honest", "setting")
+    kernels = [find(f"{file}:{name}") for name in names]
+    call = synthetic_workload("call", "random", Spec(1, 2, 2, 64, 64, 32, 32), seed=0)
+    environment = Environment("this", sys.executable, 60)
+    try:
+        rows = environment.replay(call, kernels, quick, lambda stage: None)
+        pids = {(tmp_path / name).read_text() for name in names}
+    finally:
+        environment.close()
+    assert len(pids) == 3
+    assert [(row.kernel.rpartition(":")[2], row.status, row.process != "") for row in rows] == [
+        ("function", "error", True),
+        ("honest", "ok", False),
+        ("setting", "ok", True),
+        ("torch-default", "ok", False),
+    ]
+    assert rows[0].reason == "replaces time.sleep, which measurements rely on"
+    assert "changes torch.get_default_dtype" in rows[2].flags
+
+
 STALLS = """
 import pathlib, time
 from torch.nn.functional import scaled_dot_product_attention
