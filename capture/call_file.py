@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import asdict, dataclass
+import re
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from capture import checksums
 from capture.call import AttentionCall, Origin
 from capture.errors import DatasetError
 from capture.header import Header, dtype_name
+from capture.json_data import parsed, required
 from capture.strides import pack, unpack
-from capture.tensor_file import write_safetensors
+from capture.tensor_file import TensorFile, write_safetensors
 
 FORMAT = "attention-replay/2"
 _HEADER_KEY = "attention-replay"
+_FILE_NAME = re.compile(r"[^./\\\0][^/\\\0]{0,250}", re.DOTALL)
+"""A name in the directory itself, and no hidden one: those are unfinished files."""
 
 
 @dataclass(frozen=True)
@@ -85,27 +88,22 @@ class FileEntry:
         Raises:
             DatasetError: the file is damaged or is not a recorded call.
         """
-        with _open(path) as file:
-            metadata = file.metadata() or {}
-        if _HEADER_KEY not in metadata:
-            raise DatasetError(f"{path}: not a call recorded by attention-replay")
-        try:
-            header = Header.from_json(json.loads(metadata[_HEADER_KEY]))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DatasetError(f"{path}: its header is damaged ({error})") from error
-        return cls(path, header, path.stat().st_size, None)
+        with TensorFile.opened(path) as file:
+            entry = cls(path, _header(file), file.nbytes, None)
+            entry._compare(file)
+        return entry
 
     @classmethod
-    def from_json(cls, directory: Path, data: dict[str, Any]) -> FileEntry:
+    def from_json(cls, directory: Path, data: Any) -> FileEntry:
         """Create the entry of a file as a manifest lists it.
 
         Raises:
-            ValueError, KeyError, TypeError, AttributeError: `data` is not such an entry.
+            ValueError: `data` is not such an entry.
         """
         return cls(
-            directory / Path(data["file"]).name,
-            Header.from_json(data["call"]),
-            data["bytes"],
+            file_path(directory, data),
+            Header.from_json(required(data, "call", dict[str, Any])),
+            required(data, "bytes", int),
             _recorded_checksum(data),
         )
 
@@ -118,39 +116,38 @@ class FileEntry:
             "call": asdict(self.header),
         }
 
-    def check(self) -> None:
-        """Compare the file with its recorded size and checksum.
+    def with_checksum(self) -> FileEntry:
+        """Compute the checksum if there is none.
 
         Raises:
-            DatasetError: the file is missing, truncated or altered.
+            DatasetError: the file cannot be read.
         """
-        if not self.path.is_file():
-            raise DatasetError(f"{self.path}: missing")
-        nbytes = self.path.stat().st_size
-        if nbytes != self.nbytes:
-            raise DatasetError(f"{self.path}: {nbytes} bytes, but {self.nbytes} were recorded")
-        if self.checksum is not None and not checksums.matches(self.path, self.checksum):
-            raise DatasetError(f"{self.path}: altered since it was recorded (checksum differs)")
+        return self if self.checksum else replace(self, checksum=checksums.checksum(self.path))
 
-    def load(self, device: str | torch.device = "cpu") -> AttentionCall:
+    def check(self) -> None:
+        """Compare the file with its recorded size, header and checksum.
+
+        Raises:
+            DatasetError: the file is missing, damaged or altered.
+        """
+        self._read(check=True)
+
+    def load(self, device: str | torch.device = "cpu", *, check: bool = True) -> AttentionCall:
         """Load the call to `device`, with shapes, dtypes and strides as recorded.
 
+        Args:
+            check: compare the checksum, where one was recorded. Without it, loading is faster and
+                an altered value goes unnoticed.
+
         Raises:
-            DatasetError: the file is missing, damaged, or does not match its header.
+            DatasetError: the file is missing, damaged or altered, or asks for memory or work out
+                of proportion to its size.
         """
-        with _open(self.path) as file:
-            stored = set(file.keys())
-            if stored != set(self.header.layouts):
-                raise DatasetError(f"{self.path}: tensors {sorted(stored)} do not match its header")
-            tensors = {}
-            for name, layout in self.header.layouts.items():
-                values = file.get_tensor(name)
-                if dtype_name(values.dtype) != self.header.dtypes[name]:
-                    raise DatasetError(f"{self.path}: {name} is {values.dtype}, not as recorded")
-                try:
-                    tensors[name] = unpack(values, layout, device)
-                except ValueError as error:
-                    raise DatasetError(f"{self.path}: {name} has {error}") from error
+        values = self._read(check=check)
+        tensors = {
+            name: unpack(values.pop(name), layout, device)
+            for name, layout in self.header.layouts.items()
+        }
         return AttentionCall(
             query=tensors["query"],
             key=tensors["key"],
@@ -164,21 +161,57 @@ class FileEntry:
             origin=self.origin,
         )
 
+    def _read(self, *, check: bool) -> dict[str, Tensor]:
+        with TensorFile.opened(self.path, self.nbytes) as file:
+            self._compare(file)
+            return file.read(self.checksum if check else None)
 
-def _recorded_checksum(item: dict[str, Any]) -> str | None:
-    """The checksum in a manifest's entry of a file."""
-    if "sha256" not in item:
-        return item["checksum"]
-    return item["sha256"] and f"{checksums.WHOLE}:{item['sha256']}"
+    def _compare(self, file: TensorFile) -> None:
+        """Refuse a file that is not as recorded, before anything is allocated for it."""
+        if _header(file) != self.header:
+            raise DatasetError(f"{self.path}: its header is not what the manifest says of it")
+        stored = {name: (dtype_name(each.dtype), each.shape) for name, each in file.tensors.items()}
+        described = {
+            name: (self.header.dtypes[name], layout.stored)
+            for name, layout in self.header.layouts.items()
+        }
+        if stored != described:
+            raise DatasetError(f"{self.path}: its tensors are not those of its header")
+        if excess := self.header.excess(file.nbytes):
+            raise DatasetError(f"{self.path}: {excess}")
 
 
-def _open(path: Path) -> Any:
+def file_path(directory: Path, data: Any) -> Path:
+    """Return the path of the file that a manifest's entry is about.
+
+    Raises:
+        ValueError: it names none, or one outside the directory.
+    """
+    name = required(data, "file", str)
+    if not _FILE_NAME.fullmatch(name):
+        raise ValueError(f"{name[:80]!r} is no file of the directory")
+    return directory / name
+
+
+def _header(file: TensorFile) -> Header:
+    if _HEADER_KEY not in file.metadata:
+        raise DatasetError(f"{file.path}: not a call recorded by attention-replay")
     try:
-        return safe_open(path, framework="pt")
-    except FileNotFoundError as error:
-        raise DatasetError(f"{path}: missing") from error
-    except (SafetensorError, OSError) as error:
-        raise DatasetError(f"{path}: not a readable safetensors file ({error})") from error
+        return Header.from_json(parsed(file.metadata[_HEADER_KEY]))
+    except ValueError as error:
+        raise DatasetError(f"{file.path}: its header is damaged ({error})") from error
+
+
+def _recorded_checksum(data: dict[str, Any]) -> str | None:
+    """The checksum in a manifest's entry of a file, of either version of the format."""
+    if "sha256" in data:
+        whole = required(data, "sha256", str | None)
+        checksum = whole and f"{checksums.WHOLE}:{whole}"
+    else:
+        checksum = required(data, "checksum", str | None)
+    if checksum is not None and not checksums.PATTERN.fullmatch(checksum):
+        raise ValueError(f"a checksum of an unknown kind: {checksum[:40]!r}")
+    return checksum
 
 
 def masks_nothing(mask: Tensor) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from capture.json_data import fields_of, required
+
 
 @dataclass
 class CaptureRecord:
@@ -26,3 +28,36 @@ class CaptureRecord:
     calls_seen: int = 0
     census: dict[str, Any] = field(default_factory=dict)
     """Counts of all calls, stored or not: see `capture.census`. Empty after a rebuild."""
+
+    @classmethod
+    def from_json(cls, data: Any) -> CaptureRecord:
+        """Read what `dataclasses.asdict` made of a record.
+
+        Raises:
+            ValueError: something is missing, unknown or of another type.
+        """
+        record = cls(**fields_of(cls, data))
+        if record.census:
+            _check_census(record.census)
+        return record
+
+
+def _check_census(census: dict[str, Any]) -> None:
+    """Raise ValueError unless it has the form of `capture.census.Census.to_json`."""
+    signatures = required(census, "signatures", list[Any])
+    for signature in signatures:
+        for name in ("query", "key", "value"):
+            required(signature, name, list[int])
+        required(signature, "mask", list[int] | None)
+        required(signature, "dtype", str)
+        required(signature, "mask_dtype", str | None)
+        required(signature, "is_causal", bool)
+        required(signature, "scale", float | None)
+        required(signature, "enable_gqa", bool)
+    for row in required(census, "rows", list[Any]):
+        required(row, "module", str)
+        required(row, "phase", str)
+        if required(row, "calls", int) < 1:
+            raise ValueError("a row of the census counts no call")
+        if not 0 <= required(row, "signature", int) < len(signatures):
+            raise ValueError("a row of the census has no signature")

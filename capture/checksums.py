@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from capture import plain_files
+
 CHUNK = 4 << 20
 """Bytes per chunk."""
 
 CHUNKED, WHOLE = "sha256-4MiB", "sha256"
+PATTERN = re.compile(f"({CHUNKED}|{WHOLE}):[0-9a-f]{{64}}")
+
 _THREADS = 8
 
 
@@ -41,38 +46,27 @@ def checksum(path: Path) -> str:
     """Compute the chunked checksum of a file.
 
     Raises:
-        OSError: it cannot be read.
+        DatasetError: it is missing, not a regular file, or cannot be read.
     """
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
+    with plain_files.opened(path) as descriptor, plain_files.refusing(path):
 
         def digest_at(offset: int) -> bytes:
-            return digest([os.pread(file.fileno(), CHUNK, offset)])
+            return digest([os.pread(descriptor, CHUNK, offset)])
 
-        offsets = range(0, size, CHUNK)
+        offsets = range(0, os.fstat(descriptor).st_size, CHUNK)
         if len(offsets) < 2:
             return combined(map(digest_at, offsets))
         with ThreadPoolExecutor(threads()) as pool:
             return combined(pool.map(digest_at, offsets))
 
 
-def matches(path: Path, recorded: str) -> bool:
-    """Whether a file has a recorded checksum, of either kind.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    if recorded.startswith(f"{CHUNKED}:"):
-        return checksum(path) == recorded
-    whole = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(CHUNK):
-            whole.update(block)
-    return f"{WHOLE}:{whole.hexdigest()}" == recorded
+def whole(pieces: Iterable[bytes | memoryview]) -> str:
+    """Return the checksum of version 1 of the format."""
+    return f"{WHOLE}:{digest(pieces).hex()}"
 
 
 def digest(pieces: Iterable[bytes | memoryview]) -> bytes:
-    """Return the SHA-256 of one chunk, given in pieces."""
+    """Return the SHA-256 of pieces, one after the other."""
     chunk = hashlib.sha256()
     for piece in pieces:
         chunk.update(piece)  # without the interpreter's lock

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from attention_replay import Error
 from capture.arguments import OneSentenceParser, positive
 from capture.models_package import import_models
+from capture.printable import printable
 
 if TYPE_CHECKING:
     from capture.recording import Recording
@@ -209,7 +210,7 @@ def _verify(directory: str) -> int:
 
     dataset = load(directory)
     if dataset.note:
-        print(f"note: {dataset.note}", file=sys.stderr)
+        print(f"note: {printable(dataset.note)}", file=sys.stderr)
     with Console(stderr=True).status("checking files and recomputing outputs …"):
         findings = verify(dataset)
     show_findings(findings, Console())
@@ -229,10 +230,11 @@ def _explain(error: Exception) -> int:
 
     error = MissingPackage.behind(error)
     if isinstance(error, Error):
-        print(f"capture: {_with_flags(str(error))}", file=sys.stderr)
+        print(f"capture: {printable(_with_flags(str(error)))}", file=sys.stderr)
         return 2
+    text = printable(str(error))
     print(
-        f"capture: failed with {type(error).__name__}: {error} (traceback with --debug)",
+        f"capture: failed with {type(error).__name__}: {text} (traceback with --debug)",
         file=sys.stderr,
     )
     return 1

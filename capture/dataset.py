@@ -5,9 +5,12 @@
         cogvideo-000012.safetensors      one self-contained call per file
 
 A call's file contains its tensors and, as JSON under the key `attention-replay` of the safetensors
-header, everything else (`Header`). Expanded dimensions are stored once, strides in the header.
-Files are written under a temporary name and renamed; nothing is pickled. A directory without a
-manifest is read from its files.
+header, everything else (`Header`). Values are stored in the order of the memory, expanded
+dimensions once, strides in the header. Files are written under a temporary name and renamed;
+nothing is pickled. A directory without a manifest is read from its files.
+
+Anybody may have written what is read here, so everything is checked before it is believed, and all
+that can be wrong is a `DatasetError` (SECURITY.md).
 """
 
 from __future__ import annotations
@@ -15,18 +18,31 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
+from capture import plain_files
 from capture.call import AttentionCall
-from capture.call_file import FORMAT, FileEntry
+from capture.call_file import FORMAT, FileEntry, file_path
 from capture.capture_record import CaptureRecord
 from capture.errors import DatasetError
+from capture.json_data import parsed, required, shown
 
 _FIRST_FORMAT = "attention-replay/1"
 """Readable still: its checksums are of whole files."""
 MANIFEST = "manifest.json"
+_LONGEST_MANIFEST = 256 << 20
+"""Bytes. A stored call takes some 3,000."""
+
+
+@dataclass(frozen=True)
+class DamagedFile:
+    """A file that is no readable call."""
+
+    path: Path
+    reason: str
+    """A sentence that names the file."""
 
 
 class Dataset(Sequence[AttentionCall]):
@@ -41,16 +57,24 @@ class Dataset(Sequence[AttentionCall]):
         entries: list[FileEntry],
         captures: list[CaptureRecord],
         note: str = "",
+        damaged: Sequence[DamagedFile] = (),
     ) -> None:
         self.directory = directory
         self.entries = entries
         self.captures = captures
         self.note = note
         """A warning about how the directory was read; usually empty."""
+        self.damaged = damaged
+        """Files that should be calls but are not among the entries."""
+        self.checks = True
+        """Whether indexing and iterating compare checksums."""
 
     @classmethod
-    def open(cls, directory: str | Path) -> Dataset:
+    def open(cls, directory: str | Path, *, check: bool = True) -> Dataset:
         """Read a directory's manifest, or its files if it has none.
+
+        Args:
+            check: compare the checksum of every file that is loaded by indexing or iterating.
 
         Raises:
             DatasetError: the directory is missing, contains no recorded calls, or its manifest has
@@ -63,9 +87,12 @@ class Dataset(Sequence[AttentionCall]):
                 f"`capture --model NAME --out {directory}`"
             )
         dataset = cls.open_or_new(directory)
+        dataset.checks = check
         if not dataset.entries:
+            reasons = [each.reason for each in dataset.damaged[:3]]
+            why = "; ".join([dataset.note, *reasons] if dataset.note else reasons)
             raise DatasetError(
-                f"{directory}: holds no recorded calls{dataset.note and f' ({dataset.note})'}; "
+                f"{directory}: holds no recorded calls{why and f' ({why})'}; "
                 f"record some with `capture --model NAME --out {directory}`"
             )
         return dataset
@@ -74,30 +101,39 @@ class Dataset(Sequence[AttentionCall]):
     def open_or_new(cls, directory: Path) -> Dataset:
         """Like `open`, but accept a directory without recorded calls, for writing."""
         manifest = directory / MANIFEST
-        if not manifest.is_file():
-            missing = f"{manifest} is missing: read the files instead, without a census"
-            return cls._rebuilt(directory, missing)
+        if not plain_files.is_there(manifest):
+            return cls._rebuilt(directory, f"{manifest} is missing")
         try:
-            data = json.loads(manifest.read_text())
-            if data.get("format") not in (FORMAT, _FIRST_FORMAT):
-                raise DatasetError(
-                    f"{manifest}: format {data.get('format')!r}, but this version reads {FORMAT!r}"
-                )
-            entries = [FileEntry.from_json(directory, item) for item in data["files"]]
-            captures = [CaptureRecord(**capture) for capture in data["captures"]]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            damaged = f"{manifest} is damaged ({error}): read the files instead, without a census"
-            return cls._rebuilt(directory, damaged)
-        return cls(directory, entries, captures)
+            captures, items = _read_manifest(manifest)
+        except ValueError as error:
+            return cls._rebuilt(directory, f"{manifest} is damaged ({error})")
+        entries: dict[Path, FileEntry] = {}
+        damaged = []
+        for item in items:
+            path = manifest
+            try:
+                path = file_path(directory, item)
+                if path in entries:
+                    raise ValueError("listed twice")
+                entries[path] = FileEntry.from_json(directory, item)
+            except ValueError as error:
+                reason = f"{path}: its entry in the manifest is damaged ({error})"
+                damaged.append(DamagedFile(path, reason))
+        unchecked = sum(entry.checksum is None for entry in entries.values())
+        note = unchecked and (
+            f"{manifest} has no checksum of {unchecked} of its files: if they were altered, "
+            "nothing shows it"
+        )
+        return cls(directory, list(entries.values()), captures, note or "", damaged)
 
     @classmethod
-    def _rebuilt(cls, directory: Path, note: str) -> Dataset:
+    def _rebuilt(cls, directory: Path, why: str) -> Dataset:
         entries, damaged = [], []
-        for path in sorted(directory.glob("*.safetensors")):
+        for path in sorted(directory.glob("[!.]*.safetensors")):
             try:
                 entries.append(FileEntry.read(path))
             except DatasetError as error:
-                damaged.append(str(error))
+                damaged.append(DamagedFile(path, str(error)))
         entries.sort(key=lambda entry: (entry.origin.model, entry.origin.call_index))
         models = {entry.origin.model: entry for entry in entries}
         captures = [
@@ -109,21 +145,29 @@ class Dataset(Sequence[AttentionCall]):
             )
             for model, entry in models.items()
         ]
-        return cls(directory, entries, captures, "; ".join([note, *damaged] if models else damaged))
+        note = f"{why}: read the files instead, without a census or checksums" if models else ""
+        return cls(directory, entries, captures, note, damaged)
 
     @property
     def nbytes(self) -> int:
         return sum(entry.nbytes for entry in self.entries)
 
     def save_manifest(self) -> None:
-        """Write the manifest atomically."""
+        """Write the manifest atomically; files that had no checksum get one.
+
+        Raises:
+            OSError: it cannot be written.
+            DatasetError: a file without a checksum cannot be read.
+        """
+        self.entries = [entry.with_checksum() for entry in self.entries]
         data = {
             "format": FORMAT,
             "captures": [asdict(capture) for capture in self.captures],
             "files": [entry.to_json() for entry in self.entries],
         }
         temporary = self.directory / f".{MANIFEST}.tmp"
-        temporary.write_text(json.dumps(data, indent=1))
+        with os.fdopen(plain_files.create(temporary), "w") as file:
+            file.write(json.dumps(data, indent=1))
         os.replace(temporary, self.directory / MANIFEST)
 
     def __len__(self) -> int:
@@ -135,15 +179,20 @@ class Dataset(Sequence[AttentionCall]):
     def __getitem__(self, index: slice) -> list[AttentionCall]: ...
     def __getitem__(self, index: int | slice) -> AttentionCall | list[AttentionCall]:
         if isinstance(index, slice):
-            return [entry.load() for entry in self.entries[index]]
-        return self.entries[index].load()
+            return [entry.load(check=self.checks) for entry in self.entries[index]]
+        return self.entries[index].load(check=self.checks)
 
     def __iter__(self) -> Iterator[AttentionCall]:
-        return (entry.load() for entry in self.entries)
+        return (entry.load(check=self.checks) for entry in self.entries)
 
 
-def load(directory: str | Path) -> Dataset:
+def load(directory: str | Path, *, check: bool = True) -> Dataset:
     """Open a directory that `record` or the `capture` command wrote.
+
+    Args:
+        check: compare the checksum of every call that is loaded. Without it, loading is faster
+            (docs/models.md has figures) and an altered value goes unnoticed; sizes, shapes and
+            headers are always compared.
 
     Example:
         >>> for call in load("captured_inputs"):
@@ -152,4 +201,24 @@ def load(directory: str | Path) -> Dataset:
     Raises:
         DatasetError: the directory is missing or contains no recorded calls.
     """
-    return Dataset.open(directory)
+    return Dataset.open(directory, check=check)
+
+
+def _read_manifest(manifest: Path) -> tuple[list[CaptureRecord], list[Any]]:
+    """Return the captures and the list of files, each of which is still to be checked.
+
+    Raises:
+        ValueError: the manifest is damaged, or is not a regular file.
+        DatasetError: it has another format.
+    """
+    try:
+        content = plain_files.read(manifest, _LONGEST_MANIFEST)
+    except DatasetError as error:
+        raise ValueError(str(error).removeprefix(f"{manifest}: ")) from error
+    data = parsed(content)
+    if isinstance(data, dict) and data.get("format") not in (FORMAT, _FIRST_FORMAT):
+        found = shown(data.get("format"))
+        raise DatasetError(f"{manifest}: format {found}, but this version reads {FORMAT!r}")
+    records = required(data, "captures", list[Any])
+    items = required(data, "files", list[Any])
+    return [CaptureRecord.from_json(record) for record in records], items

@@ -12,19 +12,20 @@ from capture.call_file import FileEntry
 from capture.capture_record import CaptureRecord
 from capture.dataset import Dataset
 from capture.header import Header
+from capture.printable import printable
 from capture.strides import Layout
 from capture.verify import Finding
 
 
 def show(dataset: Dataset, console: Console) -> None:
     """Print the origin of each capture, and one line per recorded call."""
-    if dataset.note:
-        console.print(Text(f"note: {dataset.note}", style="yellow"))
+    for note in filter(None, [dataset.note, *(each.reason for each in dataset.damaged)]):
+        console.print(_text(f"note: {note}", "yellow"))
     for capture in dataset.captures:
         entries = [entry for entry in dataset.entries if entry.origin.model == capture.model]
-        console.print(Text(capture.model, style="bold") + Text(f" · {_summary(capture, entries)}"))
+        console.print(_text(capture.model, "bold") + _text(f" · {_summary(capture, entries)}"))
         for kind, alike in _grouped(entries).items():
-            console.print(Text(f"\n{kind}", style="cyan"))
+            console.print("\n", _text(kind, "cyan"), sep="")
             console.print(_calls(alike))
         console.print()
 
@@ -39,7 +40,7 @@ def _calls(entries: list[FileEntry]) -> Table:
     for entry in entries:
         origin = entry.origin
         cells = (str(origin.call_index), str(origin.step), str(entry.header.shape))
-        table.add_row(*cells, human_bytes(entry.nbytes), Text(origin.module))
+        table.add_row(*cells, human_bytes(entry.nbytes), _text(origin.module))
     return table
 
 
@@ -57,7 +58,7 @@ def show_findings(findings: list[Finding], console: Console) -> None:
     """Print the findings of `verify`, one line per file."""
     for finding in findings:
         mark = Text("ok   ", style="green") if finding.good else Text("FAIL ", style="bold red")
-        line = mark + Text(f"{finding.entry.path.name}  {finding.text}", style="default")
+        line = mark + _text(f"{finding.path.name}  {finding.text}", "default")
         console.print(line, soft_wrap=True)
 
 
@@ -69,6 +70,11 @@ def human_bytes(nbytes: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:.1f} TB"
+
+
+def _text(text: str, style: str = "") -> Text:
+    """Text of a recording, which must neither style itself nor speak to the terminal."""
+    return Text(printable(text), style=style)
 
 
 def _summary(capture: CaptureRecord, entries: list[FileEntry]) -> str:

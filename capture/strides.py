@@ -2,27 +2,72 @@
 
 A recorded tensor is often a view: of a fused projection (gaps between rows), of a BSHD tensor
 (heads and positions swapped), or of a mask expanded over heads (stride 0). Files store the values
-contiguously, each expanded dimension once, and the layout separately.
+without gaps in the order of the memory, each expanded dimension once, and the layout separately.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+_LONGEST = 2**48
+"""No size or stride of real memory reaches it, and products of four fit Python's checks."""
+
 
 @dataclass(frozen=True)
 class Layout:
-    """Size and stride (in elements) of a tensor in the model."""
+    """Size and stride (in elements) of a tensor in the model, and how a file stores it."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
+    order: tuple[int, ...] = ()
+    """The dimensions in the order of the file; empty if that is the tensor's own."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> Layout:
         return cls(tuple(tensor.shape), tuple(tensor.stride()))
+
+    @classmethod
+    def from_json(cls, data: Any) -> Layout:
+        """Read what `dataclasses.asdict` made of a layout of four dimensions.
+
+        Raises:
+            ValueError: it is no such layout.
+        """
+        if not isinstance(data, dict):
+            raise ValueError("a layout is not an object")
+        size, stride = (_numbers(data.get(name), name) for name in ("size", "stride"))
+        order = _numbers(data.get("order", []), "order")
+        if not len(size) == len(stride) == 4 or (order and sorted(order) != [0, 1, 2, 3]):
+            raise ValueError(f"not a layout of four dimensions: {size}, {stride}, {order}")
+        return cls(size, stride, order)
+
+    @property
+    def unexpanded(self) -> tuple[int, ...]:
+        """The sizes, of expanded (stride 0) dimensions 1."""
+        return tuple(
+            1 if stride == 0 and size > 1 else size
+            for size, stride in zip(self.size, self.stride, strict=True)
+        )
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """The shape of the values in the file."""
+        sizes = self.unexpanded
+        return tuple(sizes[dim] for dim in self._dimensions)
+
+    @property
+    def extent(self) -> int:
+        """Elements of memory from the first to the last one of the restored tensor."""
+        if not self.is_representable or not math.prod(self.size):
+            return math.prod(self.stored)
+        return 1 + sum(
+            stride * (size - 1) for size, stride in zip(self.size, self.stride, strict=True)
+        )
 
     @property
     def is_representable(self) -> bool:
@@ -39,37 +84,66 @@ class Layout:
             reach += stride * (size - 1)
         return True
 
+    @property
+    def is_stored_as_in_memory(self) -> bool:
+        """Whether the values in the file are the memory of the tensor, without gaps."""
+        sizes, expected = self.unexpanded, 1
+        for dim in reversed(self._dimensions):
+            if sizes[dim] != 1:
+                if self.stride[dim] != expected:
+                    return False
+                expected *= sizes[dim]
+        return True
+
+    def logical(self, values: Tensor) -> Tensor:
+        """View stored values with the tensor's own order of dimensions."""
+        return values.permute([self._dimensions.index(dim) for dim in range(len(self.size))])
+
+    def in_memory_order(self) -> Layout:
+        """Return the layout that stores the values in the order of the memory."""
+        if not self.is_representable or not math.prod(self.size):
+            return self
+        moving = [dim for dim, size in enumerate(self.unexpanded) if size > 1]
+        by_stride = iter(sorted(moving, key=lambda dim: -self.stride[dim]))
+        order = tuple(next(by_stride) if dim in moving else dim for dim in range(len(self.size)))
+        return replace(self, order=() if list(order) == sorted(order) else order)
+
+    @property
+    def _dimensions(self) -> tuple[int, ...]:
+        return self.order or tuple(range(len(self.size)))
+
 
 def pack(tensor: Tensor) -> tuple[Tensor, Layout]:
-    """Copy `tensor`'s values to the CPU, contiguous and unexpanded; return them and its layout."""
-    layout = Layout.of(tensor)
-    return narrow_expanded(tensor.detach()).to("cpu", copy=True).contiguous(), layout
+    """Copy `tensor`'s values to the CPU, without gaps and unexpanded; return them and its layout.
+
+    The values have the shape `layout.stored`.
+    """
+    layout = Layout.of(tensor).in_memory_order()
+    values = narrow_expanded(tensor.detach())
+    if layout.order:
+        values = values.permute(layout.order)
+    return values.to("cpu", copy=True).contiguous(), layout
 
 
 def unpack(values: Tensor, layout: Layout, device: str | torch.device = "cpu") -> Tensor:
-    """Restore on `device` the tensor passed to `pack`.
+    """Restore on `device` the tensor passed to `pack`; it may share the memory of `values`.
 
     Raises:
         ValueError: the shape of `values` does not match `layout`.
     """
-    expanded = tuple(
-        1 if stride == 0 and size > 1 else size
-        for size, stride in zip(layout.size, layout.stride, strict=True)
-    )
-    if tuple(values.shape) != expanded:
-        raise ValueError(f"values of shape {tuple(values.shape)}, but {expanded} was recorded")
-    if layout.is_representable:
-        restored = torch.empty_strided(expanded, layout.stride, dtype=values.dtype, device=device)
-    else:
-        restored = torch.empty(expanded, dtype=values.dtype, device=device)
-    restored.copy_(values)
-    return restored.expand(layout.size)
+    if tuple(values.shape) != layout.stored:
+        raise ValueError(f"values of shape {tuple(values.shape)}, but {layout.stored} was recorded")
+    logical = layout.logical(values)
+    if not layout.is_representable:
+        return logical.to(device).expand(layout.size)
+    if layout.is_stored_as_in_memory:
+        return values.to(device).as_strided(layout.size, layout.stride)
+    return _copied(logical, layout, device)
 
 
 def copy_with_strides(tensor: Tensor, device: str | torch.device) -> Tensor:
     """Copy `tensor` to `device` with the same strides, expanded dimensions included."""
-    values = narrow_expanded(tensor.detach())
-    return unpack(values, Layout.of(tensor), device)
+    return _copied(narrow_expanded(tensor.detach()), Layout.of(tensor), device)
 
 
 def narrow_expanded(tensor: Tensor) -> Tensor:
@@ -78,3 +152,21 @@ def narrow_expanded(tensor: Tensor) -> Tensor:
         if stride == 0 and size > 1:
             tensor = tensor.narrow(dim, 0, 1)
     return tensor
+
+
+def _copied(values: Tensor, layout: Layout, device: str | torch.device) -> Tensor:
+    """Copy unexpanded values into memory of their own, with the strides of `layout`."""
+    size = layout.unexpanded
+    if layout.is_representable:
+        restored = torch.empty_strided(size, layout.stride, dtype=values.dtype, device=device)
+    else:
+        restored = torch.empty(size, dtype=values.dtype, device=device)
+    return restored.copy_(values).expand(layout.size)
+
+
+def _numbers(value: Any, name: str) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple) or not all(
+        type(each) is int and 0 <= each < _LONGEST for each in value
+    ):
+        raise ValueError(f"{name} is not a list of sizes: {str(value)[:80]}")
+    return tuple(value)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from capture.call import AttentionCall
@@ -27,7 +29,7 @@ _BACKENDS = {
 class Finding:
     """The result of verifying one file."""
 
-    entry: FileEntry
+    path: Path
     good: bool
     text: str
 
@@ -39,46 +41,45 @@ def verify(dataset: Dataset) -> list[Finding]:
     the CPU if there is none. On the same device and version it should be bit-identical; elsewhere a
     relative L1 difference (Σ|O−R|/Σ|O|) of up to 4 · `torch.finfo(dtype).eps` passes.
     """
-    return [_verify_entry(entry) for entry in dataset.entries]
+    damaged = [
+        Finding(each.path, False, each.reason.removeprefix(f"{each.path}: "))
+        for each in dataset.damaged
+    ]
+    return [*map(_verify_entry, dataset.entries), *damaged]
 
 
 def _verify_entry(entry: FileEntry) -> Finding:
+    recorded_on = entry.origin.device.partition(" ")[0]
+    device = "cuda" if recorded_on == "cuda" and torch.cuda.is_available() else "cpu"
     try:
-        entry.check()
-        recorded_on = entry.origin.device.split()[0]
-        same_device = recorded_on == "cpu" or torch.cuda.is_available()
-        call = entry.load(recorded_on if same_device else "cpu")
+        call = entry.load(device)
     except DatasetError as error:
-        return Finding(entry, False, str(error).removeprefix(f"{entry.path}: "))
+        return Finding(entry.path, False, str(error).removeprefix(f"{entry.path}: "))
     if call.output is None:
-        return Finding(entry, True, "intact; no output recorded")
+        return Finding(entry.path, True, "intact; no output recorded")
     if call.dropout_p > 0:
-        return Finding(entry, True, f"intact; dropout {call.dropout_p} cannot be recomputed")
-    note = "" if same_device else f" (recomputed on cpu, recorded on {recorded_on})"
-    return _compare_output(entry, call, note)
-
-
-def _compare_output(entry: FileEntry, call: AttentionCall, note: str) -> Finding:
-    assert call.output is not None
+        return Finding(entry.path, True, f"intact; dropout {call.dropout_p} cannot be recomputed")
+    note = "" if recorded_on == device else f" (recomputed on cpu, recorded on {recorded_on})"
     try:
-        with torch.inference_mode(), _backend(call):
-            again = TORCH_SDPA(**call.arguments())
-    except RuntimeError as error:
+        good, text = _compare_output(call, call.output)
+    except (RuntimeError, TypeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
-        return Finding(entry, False, f"output cannot be recomputed here: {reason}")
-    if again.shape != call.output.shape:
-        shapes = f"{tuple(again.shape)}, but {tuple(call.output.shape)} was recorded"
-        return Finding(entry, False, f"recomputed output has shape {shapes}")
+        return Finding(entry.path, False, f"output cannot be recomputed here: {reason}")
+    return Finding(entry.path, good, f"intact; {text}{note}" if good else f"{text}{note}")
+
+
+def _compare_output(call: AttentionCall, output: Tensor) -> tuple[bool, str]:
+    """Recompute the recorded output; return whether it is near enough, and how near it is."""
+    with torch.inference_mode(), _backend(call):
+        again = TORCH_SDPA(**call.arguments())
     # A fully masked row is NaN in some backends.
-    same = (again == call.output) | (again.isnan() & call.output.isnan())
-    if bool(same.all()):
-        return Finding(entry, True, f"intact; output bit-identical{note}")
-    total = call.output.double().abs().sum()
-    difference = float((again.double() - call.output.double()).abs().sum() / total)
-    allowed = 4 * torch.finfo(call.output.dtype).eps
-    good = difference <= allowed
-    text = f"output differs by relative L1 {difference:.1e} ({allowed:.1e} allowed){note}"
-    return Finding(entry, good, f"intact; {text}" if good else text)
+    if bool(((again == output) | (again.isnan() & output.isnan())).all()):
+        return True, "output bit-identical"
+    total = output.double().abs().sum()
+    difference = float((again.double() - output.double()).abs().sum() / total)
+    allowed = 4 * torch.finfo(output.dtype).eps
+    text = f"output differs by relative L1 {difference:.1e} ({allowed:.1e} allowed)"
+    return difference <= allowed, text
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from replay.rows.printable import printable
+from capture.printable import printable
 from replay.rows.row import Status
 
 LONGEST_REASON = 500

@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from capture.call_file import FileEntry
-from capture.errors import DatasetError
 from capture.shape import Shape
 from replay.bench.settings import Settings
 from replay.kernels.registry import Kernel
@@ -153,10 +152,7 @@ def _is_about(facts: CallFacts, workload: Workload) -> bool:
         return here == (facts.model, facts.shape, facts.dtype, facts.is_causal)
     if source.get("kind") != "recorded":
         return True
-    try:
-        header = FileEntry.read(Path(source["path"])).header
-    except DatasetError:
-        return True  # its row will say so
+    header = FileEntry.from_json(Path(source["directory"]), source["entry"]).header
     told = (facts.model, facts.module, facts.step, facts.call_index, facts.shape, facts.dtype)
     origin = header.origin
     place = (origin.model, origin.module, origin.step, origin.call_index)

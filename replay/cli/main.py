@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from attention_replay import Error
+from capture.printable import printable
 from replay.cli.arguments import parser
 from replay.cli.end_to_end_arguments import misuse
 from replay.cli.stdout import reserved_stdout
@@ -88,7 +89,7 @@ def _dispatch(arguments: argparse.Namespace) -> int:
             workloads, note = _workloads(arguments, device, kernels)
             for each in (note, _no_readings(arguments, device)):
                 if each:
-                    print(f"replay: {each}", file=sys.stderr)
+                    print(f"replay: {printable(each)}", file=sys.stderr)
             assigned = where.assign(kernels, settings.device)
             rows = _run(workloads, assigned, settings, where, arguments)
         if "-" not in (arguments.json, arguments.csv):
@@ -181,7 +182,9 @@ def _progress(total: int) -> Iterator[Callable[[Workload, str], None]]:
 
         def report(workload: Workload, stage: str) -> None:
             done = order.setdefault(workload.name, len(order))
-            progress.update(task, completed=done, description=f"{workload.name}: {stage}")
+            progress.update(
+                task, completed=done, description=printable(f"{workload.name}: {stage}")
+            )
 
         yield report
 
@@ -257,7 +260,7 @@ def _check_models(
     with Console(stderr=True).status("") as status:
 
         def report(stage: str) -> None:
-            status.update(Text(stage))
+            status.update(Text(printable(stage)))
 
         produced = check_models(options, arguments, rows, assigned, pythons, settings, report)
         for checks in produced:
@@ -275,14 +278,14 @@ def _check_models(
 def _exit_code(rows: list[Row], checks: list[Checked], arguments: argparse.Namespace) -> int:
     unreadable = [row for row in rows if not row.kernel]
     for row in unreadable:
-        print(f"replay: {row.reason}; the other calls were replayed", file=sys.stderr)
+        print(f"replay: {printable(row.reason)}; the other calls were replayed", file=sys.stderr)
     harmless = ("ok", "not-timed", "unsupported", "unavailable")
     failed = {f"{row.id} ({row.status})" for row in rows if row.status not in harmless}
     failed |= {
         f"{each.kernel} in {each.model} ({each.status})" for each in checks if each.status != "ok"
     }
     if arguments.check and failed:
-        print(f"replay: failed: {', '.join(sorted(failed))}", file=sys.stderr)
+        print(f"replay: failed: {printable(', '.join(sorted(failed)))}", file=sys.stderr)
     return 1 if unreadable or (arguments.check and failed) else 0
 
 
@@ -485,11 +488,12 @@ def _explain(error: Exception) -> int:
     from capture.errors import MissingPackage
 
     error = MissingPackage.behind(error)
+    text = printable(str(error))
     if isinstance(error, Error):
-        print(f"replay: {error}", file=sys.stderr)
+        print(f"replay: {text}", file=sys.stderr)
         return 2
     print(
-        f"replay: unexpected {type(error).__name__}: {error} (traceback with --debug)",
+        f"replay: unexpected {type(error).__name__}: {text} (traceback with --debug)",
         file=sys.stderr,
     )
     return 1

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from capture.printable import printable
 from replay.end_to_end import drift
 from replay.end_to_end.check import Checked, Measured
 from replay.end_to_end.reasons import reasons
@@ -39,8 +40,9 @@ def print_checks(checks: Sequence[Checked], console: Console) -> None:
     own, *others = checks
     ran = [each for each in others if each.measured] or [own]  # the baseline runs more often
     rounds = max(measured.ms.n for each in ran for measured in each.measured.values())
-    console.print(Text(f"{own.model} end to end · {rounds} rounds", style="bold"))
-    console.print(Text(f"weights: {own.weights}", style="dim"))
+    title = f"{own.model} end to end · {rounds} rounds"
+    console.print(Text(printable(title), style="bold"))
+    console.print(Text(printable(f"weights: {own.weights}"), style="dim"))
     for span in own.measured:
         predictions = [each.predicted(span) for each in others]
         console.print(_title(span, next((each for each in predictions if each), None)))
@@ -54,7 +56,7 @@ def print_checks(checks: Sequence[Checked], console: Console) -> None:
         *_unpredicted(others),
         *(note for each in others for note in _notes(each, own)),
     ):
-        console.print(Text(note, style="yellow"))
+        console.print(Text(printable(note), style="yellow"))
     console.print(Text(LEGEND, style="dim"))
     console.print()
 
@@ -73,7 +75,7 @@ def _title(span: str, predicted: Span | None) -> Text:
         parts.append(f"attention {least}{100 * predicted.attention_share:.0f} %")
         if predicted.waiting_share:
             parts.append(f"GPU waits for the host {100 * predicted.waiting_share:.0f} %")
-    return Text(" · ".join(parts), style="bold")
+    return Text(printable(" · ".join(parts)), style="bold")
 
 
 def _span(span: str, own: Checked, others: Sequence[Checked]) -> Table:

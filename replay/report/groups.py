@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from replay.rows.printable import printable
+from capture.printable import printable
 from replay.rows.row import AccuracyClass, CallFacts, KernelId, Row, Speedup
 from replay.timing.statistics import paired_ratios, percentile, speed_verdict, speedup_of
 

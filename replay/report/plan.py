@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from capture.printable import printable
 from replay.plan.choose import Uniform
 from replay.plan.plan import Budget, Choice, Plan
 from replay.rows.meaning import floored
@@ -27,8 +28,8 @@ def print_plan(plan: Plan, uniforms: Sequence[Uniform], console: Console) -> Non
     """
     metric = plan.budget.metric
     console.print()
-    console.print(Text(f"plan · {plan.model} · {plan.budget}", "bold"))
-    console.print(Text(f"weights: {plan.weights}", "dim"))
+    console.print(Text(printable(f"plan · {plan.model} · {plan.budget}"), "bold"))
+    console.print(Text(printable(f"weights: {plan.weights}"), "dim"))
     table = _table(("layers", "phase", "kernel"), ("ms", "was", "saved ms", metric))
     for name, choices in fold(plan.choices):
         first = choices[0]
@@ -38,7 +39,7 @@ def print_plan(plan: Plan, uniforms: Sequence[Uniform], console: Console) -> Non
                 Text(cell, style)
                 for cell in (
                     _at_dots(name, NAME_WIDTH) or "(no module)",
-                    first.phase,
+                    printable(first.phase),
                     first.kernel,
                     _mean_ms(choices, lambda choice: choice.time_ms),
                     _mean_ms(choices, lambda choice: choice.baseline_ms),
@@ -50,7 +51,7 @@ def print_plan(plan: Plan, uniforms: Sequence[Uniform], console: Console) -> Non
     console.print(table)
     console.print(_total(plan))
     for note in _notes(plan):
-        console.print(Text(note, "yellow"))
+        console.print(Text(printable(note), "yellow"))
     console.print()
     console.print(Text("one kernel at every layer", "bold"))
     console.print(_uniform_table(uniforms, plan.budget))
@@ -111,7 +112,7 @@ def _table(texts: Sequence[str], numbers: Sequence[str]) -> Table:
 def _at_dots(path: str, width: int) -> str:
     """Wrap a module's path to a width, breaking before dots."""
     lines = [""]
-    for part in re.split(r"(?=\.)", path):
+    for part in re.split(r"(?=\.)", printable(path)):
         if lines[-1] and len(lines[-1]) + len(part) > width:
             lines.append("")
         lines[-1] += part
@@ -188,6 +189,8 @@ def _uniform_table(uniforms: Sequence[Uniform], budget: Budget) -> Table:
             "-" if each.saved_ms is None else f"{each.saved_ms:.4g}",
             *(str(getattr(each, name)) for _, name in shown),
             "-" if each.worst_figure is None else _figure(each.worst_figure, budget),
-            Text(f"{_at_dots(each.worst_module, PLACE_WIDTH)} {each.worst_phase}".strip()),
+            Text(
+                f"{_at_dots(each.worst_module, PLACE_WIDTH)} {printable(each.worst_phase)}".strip()
+            ),
         )
     return table

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, is_dataclass
 from typing import Any, TextIO, TypeVar, get_args, get_origin, get_type_hints
 
+from capture.printable import printable
 from replay.rows.fields import FIELDS, SCHEMA, leaf
-from replay.rows.printable import no_formula
+from replay.rows.formulas import no_formula
 from replay.rows.row import Row
 
 T = TypeVar("T")
@@ -71,7 +72,7 @@ def write_jsonl(rows: Iterable[Row], file: TextIO) -> None:
 
 
 def write_csv(rows: Iterable[Row], file: TextIO) -> None:
-    """A column per field of `FIELDS`; lists joined with spaces, text quoted that is a formula."""
+    """A column per field of `FIELDS`; lists joined with spaces, text printable and no formula."""
     writer = csv.writer(file)
     writer.writerow(item.path for item in FIELDS)
     for row in rows:
@@ -84,7 +85,7 @@ def _cells(row: dict[str, Any]) -> Iterator[str]:
         if isinstance(value, list):
             value = " ".join(map(str, value))
         if isinstance(value, str):
-            value = no_formula(value)
+            value = "\n".join(map(printable, no_formula(value).split("\n")))
         yield "" if value is None else str(value)
 
 

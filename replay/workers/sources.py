@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from capture.call_file import FileEntry
+from capture.dataset import DamagedFile
 from replay.workloads.random_calls import Spec, dtype, twin, workload
-from replay.workloads.recorded import Workload, pickled_call, recorded_call
+from replay.workloads.recorded import Workload, damaged_file, pickled_call, recorded_call
 
 
 def workload_of(source: dict[str, Any]) -> Workload:
-    """The call that a source names.
-
-    Raises:
-        DatasetError: its file cannot be read.
-    """
+    """The call that a source names, not read yet."""
     if source["kind"] == "recorded":
-        path = Path(source["path"])
-        entry = FileEntry.read(path)
-        return recorded_call(replace(entry, nbytes=source["nbytes"], checksum=source["checksum"]))
+        return recorded_call(FileEntry.from_json(Path(source["directory"]), source["entry"]))
+    if source["kind"] == "damaged":
+        return damaged_file(DamagedFile(Path(source["path"]), source["reason"]))
     if source["kind"] == "pickled":
         return pickled_call(Path(source["path"]))
     if source["kind"] == "twin":

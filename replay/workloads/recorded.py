@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,10 +11,12 @@ from typing import Any
 
 import torch
 
+from capture import plain_files
 from capture.call import AttentionCall, Origin
 from capture.call_file import FileEntry
-from capture.dataset import Dataset
+from capture.dataset import DamagedFile, Dataset
 from capture.errors import DatasetError
+from capture.header import Header
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,8 @@ class Workload:
 def from_directory(directory: str | Path) -> tuple[list[Workload], str]:
     """Return the calls recorded in a directory, and a note on how it was read (usually empty).
 
-    Directories of the older `*_input_N.pt` files can be read too.
+    A damaged file is a workload too, whose loading says what is wrong with it. Directories of the
+    older `*_input_N.pt` files can be read too.
 
     Raises:
         DatasetError: the directory is missing or contains no recorded call.
@@ -41,19 +45,29 @@ def from_directory(directory: str | Path) -> tuple[list[Workload], str]:
     if pickled and not any(directory.glob("*.safetensors")):
         return [pickled_call(path) for path in pickled], ""
     dataset = Dataset.open(directory)
-    return [recorded_call(entry) for entry in dataset.entries], dataset.note
+    calls = [recorded_call(entry) for entry in dataset.entries]
+    return [*calls, *map(damaged_file, dataset.damaged)], dataset.note
 
 
 def recorded_call(entry: FileEntry) -> Workload:
-    """Make a workload of a call that `capture` wrote; loading it verifies its checksum first."""
+    """Make a workload of a call that `capture` wrote; loading it verifies its checksum."""
 
     def load(device: torch.device) -> AttentionCall:
-        entry.check()
         return entry.load(device)
 
-    path = str(entry.path.resolve())
-    source = {"kind": "recorded", "path": path, "nbytes": entry.nbytes, "checksum": entry.checksum}
+    directory = str(entry.path.parent.resolve())
+    source = {"kind": "recorded", "directory": directory, "entry": entry.to_json()}
     return Workload(entry.path.stem, load, source)
+
+
+def damaged_file(damaged: DamagedFile) -> Workload:
+    """Make a workload that cannot be loaded, so that the file has its row."""
+
+    def load(device: torch.device) -> AttentionCall:
+        raise DatasetError(damaged.reason)
+
+    source = {"path": str(damaged.path), "reason": damaged.reason}
+    return Workload(damaged.path.name, load, {"kind": "damaged", **source})
 
 
 def pickled_call(path: Path) -> Workload:
@@ -78,29 +92,39 @@ def _numbered(paths: object) -> list[Path]:
 def _read_pickled(path: Path) -> AttentionCall:
     """Read a file with q, k, v (BHSD), kwargs and call_idx, without executing anything in it."""
     try:
-        data = torch.load(path, map_location="cpu", weights_only=True)
+        with plain_files.opened(path) as descriptor, os.fdopen(os.dup(descriptor), "rb") as file:
+            data = torch.load(file, map_location="cpu", weights_only=True)
+            nbytes = os.fstat(descriptor).st_size
         tensors = [data[name] for name in ("q", "k", "v")]
         options = dict(data.get("kwargs") or {})
-        index = int(data.get("call_idx", 0))
+        if not all(isinstance(tensor, torch.Tensor) and tensor.ndim == 4 for tensor in tensors):
+            raise DatasetError(f"{path}: q, k and v must be tensors (B, H, S, D)")
+        query, key, value = tensors
+        scale = options.get("scale")
+        call = AttentionCall(
+            query,
+            key,
+            value,
+            attn_mask=options.get("attn_mask"),
+            is_causal=bool(options.get("is_causal", False)),
+            scale=None if scale is None else float(scale),
+            dropout_p=float(options.get("dropout_p", 0.0)),
+            enable_gqa=query.shape[1] != key.shape[1],
+            origin=Origin(
+                model=path.stem[: path.stem.rindex("_input_")],
+                weights="not stated",
+                call_index=int(data.get("call_idx", 0)),
+                phase="unknown",
+            ),
+        )
+        if any(tensor.layout != torch.strided for tensor in call.tensors().values()):
+            raise DatasetError(f"{path}: its tensors are sparse")
+        header = Header.of(call)
+        if fault := header.fault() or header.excess(nbytes):
+            raise DatasetError(f"{path}: {fault}")
+    except DatasetError:
+        raise
     except Exception as error:  # torch.load raises many kinds of exceptions for a damaged file
         reason = str(error).partition("\n")[0]
         raise DatasetError(f"{path}: not a readable recording ({reason})") from error
-    query, key, value = tensors
-    if not all(isinstance(tensor, torch.Tensor) and tensor.ndim == 4 for tensor in tensors):
-        raise DatasetError(f"{path}: q, k and v must be tensors (B, H, S, D)")
-    return AttentionCall(
-        query,
-        key,
-        value,
-        attn_mask=options.get("attn_mask"),
-        is_causal=bool(options.get("is_causal", False)),
-        scale=options.get("scale"),
-        dropout_p=float(options.get("dropout_p", 0.0)),
-        enable_gqa=query.shape[1] != key.shape[1],
-        origin=Origin(
-            model=path.stem[: path.stem.rindex("_input_")],
-            weights="not stated",
-            call_index=index,
-            phase="unknown",
-        ),
-    )
+    return call

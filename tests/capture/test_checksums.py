@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from capture.checksums import CHUNK, checksum, chunked, combined, digest, matches
+from capture.checksums import CHUNK, checksum, chunked, combined, digest
 
 SIZES = [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 3 * CHUNK + 5]
 
@@ -35,20 +35,3 @@ def test_a_file_and_its_pieces_have_the_checksum_of_the_definition(
         chunks = chunked(pieces)
         assert [sum(map(len, chunk)) for chunk in chunks[:-1]] == [CHUNK] * (len(chunks) - 1)
         assert combined(map(digest, chunks)) == by_hand(content)
-
-
-@pytest.mark.parametrize("size", [0, 5, 2 * CHUNK + 1])
-def test_a_recorded_checksum_of_either_kind_matches(tmp_path: Path, size: int) -> None:
-    content = content_of(size)
-    path = tmp_path / "file"
-    path.write_bytes(content)
-    recorded = [by_hand(content), f"sha256:{hashlib.sha256(content).hexdigest()}"]
-    assert all(matches(path, each) for each in recorded)
-    path.write_bytes(b"x" + content[1:])
-    assert not any(matches(path, each) for each in recorded)
-
-
-def test_a_checksum_of_an_unknown_kind_does_not_match(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"")
-    assert not matches(path, "md5:d41d8cd98f00b204e9800998ecf8427e")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -112,7 +113,7 @@ def calls(draw: st.DrawFn) -> AttentionCall:
             model=draw(st.sampled_from(["model", "modèle"])),
             module="a.b.0",
             call_index=draw(st.integers(0, 10**7)),
-            seed=draw(st.none() | st.integers()),
+            seed=draw(st.none() | st.integers(-(2**63), 2**64 - 1)),
             versions={"torch": torch.__version__},
         ),
     )
@@ -180,7 +181,7 @@ def test_a_mask_that_lets_all_through_is_flagged(
 
 def test_tensors_that_share_memory_are_stored(tmp_path: Path, make_call: MakeCall) -> None:
     shared = torch.randn(1, 2, 5, 8)
-    call = make_call(query=shared, key=shared, value=shared[:, :, :3])
+    call = make_call(query=shared, key=shared, value=shared[..., :3], output=shared[..., 2:5])
     assert same(write(tmp_path / "data", call)[0], call)
 
 
@@ -194,7 +195,7 @@ def test_the_shape_is_known_without_loading(dataset: Dataset) -> None:
 
 def findings_of(dataset: Dataset) -> dict[str, str]:
     """What is wrong, by file."""
-    return {item.entry.path.name: item.text for item in verify(dataset) if not item.good}
+    return {item.path.name: item.text for item in verify(dataset) if not item.good}
 
 
 @pytest.fixture
@@ -220,9 +221,10 @@ def test_wrong_outputs_are_found(dataset: Dataset) -> None:
 
 
 def test_outputs_of_another_shape_are_found(tmp_path: Path, make_call: MakeCall) -> None:
-    data = write(tmp_path / "data", make_call(output=torch.zeros(1, 2, 5, 4)))
-    [text] = findings_of(data).values()
-    assert text == "recomputed output has shape (1, 2, 5, 8), but (1, 2, 5, 4) was recorded"
+    other = make_call(call_index=1, output=torch.zeros(1, 2, 5, 4))
+    data = write(tmp_path / "data", make_call(), other)
+    text = findings_of(data)["model-000001.safetensors"]
+    assert "output of shape (1, 2, 5, 4) where (1, 2, 5, 8) fits the others" in text
 
 
 def test_nan_rows_are_the_same_output(tmp_path: Path, make_call: MakeCall) -> None:
@@ -234,7 +236,7 @@ def test_nan_rows_are_the_same_output(tmp_path: Path, make_call: MakeCall) -> No
 
 
 def test_what_cannot_be_recomputed_is_one_finding(tmp_path: Path, make_call: MakeCall) -> None:
-    call = make_call(attn_mask=torch.randn(1, 2, 5, 3))
+    call = make_call(query=torch.randn(1, 2, 5, 8, dtype=torch.float64))
     [text] = findings_of(write(tmp_path / "data", call)).values()
     assert text.startswith("output cannot be recomputed here: ")
     assert "\n" not in text
@@ -297,9 +299,8 @@ def test_a_damaged_file_is_named(
     assert re.search(told, text)
     with pytest.raises(DatasetError, match=str(path)):
         again.entries[1].check()
-    if damage is not alter:  # loading does not read the checksum
-        with pytest.raises(DatasetError, match=str(path)):
-            again[1]
+    with pytest.raises(DatasetError, match=str(path)):
+        again[1]
     assert again[0].origin.call_index == 0
     assert again[2].origin.call_index == 2
 
@@ -313,7 +314,10 @@ def test_without_a_manifest_damaged_files_are_left_out_and_named(
     (dataset.directory / MANIFEST).unlink()
     again = load(dataset.directory)
     assert [call.origin.call_index for call in again] == [0, 2]
-    assert str(path) in again.note
+    [damaged] = again.damaged
+    assert damaged.path == path
+    assert damaged.reason.startswith(f"{path}: ")
+    assert list(findings_of(again)) == [*(e.path.name for e in again.entries), path.name]
 
 
 def save_header(path: Path, header: str) -> None:
@@ -373,10 +377,6 @@ def test_a_damaged_manifest_is_rebuilt_from_the_files(dataset: Dataset, text: st
     [
         lambda data: data.pop("files"),
         lambda data: data.pop("captures"),
-        lambda data: data["files"][0].pop("call"),
-        lambda data: data["files"][0]["call"].pop("layouts"),
-        lambda data: data["files"][0]["call"]["layouts"].pop("query"),
-        lambda data: data["files"][0].update(file=3),
         lambda data: data["captures"][0].update(model_of="?"),
     ],
 )
@@ -420,27 +420,111 @@ def test_a_manifest_of_another_format_is_not_guessed_at(dataset: Dataset, versio
         load(dataset.directory)
 
 
-@pytest.mark.parametrize("evil", ["../evil.safetensors", "{absolute}", "a/../../evil.safetensors"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda item: item.pop("call"),
+        lambda item: item["call"].pop("layouts"),
+        lambda item: item["call"]["layouts"].pop("query"),
+        lambda item: item["call"].update(scale="large"),
+        lambda item: item["call"].update(scale=1e999),
+        lambda item: item["call"]["origin"].update(module=[]),
+        lambda item: item.update(bytes="many"),
+        lambda item: item.update(checksum="md5:0"),
+        lambda item: item.pop("checksum"),
+        lambda item: item.update(sha256=7),
+    ],
+)
+def test_a_damaged_entry_costs_one_file(
+    dataset: Dataset, change: Callable[[dict[str, Any]], Any]
+) -> None:
+    edit_manifest(dataset, lambda data: (change(data["files"][1]), data)[1])
+    again = load(dataset.directory)
+    assert [call.origin.call_index for call in again] == [0, 2]
+    [damaged] = again.damaged
+    path = dataset.entries[1].path
+    assert damaged.path == path
+    assert damaged.reason.startswith(f"{path}: its entry in the manifest is damaged (")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../evil.safetensors",
+        "{absolute}",
+        "a/../../evil.safetensors",
+        "a/b.safetensors",
+        *("..", ".", "", "/", "...safetensors", ".hidden.safetensors", "a\0.safetensors"),
+        "x" * 300,
+        3,
+        None,
+    ],
+)
 def test_a_manifest_cannot_point_outside_its_directory(
-    dataset: Dataset, tmp_path: Path, evil: str, make_call: MakeCall
+    dataset: Dataset, tmp_path: Path, name: Any
 ) -> None:
     outside = tmp_path / "evil.safetensors"
     shutil.copy(dataset.entries[0].path, outside)
-    name = evil.format(absolute=outside)
+    if isinstance(name, str):
+        name = name.format(absolute=outside)
     edit_manifest(dataset, lambda data: data["files"][0].update(file=name))
     again = load(dataset.directory)
-    assert again.entries[0].path.parent == dataset.directory
-    with pytest.raises(DatasetError, match="missing"):
-        again[0]
+    assert [call.origin.call_index for call in again] == [1, 2]
+    [damaged] = again.damaged
+    assert damaged.path == dataset.directory / MANIFEST
 
 
-@pytest.mark.parametrize("name", ["..", ".", "", "/"])
-def test_a_manifest_that_names_a_directory(dataset: Dataset, name: str) -> None:
-    edit_manifest(dataset, lambda data: data["files"][0].update(file=name))
+def test_a_file_is_listed_once(dataset: Dataset) -> None:
+    edit_manifest(dataset, lambda data: data["files"].append(data["files"][0]))
     again = load(dataset.directory)
-    with pytest.raises(DatasetError):
-        again[0]
-    assert verify(again)[0].text == "missing"
+    assert len(again) == 3
+    [damaged] = again.damaged
+    assert damaged.reason.startswith(str(dataset.entries[0].path))
+    assert "listed twice" in damaged.reason
+
+
+def test_what_a_manifest_cannot_check_is_said(dataset: Dataset) -> None:
+    def without_checksum(data: Any) -> None:
+        data["files"][1].update(checksum=None)
+
+    edit_manifest(dataset, without_checksum)
+    assert "no checksum of 1 of its files: if they were altered" in load(dataset.directory).note
+
+
+def test_the_manifest_and_the_files_agree(dataset: Dataset) -> None:
+    def other_module(data: Any) -> None:
+        data["files"][1]["call"]["origin"]["module"] = "another"
+
+    edit_manifest(dataset, other_module)
+    again = load(dataset.directory)
+    assert again[0].origin.module == again[2].origin.module == "attention"
+    with pytest.raises(DatasetError, match="its header is not what the manifest says of it"):
+        again[1]
+
+
+def test_checksums_are_compared_unless_told_otherwise(true_dataset: Dataset) -> None:
+    alter(true_dataset.entries[1].path)
+    with pytest.raises(DatasetError, match="checksum differs"):
+        list(load(true_dataset.directory))
+    unchecked = load(true_dataset.directory, check=False)
+    assert [call.origin.call_index for call in unchecked] == [0, 1, 2]
+    assert unchecked[1:][0].origin.call_index == 1
+
+
+def test_the_checksum_is_that_of_the_values_that_are_loaded(
+    dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file is read once, so that none can change between its check and its use."""
+    read = []
+    preadv = os.preadv
+
+    def counted(descriptor: int, buffers: Any, offset: int) -> int:
+        read.append(sum(buffer.nbytes for buffer in buffers))
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", counted)
+    call = dataset[0]
+    assert sum(read) == sum(t.numel() * t.element_size() for t in call.tensors().values())
 
 
 def test_directories_without_calls(tmp_path: Path) -> None:

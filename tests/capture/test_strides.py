@@ -65,6 +65,15 @@ def test_packed_values_are_a_copy(tensor: Tensor) -> None:
     assert values.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
 
 
+def test_values_are_held_as_they_are_in_memory() -> None:
+    """So that neither writing nor reading them rearranges anything."""
+    bshd = torch.randn(2, 7, 3, 4)
+    values, layout = pack(bshd.transpose(1, 2))
+    assert torch.equal(values, bshd)
+    assert layout == Layout((2, 3, 7, 4), (84, 4, 12, 1), order=(0, 2, 1, 3))
+    assert unpack(values, layout).data_ptr() == values.data_ptr()
+
+
 def test_an_expanded_dimension_is_held_once() -> None:
     mask = torch.randn(1, 1, 7, 9).expand(3, 5, 7, 9)
     values, layout = pack(mask)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import SafetensorError
 
 import capture.call_file
 from capture import load
@@ -101,7 +102,7 @@ def full_disk(*args: Any, **kwargs: Any) -> None:
 
 def wrapped_full_disk(*args: Any, **kwargs: Any) -> None:
     # What safetensors makes of it.
-    raise capture.call_file.SafetensorError("I/O error: No space left on device (os error 28)")
+    raise SafetensorError("I/O error: No space left on device (os error 28)")
 
 
 def load_if_any(directory: Path) -> int:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from capture.call import AttentionCall
+from capture.printable import printable
 from replay.accuracy.errors import compare
 from replay.bench.runner import replay
 from replay.bench.settings import Settings
@@ -67,6 +68,15 @@ def test_a_replays_rows_have_no_other_leaves(
         assert set(leaves(row_to_json(produced))) <= known | empty
 
 
+def test_a_table_says_nothing_to_the_terminal() -> None:
+    table = io.StringIO()
+    write_csv(
+        [factories.row("mine", factories.call_facts(module="a\x1b[2J"), log="b\nc\x07")], table
+    )
+    written = next(csv.DictReader(io.StringIO(table.getvalue(), newline="")))
+    assert (written["call.module"], written["log"]) == ("a [2J", "b\nc ")
+
+
 @pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1"])
 def test_a_spreadsheet_evaluates_no_text(text: str) -> None:
     table, json_file = io.StringIO(), io.StringIO()
@@ -74,8 +84,8 @@ def test_a_spreadsheet_evaluates_no_text(text: str) -> None:
     write_csv([bare], table)
     write_jsonl([bare], json_file)
     written = next(csv.DictReader(io.StringIO(table.getvalue(), newline="")))
-    assert written["call.model"] == f"'{text}"
-    assert written["flags"] == f"'{text} other"
+    assert written["call.model"] == f"'{printable(text)}"
+    assert written["flags"] == f"'{printable(text)} other"
     assert json.loads(json_file.getvalue())["call"]["model"] == text
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,10 @@ import torch
 from capture.call import AttentionCall
 from capture.call_file import PackedCall
 from capture.errors import DatasetError
+from replay.bench.runner import replay
+from replay.workers.sources import workload_of
 from replay.workloads.recorded import from_directory
+from tests.factories import kernel, settings
 
 CPU = torch.device("cpu")
 
@@ -89,6 +94,12 @@ def test_code_in_a_pickle_is_refused_and_never_run(tmp_path: Path) -> None:
         ({"k": "text"}, r"q, k and v must be tensors \(B, H, S, D\)"),
         ({"call_idx": "first"}, "not a readable recording"),
         ({"kwargs": 3}, "not a readable recording"),
+        ({"kwargs": {"scale": "large"}}, "not a readable recording"),
+        ({"kwargs": {"attn_mask": "none"}}, "not a readable recording"),
+        ({"k": torch.zeros(1, 3, 7, 8)}, "4 query heads, no multiple of 3 key/value heads"),
+        ({"v": torch.zeros(1, 2, 6, 8)}, r"value of shape \(1, 2, 6, 8\) where"),
+        ({"q": torch.zeros(1, 1, 1, 8).expand(1, 4, 2**30, 8)}, r"\d+ attention scores in a file"),
+        ({"q": torch.zeros(1, 4, 5, 8).to_sparse()}, "its tensors are sparse"),
     ],
 )
 def test_what_is_no_recording_is_named(
@@ -97,6 +108,18 @@ def test_what_is_no_recording_is_named(
     save_pickled(tmp_path / "x_input_0.pt", **replaced)
     with pytest.raises(DatasetError, match=rf"x_input_0\.pt: {sentence}"):
         from_directory(tmp_path)[0][0].load(CPU)
+
+
+@pytest.mark.timeout(20)
+def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+    save_pickled(tmp_path / "elsewhere")
+    (tmp_path / "x_input_0.pt").symlink_to(tmp_path / "elsewhere")
+    os.mkfifo(tmp_path / "x_input_1.pt")
+    link, fifo = from_directory(tmp_path)[0]
+    with pytest.raises(DatasetError, match="a symbolic link"):
+        link.load(CPU)
+    with pytest.raises(DatasetError, match="not a regular file"):
+        fifo.load(CPU)
 
 
 def test_truncated_files_are_named(tmp_path: Path) -> None:
@@ -120,6 +143,29 @@ def test_our_own_recordings(tmp_path: Path, make_call: Callable[..., AttentionCa
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(DatasetError, match=r"model-000003\.safetensors: "):
         workloads[0].load(CPU)
+
+
+@pytest.fixture
+def damaged(tmp_path: Path, make_call: Callable[..., AttentionCall]) -> Path:
+    """A directory of three recorded calls, of which one is cut off and one is a link."""
+    paths = [tmp_path / f"model-{index}.safetensors" for index in range(3)]
+    for index, path in enumerate(paths):
+        PackedCall.of(make_call(origin={"call_index": index})).write(path)
+    paths[0].write_bytes(paths[0].read_bytes()[:-100])
+    paths[1].symlink_to(paths[1].rename(tmp_path / "elsewhere"))
+    return tmp_path
+
+
+def test_a_damaged_file_costs_one_row(damaged: Path) -> None:
+    workloads, _ = from_directory(damaged)
+    assert len(workloads) == 3
+    for each in (workloads, [workload_of(json.loads(json.dumps(w.source))) for w in workloads]):
+        rows = list(replay(each, [kernel("fast")], settings()))
+        assert len([row for row in rows if row.kernel == "fast"]) == 1
+        reasons = [row.reason for row in rows if not row.kernel]
+        assert len(reasons) == 2
+        assert "model-0.safetensors: not a readable" in reasons[0]
+        assert "model-1.safetensors: a symbolic link" in reasons[1]
 
 
 def test_directories_without_recordings(tmp_path: Path) -> None:

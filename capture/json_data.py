@@ -1,0 +1,110 @@
+"""Reads JSON that anybody may have written, and checks it field by field."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+_DEEPEST = 32
+"""Levels of nesting that a free-form value may have."""
+
+
+def parsed(text: str | bytes) -> Any:
+    """Parse JSON.
+
+    Raises:
+        ValueError: it is not valid, or is nested too deeply.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def fields_of(kind: type[T], data: Any, *, ignore_unknown: bool = False) -> dict[str, Any]:
+    """Return `data` as keyword arguments of a dataclass, each of the type it declares.
+
+    Supported are str, bool, int, float, None, `list[T]`, `dict[str, T]` and, for plain JSON,
+    `dict[str, Any]`. A missing field keeps its default.
+
+    Raises:
+        ValueError: a field is missing, unknown or of another type.
+    """
+    if not isinstance(data, dict):
+        raise ValueError(f"{kind.__name__} is not an object: {shown(data)}")
+    hints = get_type_hints(kind)
+    known = {item.name: item for item in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    if unknown := sorted(data.keys() - known.keys()):
+        if not ignore_unknown:
+            raise ValueError(f"unknown field {shown(unknown[0])}")
+        data = {name: value for name, value in data.items() if name in known}
+    for name, item in known.items():
+        required = item.default is item.default_factory is dataclasses.MISSING
+        if required and name not in data:
+            raise ValueError(f"{name} is missing")
+    return {name: typed(hints[name], value, name) for name, value in data.items()}
+
+
+def typed(hint: Any, value: Any, name: str) -> Any:
+    """Return a value that has the type of `hint`.
+
+    Raises:
+        ValueError: it has another type, is not finite, or is nested too deeply.
+    """
+    if not _fits(hint, value):
+        raise ValueError(f"{name} is {shown(value)}")
+    return value
+
+
+def required(data: Any, name: str, hint: Any) -> Any:
+    """Return a field of an object.
+
+    Raises:
+        ValueError: it is missing or of another type than `hint`.
+    """
+    if not isinstance(data, dict):
+        raise ValueError(f"not an object: {shown(data)}")
+    if name not in data:
+        raise ValueError(f"{name} is missing")
+    return typed(hint, data[name], name)
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    if get_origin(hint) in (Union, UnionType):
+        return any(_fits(option, value) for option in get_args(hint))
+    if hint is Any:
+        return _is_shallow(value)
+    if get_origin(hint) in (dict, list):
+        parts = value.values() if isinstance(value, dict) else value
+        kind = get_args(hint)[-1]
+        return isinstance(value, get_origin(hint)) and all(_fits(kind, part) for part in parts)
+    if hint is float and type(value) is float:
+        return math.isfinite(value)
+    if hint in (int, float) and type(value) is int:
+        return -(2**63) <= value < 2**64
+    return type(value) is hint
+
+
+def _is_shallow(value: Any) -> bool:
+    """Whether a value is not nested too deeply to be copied and written again."""
+    level = [value]
+    for _ in range(_DEEPEST):
+        nested = [part for part in level if isinstance(part, dict | list)]
+        if not nested:
+            return True
+        level = [
+            part for each in nested for part in (each.values() if isinstance(each, dict) else each)
+        ]
+    return False
+
+
+def shown(value: Any) -> str:
+    """Format a value, of which there may be much, for an error message."""
+    if isinstance(value, dict | list):
+        return f"a {type(value).__name__}"
+    return repr(value if not isinstance(value, str) else value[:80])[:120]

@@ -1,0 +1,92 @@
+"""Opens nothing but regular files: no symbolic link, FIFO or device that a dataset may contain."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from capture.errors import DatasetError
+
+# Windows has neither.
+_CAREFULLY = (
+    getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+)
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """Open a regular file for reading and yield its descriptor.
+
+    Raises:
+        DatasetError: the file is missing, something else, or cannot be opened.
+    """
+    try:
+        with refusing(path):
+            # Asked first as well, because opening a device can do something.
+            _require_regular(path, os.lstat(path).st_mode)
+            descriptor = os.open(path, os.O_RDONLY | _CAREFULLY)
+    except ValueError as error:  # a null character, or half of a surrogate pair
+        raise DatasetError(f"{path}: no possible file name ({error})") from error
+    try:
+        _require_regular(path, os.fstat(descriptor).st_mode)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def read(path: Path, limit: int) -> bytes:
+    """Read a regular file whole.
+
+    Raises:
+        DatasetError: it cannot be read, or is longer than `limit` bytes.
+    """
+    with opened(path) as descriptor, refusing(path):
+        nbytes = os.fstat(descriptor).st_size
+        if nbytes > limit:
+            raise DatasetError(f"{path}: {nbytes} bytes long, and at most {limit} are read")
+        with os.fdopen(os.dup(descriptor), "rb") as file:
+            return file.read(limit)
+
+
+def create(path: Path) -> int:
+    """Create a file for writing, in place of any of that name, and return its descriptor.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _CAREFULLY
+    try:
+        return os.open(path, flags, 0o666)
+    except FileExistsError:  # a leftover of a killed run, or a link, which is not followed
+        os.unlink(path)
+        return os.open(path, flags, 0o666)
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is anything of that name, be it a broken link."""
+    try:
+        os.lstat(path)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def refusing(path: Path) -> Iterator[None]:
+    """Turn what the system says of a file into a `DatasetError`."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise DatasetError(f"{path}: missing") from error
+    except OSError as error:
+        raise DatasetError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def _require_regular(path: Path, mode: int) -> None:
+    if stat.S_ISLNK(mode):
+        raise DatasetError(f"{path}: a symbolic link; put the file itself here")
+    if not stat.S_ISREG(mode):
+        raise DatasetError(f"{path}: not a regular file")
