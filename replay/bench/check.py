@@ -143,14 +143,18 @@ class Checker:
         checked = timed.checked
         if replaced := self._guard.replaced(checked.kernel.name):
             return Finding("error", replaced)
-        if timed.fault:
-            return Finding("error", f"right when it was checked; {timed.fault}")
+        if fault := timed.fault or timed.block_fault:
+            return Finding("error", f"right when it was checked; {fault}")
         kernel = checked.kernel
-        wrong = self._referee.judge_samples(
-            kernel.name, kernel.accuracy_class, list(timed.kept), checked.chosen
-        )
-        if wrong:
-            return Finding("inaccurate", f"right when it was checked, wrong when timed: {wrong}")
+        for samples, when in (
+            (timed.kept, "when timed"),
+            (timed.block_samples, "when its energy was measured"),
+        ):
+            wrong = self._referee.judge_samples(
+                kernel.name, kernel.accuracy_class, list(samples), checked.chosen
+            )
+            if wrong:
+                return Finding("inaccurate", f"right when it was checked, wrong {when}: {wrong}")
         return checked.finding
 
     def _first_call(

@@ -16,7 +16,7 @@ from replay.accuracy.judge import Expected, judge
 from replay.accuracy.thresholds import Thresholds
 from replay.accuracy.tolerance import Tolerance
 from replay.bench.failures import Finding
-from replay.bench.variation import Flip, some_rows
+from replay.bench.variation import Flip, Walk, some_rows
 from replay.rows.row import Accuracy, AccuracyClass, Errors, Summary
 
 SLACK = 2.0
@@ -33,6 +33,8 @@ class Sample(NamedTuple):
     """(n, Dv) of `Flip.changed`."""
     others: Tensor
     """(n, Dv) of `Flip.others`."""
+    of_walk: bool = False
+    """Whether its inputs were those of that step of a `Walk`, and the rows are the walk's."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,8 @@ class LocalReferee:
         if chosen is not None:
             call = call.with_tensors({"attn_mask": _both(call.attn_mask, chosen)})
         for sample in samples:
-            flip = Flip(call, self.seed, sample.number, values_only=chosen is not None)
+            kind = Walk if sample.of_walk else Flip
+            flip = kind(call, self.seed, sample.number, values_only=chosen is not None)
             flip.apply()
             try:
                 changed = Expected.of(some_rows(call, flip.changed))

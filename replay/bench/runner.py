@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import secrets
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from capture.call import AttentionCall
 from capture.errors import DatasetError
 from capture.header import dtype_name
 from replay.bench.check import Checker, output_of, refusal, stderr_apart
+from replay.bench.energy import with_energy
 from replay.bench.failures import ContextLost, classify
 from replay.bench.guard import Guard
 from replay.bench.inputs import Inputs
@@ -27,8 +27,7 @@ from replay.bench.stages import Checked, Timed, make_row
 from replay.bench.witness import Part, Witness
 from replay.kernels.registry import Kernel, catalogue, find
 from replay.rows.row import HERE, CallFacts, Machine, Mask, Row, Status
-from replay.timing.energy import measure_energy
-from replay.timing.gpu_state import NoReading, gpu_is_lost
+from replay.timing.gpu_state import gpu_is_lost
 from replay.timing.machine import describe
 from replay.timing.rounds import measure
 from replay.workloads.recorded import Workload
@@ -142,7 +141,12 @@ def _replay_call(
     report(TIMING)
     confirmed = {}
     witness = Witness(checked, inputs, guard, seed)
-    for timed in time_together(checked, witness, settings, options, report):
+    all_timed = time_together(checked, witness, settings, options, report)
+    if settings.energy:
+        for place, timed in enumerate(all_timed):
+            report(timed.checked.kernel.name)
+            all_timed[place] = with_energy(timed, inputs, guard, seed, settings.device)
+    for timed in all_timed:
         name = timed.checked.kernel.name
         if timed.samples is not None:
             report(name)
@@ -275,24 +279,7 @@ def time_together(
         for each in checked
         if (name := each.kernel.name)
     ]
-    return [_with_energy(each, settings, report) for each in timed] if settings.energy else timed
-
-
-def _with_energy(timed: Timed, settings: Settings, report: Callable[[str], None]) -> Timed:
-    """Let a kernel that was timed run for a second, alone."""
-    samples = timed.samples
-    if samples is None or samples.error is not None:
-        return timed
-    report(timed.checked.kernel.name)
-    call_ms = statistics.median(samples.ms)
-    try:
-        return replace(timed, block=measure_energy(timed.checked.run, settings.device, call_ms))
-    except NoReading as error:
-        return replace(timed, no_energy=str(error))
-    except BaseException as error:
-        if gpu_is_lost(settings.device):
-            raise
-        return replace(timed, no_energy=classify(error).reason)
+    return timed
 
 
 def _facts(workload: Workload, call: AttentionCall) -> CallFacts:

@@ -80,6 +80,10 @@ class Timed:
     """Inputs that changed while it was timed."""
     block: Block | None = None
     """Its calls back to back, where energy was asked for."""
+    block_samples: tuple[Sample, ...] = ()
+    """Rows of what some of those calls returned."""
+    block_fault: str = ""
+    """What one of them returned that is no output at all."""
     no_energy: str = ""
     """Why there is none."""
 

@@ -26,6 +26,12 @@ JUDGED_ROWS = 8
 """Rows of an output that are kept in the head that changed, and as many in other heads."""
 
 
+WALK_BLOCKS = 20
+"""Of value and of key, that a `Walk` flips in turn."""
+WALK_SHARE = 80
+"""One value in so many is in a block: those of all blocks are a quarter."""
+
+
 class Rows(NamedTuple):
     """Positions in an output (B, Hq, Sq, Dv), one per entry."""
 
@@ -35,8 +41,12 @@ class Rows(NamedTuple):
 
     def of(self, output: Tensor) -> Tensor:
         """(n, Dv), copied."""
-        at = (torch.tensor(each, device=output.device) for each in self)
-        return output[tuple(at)].clone()
+        return output[self.on(output.device)]
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """What to index an output on a device with."""
+        batch, head, query = (torch.tensor(each, device=device) for each in self)
+        return batch, head, query
 
 
 class Flip:
@@ -83,6 +93,46 @@ class Flip:
             view.neg_()
 
 
+class Walk:
+    """Changes of one small step a call, where calls follow each other without a gap.
+
+    A step flips one block of rows of value, and one row of key, in every head: two launches on a
+    GPU. Which ones is the next step of a Gray code, so that no inputs come back within 2²⁰ steps
+    (fewer where there are fewer rows), and those of any step are known without the others.
+
+    Args:
+        number: of the step to begin after; `apply` goes there from the recorded inputs.
+        values_only: as for `Flip`.
+    """
+
+    def __init__(
+        self, call: AttentionCall, seed: int, number: int = 0, *, values_only: bool = False
+    ) -> None:
+        draw, shape = random.Random(f"{seed} walk"), call.shape
+        self.number = number
+        self._pools = [_blocks(draw, call.value, max(shape.kv_len // WALK_SHARE, 1))]
+        if not values_only:
+            self._pools.append(_blocks(draw, call.key, 1))
+        self.changed, self.others = (_rows_of_one_head(draw, call) for _ in range(2))
+        """Rows to judge by; all heads change alike."""
+
+    def step(self) -> None:
+        """Go one step on, in place."""
+        self.number += 1
+        trailing_zeros = (self.number & -self.number).bit_length() - 1
+        for blocks in self._pools:
+            blocks[min(trailing_zeros, len(blocks) - 1)].neg_()
+
+    def apply(self) -> None:
+        """Go from the recorded inputs to those of this step, in place; or back."""
+        for blocks in self._pools:
+            position = self.number % 2 ** len(blocks)
+            gray = position ^ (position >> 1)
+            for bit, block in enumerate(blocks):
+                if gray >> bit & 1:
+                    block.neg_()
+
+
 class Variation:
     """Gives each sample of the kernels that share a call's tensors another flip."""
 
@@ -109,6 +159,21 @@ class Variation:
     def forget(self) -> None:
         """The inputs were restored by other means."""
         self._flip = None
+
+
+def _rows_of_one_head(draw: random.Random, call: AttentionCall) -> Rows:
+    shape = call.shape
+    batch, head = draw.randrange(shape.batch), draw.randrange(shape.q_heads)
+    queries = draw.choices(range(shape.q_len), k=JUDGED_ROWS)
+    return Rows([batch] * JUDGED_ROWS, [head] * JUDGED_ROWS, queries)
+
+
+def _blocks(draw: random.Random, tensor: Tensor, rows: int) -> list[Tensor]:
+    """Some blocks of so many rows, in every head, in random order."""
+    memory = narrow_expanded(tensor)
+    places = range(0, memory.shape[2] - rows + 1, rows)
+    chosen = draw.sample(places, min(WALK_BLOCKS, len(places)))
+    return [memory[:, :, first : first + rows] for first in chosen]
 
 
 def some_rows(call: AttentionCall, rows: Rows) -> AttentionCall:

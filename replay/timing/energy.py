@@ -11,6 +11,7 @@ long.
 
 from __future__ import annotations
 
+import secrets
 import statistics
 import time
 from collections import deque
@@ -58,8 +59,17 @@ class Block:
         return abs(self.sustained_ms / self.burst_ms - 1) > DIFFERENT
 
 
-def measure_energy(function: Function, device: torch.device, call_ms: float) -> Block:
+def measure_energy(
+    function: Function,
+    device: torch.device,
+    call_ms: float,
+    keep: Callable[[object], None] = lambda result: None,
+) -> Block:
     """Run a block of calls of a function that takes about `call_ms`.
+
+    Args:
+        keep: given what one call in some milliseconds returned, right after that call; it must not
+            wait for the GPU.
 
     Raises:
         NoReading: the device has no energy counter, or one that stands still.
@@ -70,7 +80,7 @@ def measure_energy(function: Function, device: torch.device, call_ms: float) -> 
     time.sleep(PAUSE_SECONDS)
     try:
         with torch.cuda.device(device):
-            return block(_chunks(function, calls), calls, read)
+            return block(_chunks(function, calls, keep), calls, read)
     finally:
         torch.cuda.synchronize(device)
 
@@ -115,15 +125,18 @@ def block(
     raise NoReading("the calls ended before the energy was counted")
 
 
-def _chunks(function: Function, calls: int) -> Iterator[float]:
+def _chunks(function: Function, calls: int, keep: Callable[[object], None]) -> Iterator[float]:
     """Run chunks of calls for ever, one ahead of the one that is waited for."""
     under_way: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
     while True:
         start = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
         start.record()
-        for _ in range(calls):
-            function()
+        drawn = secrets.randbelow(calls)
+        for call in range(calls):
+            result = function()
+            if call == drawn:
+                keep(result)
         end.record()
         under_way.append((start, end))
         if len(under_way) > 1:

@@ -38,8 +38,8 @@ def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
         say(judged=asdict(judged))
     else:
         samples = [
-            Sample(number, tensors[f"changed.{place}"], tensors[f"others.{place}"])
-            for place, number in enumerate(request["numbers"])
+            Sample(number, tensors[f"changed.{place}"], tensors[f"others.{place}"], of_walk)
+            for place, (number, of_walk) in enumerate(request["numbers"])
         ]
         say(wrong=referee.judge_samples(kernel, accuracy_class, samples, chosen))
     if settings.device.type == "cuda":

@@ -79,7 +79,7 @@ class RemoteReferee:
         for place, sample in enumerate(samples):
             tensors[f"changed.{place}"] = sample.changed
             tensors[f"others.{place}"] = sample.others
-        numbers = [sample.number for sample in samples]
+        numbers = [(sample.number, sample.of_walk) for sample in samples]
         answer = self._ask(
             do="samples",
             kernel=kernel,

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from capture.call import AttentionCall
-from replay.bench.variation import Flip, Variation, some_rows
+from replay.bench.variation import Flip, Variation, Walk, some_rows
 from tests.factories import random_call
 
 CALLS: dict[str, Callable[[], AttentionCall]] = {
@@ -73,3 +73,47 @@ def test_another_process_makes_the_same() -> None:
     Flip(second, 3, number).apply()
     assert torch.equal(first.value, second.value)
     assert torch.equal(first.key, second.key)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_walk_is_known_at_every_step(name: str) -> None:
+    call = CALLS[name]()
+    other = call.to("cpu")
+    assert other.value.data_ptr() != call.value.data_ptr()
+    recorded = {each: tensor.clone() for each, tensor in call.tensors().items()}
+    walk = Walk(call, seed=7)
+    for number in range(1, 40):
+        walk.step()
+        there = Walk(other, seed=7, number=number)
+        there.apply()
+        assert all(torch.equal(call.tensors()[each], other.tensors()[each]) for each in recorded)
+        assert (walk.changed, walk.others) == (there.changed, there.others)
+        output = scaled_dot_product_attention(**call.arguments())
+        for rows in (walk.changed, walk.others):
+            alone = scaled_dot_product_attention(**some_rows(call, rows).arguments())
+            torch.testing.assert_close(alone[0, 0], rows.of(output))
+        there.apply()
+    walk.apply()
+    for each in (call, other):
+        assert all(torch.equal(tensor, recorded[name]) for name, tensor in each.tensors().items())
+
+
+def test_no_head_has_the_inputs_of_an_earlier_step() -> None:
+    call = random_call(batch=2, q_heads=4, kv_heads=2, kv_len=100)
+    walk, heads = Walk(call, seed=3), (call.value.flatten(0, 1), call.key.flatten(0, 1))
+    seen: list[set[Any]] = [set() for _ in range(8)]
+    for _ in range(300):
+        walk.step()
+        for head, values in zip(seen, torch.cat(heads), strict=True):
+            head.add(values.numpy().tobytes())
+    assert [len(head) for head in seen] == [300] * 8
+
+
+def test_a_walk_turns_back_after_all_its_steps() -> None:
+    call = random_call(kv_len=3)
+    walk, value = Walk(call, seed=3, values_only=True), call.value.clone()
+    key = call.key.clone()
+    for number in range(1, 17):
+        walk.step()
+        assert torch.equal(call.value, value) == (number % 8 == 0)
+    assert torch.equal(call.key, key)

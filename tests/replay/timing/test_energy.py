@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from replay.timing.energy import Block, block, measure_energy
+from replay.timing.energy import Block, _chunks, block, measure_energy
 from replay.timing.gpu_state import NoReading
 
 
@@ -71,3 +72,26 @@ def test_a_counter_that_stands_still_is_none() -> None:
 def test_energy_needs_a_gpu() -> None:
     with pytest.raises(NoReading, match="energy needs an NVIDIA GPU"):
         measure_energy(lambda: None, torch.device("cpu"), 1.0)
+
+
+class FakeEvent:
+    """Takes no time."""
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return 5.0
+
+
+def test_what_one_call_of_each_chunk_returned_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    calls, kept = itertools.count(), list[object]()
+    chunks = _chunks(lambda: next(calls), 10, kept.append)
+    assert [next(chunks) for _ in range(40)] == [5.0] * 40
+    assert [number // 10 for number in kept] == [*range(41)]  # type: ignore[operator]
+    assert len({number % 10 for number in kept}) > 3  # type: ignore[operator]

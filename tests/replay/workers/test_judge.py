@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
 
-from replay.workers import judge
+from replay.bench.referee import Sample
+from replay.bench.settings import Settings
+from replay.bench.variation import Walk
+from replay.workers import judge, judge_server
 from replay.workers.judge import Hearing, Judge
+from replay.workers.remote_referee import RemoteReferee
+from replay.workloads.random_calls import Spec
+from replay.workloads.random_calls import workload as synthetic_workload
 from replay.workloads.recorded import Workload
 from tests.factories import row, settings
 
@@ -72,3 +82,41 @@ def test_a_worker_whose_clock_is_slow_is_not_believed(
     hearing.answer({"do": "start clock", "kernel": "mine"})
     hearing.answer({"do": "stop clock", "kernel": "mine", "calls": 10, "block_ms": there})
     assert (hearing.objection(row("mine", ms=1.0)) == "") == believed
+
+
+CALL = synthetic_workload("call", "random", Spec(1, 2, 2, 16, 90, 32, 32, dtype=torch.float32), 0)
+
+
+@pytest.fixture
+def court(tmp_path: Path) -> Callable[..., RemoteReferee]:
+    """A worker's referee that asks the judge's process, all in this one."""
+
+    def begin(settings: Settings, seed: int = 5) -> RemoteReferee:
+        answers: list[dict[str, Any]] = []
+
+        def say(*, judge: dict[str, Any]) -> None:
+            request = {**judge, "workload": CALL.source, "settings": settings.to_json()}
+            judge_server.handle(request, lambda **answer: answers.append(answer), answers.pop)
+
+        factory = RemoteReferee.factory(say, answers.pop, str(tmp_path))
+        referee = factory(CALL.load(settings.device), seed, settings, None)
+        assert isinstance(referee, RemoteReferee)
+        return referee
+
+    return begin
+
+
+Court = Callable[..., RemoteReferee]
+
+
+def test_samples_of_an_energy_block_are_judged_by_its_steps(court: Court) -> None:
+    referee, call = court(settings()), CALL.load(torch.device("cpu"))
+    walk, samples = Walk(call, seed=5), []
+    for _ in range(30):
+        walk.step()
+        output = scaled_dot_product_attention(**call.arguments())
+        rows = walk.changed.of(output), walk.others.of(output)
+        samples.append(Sample(walk.number, *rows, of_walk=True))
+    assert referee.judge_samples("mine", "exact", samples, None) == ""
+    stale = samples[-1]._replace(number=walk.number - 10)
+    assert "exceeds" in referee.judge_samples("mine", "exact", [*samples[:3], stale], None)
