@@ -125,7 +125,7 @@ def judge(
 def _judge_largest(
     errors: Errors, tolerance: Tolerance, factors: ExactThresholds
 ) -> tuple[bool, str]:
-    limit = tolerance.limit_by(factors)
+    limit = tolerance.limit(factors)
     noise = factors.rounding_factor * tolerance.noise
     sources = (
         f"{factors.rounding_factor:g} × {tolerance.noise:.2g} (rounding of its worst row)"

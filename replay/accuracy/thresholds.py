@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from attention_replay import Error
+from replay.rows.row import AccuracyClass
 
 
 class ThresholdsError(Error):
@@ -61,6 +62,12 @@ class Thresholds:
     quantised: QuantisedThresholds = QuantisedThresholds()
     sparse: ExactThresholds = ExactThresholds()
     """Applied to attention to the keys that the kernel chose."""
+
+    def of(self, accuracy_class: AccuracyClass) -> ExactThresholds | QuantisedThresholds:
+        """Those of one class."""
+        if accuracy_class == "quantised":
+            return self.quantised
+        return self.sparse if accuracy_class == "sparse" else self.exact
 
     def changes(self) -> str:
         """What differs from the defaults: `quantised.minimum_cosine=0.98`."""

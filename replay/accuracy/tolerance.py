@@ -48,12 +48,7 @@ class Tolerance:
     """The largest rounding noise of a row, per element."""
     rows: RowTolerance | None = field(default=None, compare=False)
 
-    @property
-    def limit(self) -> float:
-        """The largest |output - reference| by the default thresholds."""
-        return self.limit_by(ExactThresholds())
-
-    def limit_by(self, thresholds: ExactThresholds) -> float:
+    def limit(self, thresholds: ExactThresholds) -> float:
         """The largest |output - reference|."""
         measured = thresholds.same_dtype_factor * self.same_dtype_error + self.rounding
         return max(measured, thresholds.rounding_factor * self.noise)

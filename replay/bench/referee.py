@@ -13,7 +13,7 @@ from torch import Tensor
 from capture.call import AttentionCall
 from replay.accuracy.errors import compare, summary
 from replay.accuracy.judge import Expected, judge
-from replay.accuracy.thresholds import Thresholds
+from replay.accuracy.thresholds import ExactThresholds, QuantisedThresholds, Thresholds
 from replay.accuracy.tolerance import Tolerance
 from replay.bench.failures import Finding
 from replay.bench.variation import Flip, Walk, some_rows
@@ -166,6 +166,7 @@ class LocalReferee:
         call = self._call
         if chosen is not None:
             call = call.with_tensors({"attn_mask": _both(call.attn_mask, chosen)})
+        factors = self._thresholds.of(accuracy_class)
         for sample in samples:
             kind = Walk if sample.of_walk else Flip
             flip = kind(call, self.seed, sample.number, values_only=chosen is not None)
@@ -176,7 +177,7 @@ class LocalReferee:
             finally:
                 flip.apply()
             for rows, right in ((sample.changed, changed), (sample.others, others)):
-                if wrong := _wrong_rows(rows, right, expected.tolerance, accuracy_class):
+                if wrong := _wrong_rows(rows, right, expected.tolerance, factors):
                     return wrong
         return ""
 
@@ -192,7 +193,10 @@ class LocalReferee:
 
 
 def _wrong_rows(
-    rows: Tensor, expected: Expected, whole: Tolerance, accuracy_class: AccuracyClass
+    rows: Tensor,
+    expected: Expected,
+    whole: Tolerance,
+    factors: ExactThresholds | QuantisedThresholds,
 ) -> str:
     """Why rows (n, Dv) of a timed sample are wrong, given the tolerance of the whole output too."""
     right = expected.reference[0, 0].to(rows.device)
@@ -201,20 +205,22 @@ def _wrong_rows(
     if odd.any():
         return f"{int(odd.sum())} elements of {rows.numel()} are NaN or infinite"
     error = error.nan_to_num(0.0, 0.0, 0.0)
-    if accuracy_class == "quantised":
+    if isinstance(factors, QuantisedThresholds):
         lengths = torch.linalg.vector_norm(right.to(torch.float64).nan_to_num(), dim=-1)
         scale = float(lengths.mean())
         found = float(torch.linalg.vector_norm(error, dim=-1).mean()) / scale if scale else 0.0
-        if found > QUANTISED_SAMPLE_ERROR:
-            return f"relative error {found:.2g} exceeds {QUANTISED_SAMPLE_ERROR}"
+        allowed = QUANTISED_SLACK * factors.maximum_relative_l1
+        if found > allowed:
+            return f"relative error {found:.2g} exceeds {allowed:.2g}"
         return ""
-    allowed = SLACK * max(whole.limit, expected.tolerance.limit)
+    limit = expected.tolerance.limit(factors)
+    allowed = SLACK * max(whole.limit(factors), limit)
     largest = float(error.abs().amax()) if error.numel() else 0.0
     if largest > allowed:
         return f"max abs error {largest:.2g} exceeds {allowed:.2g}"
     # Late rows of a long causal call are small: stale ones would hide below that maximum.
     lengths = torch.linalg.vector_norm(right.to(torch.float64).nan_to_num(), dim=-1)
-    noise = expected.tolerance.limit * math.sqrt(rows.shape[-1])
+    noise = limit * math.sqrt(rows.shape[-1])
     far = torch.linalg.vector_norm(error, dim=-1) > WRONG_DIRECTION * lengths
     if (far & (lengths > RELIABLE_LENGTH * noise)).any():
         return f"a row's error is more than {WRONG_DIRECTION:.0%} of its length"
@@ -226,8 +232,9 @@ WRONG_DIRECTION = 0.5
 RELIABLE_LENGTH = 4
 """Times the noise of its sums that a row is long, to be judged by."""
 
-QUANTISED_SAMPLE_ERROR = 0.3
-"""Mean relative L2 error of the rows of a sample: an honest 8-bit kernel stays below a tenth."""
+QUANTISED_SLACK = 3.0
+"""Times the relative L1 of a whole output that the rows of a sample may have as their mean relative
+L2 error: an honest 8-bit kernel stays below a tenth."""
 
 
 def _both(mask: Tensor | None, chosen: Tensor) -> Tensor:

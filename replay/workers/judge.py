@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from replay.bench.settings import Settings
-from replay.rows.row import Row
+from replay.kernels.registry import KernelNameError, find
+from replay.rows.row import AccuracyClass, Row
 from replay.workers.process import Process
 from replay.workloads.recorded import Workload
 
@@ -60,6 +61,18 @@ class Judge:
         shutil.rmtree(self.spool, ignore_errors=True)
 
 
+def _class_of(kernel: str, declared: AccuracyClass) -> AccuracyClass:
+    """The accuracy class of a kernel, from this process's registry.
+
+    What imports somebody's code is not loaded here; its class is the one that it declares first.
+    """
+    try:
+        found = find(kernel)
+    except KernelNameError:  # of another environment
+        return declared
+    return declared if found.load is not None else found.accuracy_class
+
+
 OTHER_CLOCK = 2.0
 """How many times longer a block of calls may be by the parent's clock than by the worker's."""
 OTHER_TIMER = 3.0
@@ -75,6 +88,8 @@ class Hearing:
     judge: Judge
     workload: Workload
     settings: Settings
+    _classes: dict[str, AccuracyClass] = field(default_factory=dict)
+    """By which rule each kernel is judged."""
     _verdicts: dict[str, list[bool]] = field(default_factory=dict)
     """Of the outputs of each kernel, in the order they came."""
     _began: float = 0.0
@@ -96,6 +111,10 @@ class Hearing:
             milliseconds = (time.perf_counter() - self._began) * 1000
             self._blocks[kernel] = milliseconds, question["block_ms"], question["calls"]
             return {}
+        if "accuracy_class" in question:
+            declared = question["accuracy_class"]
+            accuracy_class = self._classes.setdefault(kernel, _class_of(kernel, declared))
+            question = {**question, "accuracy_class": accuracy_class}
         found = self.judge.answer(question, self.workload, self.settings)
         if "wrong" in found:
             self._verdicts.setdefault(kernel, []).append(not found["wrong"])
@@ -111,6 +130,9 @@ class Hearing:
         verdicts = self._verdicts.get(row.kernel, [])
         if not verdicts or not all(verdicts):
             return "its row says that it is right, and the judge does not"
+        judged_as = self._classes[row.kernel]
+        if row.accuracy_class != judged_as:
+            return f"its row says that it is {row.accuracy_class}, and it was judged as {judged_as}"
         if row.time_ms is None or row.kernel not in self._blocks:
             return ""
         here, there, calls = self._blocks[row.kernel]

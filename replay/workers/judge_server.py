@@ -32,7 +32,7 @@ def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
     (referee,) = _referees.values()
     tensors = load_file(request["path"], device=str(settings.device))
     kernel, accuracy_class = request["kernel"], request["accuracy_class"]
-    chosen = tensors.get("chosen")
+    chosen = tensors.get("chosen") if accuracy_class == "sparse" else None
     if request["do"] == "judge":
         judged = referee.judge(kernel, accuracy_class, tensors["output"], chosen)
         say(judged=asdict(judged))

@@ -28,11 +28,11 @@ def test_tolerance_by_hand() -> None:
     smallest = 2.0**-133
     assert (found.same_dtype_error, found.rounding) == (2**-9, 2**-9)
     assert found.noise == pytest.approx((1 + 2**-9) * 2**-8 + smallest)
-    assert found.limit == 4 * found.noise
-    assert Tolerance(2**-9, 2**-9, noise=2**-10).limit == 3 * 2**-9
+    assert found.limit(ExactThresholds()) == 4 * found.noise
+    assert Tolerance(2**-9, 2**-9, noise=2**-10).limit(ExactThresholds()) == 3 * 2**-9
     doubled = ExactThresholds(same_dtype_factor=4, rounding_factor=8)
-    assert found.limit_by(doubled) == 8 * found.noise
-    assert Tolerance(2**-9, 2**-9).limit_by(doubled) == 5 * 2**-9
+    assert found.limit(doubled) == 8 * found.noise
+    assert Tolerance(2**-9, 2**-9).limit(doubled) == 5 * 2**-9
 
 
 def test_tolerance_ignores_what_overflowed() -> None:

@@ -8,11 +8,14 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from replay.accuracy.thresholds import Thresholds
 from replay.bench.referee import Sample
 from replay.bench.settings import Settings
-from replay.bench.variation import Walk
+from replay.bench.variation import Flip, Walk
+from replay.rows.row import AccuracyClass
 from replay.workers import judge, judge_server
 from replay.workers.judge import Hearing, Judge
 from replay.workers.remote_referee import RemoteReferee
@@ -27,8 +30,10 @@ class Pretended:
 
     def __init__(self, *answers: dict[str, Any]) -> None:
         self.answers = list(answers)
+        self.questions: list[dict[str, Any]] = []
 
-    def answer(self, *_: object) -> dict[str, Any]:
+    def answer(self, question: dict[str, Any], *_: object) -> dict[str, Any]:
+        self.questions.append(question)
         return self.answers.pop(0)
 
 
@@ -41,7 +46,8 @@ def hearing_of(*answers: dict[str, Any]) -> Hearing:
     hearing = Hearing(cast("Judge", Pretended(*answers)), workload, settings())
     for answer in answers:
         do = "samples" if "wrong" in answer else "judge"
-        hearing.answer({"do": do, "kernel": "mine", "of_core": False})
+        question = {"do": do, "kernel": "mine", "of_core": False, "accuracy_class": "exact"}
+        hearing.answer(question)
     return hearing
 
 
@@ -58,7 +64,7 @@ def hearing_of(*answers: dict[str, Any]) -> Hearing:
 )
 def test_a_row_is_as_right_as_its_judge_says(answers: list[dict[str, Any]], believed: bool) -> None:
     hearing = hearing_of(*answers)
-    assert (hearing.objection(row("mine", ms=1.0)) == "") == believed
+    assert (hearing.objection(row("mine", ms=1.0, accuracy_class="exact")) == "") == believed
     assert hearing.objection(row("mine", status="inaccurate")) == ""
 
 
@@ -66,7 +72,37 @@ def test_a_wrong_core_costs_no_more_than_its_time() -> None:
     hearing = hearing_of(judged("ok"))
     hearing.judge = cast("Judge", Pretended(judged("inaccurate")))
     hearing.answer({"do": "judge", "kernel": "mine", "of_core": True})
-    assert hearing.objection(row("mine", ms=1.0)) == ""
+    assert hearing.objection(row("mine", ms=1.0, accuracy_class="exact")) == ""
+
+
+@pytest.mark.parametrize(
+    ("kernel", "declared", "judged_as"),
+    [
+        # What the parent's registry says, also of a variant.
+        ("torch-math", ["quantised", "sparse"], "exact"),
+        ("triton-sparse-decode[keep=0.1]", ["exact"], "sparse"),
+        # Files are not imported here: what it says first.
+        ("FILE:attention", ["quantised", "exact"], "quantised"),
+        ("of-another-environment", ["quantised", "sparse"], "quantised"),
+    ],
+)
+def test_a_worker_does_not_choose_the_rule(
+    tmp_path: Path, kernel: str, declared: list[str], judged_as: str
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("raise SystemExit('imported in the parent')")
+    kernel = kernel.replace("FILE", str(file))
+    pretended = Pretended(*[judged("ok")] * len(declared))
+    workload = Workload("call", lambda device: pytest.fail("not loaded here"))
+    hearing = Hearing(cast("Judge", pretended), workload, settings())
+    for each in declared:
+        question = {"do": "judge", "kernel": kernel, "of_core": False, "accuracy_class": each}
+        hearing.answer(question)
+    assert {question["accuracy_class"] for question in pretended.questions} == {judged_as}
+    assert hearing.objection(row(kernel, ms=1.0, accuracy_class=judged_as)) == ""
+    other = "exact" if judged_as != "exact" else "quantised"
+    told = f"its row says that it is {other}, and it was judged as {judged_as}"
+    assert hearing.objection(row(kernel, ms=1.0, accuracy_class=other)) == told
 
 
 @pytest.mark.parametrize(
@@ -81,7 +117,7 @@ def test_a_worker_whose_clock_is_slow_is_not_believed(
     hearing = hearing_of(judged("ok"))
     hearing.answer({"do": "start clock", "kernel": "mine"})
     hearing.answer({"do": "stop clock", "kernel": "mine", "calls": 10, "block_ms": there})
-    assert (hearing.objection(row("mine", ms=1.0)) == "") == believed
+    assert (hearing.objection(row("mine", ms=1.0, accuracy_class="exact")) == "") == believed
 
 
 CALL = synthetic_workload("call", "random", Spec(1, 2, 2, 16, 90, 32, 32, dtype=torch.float32), 0)
@@ -120,3 +156,58 @@ def test_samples_of_an_energy_block_are_judged_by_its_steps(court: Court) -> Non
     assert referee.judge_samples("mine", "exact", samples, None) == ""
     stale = samples[-1]._replace(number=walk.number - 10)
     assert "exceeds" in referee.judge_samples("mine", "exact", [*samples[:3], stale], None)
+
+
+def test_only_a_sparse_kernel_says_which_keys_it_chose(court: Court) -> None:
+    referee, call = court(settings()), CALL.load(torch.device("cpu"))
+    few = (torch.arange(90) < 9).expand(16, 90)
+    on_few = scaled_dot_product_attention(call.query, call.key, call.value, few)
+    found = {
+        each: referee.judge(each, each, on_few, few).finding.status for each in ("exact", "sparse")
+    }
+    assert found == {"exact": "inaccurate", "sparse": "ok"}
+
+
+def off(output: Tensor, by: float) -> Tensor:
+    """With an error of a share of its largest value, of random sign."""
+    signs = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).sign()
+    return output + by * output.abs().max() * signs
+
+
+@pytest.mark.parametrize(
+    ("kernel", "error", "loosened"),
+    [
+        ("exact", 1e-3, {"exact": {"same_dtype_factor": 1e4}}),
+        ("exact", 1e-3, {"exact": {"rounding_factor": 1e4}}),
+        ("sparse", 1e-3, {"sparse": {"same_dtype_factor": 1e4}}),
+        ("quantised", 0.2, {"quantised": {"maximum_relative_l1": 0.5}}),
+    ],
+)
+def test_timed_samples_are_judged_by_the_users_tolerances(
+    court: Court, kernel: AccuracyClass, error: float, loosened: dict[str, dict[str, float]]
+) -> None:
+    call, tolerances = CALL.load(torch.device("cpu")), Thresholds.from_tables(loosened)
+    chosen = torch.ones(16, 90, dtype=torch.bool) if kernel == "sparse" else None
+    flip = Flip(call, 5, 0, values_only=chosen is not None)
+    flip.apply()
+    output = scaled_dot_product_attention(**call.arguments())
+
+    def judged(by: float, thresholds: Thresholds) -> str:
+        rows = (off(each.of(output), by) for each in (flip.changed, flip.others))
+        referee = court(settings(tolerances=thresholds))
+        return referee.judge_samples(kernel, kernel, [Sample(0, *rows)], chosen)
+
+    assert "exceeds" in judged(error, Thresholds())
+    assert judged(error, tolerances) == ""
+    strict = Thresholds.from_tables(
+        {
+            table: dict.fromkeys(keys, 0.0)
+            for table, keys in {
+                "exact": ("same_dtype_factor", "rounding_factor"),
+                "quantised": ("maximum_relative_l1",),
+                "sparse": ("same_dtype_factor", "rounding_factor"),
+            }.items()
+        }
+    )
+    assert judged(0.0, Thresholds()) == ""
+    assert "exceeds" in judged(1e-4, strict)
