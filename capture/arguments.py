@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import math
 import platform
 from typing import Any, NoReturn
 
@@ -14,16 +15,25 @@ _SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 class OneSentenceParser(argparse.ArgumentParser):
-    """Reports invalid arguments in one sentence instead of the full usage, and exits 2."""
+    """Reports invalid arguments in one sentence instead of the full usage, and exits 2.
+
+    An empty value is invalid too, as an unset variable of a shell script gives; an option that
+    takes one says `type=str`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.register("type", None, _not_empty)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        line = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in message)
+        self.exit(2, f"{self.prog}: {line} (see {self.prog} --help)\n")
 
     def add_dtype(self, group: Any, **options: Any) -> None:
         """Add `--dtype float32|bfloat16|float16`, or short: `--dtype bf16`."""
         group.add_argument(
             "--dtype",
-            type=lambda text: _SHORT_DTYPES.get(text, text),
+            type=lambda given: _SHORT_DTYPES.get(given, given),
             choices=DTYPES,
             metavar="DTYPE",
             help="float32, bfloat16 or float16 (or short: fp32, bf16, fp16)",
@@ -54,15 +64,57 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def positive(text: str) -> int:
+LARGEST = 2**63 - 1
+"""More than any size or seed of torch."""
+
+
+def _not_empty(given: str) -> str:
+    if not given.strip():
+        raise argparse.ArgumentTypeError("is empty: leave it out, or give a value")
+    return given
+
+
+def positive(given: str) -> int:
     """Parse an integer of at least 1, for `add_argument(type=…)`."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, not {text}")
-    return int(text)
+    return _integer(given, 1)
 
 
-def natural(text: str) -> int:
+def natural(given: str) -> int:
     """Parse an integer of at least 0, for `add_argument(type=…)`."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be an integer of at least 0, not {text}")
-    return int(text)
+    return _integer(given, 0)
+
+
+def _integer(given: str, least: int) -> int:
+    # The length first: Python refuses to convert thousands of digits, in words of its own.
+    if given.isdecimal() and (len(given) > len(str(LARGEST)) or int(given) > LARGEST):
+        raise argparse.ArgumentTypeError(f"must be at most {LARGEST}, not {given}")
+    if not given.isdecimal() or int(given) < least:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least {least}, not {given}")
+    return int(given)
+
+
+def seconds(given: str) -> float:
+    """Parse a time limit greater than 0, for `add_argument(type=…)`."""
+    value = _number(given)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be a finite number greater than 0, not {given}")
+    return value
+
+
+def share(given: str) -> float:
+    """Parse a number greater than 0 and at most 1, for `add_argument(type=…)`."""
+    value = _number(given)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(
+            f"must be a number greater than 0 and at most 1, not {given}"
+        )
+    return value
+
+
+def _number(given: str) -> float:
+    """Return a finite number; NaN, which is in no range, for anything else."""
+    try:
+        value = float(given)
+    except ValueError:
+        return math.nan
+    return value if math.isfinite(value) else math.nan

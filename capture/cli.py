@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attention_replay import Error
-from capture.arguments import OneSentenceParser, positive
+from capture.arguments import OneSentenceParser, natural, positive
 from capture.models_package import import_models
 from capture.printable import printable
+from capture.standard_streams import make_usable
 
 if TYPE_CHECKING:
     from capture.recording import Recording
@@ -32,6 +33,7 @@ then: replay --dir captured_inputs --metric all
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point; exits 0 on success, 1 if a check failed, 2 on invalid usage."""
+    make_usable()
     parser = _parser()
     arguments = parser.parse_args(argv)
     try:
@@ -75,9 +77,9 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--checkpoint", metavar="ID_OR_DIR", help="weights other than the official ones"
     )
-    what.add_argument("--prompt", help="text to run the model on")
+    what.add_argument("--prompt", type=str, help="text to run the model on; may be empty")
     what.add_argument("--steps", type=positive, help="denoising steps, or tokens to decode")
-    what.add_argument("--seed", type=int, default=0, help="for weights and noise (default 0)")
+    what.add_argument("--seed", type=natural, default=0, help="for weights and noise (default 0)")
     parser.add_dtype(what)
     what.add_argument("--device", help="cuda, cpu … (default: cuda if available)")
 
@@ -106,6 +108,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _dispatch(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    jobs = [f"--{each}" for each in ("model", "show", "verify") if getattr(arguments, each)]
+    if len(jobs) > 1:
+        parser.error(f"{' and '.join(jobs)} are different jobs: give one of them")
     if arguments.show:
         return _show(arguments.show)
     if arguments.verify:
@@ -114,7 +119,7 @@ def _dispatch(arguments: argparse.Namespace, parser: argparse.ArgumentParser) ->
         parser.error("--model is required: cogvideo, flux, llama, a directory or file.py:function")
     from capture.recording import no_empty_directory
 
-    with no_empty_directory(Path(arguments.out)):
+    with no_empty_directory(Path(arguments.out).absolute()):
         return _capture(arguments)
 
 

@@ -117,7 +117,7 @@ def prepare_directory(out: str | Path, model: str, *, overwrite: bool) -> Datase
         CaptureError: `out` is not writable, or contains a capture of `model` and `overwrite` is
             False.
     """
-    directory = Path(out)
+    directory = Path(out).absolute()  # the model may change the current one
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -125,6 +125,10 @@ def _device(name: str | None) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ModelError(f"--device is {name!r}: write, e.g., cpu, cuda or cuda:1") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ModelError(f"--device is {name!r}: only cpu and cuda are supported")
+    if device.type == "cpu" and device.index is not None:
+        raise ModelError(f"--device is {name!r}: there is one, write --device cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ModelError(
             f"--device is {name!r}, but PyTorch finds {torch.cuda.device_count()} CUDA devices: "

@@ -44,7 +44,7 @@ def build(request: Request) -> Runnable:
         with seeded(request.seed, request.device):
             try:
                 built = function(**arguments)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise ModelError(f"{name} in {file} failed: {_describe(error)}") from error
     roots, run = _checked(built, request.name)
     for root in roots.values():
@@ -52,7 +52,12 @@ def build(request: Request) -> Runnable:
 
     def infer() -> Any:
         with _importable(path.parent), torch.no_grad(), seeded(request.seed, request.device):
-            return run()
+            try:
+                return run()
+            except SystemExit as error:  # which would end the command as if all were well
+                raise ModelError(f"the run of {name} in {file} ended in {_describe(error)}") from (
+                    error
+                )
 
     given = {option: getattr(request, option) for option in ("prompt", "steps")}
     return Runnable(
@@ -86,7 +91,7 @@ def _import(path: Path, file: str) -> ModuleType:
     sys.modules[private_name] = module  # dataclasses and pickle look their module up
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[private_name]
         raise ModelError(f"{file} could not be imported: {_describe(error)}") from error
     return module
@@ -142,5 +147,5 @@ def _shape(built: Any) -> str:
     return type(built).__name__
 
 
-def _describe(error: Exception) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]

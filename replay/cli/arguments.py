@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from capture.arguments import OneSentenceParser, natural, positive
+from capture.arguments import OneSentenceParser, natural, positive, seconds, share
 from replay.cli.end_to_end_arguments import add_arguments
 from replay.rows.fields import METRICS
 from replay.timing.defaults import (
@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--kernels", metavar="A,B,'GLOB*'", help="default: a few; all for every one")
     what.add_argument(
         "--keep",
-        type=_share,
+        type=share,
         metavar="FRACTION",
         help="fraction of the keys that sparse kernels attend to (default 0.02)",
     )
@@ -72,17 +72,21 @@ def parser() -> argparse.ArgumentParser:
     )
     what.add_argument("--variants", choices=["all"], help="also run every variant of these kernels")
     what.add_argument("--max-seq", type=positive, metavar="N", help="skip longer shapes")
-    what.add_argument("--seed", type=int, default=0, help="seed of random values (default 0)")
+    what.add_argument("--seed", type=natural, default=0, help="seed of random values (default 0)")
     what.add_argument("--device", help="cuda, cpu … (default: cuda if available)")
 
     shape = command.add_argument_group("shape of --random")
-    shape.add_argument("-b", type=int, default=1, metavar="B", help="batch (default 1)")
-    shape.add_argument("-hq", type=int, default=16, metavar="HQ", help="query heads (default 16)")
-    shape.add_argument("-hk", type=int, metavar="HK", help="key/value heads (default: HQ)")
-    shape.add_argument("-sq", type=int, default=1024, metavar="SQ", help="query length")
-    shape.add_argument("-sk", type=int, metavar="SK", help="key length (default: SQ)")
-    shape.add_argument("-d", type=int, default=64, metavar="D", help="head dimension (default 64)")
-    shape.add_argument("-dv", type=int, metavar="DV", help="value head dimension (default: D)")
+    shape.add_argument("-b", type=positive, default=1, metavar="B", help="batch (default 1)")
+    shape.add_argument(
+        "-hq", type=positive, default=16, metavar="HQ", help="query heads (default 16)"
+    )
+    shape.add_argument("-hk", type=positive, metavar="HK", help="key/value heads (default: HQ)")
+    shape.add_argument("-sq", type=positive, default=1024, metavar="SQ", help="query length")
+    shape.add_argument("-sk", type=positive, metavar="SK", help="key length (default: SQ)")
+    shape.add_argument(
+        "-d", type=positive, default=64, metavar="D", help="head dimension (default 64)"
+    )
+    shape.add_argument("-dv", type=positive, metavar="DV", help="value head dimension (default: D)")
     shape.add_argument("--causal", action="store_true", help="top-left causal mask")
     command.add_dtype(shape, default="bfloat16")
 
@@ -103,14 +107,14 @@ def parser() -> argparse.ArgumentParser:
     )
     how.add_argument(
         "--max-seconds",
-        type=float,
+        type=seconds,
         metavar="S",
         help=f"time limit per kernel and call, which may reduce the rounds to {MINIMUM_ROUNDS} "
         f"(default {SECONDS:g}, on CPUs {CPU_SECONDS:g})",
     )
     how.add_argument(
         "--max-noise",
-        type=_share,
+        type=share,
         metavar="SHARE",
         help="end the rounds once the median time of every kernel is known within this share of "
         "it, e.g. 0.01 (default: all rounds)",
@@ -132,7 +136,7 @@ def parser() -> argparse.ArgumentParser:
     where.add_argument("--env-file", metavar="TOML", help="file with a table [environments]")
     where.add_argument(
         "--timeout",
-        type=_seconds,
+        type=seconds,
         default=300.0,
         metavar="S",
         help="kill a kernel that hangs for this long (default 300)",
@@ -179,17 +183,3 @@ def parser() -> argparse.ArgumentParser:
     command.add_version()
     add_arguments(command)
     return command
-
-
-def _share(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"must be greater than 0 and at most 1, not {text}")
-    return value
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be greater than 0, not {text}")
-    return value

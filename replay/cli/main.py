@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from attention_replay import Error
 from capture.printable import printable
+from capture.standard_streams import make_usable
 from replay.cli.arguments import parser
 from replay.cli.end_to_end_arguments import misuse
 from replay.cli.stdout import reserved_stdout
@@ -42,6 +44,7 @@ class UsageError(Error):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command; exit with 0 on success, 1 if a check failed, 2 on wrong usage."""
+    make_usable()
     arguments = parser().parse_args(argv)
     try:
         code = _dispatch(arguments)
@@ -63,7 +66,7 @@ def _dispatch(arguments: argparse.Namespace) -> int:
         raise UsageError("--also-random requires recorded calls: give --dir DIR")
     if arguments.resume and arguments.json in (None, "-"):
         raise UsageError("--resume requires a file to continue: give --json FILE")
-    if wrong := misuse(arguments):
+    if wrong := misuse(arguments) or _shared_file(arguments):
         raise UsageError(wrong)
     device = _device(arguments.device)
     if arguments.selftest:
@@ -105,6 +108,23 @@ def _dispatch(arguments: argparse.Namespace) -> int:
                 options, rows, assigned, pythons, settings, arguments, models_file
             )
     return _exit_code(rows, checks, arguments)
+
+
+def _shared_file(arguments: argparse.Namespace) -> str:
+    """Say which two options name one file, where at least one writes it; empty if none do."""
+    written = ("json", "csv", "e2e_json", "plan", "save_output")
+    read = ("use_plan", "text", "tolerances", "env_file")
+    found: dict[str, str] = {}
+    for name in (*read, *written):
+        given = getattr(arguments, name)
+        if given is None:
+            continue
+        option = f"--{name.replace('_', '-')}"
+        other = found.setdefault("-" if given == "-" else os.path.realpath(given), option)
+        if other != option and name in written:
+            where = "stdout" if given == "-" else given
+            return f"{other} and {option} both name {where}: give each a file of its own"
+    return ""
 
 
 def _selftest(arguments: argparse.Namespace, device: torch.device) -> int:
@@ -457,6 +477,12 @@ def _device(name: str | None) -> torch.device:
         raise UsageError(f"--device {name}: PyTorch finds no CUDA device, use --device cpu")
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"--device {name}: only cpu and cuda are supported")
+    if device.type == "cpu" and device.index is not None:
+        raise UsageError(f"--device {name}: there is one, write --device cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(
+            f"--device {name}: PyTorch finds {torch.cuda.device_count()} CUDA devices, from cuda:0"
+        )
     return device
 
 

@@ -15,6 +15,7 @@ file. A library is imported when its kernel is first asked for, never with the f
 
 from __future__ import annotations
 
+import ast
 import difflib
 import fnmatch
 import importlib
@@ -175,13 +176,17 @@ def _from_file(target: str) -> Kernel:
     """A user's `path/file.py:function`; nothing of it is imported yet.
 
     Raises:
-        KernelNameError: there is no such file.
+        KernelNameError: there is no such file, or it plainly does not define the function.
     """
     path, _, function = target.rpartition(":")
     if not target.isprintable():
         raise KernelNameError(f"no kernel {target!r}: its path must be one printable line")
     if not Path(path).is_file():
         raise KernelNameError(f"no kernel {target!r}: there is no file {path}")
+    if (names := _names_in(Path(path))) is not None and function not in names:
+        near = difflib.get_close_matches(function, names, n=3, cutoff=0.4)
+        hint = f"did you mean {', '.join(near)}?" if near else "add it"
+        raise KernelNameError(f"no kernel {target!r}: {path} has no function {function!r}; {hint}")
 
     def load() -> Attention:
         # By its whole path, since two files may have one name.
@@ -205,6 +210,25 @@ def _from_file(target: str) -> Kernel:
         return found
 
     return _foreign(target, load, f"your {function}")
+
+
+def _names_in(path: Path) -> set[str] | None:
+    """Names that a file's source binds; None if only running it would tell."""
+    try:
+        nodes = list(ast.walk(ast.parse(path.read_bytes())))
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return None
+    names: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name.partition(".")[0])
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names.add(node.value)  # globals()["name"] = …
+    return None if "*" in names or "__getattr__" in names else names
 
 
 def _foreign(name: str, load: Callable[[], Attention], about: str) -> Kernel:

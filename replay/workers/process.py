@@ -18,6 +18,9 @@ from replay.rows.row import Status
 LOG_BYTES = 4000
 """What is kept of a worker's output: its end."""
 
+ANSWERING_SECONDS = 10.0
+"""How long an interpreter may take to run its first line, where `timeout` is even less."""
+
 STARTING_SECONDS = 300.0
 """How long a worker may take to import torch: minutes, where it lies on a cold network disk."""
 
@@ -29,7 +32,8 @@ ENDING_SECONDS = 10.0
 """How long a worker may take to end after it closed its pipe."""
 
 OUR_PACKAGES = """
-import sys
+import os, sys
+os.write(int(sys.argv[3]), b'{"answers": true}\\n')
 from importlib.machinery import PathFinder
 
 root, ours = sys.argv[1], ("attention_replay", "capture", "replay")
@@ -186,7 +190,8 @@ class Process:
         self._selector.register(replies, selectors.EVENT_READ)
         self._selector.register(child.stdout, selectors.EVENT_READ)
         try:
-            self._receive("", STARTING_SECONDS)
+            if "answers" in self._receive("", max(self.timeout, ANSWERING_SECONDS)):
+                self._receive("", STARTING_SECONDS)
         except Died as death:
             last = death.log.strip().splitlines()[-1:]
             raise CannotStart(": ".join([death.reason, *last])) from death

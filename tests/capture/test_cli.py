@@ -53,6 +53,19 @@ def broken():
     return Attention(), run
 
 
+def moving():
+    attention = Attention()
+
+    def run():
+        import os, tempfile
+
+        for _ in range(4):
+            attention(torch.randn(1, 2, 5, 8))
+            os.chdir(tempfile.mkdtemp())
+
+    return attention, run
+
+
 def silent():
     return nn.Linear(2, 2), lambda: None
 """
@@ -94,6 +107,8 @@ def test_help_answers_without_torch(start_python: Start, tmp_path: Path) -> None
         (["--max-bytes", "0", "--model", "llama"], "'0' is not a size"),
         (["--sample", "random"], "invalid choice: 'random'"),
         (["--modle", "llama"], "unrecognized arguments: --modle"),
+        (["--show", "a", "--verify", "b"], "--show and --verify are different jobs"),
+        (["--model", "llama", "--show", "a"], "--model and --show are different jobs"),
     ],
 )
 def test_wrong_usage(run_cli: Run, arguments: list[str], sentence: str) -> None:
@@ -163,6 +178,15 @@ def test_a_user_s_function_and_the_same_name_twice(
     code, _, _ = run_cli(*command, "--overwrite", "--no-output", "--sample", "first")
     assert code == 0
     assert [call.output for call in load(out)] == [None] * 3
+
+
+def test_a_model_that_changes_the_directory(
+    run_cli: Run, tmp_path: Path, model_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run_cli("--model", f"{model_file}:moving", "--out", "out")
+    assert code == 0, err
+    assert len(load(tmp_path / "out")) == 4
 
 
 def test_max_bytes_is_said_to_be_reached(run_cli: Run, tmp_path: Path, model_file: Path) -> None:

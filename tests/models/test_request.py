@@ -25,6 +25,9 @@ import models
         ("llama", {"steps": 0}, "must be at least 1"),
         ("llama", {"device": "cuda:99"}, "PyTorch finds"),
         ("llama", {"device": "abacus"}, "--device is 'abacus'"),
+        ("llama", {"device": "mps"}, "--device is 'mps': only cpu and cuda"),
+        ("llama", {"device": "meta"}, "--device is 'meta': only cpu and cuda"),
+        ("llama", {"device": "cpu:7"}, "--device is 'cpu:7': there is one, write --device cpu"),
         ("llama", {"size": "tiny", "prompt": ""}, "--prompt has no tokens"),
         (
             "llama-3.1-8b",

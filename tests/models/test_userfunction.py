@@ -90,6 +90,22 @@ def test_the_users_exception_is_kept(tmp_path: Path) -> None:
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("raise SystemExit(0)", "mine.py could not be imported: SystemExit: 0"),
+        ("def make(): raise SystemExit(0)", "make in .*mine.py failed: SystemExit: 0"),
+        (
+            "def make():\n    def run(): raise SystemExit(0)\n    return nn.Identity(), run",
+            "the run of make in .*mine.py ended in SystemExit: 0",
+        ),
+    ],
+)
+def test_a_file_that_ends_the_program(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(models.ModelError, match=message):
+        models.load(write(tmp_path, text)).run()
+
+
 def test_wishes_the_function_cannot_take_are_refused(tmp_path: Path) -> None:
     model = write(tmp_path, "def make(seed): return nn.Identity(), print")
     with pytest.raises(models.ModelError, match="takes no prompt or steps"):

@@ -87,7 +87,7 @@ def test_random_shape(run_cli: RunCli) -> None:
         ((*SHAPE, "--metric", "thruput"), ("unknown metric 'thruput'", "did you mean throughput")),
         ((*SHAPE, "--cache", "cold"), ("--cache cold requires a GPU",)),
         (("--random", "-hq", "6", "-hk", "4"), ("-hq 6 is not a multiple of -hk 4",)),
-        (("--random", "-sq", "0"), ("-sq must be at least 1",)),
+        (("--random", "-sq", "0"), ("-sq: must be an integer of at least 1",)),
         ((*SHAPE, "--also-random"), ("--also-random requires recorded calls", "--dir")),
         ((*SHAPE, "--keep", "0.1"), ("--keep requires one of triton-sparse-decode", "--kernels")),
         (
@@ -98,6 +98,9 @@ def test_random_shape(run_cli: RunCli) -> None:
         (("--dir", "missing"), ("missing: no such directory", "capture --model")),
         (("--suite", "llama", "--max-seq", "10"), ("--max-seq 10 excludes every shape", "1024")),
         ((*SHAPE, "--json", "no/such/folder/rows.jsonl"), ("cannot write no/such/folder",)),
+        ((*SHAPE, "--json", "x", "--csv", "./x"), ("--json and --csv both name ./x",)),
+        ((*SHAPE, "--json", "-", "--csv", "-"), ("--json and --csv both name stdout",)),
+        ((*SHAPE, "--tolerances", "x", "--csv", "x"), ("--tolerances and --csv both name x",)),
     ],
 )
 def test_wrong_usage_is_one_sentence_with_the_remedy(
@@ -338,6 +341,15 @@ def test_interrupted(run_cli: RunCli, kernels: Callable[..., Kernel], tmp_path: 
     code, _, err = run_cli(*SHAPE, *QUICK, "--kernels", "interrupted")
     assert code == 130
     assert err.strip().endswith("replay: interrupted")
+
+
+@pytest.mark.parametrize("device", ["mps", "meta", "cpu:7", "cuda:-1", "abacus", ""])
+def test_devices_that_cannot_be_used(run_cli: RunCli, device: str) -> None:
+    code, out, err = run_cli(*SHAPE, "--device", device)
+    assert (code, out) == (2, "")
+    assert err.startswith("replay: ")
+    assert "--device" in err
+    assert err.count("\n") == 1
 
 
 def test_a_defect_of_ours_is_one_sentence_unless_debugging(

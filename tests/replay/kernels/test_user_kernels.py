@@ -87,7 +87,7 @@ def test_constraints_from_the_decorator(run: Run, folder: Path) -> None:
 
 
 def test_nothing_is_imported_until_asked(folder: Path) -> None:
-    (folder / "loud.py").write_text("raise RuntimeError('loud')\n")
+    (folder / "loud.py").write_text("raise RuntimeError('loud')\nattention = 1\n")
     kernel = find("loud.py:attention")
     assert (kernel.name, kernel.about) == ("loud.py:attention", "your attention")
     with pytest.raises(RuntimeError, match="loud"):
@@ -99,10 +99,11 @@ def test_what_is_not_there(run: Run, run_cli: RunCli, folder: Path) -> None:
         find("no.py:a")
     code, _, err = run_cli(*SHAPE, *QUICK, "--kernels", "no.py:a")
     assert (code, err) == (2, "replay: no kernel 'no.py:a': there is no file no.py\n")
-    row = run("my_file.py:nothing")["my_file.py:nothing"]
+    (folder / "later.py").write_text("if False:\n    nothing = 1\n")
+    row = run("later.py:nothing")["later.py:nothing"]
     assert (row["status"], row["reason"]) == (
         "error",
-        "KernelNameError: my_file.py has no function 'nothing'",
+        "KernelNameError: later.py has no function 'nothing'",
     )
 
 
@@ -177,3 +178,38 @@ def test_offered_kernels_are_listed(run_cli: RunCli) -> None:
         "ModuleNotFoundError: No module named 'not_there'" in text
     )
     assert isinstance(catalogue()["offered"], Kernel)
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("def attend(): pass", "has no function 'atend'; did you mean attend?"),
+        ("", "has no function 'atend'; add it"),
+    ],
+)
+def test_a_function_that_is_not_in_the_file(
+    run_cli: RunCli, tmp_path: Path, source: str, sentence: str
+) -> None:
+    (tmp_path / "mine.py").write_text(source)
+    code, out, err = run_cli(*SHAPE, *QUICK, "--kernels", f"{tmp_path}/mine.py:atend")
+    assert (code, out) == (2, "")
+    assert sentence in err
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from torch.nn.functional import *",
+        "from torch.nn.functional import relu as atend",
+        "import atend",
+        "atend = print",
+        "globals()['atend'] = print",
+        "if True:\n    def atend(): pass",
+        "def __getattr__(name): return print",
+        "this is no Python",
+    ],
+)
+def test_a_function_that_may_be_in_the_file(tmp_path: Path, source: str) -> None:
+    """Only running the file would tell; its row says what happened."""
+    (tmp_path / "mine.py").write_text(source)
+    assert find(f"{tmp_path}/mine.py:atend").load is not None

@@ -221,6 +221,15 @@ def test_what_is_no_python(tmp_path: Path) -> None:
         environment.probe([kernel("a")], "cpu")
 
 
+def test_what_never_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replay.workers.process.ANSWERING_SECONDS", 0.1)
+    silent = tmp_path / "silent"
+    silent.write_text("#!/bin/sh\nexec sleep 1000\n")
+    silent.chmod(0o755)
+    with pytest.raises(WorkerError, match=r"does not work: no sign of life for 0\.2 s"):
+        Environment("silent", str(silent), 0.2).probe([kernel("a")], "cpu")
+
+
 def test_environments_need_workers(run_cli: RunCli) -> None:
     code, _, err = run_cli("--random", *QUICK, "--in-process", "--env", f"other={sys.executable}")
     assert code == 2

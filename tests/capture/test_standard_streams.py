@@ -1,0 +1,51 @@
+"""Commands started without streams, as a service's are, or with streams that take ASCII only."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import capture
+
+REPOSITORY = Path(capture.__file__).resolve().parents[1]
+REPLAY = "replay --random -hq 1 -sq 8 -d 8 --kernels torch-math --rounds 3 --device cpu"
+
+
+def run(command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    """Run a line of shell, with our packages."""
+    variables = {**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "200", **environment}
+    return subprocess.run(command, shell=True, cwd=cwd, env=variables, capture_output=True)
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&- 2>&-"])
+def test_streams_that_are_closed(tmp_path: Path, closed: str) -> None:
+    done = run(f"exec {sys.executable} -m {REPLAY} --json rows.jsonl {closed}", tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = list(map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines()))
+    assert [row["status"] for row in rows] == ["ok", "ok"]
+
+
+def test_a_wrong_argument_without_streams(tmp_path: Path) -> None:
+    assert run(f"exec {sys.executable} -m capture --max 0 <&- >&- 2>&-", tmp_path).returncode == 2
+
+
+def test_reports_in_ascii(tmp_path: Path) -> None:
+    ascii_only = {"PYTHONIOENCODING": "ascii"}
+    done = run(f"exec {sys.executable} -m {REPLAY} --metric all", tmp_path, **ascii_only)
+    assert done.returncode == 0, done.stderr
+    assert b"random - synthetic - 1x1x8x8 - bfloat16" in done.stdout
+    done = run(f"exec {sys.executable} -m {REPLAY} --json -", tmp_path, **ascii_only)
+    assert len(list(map(json.loads, done.stdout.splitlines()))) == 2
+
+
+@pytest.mark.parametrize("given", ["--help", "--model …"])
+def test_sentences_in_ascii(tmp_path: Path, given: str) -> None:
+    command = f"exec {sys.executable} -m capture {given}"
+    done = run(command, tmp_path, PYTHONIOENCODING="ascii")
+    assert b"Error" not in done.stderr
+    assert done.returncode == (0 if given == "--help" else 2)
