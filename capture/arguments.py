@@ -9,6 +9,7 @@ import platform
 from typing import Any, NoReturn
 
 from attention_replay import __version__
+from capture.printable import printable
 
 DTYPES = ("float32", "bfloat16", "float16")
 _SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -26,8 +27,7 @@ class OneSentenceParser(argparse.ArgumentParser):
         self.register("type", None, _not_empty)
 
     def error(self, message: str) -> NoReturn:
-        line = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in message)
-        self.exit(2, f"{self.prog}: {line} (see {self.prog} --help)\n")
+        self.exit(2, f"{self.prog}: {printable(message)} (see {self.prog} --help)\n")
 
     def add_dtype(self, group: Any, **options: Any) -> None:
         """Add `--dtype float32|bfloat16|float16`, or short: `--dtype bf16`."""

@@ -24,10 +24,9 @@ def make_usable() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
             os.set_inheritable(descriptor, True)
         if getattr(sys, name) is None:
-            stream = open(  # noqa: SIM115 - stays open
-                descriptor, "w" if descriptor else "r", encoding="utf-8", closefd=False
-            )
-            setattr(sys, name, stream)
+            mode = "w" if descriptor else "r"
+            opened = open(descriptor, mode, encoding="utf-8", closefd=False)  # noqa: SIM115
+            setattr(sys, name, opened)
     codecs.register_error("attention-replay", _plain)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
