@@ -147,7 +147,7 @@ class Checker:
             return Finding("error", f"right when it was checked; {fault}")
         kernel = checked.kernel
         for samples, when in (
-            (timed.kept, "when timed"),
+            (timed.drawn_samples, "when timed"),
             (timed.block_samples, "when its energy was measured"),
         ):
             wrong = self._referee.judge_samples(

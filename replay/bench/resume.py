@@ -11,6 +11,7 @@ from pathlib import Path
 from capture.call_file import FileEntry
 from capture.shape import Shape
 from replay.bench.settings import Settings
+from replay.bench.stages import NO_ENERGY
 from replay.kernels.registry import Kernel
 from replay.rows.files import OtherSchema, row_from_json, write_jsonl
 from replay.rows.row import HERE, CallFacts, Machine, Row
@@ -132,10 +133,16 @@ def _unlike(row: Row, machine: Machine, settings: Settings) -> str:
     if row.time_ms is not None:
         there |= {"--cache": row.cache, "--calls-before": row.calls_before}
         here |= {"--cache": settings.cache, "--calls-before": settings.calls_before}
+        there |= {"--metric energy": "on" if _was_energy_wanted(row) else "off"}
+        here |= {"--metric energy": "on" if settings.energy else "off"}
     for name, value in there.items():
         if value != here[name]:
             return f"{name} {_said(value)} (now {_said(here[name])})"
     return ""
+
+
+def _was_energy_wanted(row: Row) -> bool:
+    return row.energy is not None or any(flag.startswith(NO_ENERGY) for flag in row.flags)
 
 
 def _said(value: object) -> str:

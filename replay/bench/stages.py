@@ -24,6 +24,9 @@ from replay.timing.rounds import Samples
 from replay.timing.statistics import paired_speedup, summarize
 from replay.timing.timer import TIMERS
 
+NO_ENERGY = "no energy: "
+"""How the flag of a row begins whose energy was asked for and could not be measured."""
+
 
 @dataclass(frozen=True)
 class Checked:
@@ -72,7 +75,7 @@ class Timed:
     core_samples: Samples | None = None
     core_fault: str = ""
     """Why it has no core that could be timed."""
-    kept: tuple[Sample, ...] = ()
+    drawn_samples: tuple[Sample, ...] = ()
     """Rows of what some timed calls returned."""
     fault: str = ""
     """What a timed call returned that is no output at all."""
@@ -124,7 +127,7 @@ def make_row(
     time_ms = None if samples is None else summarize(samples.ms)
     over_time = ("took longer than --max-seconds",) * (samples is not None and samples.is_over_time)
     no_core = (f"no core time: {confirmed.core_fault}",) if confirmed.core_fault else ()
-    no_energy = (f"no energy: {timed.no_energy}",) if timed.no_energy else ()
+    no_energy = (f"{NO_ENERGY}{timed.no_energy}",) if timed.no_energy else ()
     block = timed.block if is_timed else None
     return Row(
         kernel=checked.kernel.name,

@@ -77,7 +77,7 @@ class Checked:
     """Why the replay allows no prediction."""
     hits: int = 0
     """Calls per run that the kernel answered."""
-    kept: int = 0
+    own_calls: int = 0
     """Calls per run that a plan leaves to `OWN`."""
     fallbacks: dict[str, int] = field(default_factory=dict)
     """Calls per run that fell back to the model's own attention, by reason."""
@@ -314,7 +314,7 @@ def _fill_in_runs(checked: Checked, arm: _Arm) -> None:
     checked.runs = [run.times for run in arm.runs]
     checked.delayed = delayed(checked.runs)
     checked.hits, checked.fallbacks, checked.copies = last.hits, last.fallbacks, last.copies
-    checked.kept, checked.missing = last.kept, last.missing
+    checked.own_calls, checked.missing = last.own_calls, last.missing
     checked.peak_bytes = max((run.peak_bytes for run in arm.runs if run.peak_bytes), default=None)
     states = [run.gpu for run in arm.runs if run.gpu is not None]
     checked.sm_clock_mhz = _median([state.sm_clock_mhz for state in states])

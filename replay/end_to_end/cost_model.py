@@ -34,7 +34,7 @@ class Tally:
         self.fallbacks: Counter[str] = Counter()
         self.not_recorded: Counter[tuple[str, str]] = Counter()
         self.reason = ""
-        kept = 0
+        own = 0
         for counted, kernel in chosen:
             if not counted.shares:
                 self.not_recorded[counted.module, counted.phase] += counted.calls
@@ -43,11 +43,11 @@ class Tally:
             if kernel != cost_model.baseline:
                 self._swap(counted, kernel, cost_model)
             elif counted.shares:
-                kept += counted.calls
+                own += counted.calls
         counts = [counted.calls for counted, _ in chosen]
         fell_back, missing = self.fallbacks.total(), self.not_recorded.total()
-        swapped = sum(counts) - fell_back - missing - kept
-        self.calls = Calls(swapped, fell_back, kept, missing)
+        swapped = sum(counts) - fell_back - missing - own
+        self.calls = Calls(swapped, fell_back, own, missing)
 
     def _swap(self, counted: Counted, kernel: KernelId, cost_model: CostModel) -> None:
         refused, reason = 0.0, ""

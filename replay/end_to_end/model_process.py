@@ -68,7 +68,7 @@ class Run:
 
     times: RunTimes
     hits: int
-    kept: int
+    own_calls: int
     """Calls that `OWN` answered: all of them in the baseline, else those that a plan leaves to it.
     """
     fallbacks: dict[str, int]

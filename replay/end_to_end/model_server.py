@@ -140,10 +140,10 @@ def _swapped(
 def _counts(swap: Swap) -> dict[str, Any]:
     """Return the counts as `replay.end_to_end.model_process.Run` names them."""
     own = swap.kernels.get(OWN)
-    kept = 0 if own is None else own.hits
+    own_calls = 0 if own is None else own.hits
     return {
-        "hits": swap.hits - kept,
-        "kept": kept,
+        "hits": swap.hits - own_calls,
+        "own_calls": own_calls,
         "fallbacks": dict(swap.fallbacks),
         "copies": swap.layout_copies,
         "missing": swap.missing,

@@ -66,7 +66,7 @@ class Calls:
     """Answered by the kernel."""
     fell_back: int = 0
     """Not supported by the kernel and answered by the model's own attention."""
-    kept: int = 0
+    own: int = 0
     """Left to the baseline by the plan."""
     not_recorded: int = 0
     """Represented by no replayed call; the prediction assumes that their time does not change."""

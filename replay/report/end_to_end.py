@@ -155,8 +155,10 @@ def _notes(checked: Checked, own: Checked) -> list[str]:
             "which are left out: other load on the machine, or occasional work of the kernel "
             "(compilation, allocation)"
         )
-    if checked.kept:
-        notes.append(f"{checked.kernel}: {checked.kept} calls left to the model's own attention")
+    if checked.own_calls:
+        notes.append(
+            f"{checked.kernel}: {checked.own_calls} calls left to the model's own attention"
+        )
     if checked.missing:
         notes.append(f"{checked.kernel}: not in the model: {', '.join(checked.missing)}")
     seen: set[str] = set()

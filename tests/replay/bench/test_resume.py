@@ -314,6 +314,33 @@ def test_rows_of_another_machine(
         finished_rows(written([measured]), CALLS, ALLOTTED, HERE, SETTINGS)
 
 
+ENERGY = Energy(150.0, 0.8, 690.0, 1.05)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "changed", "sentence"),
+    [
+        (True, {"energy": ENERGY}, None),
+        (True, {"flags": ("no energy: the counter stands still",)}, None),
+        (True, {"time_ms": None}, None),
+        (True, {}, r"with --metric energy off \(now on\)"),
+        (False, {}, None),
+        (False, {"energy": ENERGY}, r"with --metric energy on \(now off\)"),
+        (False, {"flags": ("no energy: it changes its inputs",)}, r"energy on \(now off\)"),
+    ],
+)
+def test_energy_is_measured_for_all_rows_of_a_file_or_none(
+    written: Callable[..., Path], wanted: bool, changed: dict[str, Any], sentence: str | None
+) -> None:
+    timed = replace(row(0, "a"), time_ms=summarize([1.0]), cache="warm", calls_before=0)
+    path, asked = written([replace(timed, **changed)]), replace(SETTINGS, energy=wanted)
+    if sentence is None:
+        finished_rows(path, CALLS, ALLOTTED, HERE, asked)
+        return
+    with pytest.raises(ValueError, match=sentence):
+        finished_rows(path, CALLS, ALLOTTED, HERE, asked)
+
+
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [

@@ -30,7 +30,7 @@ def checked(model: str, steps: int, place: Path, *options: str) -> dict[str, Any
     own, wrong = (json.loads(line) for line in told.read_text().splitlines())
     assert own["weights"].startswith("built-in, trained")
     assert wrong["status"] == "ok"
-    assert (wrong["hits"], wrong["fallbacks"]) == (own["kept"], {})
+    assert (wrong["hits"], wrong["fallbacks"]) == (own["own_calls"], {})
     assert wrong["measured"]["run"]["speedup"]["ratio"] > 0
     # In 32 bits a thousandth is far too much, and what is wrong gets no prediction.
     assert wrong["prediction"]["run"]["reason"].startswith("inaccurate")

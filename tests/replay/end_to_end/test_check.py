@@ -138,7 +138,7 @@ def test_runs_are_warm_interleaved_and_looked_into_last() -> None:
         assert speedup is not None
         assert (speedup.ratio, speedup.verdict) == (2, "fast")
         assert (each.hits, each.fallbacks) == (8, {"takes no mask": 4})
-        assert (each.kept, each.missing) == (3, ["layers.9"])
+        assert (each.own_calls, each.missing) == (3, ["layers.9"])
         assert each.drift["relative_l1"] == pytest.approx(0.5)
         # 1 s − 12 · 40 ms
         predicted = each.predicted(RUN)

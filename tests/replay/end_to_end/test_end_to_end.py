@@ -21,8 +21,8 @@ def test_a_known_delay_is_predicted_and_measured(checks: Checks) -> None:
     found = checks("slow", "--rounds", "5", "--model-rounds", "7")
     own, slow = found["the model's own"], found["slow"]
     assert own["status"] == slow["status"] == "ok"
-    assert (slow["hits"], slow["kept"], slow["fallbacks"]) == (CALLS, 0, {})
-    assert (own["hits"], own["kept"]) == (0, CALLS)  # behind the same hook
+    assert (slow["hits"], slow["own_calls"], slow["fallbacks"]) == (CALLS, 0, {})
+    assert (own["hits"], own["own_calls"]) == (0, CALLS)  # behind the same hook
     for span, calls in (("run", CALLS), ("denoise", CALLS // 4)):
         predicted = slow["prediction"]["run" if span == "run" else "phases"]
         predicted = predicted if span == "run" else predicted[span]
@@ -75,7 +75,7 @@ def test_a_plan_is_run_with_the_kernels_it_names(checks: Checks, workshop: Path)
     assert (planned["hits"], planned["fallbacks"]) == (4, {"not in the plan": CALLS - 4})
     assert 0 < planned["drift"]["relative_l1"] < everywhere["drift"]["relative_l1"]
     calls = planned["prediction"]["run"]["calls"]
-    assert (calls["swapped"], calls["kept"]) == (4, CALLS - 4)
+    assert (calls["swapped"], calls["own"]) == (4, CALLS - 4)
 
 
 def test_a_model_that_fails_by_itself_is_one_sentence(

@@ -165,7 +165,7 @@ def test_a_choice_by_layer_keeps_the_baseline_where_it_says_so() -> None:
     assert run.new_seconds is not None
     # layers.2 was not recorded: the mean of the two.
     assert run.new_seconds.value == pytest.approx(1 - 4 * 0.005 - 4 * 0.007)
-    assert run.calls == Calls(swapped=8, kept=4)
+    assert run.calls == Calls(swapped=8, own=4)
 
 
 def noisy(around: float, drift: Sequence[float], seed: int) -> list[float]:

@@ -147,7 +147,7 @@ def test_a_variants_brackets_are_printed() -> None:
 
 def test_what_a_plan_leaves_or_misnames_is_told() -> None:
     planned = checked("plan.json", 1.25)
-    planned.kept, planned.missing = 31, ["layers.7"]
+    planned.own_calls, planned.missing = 31, ["layers.7"]
     text = "\n".join(printed(100, checked("the model's own", 1), planned))
     assert "plan.json: 31 calls left to the model's own attention" in text
     assert "plan.json: not in the model: layers.7" in text
