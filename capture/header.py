@@ -131,7 +131,9 @@ class Header:
         if any(math.prod(max(each, 1) for each in size) >= 2**62 for size in sizes.values()):
             return "sizes that no memory has"
         batch, q_heads, kv_heads, q_len, kv_len, head_dim, v_head_dim = self.shape
-        if q_heads % kv_heads if kv_heads else q_heads:
+        if not (batch and q_heads and kv_heads and head_dim and v_head_dim):
+            return f"shape {self.shape}: only the lengths may be 0"
+        if q_heads % kv_heads:
             return f"{q_heads} query heads, no multiple of {kv_heads} key/value heads"
         expected = {
             "key": (batch, kv_heads, kv_len, head_dim),

@@ -175,6 +175,7 @@ def test_expanded_dimensions_make_no_work_that_the_file_does_not_account_for(
         (lambda h: h["layouts"]["query"]["size"].__setitem__(0, True), "not a list of sizes"),
         (lambda h: h["layouts"]["query"].update(stride="1"), "stride is not a list of sizes"),
         (lambda h: h["layouts"]["query"].update(order=[0, 1, 1, 3]), "four dimensions"),
+        (lambda h: [h["layouts"][n]["size"].__setitem__(3, 0) for n in ("query", "key")], "be 0"),
         (lambda h: h["layouts"].update(bias=h["layouts"]["key"]), "tensors"),
         (lambda h: h["dtypes"].update(query="int64"), "query of dtype 'int64'"),
         (lambda h: h["dtypes"].update(query="__class__"), "query of dtype '__class__'"),

@@ -1,0 +1,405 @@
+"""Harms datasets in many ways and reads them: only our own errors may come of it.
+
+    python -m tests.fuzz_datasets --count 10000
+
+`HARMS` are applied to the same three calls, once or several times. What the command lines do with
+a dataset is then done with it, in a process of little memory, with an alarm. A failure is printed
+with the seed and number that make it again: `--seed 7 --first 123 --count 1`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import io
+import json
+import os
+import random
+import resource
+import secrets
+import shutil
+import signal
+import struct
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from attention_replay import Error
+from capture import load
+from capture.call_file import FileEntry, PackedCall
+from capture.capture_record import CaptureRecord
+from capture.dataset import MANIFEST, Dataset
+from capture.show import show, show_findings
+from capture.tensor_file import write_safetensors
+from capture.verify import verify
+from replay.accuracy.reference import attention
+from replay.plan.matching import match
+from replay.workloads.recorded import from_directory
+from tests.factories import census, normal, random_call
+
+MEMORY = 2 << 30
+"""Bytes of address space on top of what the imports take."""
+SECONDS = 20
+"""For one dataset; the busiest machine needs less."""
+
+Random = random.Random
+
+VALUES: list[Any] = [
+    *(None, True, False, 0, 1, -1, 2, 3, 7, 255, 2**20, 200_000_000, 2**31, 2**40, 2**63, 2**70),
+    *(0.0, -0.5, 1e308, float("inf"), float("nan"), "", "a", "../a", "/", ".", "\0", "query"),
+    *("\x1b[2J", "\ud800", "é" * 300, "float64", "bool", "meta", "cuda", "F64", "I8"),
+    *([], {}, [0], [1, 2, 3, 4], [[1]], {"a": 1}, ["a"], [0, 0, 0, 0], [2**40] * 4),
+]
+
+
+class Hung(BaseException):
+    """A dataset took too long; no handler of ours catches it."""
+
+
+def make(directory: Path) -> None:
+    """Write the dataset that is harmed: contiguous, transposed with a mask, and expanded."""
+    directory.mkdir()
+    expanded = normal(1, 1, 9, 32).expand(1, 2, 9, 32)
+    calls = [
+        random_call(with_output=True, origin={"module": "a.0", "phase": "denoise"}),
+        random_call(
+            q_len=5,
+            kv_len=5,
+            kv_heads=1,
+            dtype=torch.bfloat16,
+            attn_mask=normal(5, 5, dtype=torch.bfloat16)[None, None].expand(1, 2, 5, 5),
+            origin={"module": "a.1", "phase": "decode", "call_index": 1},
+        ),
+        random_call(kv_len=9, origin={"module": "a.2", "call_index": 2}).with_tensors(
+            {"query": normal(1, 9, 2, 32).transpose(1, 2), "key": expanded, "value": expanded}
+        ),
+    ]
+    entries = [
+        PackedCall.of(call).write(directory / f"model-{index}.safetensors")
+        for index, call in enumerate(calls)
+    ]
+    record = CaptureRecord(
+        model="model",
+        weights="random",
+        settings={"model": "llama", "given": {"steps": 2}},
+        census=census(("a.0", "denoise", 13, 2), ("a.1", "decode", 5, 3), mask=True),
+    )
+    Dataset(directory, entries, [record]).save_manifest()
+
+
+def harm(directory: Path, chance: Random) -> str:
+    """Harm a dataset in one way; return its name."""
+    name = chance.choice(list(HARMS))
+    files = sorted(filter(is_small_file, directory.iterdir()))
+    if files:
+        HARMS[name](directory, chance.choice(files), chance)
+    return name
+
+
+def is_small_file(path: Path) -> bool:
+    """Whether it is a file, and no other harm made it endless."""
+    return path.is_file() and not path.is_symlink() and path.stat().st_size < 2**22
+
+
+def flip(directory: Path, path: Path, chance: Random) -> None:
+    content = bytearray(path.read_bytes())
+    for _ in range(chance.choice([1, 1, 8])):
+        if content:
+            content[chance.randrange(min(len(content), 4000))] = chance.randrange(256)
+    path.write_bytes(content)
+
+
+def cut(directory: Path, path: Path, chance: Random) -> None:
+    path.write_bytes(path.read_bytes()[: chance.randrange(path.stat().st_size + 1)])
+
+
+def lengthen(directory: Path, path: Path, chance: Random) -> None:
+    if chance.random() < 0.5:
+        with path.open("ab") as file:
+            file.write(bytes(chance.randrange(1, 5000)))
+    else:
+        os.truncate(path, chance.choice([2**20, 2**33, 2**40]))  # nothing but a length
+
+
+def replace_file(directory: Path, path: Path, chance: Random) -> None:
+    kind = chance.choice(
+        ["link", "loop", "outside", "device", "fifo", "directory", "nothing", "copy"]
+    )
+    other = chance.choice(sorted(directory.iterdir()))
+    content = path.read_bytes()
+    path.unlink()
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    elif kind == "copy":
+        path.write_bytes(other.read_bytes() if is_small_file(other) else content)
+    elif kind != "nothing":
+        targets = {
+            "link": other.name,
+            "loop": path.name,
+            "outside": "../kept",
+            "device": "/dev/zero",
+        }
+        path.symlink_to(targets[kind])
+
+
+def header_length(directory: Path, path: Path, chance: Random) -> None:
+    length = chance.choice([0, 1, 8, 200, 2**20, 2**31, 2**62, 2**64 - 1])
+    path.write_bytes(struct.pack("<Q", length) + path.read_bytes()[8:])
+
+
+def manifest(directory: Path, path: Path, chance: Random) -> None:
+    """Change something in the manifest alone."""
+    file = directory / MANIFEST
+    data = json_of(file)
+    if data is not None:
+        change(data, chance)
+        file.write_text(dumped(data, chance))
+
+
+def tensors(directory: Path, path: Path, chance: Random) -> None:
+    """Change something in the header of a safetensors file alone."""
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8].ljust(8, b"\0"))
+    try:
+        header = json.loads(content[8 : 8 + length])
+    except (ValueError, RecursionError):
+        return
+    change(header, chance)
+    text = dumped(header, chance).encode("utf-8", "surrogatepass")
+    path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
+
+
+def signed(directory: Path, path: Path, chance: Random) -> None:
+    """Change something in a call's header, in the file and the manifest, checksum included."""
+    try:
+        entry = FileEntry.read(path)
+        values = entry._read(check=False)
+    except Error:
+        return
+    header = json.loads(json.dumps(asdict(entry.header)))
+    if chance.random() < 0.5:
+        change(header, chance)
+    else:
+        for layout in chance.sample(list(header["layouts"].values()), 2):
+            key = chance.choice(["size", "stride"])
+            layout[key][chance.randrange(4)] = chance.choice([0, 0, 1, 2, 9, 2**20, 2**40])
+    sign(directory, path, header, values, chance)
+
+
+def reshaped(directory: Path, path: Path, chance: Random) -> None:
+    """Make all sizes, strides and dtypes anew, the file's tensors with them."""
+    try:
+        header = json.loads(json.dumps(asdict(FileEntry.read(path).header)))
+    except Error:
+        return
+    batch, heads, kv_heads, q_len, kv_len, dim, v_dim = (
+        chance.choice([0, 1, 1, 2, 3, 4, 2**20]) for _ in range(7)
+    )
+    sizes = {
+        "query": [batch, heads, q_len, dim],
+        "key": [batch, kv_heads, kv_len, dim],
+        "value": [batch, kv_heads, kv_len, v_dim],
+        "attn_mask": [chance.choice([1, batch]), chance.choice([1, heads]), q_len, kv_len],
+        "output": [batch, heads, q_len, v_dim],
+    }
+    values = {}
+    for name, layout in header["layouts"].items():
+        if chance.random() < 0.9:
+            layout["size"] = sizes[name]
+        stride = [chance.choice([0, 0, 1, 2, 5, 64, 2**30]) for _ in range(4)]
+        layout.update(stride=stride, order=chance.choice([[], [0, 2, 1, 3], [3, 2, 1, 0]]))
+        dtype = chance.choice(["float32", "float16", "float8_e4m3fn", "bool", "int32", "float64"])
+        header["dtypes"][name] = dtype
+        stored = [
+            1 if stride[dim] == 0 and layout["size"][dim] > 1 else layout["size"][dim]
+            for dim in layout["order"] or range(4)
+        ]
+        elements = 1
+        for size in stored:
+            elements *= size
+        if elements > 2**22:
+            return
+        values[name] = torch.zeros(stored, dtype=getattr(torch, dtype))
+    sign(directory, path, header, values, chance)
+
+
+def sign(
+    directory: Path, path: Path, header: Any, values: dict[str, torch.Tensor], chance: Random
+) -> None:
+    checksum = write_safetensors(path, values, {"attention-replay": dumped(header, chance)})
+    data = json_of(directory / MANIFEST)
+    items = data.get("files") if isinstance(data, dict) else None
+    for item in items if isinstance(items, list) else []:
+        if isinstance(item, dict) and item.get("file") == path.name:
+            item.update(call=header, bytes=path.stat().st_size, checksum=checksum)
+            (directory / MANIFEST).write_text(json.dumps(data))
+
+
+HARMS: dict[str, Callable[[Path, Path, Random], None]] = {
+    "bytes flipped": flip,
+    "cut": cut,
+    "longer": lengthen,
+    "no regular file": replace_file,
+    "header length": header_length,
+    "manifest": manifest,
+    "manifest again": manifest,
+    "tensors": tensors,
+    "signed header": signed,
+    "signed header again": signed,
+    "signed sizes": reshaped,
+}
+
+
+def json_of(path: Path) -> Any:
+    if not is_small_file(path):
+        return None
+    try:
+        return json.loads(path.read_text("utf-8", "surrogatepass"))
+    except (ValueError, RecursionError):
+        return None
+
+
+def change(data: Any, chance: Random) -> None:
+    """Replace, remove, copy or repeat something at a random place of a JSON tree."""
+    places: list[tuple[Any, Any]] = []
+
+    def collect(node: Any) -> None:
+        keys = node.keys() if isinstance(node, dict) else range(len(node))
+        for key in keys:
+            places.append((node, key))
+            if isinstance(node[key], dict | list):
+                collect(node[key])
+
+    if isinstance(data, dict | list):
+        collect(data)
+    for _ in range(chance.choice([1, 1, 3])):
+        if not places:
+            return
+        node, key = chance.choice(places)
+        if isinstance(node, list) and key >= len(node):
+            continue
+        kind = chance.choice(["value", "value", "value", "remove", "copy", "repeat"])
+        if kind == "remove" and key in (node if isinstance(node, dict) else range(len(node))):
+            del node[key]
+        elif kind == "copy":
+            other, place = chance.choice(places)
+            if place in (other if isinstance(other, dict) else range(len(other))):
+                node[key] = copy.deepcopy(other[place])
+        elif kind == "repeat" and isinstance(node, list):
+            node += copy.deepcopy(node[key : key + 1]) * chance.choice([1, 20])
+        else:
+            node[key] = copy.deepcopy(chance.choice(VALUES))
+
+
+def dumped(data: Any, chance: Random) -> str:
+    """JSON, once in a while with something deep in it."""
+    text = json.dumps(data)
+    if chance.random() < 0.03:
+        depth = chance.choice([100, 800, 100_000])
+        text = text.replace("null", "[" * depth + "]" * depth, 1)
+    return text
+
+
+def use(directory: Path) -> None:
+    """Do what the command lines do with a dataset, every part of it whatever the others say."""
+    screen, errors = io.StringIO(), list[str]()
+    console = Console(file=screen, width=80)
+
+    def attempt(action: Callable[[], object]) -> None:
+        try:
+            action()
+        except Error as error:
+            errors.append(str(error))
+
+    def opened() -> None:
+        dataset = load(directory)
+        show(dataset, console)
+        show_findings(verify(dataset), console)
+        for entry in dataset.entries:
+            attempt(lambda entry=entry: attention(entry.load(), torch.float32))
+        for record in dataset.captures:
+            attempt(lambda record=record: match(record.census, []))
+            json.dumps(asdict(record))
+        with contextlib.suppress(OSError):  # what writing may say of a directory in the way
+            dataset.save_manifest()
+
+    attempt(opened)
+    if not any(path.suffix == ".pt" for path in directory.iterdir()):
+        for workload in workloads_of(directory):
+            json.dumps(workload.source)
+            attempt(lambda workload=workload: workload.load(torch.device("cpu")))
+    assert all("\n" not in error for error in errors), f"more than a line: {errors}"
+    shown = screen.getvalue()
+    assert all(line.isprintable() for line in shown.splitlines()), f"to the terminal: {shown!r}"
+
+
+def workloads_of(directory: Path) -> list[Any]:
+    try:
+        return from_directory(directory)[0]
+    except Error:
+        return []
+
+
+def try_one(pristine: Path, scratch: Path, seed: int, number: int, names: Counter[str]) -> str:
+    """Harm and use one dataset; return what went wrong, which should be nothing."""
+    chance = Random(f"{seed} {number}")
+    directory = scratch / "data"
+    shutil.rmtree(directory, ignore_errors=True)
+    shutil.copytree(pristine, directory)
+    names.update(harm(directory, chance) for _ in range(chance.choice([1, 1, 1, 2, 4])))
+    signal.alarm(SECONDS)
+    try:
+        use(directory)
+    except BaseException:
+        return traceback.format_exc()
+    finally:
+        signal.alarm(0)
+    return ""
+
+
+def hang(number: int, frame: object) -> None:
+    raise Hung(f"more than {SECONDS} s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--count", type=int, default=10_000, help="datasets per seed")
+    parser.add_argument("--first", type=int, default=0, help="number of the first")
+    parser.add_argument("--seed", type=int, nargs="+", help="default: a fresh one, printed")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGALRM, hang)
+    torch.set_num_threads(1)
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY,) * 2)
+    failures, names = 0, Counter[str]()
+    with tempfile.TemporaryDirectory() as scratch:
+        pristine = Path(scratch, "pristine")
+        make(pristine)
+        use(pristine)
+        Path(scratch, "kept").write_text("nobody reads this")
+        for seed in arguments.seed or [secrets.randbits(32)]:
+            print(f"seed {seed}", flush=True)
+            for number in range(arguments.first, arguments.first + arguments.count):
+                wrong = try_one(pristine, Path(scratch), seed, number, names)
+                if wrong:
+                    failures += 1
+                    print(f"--seed {seed} --first {number} --count 1\n{wrong}", flush=True)
+    print(", ".join(f"{name} {count}" for name, count in sorted(names.items())))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(f"{failures} failures; at most {peak:.0f} MiB of memory")
+    sys.exit(1 if failures else 0)
+
+
+if __name__ == "__main__":
+    main()
