@@ -15,6 +15,8 @@ from capture.strides import Layout
 
 SCORES_PER_BYTE = 1 << 14
 """Of a file. Calls of the longest videos have some 100, one of a million tokens some 4,000."""
+HEADS_AT_LEAST = 1 << 16
+"""Of all batches together; in a larger file one per byte."""
 GAPS, GAPS_AT_LEAST = 64, 512 << 20
 """How much memory a call may take when it is restored: so many times its file, or so many bytes."""
 
@@ -102,6 +104,11 @@ class Header:
             return (
                 f"{scores} attention scores in a file of {nbytes} bytes: no more than "
                 f"{SCORES_PER_BYTE} per byte are computed"
+            )
+        if batch * q_heads > max(nbytes, HEADS_AT_LEAST):
+            return (
+                f"{batch} × {q_heads} heads in a file of {nbytes} bytes: no more than one per byte "
+                f"or {HEADS_AT_LEAST} are computed"
             )
         memory = sum(self._restored_bytes(name) for name in self.layouts)
         if memory > max(GAPS * nbytes, GAPS_AT_LEAST):

@@ -49,6 +49,7 @@ def read_options(arguments: argparse.Namespace, device: str) -> ModelOptions:
         PlanError: the budget or the plan cannot be used.
         DatasetError: there is no recording.
         NotRebuildable: the recording does not say how to build its model.
+        NotTrusted: the recording names code to run.
     """
     budget = None if arguments.budget is None else parse_budget(arguments.budget)
     plan = None if arguments.use_plan is None else Plan.load(arguments.use_plan)
@@ -71,7 +72,15 @@ def read_options(arguments: argparse.Namespace, device: str) -> ModelOptions:
             f"{arguments.use_plan} is a plan for {plan.model}, but {arguments.dir} contains "
             f"{models}: use a plan for this model"
         )
-    builds = [load_arguments(capture, device) for capture in captures] if arguments.e2e else []
+    if plan is not None and plan.code and not arguments.trust_code:
+        raise CheckError(
+            f"{arguments.use_plan} names kernels whose code would run, {', '.join(plan.code)}: "
+            "read it, and allow it to run with --trust-code"
+        )
+    builds = []
+    if arguments.e2e:
+        trusted = arguments.trust_code
+        builds = [load_arguments(each, device, trust_code=trusted) for each in captures]
     return ModelOptions(captures, builds, _text(arguments.text, captures), budget, plan)
 
 
@@ -85,7 +94,7 @@ def _text(path: str | None, captures: Sequence[CaptureRecord]) -> str | None:
     ]
     if not language:
         raise CheckError("--text requires a language model, but none was recorded: leave it out")
-    if all(".py:" in capture.settings["model"] for capture in language):
+    if all(".py:" in str(capture.settings.get("model")) for capture in language):
         raise CheckError(
             "--text requires a known tokenizer, which a model built by a function does not have: "
             "leave it out, or capture the model by directory or name"
@@ -122,7 +131,7 @@ def check_models(
         kernel_at = {}
         if options.plan is not None and options.plan.model == capture.model:
             path = Path(arguments.use_plan)
-            groups[0].append(Variant(path.name, plan=path))
+            groups[0].append(Variant(path.name, plan=path, trust_code=arguments.trust_code))
             kernel_at[path.name] = partial(_planned, options.plan)
         found: list[Checked] = []
         for variants in groups:

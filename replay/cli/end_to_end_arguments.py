@@ -32,6 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--use-plan", metavar="FILE", help="with --e2e: also run the model with this plan"
     )
     model.add_argument(
+        "--trust-code",
+        action="store_true",
+        help="with --e2e: run files of code that the recording or --use-plan names; what you name "
+        "yourself always runs",
+    )
+    model.add_argument(
         "--plan", metavar="FILE", help="write the kernel to use at each layer, within --budget"
     )
     model.add_argument(
@@ -46,6 +52,8 @@ def misuse(arguments: argparse.Namespace) -> str:
     for option in ("model_rounds", "text", "e2e_json", "use_plan"):
         if getattr(arguments, option) is not None and not arguments.e2e:
             return f"--{option.replace('_', '-')} requires --e2e"
+    if arguments.trust_code and not arguments.e2e:
+        return "--trust-code requires --e2e"
     if (arguments.plan is None) != (arguments.budget is None):
         return "--plan and --budget require each other: give, e.g., --budget cosine=0.998"
     if not arguments.e2e and arguments.plan is None:

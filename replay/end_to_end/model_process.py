@@ -45,6 +45,8 @@ class Variant:
     kernel: str | None = None
     """A registered kernel, or `file.py:function`."""
     plan: Path | None = None
+    trust_code: bool = False
+    """Whether files of code that the plan names may run."""
     environment: str = HERE
     """Where the kernel's library is installed."""
     path: tuple[str, ...] = ()
@@ -199,6 +201,7 @@ class ModelProcess:
             "name": variant.name,
             "kernel": variant.kernel,
             "plan": None if variant.plan is None else str(variant.plan.resolve()),
+            "trust_code": variant.trust_code,
             "path": list(variant.path),
             "keep": keep,
             "text": text,

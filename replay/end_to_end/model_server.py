@@ -133,7 +133,8 @@ def _swapped(
     request: dict[str, Any], runnable: Any, around: Around
 ) -> contextlib.AbstractContextManager[Swap]:
     if request["plan"] is not None:
-        return use_plan(request["plan"], runnable.roots, around=around)
+        trusted = request["trust_code"]
+        return use_plan(request["plan"], runnable.roots, trust_code=trusted, around=around)
     return use_kernel(request["kernel"], around=around)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from attention_replay import Error
 from capture.capture_record import CaptureRecord
+from capture.json_data import required, shown, typed
 from capture.models_package import import_models
 
 
@@ -16,14 +17,47 @@ class NotRebuildable(Error):
     """The recording does not say how to build its model; the message names the remedy."""
 
 
-def load_arguments(capture: CaptureRecord, device: str) -> dict[str, Any]:
+class NotTrusted(Error):
+    """The recording names code to run, and the user has not allowed that; the message names it."""
+
+
+def load_arguments(
+    capture: CaptureRecord, device: str, *, trust_code: bool = False
+) -> dict[str, Any]:
     """Return the arguments of `models.load` that rebuild a recording's model on a device.
 
     A user's function may take no device, so it is given one only if that is not the default.
 
+    Args:
+        trust_code: whether files of Python code that the recording names may run.
+
     Raises:
         NotRebuildable: `capture` did not build that model, or an older version did.
+        NotTrusted: building it runs code that the recording names.
     """
+    arguments = _arguments(capture, device)
+    if not trust_code and (file := _code_of(arguments)):
+        raise NotTrusted(
+            f"the recording of {capture.model} names code that builds its model, {file}: read it, "
+            "and allow it to run with --trust-code"
+        )
+    return arguments
+
+
+def _code_of(arguments: dict[str, Any]) -> str:
+    """The Python code that building a model runs and that is not of an installed package."""
+    model = arguments["model"]
+    if model.rpartition(":")[0].endswith(".py"):
+        return str(model)
+    for place in (model, arguments.get("checkpoint")):
+        # diffusers imports a pipeline's own modules from its directory.
+        if place is not None and Path(place).is_dir():
+            for file in sorted(Path(place).rglob("*.py")):
+                return str(file)
+    return ""
+
+
+def _arguments(capture: CaptureRecord, device: str) -> dict[str, Any]:
     settings = capture.settings
     if "model" not in settings:
         raise NotRebuildable(
@@ -36,11 +70,34 @@ def load_arguments(capture: CaptureRecord, device: str) -> dict[str, Any]:
             f"the recording of {capture.model} is of an older version and does not say how its "
             "model was built: capture it again"
         )
-    model, given = settings["model"], settings["given"]
+    try:
+        model, given = _checked(settings)
+    except ValueError as error:
+        raise NotRebuildable(
+            f"the recording of {capture.model} is damaged ({error}): capture it again"
+        ) from error
     default = "cuda" if torch.cuda.is_available() else "cpu"
     if model in import_models().NAMES:
         resolved = ("size", "weights", "checkpoint", "steps", "seed", "dtype")
-        given = {**given, **{name: settings[name] for name in resolved}, "device": device}
+        given = {**given, **{name: settings.get(name) for name in resolved}, "device": device}
     elif Path(model).is_dir() or device.partition(":")[0] != default:
         given = {**given, "device": device}
     return {"seed": settings.get("seed", 0), **given, "model": model}
+
+
+def _checked(settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the recorded model and the options that the user gave with it.
+
+    Raises:
+        ValueError: a setting is missing or has another type.
+    """
+    texts = ("size", "weights", "checkpoint", "dtype", "prompt")
+    given = required(settings, "given", dict[str, Any])
+    if unknown := sorted(given.keys() - {"prompt", "steps", "dtype"}):
+        raise ValueError(f"unknown option {shown(unknown[0])}")
+    for each in (settings, given):
+        for name in texts:
+            typed(str | None, each.get(name), name)
+        typed(int | None, each.get("steps"), "steps")
+    typed(int, settings.get("seed", 0), "seed")
+    return required(settings, "model", str), given

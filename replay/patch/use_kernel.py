@@ -20,7 +20,7 @@ from capture.interceptor import Arguments, answer, intercept
 from replay.kernels.registry import Kernel, KernelNameError, find
 from replay.patch.custom_op import answering, calling_operator, costs_reshape, laid_out
 from replay.patch.routing import NOT_PLANNED, Places, kernel_here
-from replay.plan.plan import Plan
+from replay.plan.plan import Plan, PlanError
 
 
 @dataclass
@@ -128,7 +128,11 @@ def use_kernel(name: str, *, around: Around = contextlib.nullcontext) -> Iterato
 
 @contextlib.contextmanager
 def use_plan(
-    plan: str | Path | Plan, module: Any = None, *, around: Around = contextlib.nullcontext
+    plan: str | Path | Plan,
+    module: Any = None,
+    *,
+    trust_code: bool = False,
+    around: Around = contextlib.nullcontext,
 ) -> Iterator[Swap]:
     """Answer SDPA calls with the kernel that a plan chose for their module and phase.
 
@@ -142,13 +146,14 @@ def use_plan(
         plan: a file that `replay --plan FILE` wrote, or a `Plan`.
         module: the model, if several in this process have modules of these names: a
             `torch.nn.Module`, a diffusers pipeline, or a dict of name → module.
+        trust_code: let the plan run code: kernels that it names as `file.py:function`.
         around: a context manager to enter for each call.
 
     Yields:
         A `Swap`, whose counts are live.
 
     Raises:
-        PlanError: the file is not a plan.
+        PlanError: the file is not a plan, or names code that `trust_code` does not allow.
         PlaceError: no module has a name in the plan.
         KernelNameError: the plan names a kernel that does not exist, or cannot run on this machine.
         RuntimeError: another swap, or a recording, is active.
@@ -159,6 +164,11 @@ def use_plan(
         >>> print(swap)
     """
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    if plan.code and not trust_code:
+        raise PlanError(
+            f"the plan names kernels whose code would run, {', '.join(plan.code)}: read it, and "
+            "allow it to run with trust_code=True"
+        )
     choices: dict[str, dict[str, str]] = {}
     for choice in plan.choices:
         choices.setdefault(choice.module, {})[choice.phase] = choice.kernel

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from attention_replay import Error
+from capture.json_data import parsed, shown
 from replay.rows.files import rebuilt
 from replay.rows.meaning import COSINE_NOISE
 
@@ -138,6 +139,11 @@ class Plan:
         return [kernel for kernel in used if kernel != self.baseline]
 
     @property
+    def code(self) -> list[str]:
+        """Return those of its kernels, the baseline included, that are `file.py:function`."""
+        return [kernel for kernel in [self.baseline, *self.kernels] if ".py:" in kernel]
+
+    @property
     def saved_ms(self) -> float:
         """Return the time saved per run, predicted."""
         return sum(choice.saved_ms for choice in self.choices)
@@ -174,14 +180,14 @@ class Plan:
             PlanError: the file does not exist, or is not a plan that this version reads.
         """
         try:
-            data = json.loads(Path(path).read_text())
+            data = parsed(Path(path).read_bytes())
         except OSError as error:
             raise PlanError(f"cannot read the plan {path} ({error.strerror}): {HOW}") from error
         except ValueError as error:
             raise PlanError(f"{path} is not a plan (not valid JSON): {HOW}") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             found = data.get("format") if isinstance(data, dict) else None
-            raise PlanError(f"{path} is not a plan (format {found!r}, not {FORMAT!r}): {HOW}")
+            raise PlanError(f"{path} is not a plan (format {shown(found)}, not {FORMAT!r}): {HOW}")
         try:
             ((metric, limit),) = data["budget"].items()
             plan = cls(

@@ -163,6 +163,20 @@ def test_expanded_dimensions_make_no_work_that_the_file_does_not_account_for(
     refused(dataset, r"2199023255552 attention scores in a file of \d+ bytes: no more than 16384")
 
 
+def test_heads_without_scores_make_no_work_either(dataset: Dataset) -> None:
+    def expand(header: dict[str, Any]) -> None:
+        for layout in header["layouts"].values():
+            layout["size"][0] = 2**20
+            layout["stride"][0] = 0
+            layout["size"][2] = 0
+
+    entry = dataset.entries[1]
+    values = {name: values[:, :, :0] for name, values in load_file(entry.path).items()}
+    write_safetensors(entry.path, {n: v.contiguous() for n, v in values.items()}, {})
+    rewrite(entry, expand)
+    refused(dataset, r"1048576 × 2 heads in a file of \d+ bytes: no more than one per byte")
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [

@@ -144,7 +144,7 @@ def checks(workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
     def run(kernels: str, *options: str) -> dict[str, dict[str, Any]]:
         monkeypatch.chdir(workshop)
         told = tmp_path / "told.jsonl"
-        arguments = ["--dir", "recorded", "--e2e", "--e2e-json", str(told)]
+        arguments = ["--dir", "recorded", "--e2e", "--trust-code", "--e2e-json", str(told)]
         if kernels:
             names = ",".join(f"kernels.py:{name}" for name in kernels.split(","))
             arguments += ["--kernels", names]

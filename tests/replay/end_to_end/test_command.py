@@ -18,7 +18,7 @@ from replay.cli.main import main
 from replay.end_to_end.model_process import ModelRefused, import_path
 from replay.end_to_end.rebuild import NotRebuildable, load_arguments
 from replay.kernels.registry import Kernel, find
-from replay.plan.plan import Budget, Plan
+from replay.plan.plan import Budget, Choice, Plan
 from replay.rows.row import HERE, Row, Status
 from tests import factories
 
@@ -53,7 +53,7 @@ def refused(
     return run
 
 
-E2E = ("--dir", "recorded", "--e2e")
+E2E = ("--dir", "recorded", "--e2e", "--trust-code")
 PLAN = ("--dir", "recorded", "--plan", "plan.json")
 
 
@@ -81,6 +81,7 @@ PLAN = ("--dir", "recorded", "--plan", "plan.json")
         (("--dir", "recorded", "--text", "a.txt"), "--text requires --e2e"),
         (("--dir", "recorded", "--model-rounds", "5"), "--model-rounds requires --e2e"),
         (("--dir", "missing", "--e2e"), "missing: no such directory"),
+        (("--dir", "recorded", "--trust-code"), "--trust-code requires --e2e"),
     ],
 )
 def test_misuse(refused: Refused, arguments: tuple[str, ...], sentence: str) -> None:
@@ -126,7 +127,7 @@ def test_texts(refused: Refused) -> None:
 def test_how_a_model_is_built_again(capture_record: CaptureRecord, tmp_path: Path) -> None:
     model = capture_record.settings["model"]
     assert model.endswith("model.py:build")
-    assert load_arguments(capture_record, "cpu") == {"model": model, "seed": 0}
+    assert load_arguments(capture_record, "cpu", trust_code=True) == {"model": model, "seed": 0}
     settings = {**capture_record.settings, "given": {"steps": 3}, "model": str(tmp_path)}
     directory = replace(capture_record, settings=settings)
     assert load_arguments(directory, "cpu") == {
@@ -144,6 +145,56 @@ def test_how_a_model_is_built_again(capture_record: CaptureRecord, tmp_path: Pat
     }
     with pytest.raises(NotRebuildable):
         load_arguments(replace(capture_record, settings={}), "cpu")
+
+
+def test_code_that_a_recording_names_does_not_run(refused: Refused) -> None:
+    """Anybody may have written the recording, and sent a file along with it."""
+    edit(lambda data: data["captures"][0]["settings"].update(model="evil/evil.py:f"))
+    sentence = refused("--dir", "recorded", "--e2e")
+    assert "names code that builds its model, evil/evil.py:f: read it" in sentence
+    assert sentence.endswith("allow it to run with --trust-code")
+
+
+@pytest.mark.parametrize("setting", ["model", "checkpoint"])
+def test_code_in_a_checkpoint_that_a_recording_names_does_not_run(
+    refused: Refused, setting: str
+) -> None:
+    Path("evil/unet").mkdir(parents=True)
+    Path("evil/unet/mine.py").write_text("")
+    settings = {"model": "llama", "given": {}, "size": "tiny", "checkpoint": None}
+    edit(lambda data: data["captures"][0].update(settings={**settings, setting: "evil"}))
+    assert "names code that builds its model, evil/unet/mine.py" in refused(
+        "--dir", "recorded", "--e2e"
+    )
+
+
+def test_code_that_a_plan_names_does_not_run(
+    refused: Refused, capture_record: CaptureRecord
+) -> None:
+    edit(lambda data: data["captures"][0].update(settings={"model": ".", "given": {}}))
+    model, budget = capture_record.model, Budget("cosine", 0.9)
+    Plan(model, "", budget, "evil.py:k").save("baseline.json")
+    choice = Choice("a", "decode", "evil.py:k", True, True, None, None, None, 0.0, 1, 1)
+    Plan(model, "", budget, "torch-default", [choice]).save("choice.json")
+    for plan in ("baseline.json", "choice.json"):
+        sentence = refused("--dir", "recorded", "--e2e", "--use-plan", plan)
+        assert f"{plan} names kernels whose code would run, evil.py:k: read it" in sentence
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model": 3, "given": {}},
+        {"model": "llama", "given": []},
+        {"model": "llama", "given": {"prompt": 3}},
+        {"model": "llama", "given": {"trust_remote_code": True}},
+        {"model": "llama", "given": {}, "checkpoint": ["x"]},
+        {"model": "llama", "given": {}, "seed": "x"},
+    ],
+)
+def test_settings_of_another_type_are_damage(refused: Refused, settings: dict[str, Any]) -> None:
+    edit(lambda data: data["captures"][0].update(settings=settings))
+    assert "is damaged" in refused("--dir", "recorded", "--e2e")
 
 
 def tried(kernel: str, status: Status, environment: str = HERE) -> Row:

@@ -84,8 +84,9 @@ def test_a_model_that_fails_by_itself_is_one_sentence(
     monkeypatch.chdir(workshop)
     (workshop / "broken").touch()
     try:
+        arguments = ["--dir", "recorded", "--e2e", "--trust-code", "--rounds", "3"]
         with pytest.raises(SystemExit) as stopped:
-            main(["--dir", "recorded", "--e2e", "--kernels", "torch-math", "--rounds", "3"])
+            main([*arguments, "--kernels", "torch-math"])
     finally:
         (workshop / "broken").unlink()
     assert stopped.value.code == 2

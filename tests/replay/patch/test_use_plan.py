@@ -225,6 +225,32 @@ def test_blocks_compiled_alone_share_the_graphs_of_their_choice(
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("as_file", [True, False])
+def test_code_that_a_plan_names_runs_with_the_users_word(
+    transformer: Transformer, tmp_path: Path, as_file: bool
+) -> None:
+    trace = tmp_path / "executed"
+    code = (
+        "from pathlib import Path\n"
+        "from torch.nn.functional import scaled_dot_product_attention as mine\n"
+        f"Path({str(trace)!r}).touch()\n"
+    )
+    (tmp_path / "k.py").write_text(code)
+    kernel = f"{tmp_path}/k.py:mine"
+    plan: Plan | Path = plan_of(("blocks.0.attn", "denoise", kernel))
+    if as_file:
+        plan.save(tmp_path / "plan.json")
+        plan = tmp_path / "plan.json"
+    with pytest.raises(PlanError, match=r"k\.py:mine: read it, and .* trust_code=True"):
+        use_plan(plan, transformer).__enter__()
+    assert not trace.exists()
+    with use_plan(plan, transformer, trust_code=True) as swap:
+        transformer(STATES, TIMESTEP)
+    assert trace.exists()
+    assert swap.hits
+
+
+@torch.no_grad()
 @pytest.mark.usefixtures("scaled")
 def test_another_plan_is_another_graph(transformer: Transformer) -> None:
     compiled = torch.compile(transformer, backend="aot_eager", fullgraph=True)

@@ -91,6 +91,7 @@ def test_wrong_files_are_one_sentence(plan: Plan, tmp_path: Path) -> None:
     good = json.loads(path.read_text())
     wrong: dict[str, Any] = {
         "not valid JSON": "kernel: sage1",
+        "is not a plan (not valid": "[" * 100_000,
         "not a plan (format None": [],
         "not a plan (format 'other/1'": {**good, "format": "other/1"},
         "damaged ('choices')": {name: good[name] for name in good if name != "choices"},
