@@ -37,19 +37,17 @@ class PackedCall:
     def of(cls, call: AttentionCall) -> PackedCall:
         """Copy `call`'s tensors to the CPU, so that later changes do not affect the file."""
         packed = {name: pack(tensor) for name, tensor in call.tensors().items()}
-        return cls(
-            Header(
-                origin=call.origin,
-                is_causal=call.is_causal,
-                scale=call.scale,
-                enable_gqa=call.enable_gqa,
-                dropout_p=call.dropout_p,
-                dtypes={name: dtype_name(values.dtype) for name, (values, _) in packed.items()},
-                layouts={name: layout for name, (_, layout) in packed.items()},
-                mask_is_noop="attn_mask" in packed and masks_nothing(packed["attn_mask"][0]),
-            ),
+        layouts = {name: layout for name, (_, layout) in packed.items()}
+        return cls.with_values(
+            replace(Header.of(call), layouts=layouts),
             {name: values for name, (values, _) in packed.items()},
         )
+
+    @classmethod
+    def with_values(cls, header: Header, values: dict[str, Tensor]) -> PackedCall:
+        """Complete `header` by what only the values on the CPU tell."""
+        mask = values.get("attn_mask")
+        return cls(replace(header, mask_is_noop=mask is not None and _masks_nothing(mask)), values)
 
     def write(self, path: Path) -> FileEntry:
         """Write the file and return its manifest entry.
@@ -214,6 +212,6 @@ def _recorded_checksum(data: dict[str, Any]) -> str | None:
     return checksum
 
 
-def masks_nothing(mask: Tensor) -> bool:
+def _masks_nothing(mask: Tensor) -> bool:
     """Whether a bool mask is all True, or a float mask all zero."""
     return bool(mask.all()) if mask.dtype == torch.bool else not bool(mask.any())

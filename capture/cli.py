@@ -99,9 +99,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     store.add_argument("--overwrite", action="store_true", help="replace this model's capture")
 
+    store.add_argument(
+        "--buffer-bytes",
+        type=_size,
+        metavar="N",
+        help="host memory for calls that wait to be written (default: a quarter of what is free)",
+    )
+    store.add_argument(
+        "--durable", action="store_true", help="have each call on the disk before the model goes on"
+    )
+
     inspect = parser.add_argument_group("inspect a recording")
     inspect.add_argument("--show", metavar="DIR", help="list what DIR contains")
     inspect.add_argument("--verify", metavar="DIR", help="check files and recompute outputs")
+    inspect.add_argument("--repair", metavar="DIR", help="finish what a killed capture left in DIR")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     parser.add_version()
     return parser
@@ -115,9 +126,11 @@ def _dispatch(arguments: argparse.Namespace, parser: argparse.ArgumentParser) ->
         return _show(arguments.show)
     if arguments.verify:
         return _verify(arguments.verify)
+    if arguments.repair:
+        return _repair(arguments.repair)
     if not arguments.model:
         parser.error("--model is required: cogvideo, flux, llama, a directory or file.py:function")
-    from capture.recording import no_empty_directory
+    from capture.target import no_empty_directory
 
     with no_empty_directory(Path(arguments.out).absolute()):
         return _capture(arguments)
@@ -127,13 +140,15 @@ def _capture(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.text import Text
 
-    from capture.recording import prepare_directory, record
+    from capture.errors import CaptureError
+    from capture.recording import record
     from capture.show import human_bytes
+    from capture.target import Target, rank_name
 
     name = _capture_name(arguments.model)
     progress = Console(stderr=True)
     # A full-size model takes minutes to load, so fail early.
-    prepare_directory(arguments.out, name, overwrite=arguments.overwrite)
+    Target.check(arguments.out, rank_name(name), overwrite=arguments.overwrite)
     with progress.status(Text(f"loading {arguments.model} …")):
         runnable = import_models().load(
             arguments.model,
@@ -162,16 +177,22 @@ def _capture(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         settings={"model": arguments.model, "given": given, **runnable.settings},
         max_bytes=arguments.max_bytes,
+        buffer_bytes=arguments.buffer_bytes,
+        durable=arguments.durable,
         output=not arguments.no_output,
         overwrite=arguments.overwrite,
     ) as recording:
         _run_with_progress(runnable, recording, progress)
+    if not recording.kept:
+        raise CaptureError("; ".join(recording.problems))
     if recording.refused_for_bytes:
         progress.print("reached --max-bytes: fewer calls are stored, less evenly spread")
     size = human_bytes(recording.nbytes)
     count = f"{recording.kept} of {recording.seen} attention calls"
     print(f"recorded {count} ({size}) in {arguments.out}/")
-    return 0
+    for problem in recording.problems:
+        print(f"capture: {_with_flags(problem)}", file=sys.stderr)
+    return 1 if recording.problems else 0
 
 
 def _run_with_progress(runnable: Any, recording: Recording, console: Any) -> None:
@@ -203,6 +224,14 @@ def _show(directory: str) -> int:
     from capture.show import show
 
     show(load(directory), Console())
+    return 0
+
+
+def _repair(directory: str) -> int:
+    from capture.repair import repair
+
+    for sentence in repair(directory) or ["nothing to repair"]:
+        print(sentence)
     return 0
 
 

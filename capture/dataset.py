@@ -3,11 +3,13 @@
     captured_inputs/
         manifest.json                    what was captured, the census, a checksum per file
         cogvideo-000012.safetensors      one self-contained call per file
+        llama.journal                    of a capture that has not ended (`capture.journal`)
 
 A call's file contains its tensors and, as JSON under the key `attention-replay` of the safetensors
 header, everything else (`Header`). Values are stored in the order of the memory, expanded
-dimensions once, strides in the header. Files are written under a temporary name and renamed;
-nothing is pickled. A directory without a manifest is read from its files.
+dimensions once, strides in the header. A file's header is written last, the manifest under a
+temporary name that is then changed; nothing is pickled. A directory with neither manifest nor
+journal is read from its files.
 
 Anybody may have written what is read here, so everything is checked before it is believed, and all
 that can be wrong is a `DatasetError` (SECURITY.md).
@@ -15,6 +17,7 @@ that can be wrong is a `DatasetError` (SECURITY.md).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -27,6 +30,7 @@ from capture.call import AttentionCall
 from capture.call_file import FORMAT, FileEntry, file_path
 from capture.capture_record import CaptureRecord
 from capture.errors import DatasetError
+from capture.journal import Journalled, call_files, journals
 from capture.json_data import parsed, required, shown
 
 _FIRST_FORMAT = "attention-replay/1"
@@ -100,6 +104,18 @@ class Dataset(Sequence[AttentionCall]):
     @classmethod
     def open_or_new(cls, directory: Path) -> Dataset:
         """Like `open`, but accept a directory without recorded calls, for writing."""
+        dataset = cls.listed(directory)
+        for journalled in journals(directory):
+            dataset._add_unfinished(journalled)
+        return dataset
+
+    @classmethod
+    def listed(cls, directory: Path) -> Dataset:
+        """Read the manifest alone, without the journals of captures that have not ended.
+
+        Raises:
+            DatasetError: the manifest has another format.
+        """
         manifest = directory / MANIFEST
         if not plain_files.is_there(manifest):
             return cls._rebuilt(directory, f"{manifest} is missing")
@@ -126,10 +142,59 @@ class Dataset(Sequence[AttentionCall]):
         )
         return cls(directory, list(entries.values()), captures, note or "", damaged)
 
+    def add(self, journalled: Journalled) -> CaptureRecord:
+        """Add the calls that a journal lists, in place of an earlier capture of the same model.
+
+        Raises:
+            ValueError: the journal is damaged.
+        """
+        capture = CaptureRecord.from_json(journalled.capture)
+        entries = {}
+        for item in journalled.files:
+            entry = FileEntry.from_json(self.directory, item)
+            entries[entry.path] = entry
+        for path in call_files(self.directory, journalled.stem):
+            # A file is complete before the journal lists it.
+            with contextlib.suppress(DatasetError):
+                if path not in entries and not journalled.active:
+                    entries[path] = FileEntry.read(path)
+        self.captures = [each for each in self.captures if each.model != capture.model]
+        self.entries = [each for each in self.entries if each.origin.model != capture.model]
+        self.captures.append(capture)
+        self.entries += sorted(entries.values(), key=lambda entry: entry.origin.call_index)
+        return capture
+
+    def _add_unfinished(self, journalled: Journalled) -> None:
+        try:
+            if journalled.replaces:
+                model = CaptureRecord.from_json(journalled.capture).model
+            else:
+                model = self.add(journalled).model
+        except ValueError as error:
+            self._add_note(f"{journalled.path} is damaged ({error})")
+            return
+        if journalled.active:
+            self._add_note(f"{model} is still being recorded")
+            return
+        count, lost = len(journalled.files), journalled.in_memory
+        state = f"the capture of {model} was killed: {count} calls are complete" + (
+            f", {lost} more were only in memory" if lost else ""
+        )
+        kept = "; the earlier one, which it was to replace, is read" if journalled.replaces else ""
+        self._add_note(f"{state}{kept}; finish it with `capture --repair {self.directory}`")
+
+    def _add_note(self, text: str) -> None:
+        self.note = "; ".join(filter(None, (self.note, text)))
+
     @classmethod
     def _rebuilt(cls, directory: Path, why: str) -> Dataset:
         entries, damaged = [], []
-        for path in sorted(directory.glob("[!.]*.safetensors")):
+        unfinished = {
+            path
+            for journalled in journals(directory)
+            for path in call_files(directory, journalled.stem)
+        }
+        for path in sorted({*directory.glob("[!.]*.safetensors")} - unfinished):
             try:
                 entries.append(FileEntry.read(path))
             except DatasetError as error:

@@ -93,7 +93,8 @@ class ModuleTracker:
             with self._lock:
                 step = self._steps[module]
                 self._steps[module] += 1
-            phase = phase_of(module, args, kwargs, step)
+            with contextlib.suppress(Exception):  # a model's own classes answer, and may not
+                phase = phase_of(module, args, kwargs, step)
         self._running.stack.append((module, Site(path, step, phase)))
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

@@ -5,11 +5,17 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fnmatch
+import json
 import os
 import platform
 import sys
 import threading
+import time
+import warnings
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +26,18 @@ from torch._subclasses import FakeTensor
 from capture.autocast import autocast_dtype, cast
 from capture.backends import chosen_backend, disabled_backends
 from capture.call import AttentionCall, Origin
-from capture.call_file import PackedCall
 from capture.capture_record import CaptureRecord
 from capture.census import Census, Count
-from capture.dataset import Dataset
+from capture.copies import HostCopier, stored_bytes
 from capture.errors import CaptureError
+from capture.header import Header
 from capture.interceptor import TORCH_SDPA, Arguments, intercept
+from capture.memory import default_buffer_bytes
 from capture.modules import ModuleTracker, Site, roots_of
 from capture.sampling import Place, Sampler, make_sampler
-from capture.writer import Writer, slug
+from capture.target import Target, rank_name
+from capture.termination import before_termination
+from capture.writer import Waiting, Writer
 
 
 @contextlib.contextmanager
@@ -44,16 +53,24 @@ def record(
     seed: int | None = None,
     settings: dict[str, Any] | None = None,
     max_bytes: int | None = None,
+    buffer_bytes: int | None = None,
+    durable: bool = False,
     output: bool = True,
     overwrite: bool = False,
 ) -> Iterator[Recording]:
     """Record attention calls made inside the `with` block into the directory `out`.
 
+    Once the block has begun, nothing that goes wrong with the recording reaches it: a call that
+    cannot be stored is left out, a `RecordingWarning` tells of the first, and the recording's
+    `problems` list all. The block's own exceptions pass, after what was recorded is on the disk.
+
     Args:
         module: what to watch: a `torch.nn.Module`, a diffusers pipeline, or a dict of name →
             module. Calls made elsewhere are counted but not stored.
         max: number of calls to store.
-        name: the capture's name in the dataset; by default the class name.
+        name: the capture's name in the dataset; by default the class name. In a process of several
+            ranks (`torch.distributed`, or the environment's RANK and WORLD_SIZE) `.rankN` follows,
+            so that all ranks can share a directory.
         sample: `spread` over layers, steps, phases and shapes, or the `first` ones.
         modules: comma-separated globs of the module paths whose calls may be stored. By default a
             pipeline's `transformer` or `unet`, otherwise every watched module.
@@ -62,139 +79,122 @@ def record(
         seed: the seed of the run, stored for reference.
         settings: what is needed to rebuild the run, stored in the manifest (plain JSON).
         max_bytes: limit on the total size of the stored calls.
+        buffer_bytes: host memory for calls that wait to be written; when it is full, the model
+            waits. By default a quarter of the memory that is free at the beginning.
+        durable: have each call on the disk before the model goes on. Otherwise calls that were
+            still in memory are lost if the process is killed; an exception, Ctrl-C and SIGTERM
+            write them first.
         output: also store the model's own attention output.
-        overwrite: replace the directory's capture of the same name.
+        overwrite: replace the directory's capture of the same name, when this one is complete.
 
     Yields:
         A `Recording` with live counts.
 
     Raises:
-        CaptureError: `out` is not writable or already contains a capture of that name, or the model
-            made no call that could be stored (the message says which attention it probably uses).
+        CaptureError: before the block begins: `out` is not writable or already contains a capture
+            of that name, `settings` are not JSON, or no module matches.
         RuntimeError: another recording is active.
 
     Example:
-        >>> with record(pipe.transformer, out="captured_inputs", max=10):
+        >>> with record(pipe.transformer, out="captured_inputs", max=10) as recording:
         ...     pipe("a panda playing guitar")
+        >>> print(recording.kept, recording.problems)
     """
     roots = roots_of(module)
     if modules is None:
         main = [part for part in ("transformer", "unet") if part in roots]
         modules = f"{main[0]},{main[0]}.*" if main else "*"
     capture = CaptureRecord(
-        model=name or type(module).__name__,
+        model=rank_name(name or type(module).__name__),
         weights=weights or _describe_weights(module),
-        settings=settings or {},
+        settings=_plain(settings or {}),
         versions=_versions(),
-        started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds"),
         sample=sample,
         modules=modules,
     )
-    dataset = prepare_directory(out, capture.model, overwrite=overwrite)
     tracker = ModuleTracker(roots)
+    sampler = make_sampler(sample, max, max_bytes, seed or 0)
+    target = Target.check(out, capture.model, overwrite=overwrite)
     if not any(_matches(path, modules) for path in tracker.paths):
         raise CaptureError(_no_match(modules, tracker.paths))
     recording = Recording(
-        tracker, make_sampler(sample, max, max_bytes, seed or 0), Writer(dataset, capture), capture
+        tracker,
+        sampler,
+        target,
+        capture,
+        seed=seed,
+        keeps_output=output,
+        buffer_bytes=default_buffer_bytes() if buffer_bytes is None else buffer_bytes,
+        durable=durable,
     )
-    recording.seed, recording.keeps_output = seed, output
     complete = False
-    with _locked(dataset.directory):
-        try:
-            with tracker.watch(), intercept(recording.handle):
-                yield recording
-            complete = True
-        finally:
-            recording.close(complete=complete)
-    if not recording.kept:
-        raise CaptureError(_nothing_kept(recording, roots))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(tracker.watch())
+        stack.enter_context(intercept(recording.handle))
+        recording.begin()
+        stack.enter_context(before_termination(lambda: recording.close(complete=False)))
+        stack.callback(lambda: recording.close(complete=complete))
+        yield recording
+        complete = True
+    if not recording.kept and not recording.problems:
+        recording.tell(_nothing_kept(recording, roots))
 
 
-def prepare_directory(out: str | Path, model: str, *, overwrite: bool) -> Dataset:
-    """Open the dataset at `out` for a new capture of `model`, without deleting anything.
-
-    Raises:
-        CaptureError: `out` is not writable, or contains a capture of `model` and `overwrite` is
-            False.
-    """
-    directory = Path(out).absolute()  # the model may change the current one
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CaptureError(
-            f"cannot write to {directory} ({error.strerror}); choose another with `out=`"
-        ) from error
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise CaptureError(f"cannot write to {directory}; choose another with `out=`")
-    dataset = Dataset.open_or_new(directory)
-    # Two names with the same slug would write the same files.
-    earlier = [c.model for c in dataset.captures if slug(c.model) == slug(model)]
-    if earlier and not (overwrite and earlier == [model]):
-        remedy = "rename this one" if earlier != [model] else "replace it with `overwrite=True`"
-        raise CaptureError(
-            f"{directory} already contains a capture of {earlier[0]}: {remedy}, "
-            "or choose another directory with `out=`"
-        )
-    return dataset
+class RecordingWarning(UserWarning):
+    """A recording is not what was asked for; the model's run is not affected."""
 
 
-@contextlib.contextmanager
-def no_empty_directory(directory: Path) -> Iterator[None]:
-    """Remove `directory` on exit if it is empty and did not exist before."""
-    existed = directory.is_dir()
-    try:
-        yield
-    finally:
-        if not existed:
-            with contextlib.suppress(OSError):
-                directory.rmdir()
+_live: weakref.WeakSet[Recording] = weakref.WeakSet()
 
 
-@contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Lock the directory against other captures, which would overwrite its manifest.
+def _abandon_all() -> None:
+    for recording in _live:
+        recording.abandon()
 
-    Raises:
-        CaptureError: another process is recording there.
-    """
-    try:
-        import fcntl
-    except ImportError:  # not a Unix
-        yield
-        return
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise CaptureError(
-                f"another capture is writing to {directory}; wait, or choose another directory"
-            ) from error
-        yield
-    finally:
-        os.close(descriptor)
+
+os.register_at_fork(after_in_child=_abandon_all)
 
 
 class Recording:
     """A recording in progress, with counts of the calls seen and kept so far."""
 
     def __init__(
-        self, tracker: ModuleTracker, sampler: Sampler, writer: Writer, capture: CaptureRecord
+        self,
+        tracker: ModuleTracker,
+        sampler: Sampler,
+        target: Target,
+        capture: CaptureRecord,
+        *,
+        seed: int | None,
+        keeps_output: bool,
+        buffer_bytes: int,
+        durable: bool,
     ) -> None:
         self.capture = capture
         self.census = Census()
-        self.seed: int | None = None
-        self.keeps_output = True
         self.without_values = 0
-        """Calls that cannot be stored: meta, fake or nested tensors, or inside `vmap`."""
+        """Calls that cannot be stored: meta, fake or nested tensors, inside `vmap` or a trace."""
+        self.problems: list[str] = []
+        """What went wrong with the recording, a sentence each; the same reason only once."""
+        self.buffer_bytes = buffer_bytes
+        """Host memory for calls that wait to be written."""
+        self.flush_seconds = 0.0
+        """How long it took, after the model had returned, until everything was on the disk."""
+        self._seed, self._keeps_output = seed, keeps_output
+        self._durable = durable
         self._tracker = tracker
         self._sampler = sampler
-        self._writer = writer
+        self._target = target
+        self._writer: Writer | None = None
+        self._copier = HostCopier()
         self._kept: dict[int, Count] = {}
         self._places: dict[Count, Place | None] = {}
         """None where calls are not to be stored."""
-        self._lock = threading.Lock()
-        self._closed = False
+        self._failed: deque[int] = deque()
+        """Calls that the writer's thread could not write; it must not wait for our lock."""
+        self._lock = threading.RLock()
+        self._closed = True
 
     @property
     def seen(self) -> int:
@@ -203,7 +203,8 @@ class Recording:
 
     @property
     def kept(self) -> int:
-        return self._sampler.kept
+        """Calls that are stored, or in memory and to be stored."""
+        return len(self._kept)
 
     @property
     def nbytes(self) -> int:
@@ -215,30 +216,114 @@ class Recording:
         """Calls not kept because of `max_bytes`."""
         return self._sampler.refused_for_bytes
 
+    @property
+    def waited_seconds(self) -> float:
+        """Time that the model waited because `buffer_bytes` of calls were still to be written."""
+        return self._writer.waited_seconds if self._writer else 0.0
+
+    @property
+    def allocation_seconds(self) -> float:
+        """Time that allocating and pinning host memory took, during the model's run."""
+        return self._writer.pool.allocation_seconds if self._writer else 0.0
+
+    @property
+    def written_bytes(self) -> int:
+        """Size of all files written, also of those deleted since for better ones."""
+        return self._writer.written_bytes if self._writer else 0
+
+    def begin(self) -> None:
+        """Create the journal; from now on calls are recorded.
+
+        Raises:
+            CaptureError: another process records there, or the directory is not writable.
+        """
+        journal = self._target.begin(self.capture)
+        self._writer = Writer(
+            journal,
+            buffer_bytes=self.buffer_bytes,
+            final=self._sampler.is_final,
+            durable=self._durable,
+            failed=self._call_failed,
+        )
+        if journal.note:
+            self.tell(journal.note)
+        self._closed = False
+        _live.add(self)
+
     def handle(
         self, arguments: Arguments, proceed: Callable[[], Tensor], sdpa: Callable[..., Tensor]
     ) -> Tensor:
         """Make the call and store it if the sampler selects it; the interceptor's handler."""
         result = proceed()
-        site = self._tracker.site
-        dtype = autocast_dtype(arguments) if sdpa is TORCH_SDPA else None
-        # Held until the copies are queued, so that files change in the order of the decisions.
-        with self._lock:
-            if not self._closed:
-                index = self.census.calls
-                count = self.census.add(site, arguments, dtype)
-                try:
-                    place = self._places[count]
-                except KeyError:
-                    place = self._places[count] = self._place(site, count)
-                if place is not None and self._sampler.wants(place, site.step):
-                    self._observe(index, site, place, count, cast(arguments, dtype), result, sdpa)
+        if self._closed:
+            return result
+        if torch._C._is_tracing():  # what we do would become part of the trace
+            self.without_values += 1
+            return result
+        try:
+            site = self._tracker.site
+            dtype = autocast_dtype(arguments) if sdpa is TORCH_SDPA else None
+            # Held until the copies are queued, so that files change in the order of the decisions.
+            with self._lock:
+                if not self._closed:
+                    index = self.census.calls
+                    count = self.census.add(site, arguments, dtype)
+                    try:
+                        place = self._places[count]
+                    except KeyError:
+                        place = self._places[count] = self._place(site, count)
+                    if place is not None and self._sampler.wants(place, site.step):
+                        arguments = cast(arguments, dtype)
+                        self._observe(index, site, place, count, arguments, result, sdpa)
+        except Exception as error:
+            self.tell(f"an attention call could not be recorded: {_reason(error)}")
         return result
 
-    def close(self, *, complete: bool) -> None:
+    def tell(self, problem: str) -> None:
+        """Add to `problems`; the first is warned of at once."""
+        if problem in self.problems:
+            return
+        self.problems.append(problem)
+        if len(self.problems) > 1:
+            return
+        # An exception, if the user turned warnings into them, must not reach the model.
+        with contextlib.suppress(RecordingWarning):
+            warnings.warn(f"recording: {problem}", RecordingWarning, stacklevel=2)
+
+    def close(self, *, complete: bool) -> bool:
+        """End the recording: write what is in memory and put it into the manifest.
+
+        Returns:
+            False if it had been ended before. Never raises; see `problems`.
+        """
         with self._lock:
+            if self._closed or self._writer is None:
+                return False
             self._closed = True
-            self._writer.close(self.census.to_json(), complete=complete)
+        began = time.perf_counter()
+        try:
+            self._writer.close()
+        except Exception as error:
+            self.tell(f"{self._target.directory} may not be on the disk yet: {_reason(error)}")
+        try:
+            self._forget_failed()
+            self.capture.complete = complete
+            self.capture.census = self.census.to_json()
+            self.capture.calls_seen = self.census.calls
+            for problem in self._target.end(asdict(self.capture)):
+                self.tell(problem)
+        except Exception as error:
+            self.tell(
+                f"could not end the recording in {self._target.directory}: {_reason(error)}; "
+                f"finish it with `capture --repair {self._target.directory}`"
+            )
+        self.flush_seconds = time.perf_counter() - began
+        return True
+
+    def abandon(self) -> None:
+        """Leave the recording to the parent process, in a child that was forked from it."""
+        self._closed = True
+        self._target.abandon()
 
     def _place(self, site: Site, count: Count) -> Place | None:
         """Return where calls like these are sampled; None if they are not to be stored."""
@@ -257,21 +342,47 @@ class Recording:
         sdpa: Callable[..., Tensor],
     ) -> None:
         """Store a call that the sampler wants, unless it has no values or does not fit."""
-        if not all(_has_values(tensor) for tensor in arguments if isinstance(tensor, Tensor)):
+        assert self._writer is not None
+        self._forget_failed()
+        if not _can_be_copied(arguments):
             self.without_values += 1
             return
-        nbytes = _stored_bytes(arguments, output=self.keeps_output)
+        nbytes = _stored_bytes(arguments, output=self._keeps_output)
         decision = self._sampler.offer(index, place, site.step, nbytes)
         if not decision.keep:
             return
-        output = result if self.keeps_output else None
-        call = _as_call(arguments, output, self._origin(index, site, arguments, sdpa))
-        packed = PackedCall.of(call)
-        self._kept[index] = count
-        count.kept += 1
-        for dropped in decision.drop:
-            self._kept.pop(dropped).kept -= 1
-        self._writer.put(packed, decision.drop, self.census.to_json())
+        try:
+            output = result if self._keeps_output else None
+            call = _as_call(arguments, output, self._origin(index, site, arguments, sdpa))
+            tensors = call.tensors()
+            pinned = call.device.type == "cuda"
+            buffer = self._writer.reserve(stored_bytes(tensors), pinned=pinned)
+            try:
+                copy = self._copier.copy(tensors, buffer)
+            except BaseException:
+                self._writer.release(buffer)
+                raise
+            self._kept[index] = count
+            count.kept += 1
+            header = replace(Header.of(call), layouts=copy.layouts)
+            self._writer.put(Waiting(header, copy), decision.drop)
+            for dropped in decision.drop:
+                self._forget(dropped)
+        except Exception as error:
+            self._call_failed(index, error)
+
+    def _call_failed(self, index: int, error: Exception) -> None:
+        """Note a call that could not be stored; also called by the writer's thread."""
+        self._failed.append(index)
+        self.tell(f"could not store a call in {self._target.directory}: {_reason(error)}")
+
+    def _forget_failed(self) -> None:
+        while self._failed:
+            self._forget(self._failed.popleft())
+
+    def _forget(self, index: int) -> None:
+        if count := self._kept.pop(index, None):
+            count.kept -= 1
 
     def _origin(
         self, index: int, site: Site, arguments: Arguments, sdpa: Callable[..., Tensor]
@@ -289,11 +400,19 @@ class Recording:
             step=site.step,
             phase=site.phase,
             device=described,
-            seed=self.seed,
+            seed=self._seed,
             backend=_backend(arguments, sdpa),
             disabled_backends=disabled_backends(),
             versions=self.capture.versions,
         )
+
+
+def _can_be_copied(arguments: Arguments) -> bool:
+    """Whether the tensors have values, and no CUDA graph would contain the copies."""
+    on_gpu = arguments.query.device.type == "cuda"
+    if on_gpu and torch.cuda.is_current_stream_capturing():
+        return False
+    return all(_has_values(tensor) for tensor in arguments if isinstance(tensor, Tensor))
 
 
 def _has_values(tensor: Tensor) -> bool:
@@ -357,6 +476,25 @@ def _backend(arguments: Arguments, sdpa: Callable[..., Tensor]) -> str:
     if sdpa is TORCH_SDPA:
         return chosen_backend(arguments)
     return f"{sdpa.__module__}.{getattr(sdpa, '__qualname__', sdpa)}"
+
+
+def _plain(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings as JSON would give them back.
+
+    Raises:
+        CaptureError: they are not JSON.
+    """
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(settings))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CaptureError(f"`settings=` cannot be written as JSON: {error}") from error
+    return plain
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _versions() -> dict[str, str]:

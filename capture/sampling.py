@@ -29,7 +29,7 @@ import random
 from collections import Counter
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 _PLASTIC = 1.324717957244746
 _GOLDEN = 1.618033988749895
@@ -72,6 +72,8 @@ class Place:
 class Sampler(Protocol):
     """Decides which calls to keep. `refused_for_bytes` counts calls that did not fit."""
 
+    is_final: ClassVar[bool]
+    """It never drops a call that it kept."""
     kept: int
     nbytes: int
     refused_for_bytes: int
@@ -94,6 +96,8 @@ class Sampler(Protocol):
 @dataclass
 class _Limited:
     """Keeps at most `max_calls` calls and `max_bytes` bytes."""
+
+    is_final: ClassVar[bool] = True
 
     max_calls: int
     max_bytes: int | None = None
@@ -154,6 +158,8 @@ class ReservoirSampler(_Limited):
     With `max_bytes` the probability depends on the size: a call that does not fit in place of the
     drawn one is refused.
     """
+
+    is_final: ClassVar[bool] = False
 
     seed: int = 0
     _seen: int = 0
@@ -250,6 +256,8 @@ class _Worst:
 @dataclass
 class SpreadSampler(_Limited):
     """Keeps calls spread over all strata, modules and steps."""
+
+    is_final: ClassVar[bool] = False
 
     _calls: dict[int, Kept] = field(default_factory=dict)
     _modules: Counter[str] = field(default_factory=Counter)

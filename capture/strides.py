@@ -118,11 +118,15 @@ def pack(tensor: Tensor) -> tuple[Tensor, Layout]:
 
     The values have the shape `layout.stored`.
     """
+    values, layout = as_stored(tensor)
+    return values.to("cpu", copy=True).contiguous(), layout
+
+
+def as_stored(tensor: Tensor) -> tuple[Tensor, Layout]:
+    """Return a view of `tensor`, on its device, whose values in their order are to be stored."""
     layout = Layout.of(tensor).in_memory_order()
     values = narrow_expanded(tensor.detach())
-    if layout.order:
-        values = values.permute(layout.order)
-    return values.to("cpu", copy=True).contiguous(), layout
+    return (values.permute(layout.order) if layout.order else values), layout
 
 
 def unpack(values: Tensor, layout: Layout, device: str | torch.device = "cpu") -> Tensor:

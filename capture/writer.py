@@ -1,122 +1,226 @@
-"""Writes recorded calls in a background thread, to slow the running model down little."""
+"""Writes recorded calls in a background thread, so that the running model does not wait.
+
+What the sampler may still drop stays in memory, so that hardly more is written than is kept in the
+end. It is written when the run ends, when half of the memory for it is full, or, with `durable`, at
+once. The model waits only when all of that memory is full.
+"""
 
 from __future__ import annotations
 
-import queue
-import re
+import contextlib
+import ctypes
+import os
 import threading
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
 
-from capture.call_file import PackedCall
-from capture.capture_record import CaptureRecord
-from capture.dataset import Dataset
-from capture.errors import CaptureError
+from capture.call_file import FileEntry, PackedCall
+from capture.copies import HostCopy
+from capture.header import Header
+from capture.journal import Journal
+from capture.memory import Buffer, BufferPool
+
+_POLL_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A call in memory: its header, and its tensors, which may still be arriving."""
+
+    header: Header
+    copy: HostCopy
+
+    @property
+    def index(self) -> int:
+        return self.header.origin.call_index
 
 
 class Writer:
-    """Adds one capture to a dataset from a background thread.
+    """Writes one capture's calls to files named `STEM-INDEX.safetensors`.
 
-    After every file the manifest on disk lists exactly the files that exist, so that a run killed
-    at any moment leaves a readable dataset. At most `_WAITING` calls are queued in memory; then
-    `put` waits for the disk.
+    Args:
+        journal: told of every call that is chosen, dropped and completed; STEM is its name.
+        buffer_bytes: memory for calls that wait; one larger call is taken when nothing else waits.
+        final: the sampler never drops a call, so none is held back.
+        durable: every call is on the disk before `put` returns.
+        failed: told the index of each call that could not be written, and why.
     """
 
-    _WAITING = 2
+    def __init__(
+        self,
+        journal: Journal,
+        *,
+        buffer_bytes: int,
+        final: bool,
+        durable: bool,
+        failed: Callable[[int, Exception], None],
+    ) -> None:
+        self.pool = BufferPool()
+        self.entries: dict[int, FileEntry] = {}
+        """Completed files, by call index."""
+        self.waited_seconds = 0.0
+        """Time that the model waited for memory."""
+        self.written_bytes = 0
+        """Of all files, also of those that were dropped later."""
+        self._journal = journal
+        self._buffer_bytes = buffer_bytes
+        self._at_once = final or durable
+        self._durable = durable
+        self._failed = failed
+        self._waiting: dict[int, Waiting] = {}
+        self._writing: int | None = None
+        self._dropped = False
+        """The call that is being written was dropped meanwhile."""
+        self._reserved = 0
+        self._short = 0
+        """Threads that wait for memory."""
+        self._closing = False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
 
-    def __init__(self, dataset: Dataset, capture: CaptureRecord) -> None:
-        self._dataset = dataset
-        self._capture = capture
-        self._failure: Exception | None = None
-        self._queue: queue.Queue[tuple[PackedCall, tuple[int, ...], dict[str, Any]] | None]
-        self._queue = queue.Queue(self._WAITING)
-        self._thread = threading.Thread(target=self._work, name="capture-writer", daemon=True)
-        self._begun = False
-
-    def put(self, call: PackedCall, drop: tuple[int, ...], census: dict[str, Any]) -> None:
-        """Queue `call` to be written, after which the files of the calls in `drop` are deleted.
-
-        Calls are written one at a time, in order. The first one replaces an earlier capture of the
-        same model, so that a run that records nothing deletes nothing.
+    def reserve(self, nbytes: int, *, pinned: bool) -> Buffer:
+        """Return a buffer, after waiting for calls to be written if there is no memory for it.
 
         Raises:
-            CaptureError: an earlier file could not be written.
+            MemoryError, RuntimeError: it cannot be allocated.
         """
-        self._raise_failure()
-        if not self._begun:
-            self._begun = True
+        with self._changed:
+            began = time.perf_counter()
+            self._short += 1
+            try:
+                while self._reserved and self._reserved + nbytes > self._buffer_bytes:
+                    self._wake()
+                    self._changed.wait(_POLL_SECONDS)
+            finally:
+                self._short -= 1
+                self.waited_seconds += time.perf_counter() - began
+            buffer = self.pool.take(nbytes, pinned=pinned, limit=self._buffer_bytes)
+            self._reserved += buffer.nbytes
+            return buffer
+
+    def release(self, buffer: Buffer) -> None:
+        """Give back a buffer of `reserve`."""
+        with self._changed:
+            self._reserved -= buffer.nbytes
+            self.pool.give_back(buffer)
+            self._changed.notify_all()
+
+    def put(self, call: Waiting, drop: Iterable[int]) -> None:
+        """Take a call, and give up those in `drop`, whether they are in memory or in files.
+
+        Raises:
+            OSError: the journal cannot be written; the call is not taken and its buffer is free.
+        """
+        with self._changed:
+            try:
+                for index in drop:
+                    self._drop(index)
+                self._journal.append(sampled=call.index)
+            except BaseException:
+                self.release(call.copy.buffer)
+                raise
+            self._waiting[call.index] = call
+            self._wake()
+            while self._durable and (call.index in self._waiting or self._writing == call.index):
+                self._changed.wait(_POLL_SECONDS)
+
+    def close(self) -> None:
+        """Write what waits, and wait until everything is on the disk.
+
+        Raises:
+            OSError: the disk reports an error.
+        """
+        with self._changed:
+            self._closing = True
+            self._wake()
+        if self._thread is not None:
+            self._thread.join()
+        self.pool.trim()
+        if self.entries:
+            _sync_file_system(self._journal.path.parent)
+
+    def _drop(self, index: int) -> None:
+        held, entry = self._waiting.pop(index, None), self.entries.pop(index, None)
+        if held is not None:
+            self.release(held.copy.buffer)
+        self._dropped = self._dropped or self._writing == index
+        self._journal.append(dropped=index)
+        if entry is not None:
+            entry.path.unlink(missing_ok=True)
+
+    def _wake(self) -> None:
+        if self._thread is None and self._waiting:
+            self._thread = threading.Thread(target=self._work, name="capture-writer", daemon=True)
             self._thread.start()
-        self._queue.put((call, drop, census))
+        self._changed.notify_all()
 
-    def close(self, census: dict[str, Any], *, complete: bool) -> None:
-        """Write the queued calls and the final manifest.
-
-        Raises:
-            CaptureError: a file could not be written.
-        """
-        if not self._begun:
-            return
-        self._queue.put(None)
-        self._thread.join()
-        self._capture.complete = complete
-        self._attempt(self._save, census)
-        self._raise_failure()
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise CaptureError(
-                f"could not write to {self._dataset.directory}: {self._failure}; "
-                "the calls written before remain readable"
-            ) from self._failure
+    def _next(self) -> Waiting | None:
+        """Wait until a call is due and take it; None when nothing is left to do."""
+        with self._changed:
+            while True:
+                full = self._short or 2 * self._reserved > self._buffer_bytes
+                if self._waiting and (self._closing or self._at_once or full):
+                    self._writing = next(iter(self._waiting))
+                    return self._waiting.pop(self._writing)
+                if self._closing:
+                    return None
+                self._changed.wait()
 
     def _work(self) -> None:
-        self._attempt(self._replace_earlier)
-        while (item := self._queue.get()) is not None:
-            self._attempt(self._write, *item)
-
-    def _attempt(self, action: Callable[..., None], *arguments: Any) -> None:
-        """Run `action` unless one failed before; the next `put` or `close` raises that failure."""
-        if self._failure is None:
+        while (call := self._next()) is not None:
             try:
-                action(*arguments)
-            except Exception as error:  # safetensors raises its own type for a full disk
-                self._failure = error
+                self._write(call)
+            except Exception as error:
+                with contextlib.suppress(OSError):
+                    self._journal.append(dropped=call.index)
+                self._failed(call.index, error)
+            finally:
+                with self._changed:
+                    self._writing, self._dropped = None, False
+                    self.release(call.copy.buffer)
 
-    def _replace_earlier(self) -> None:
-        same = [e for e in self._dataset.entries if e.origin.model == self._capture.model]
-        self._dataset.entries = [e for e in self._dataset.entries if e not in same]
-        others = [c for c in self._dataset.captures if c.model != self._capture.model]
-        self._dataset.captures = [*others, self._capture]
-        self._dataset.save_manifest()
-        for entry in same:
-            entry.path.unlink(missing_ok=True)
-
-    def _write(self, call: PackedCall, drop: tuple[int, ...], census: dict[str, Any]) -> None:
-        origin = call.header.origin
-        gone = [
-            entry
-            for entry in self._dataset.entries
-            if entry.origin.model == origin.model and entry.origin.call_index in drop
-        ]
-        name = f"{slug(origin.model)}-{origin.call_index:06d}.safetensors"
-        self._dataset.entries.append(call.write(self._dataset.directory / name))
-        for entry in gone:
-            self._dataset.entries.remove(entry)
-        self._dataset.entries.sort(key=self._position)
-        self._save(census)
-        for entry in gone:
-            entry.path.unlink(missing_ok=True)
-
-    def _position(self, entry: Any) -> tuple[int, int]:
-        models = [capture.model for capture in self._dataset.captures]
-        return models.index(entry.origin.model), entry.origin.call_index
-
-    def _save(self, census: dict[str, Any]) -> None:
-        self._capture.census = census
-        self._capture.calls_seen = sum(row["calls"] for row in census["rows"])
-        self._dataset.save_manifest()
+    def _write(self, call: Waiting) -> None:
+        call.copy.wait()
+        path = self._journal.path.with_name(f"{self._journal.stem}-{call.index:06d}.safetensors")
+        entry = PackedCall.with_values(call.header, call.copy.values).write(path)
+        self.written_bytes += entry.nbytes
+        try:
+            if self._durable:
+                _sync(path)
+                _sync(path.parent)
+            with self._changed:
+                if self._dropped:
+                    path.unlink(missing_ok=True)
+                    return
+                self._journal.append(**entry.to_json())
+                self.entries[call.index] = entry
+        except BaseException:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+            raise
+        if self._durable:
+            self._journal.sync()
 
 
-def slug(name: str) -> str:
-    """Make `name` usable as the start of a file name."""
-    return re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.") or "model"
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_file_system(directory: Path) -> None:
+    """Wait until the files of a directory are on the disk, however many they are."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        library = ctypes.CDLL(None, use_errno=True)
+        if not hasattr(library, "syncfs"):  # not Linux
+            os.sync()
+        elif library.syncfs(descriptor):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), str(directory))
+    finally:
+        os.close(descriptor)

@@ -1,186 +1,182 @@
-"""Files appear whole, the manifest follows them, and a full disk is told."""
+"""Calls wait in memory while they may still be dropped, and are listed once they are complete."""
 
 from __future__ import annotations
 
 import errno
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors import SafetensorError
+import torch
 
-import capture.call_file
-from capture import load
+from capture import call_file
 from capture.call import AttentionCall
-from capture.call_file import PackedCall
-from capture.capture_record import CaptureRecord
-from capture.dataset import Dataset
-from capture.errors import CaptureError
-from capture.writer import Writer, slug
+from capture.copies import HostCopier, stored_bytes
+from capture.header import Header
+from capture.journal import Journal, read
+from capture.writer import Waiting, Writer
 
 MakeCall = Callable[..., AttentionCall]
-CENSUS: dict[str, Any] = {"signatures": [], "rows": []}
 
 
-def writer(directory: Path, model: str = "model") -> Writer:
-    return Writer(Dataset.open_or_new(directory), CaptureRecord(model, "random"))
+class Wanted:
+    """A writer, what it failed to write, and calls for it."""
+
+    def __init__(self, directory: Path, make_call: MakeCall, **options: Any) -> None:
+        self.failures: dict[int, Exception] = {}
+        self.directory = directory
+        self.journal = Journal.begin(directory / "model.journal", {"model": "m"}, replaces=False)
+        settings = {"buffer_bytes": 1 << 30, "final": False, "durable": False}
+        self.writer = Writer(
+            self.journal, failed=self.failures.__setitem__, **{**settings, **options}
+        )
+        self.make_call = make_call
+
+    def put(self, index: int, *drop: int) -> None:
+        call = self.make_call(call_index=index)
+        buffer = self.writer.reserve(stored_bytes(call.tensors()), pinned=False)
+        copy = HostCopier().copy(call.tensors(), buffer)
+        self.writer.put(Waiting(replace(Header.of(call), layouts=copy.layouts), copy), drop)
+
+    def files(self) -> list[int]:
+        return sorted(int(path.stem[-6:]) for path in self.directory.glob("*.safetensors"))
+
+    def listed(self) -> list[int]:
+        found = read(self.journal.path)
+        assert found is not None
+        return sorted(item["call"]["origin"]["call_index"] for item in found.files)
 
 
-def names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
+@pytest.fixture
+def wanted(tmp_path: Path, make_call: MakeCall) -> Iterator[Callable[..., Wanted]]:
+    made: list[Wanted] = []
+
+    def make(**options: Any) -> Wanted:
+        made.append(Wanted(tmp_path, make_call, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.writer.close()
+        each.journal.close()
 
 
-def test_a_dropped_call_s_file_goes(tmp_path: Path, make_call: MakeCall) -> None:
-    to = writer(tmp_path)
-    to.put(PackedCall.of(make_call(call_index=0)), (), CENSUS)
-    to.put(PackedCall.of(make_call(call_index=1)), (), CENSUS)
-    to.put(PackedCall.of(make_call(call_index=2)), (0, 1), CENSUS)
-    to.close(CENSUS, complete=True)
-    assert names(tmp_path) == ["manifest.json", "model-000002.safetensors"]
-    data = load(tmp_path)
-    assert [entry.origin.call_index for entry in data.entries] == [2]
-    assert data.captures[0].complete
+def test_what_is_dropped_from_memory_is_never_written(wanted: Callable[..., Wanted]) -> None:
+    to = wanted()
+    for index in range(20):
+        to.put(index, *([index - 3] if index >= 3 else []))
+    assert to.files() == []
+    to.writer.close()
+    assert to.files() == to.listed() == [17, 18, 19]
+    assert to.writer.written_bytes == sum(e.nbytes for e in to.writer.entries.values())
 
 
-def test_the_manifest_on_disk_follows_every_file(
-    tmp_path: Path, make_call: MakeCall, monkeypatch: pytest.MonkeyPatch
+def test_a_final_sample_is_written_at_once(wanted: Callable[..., Wanted]) -> None:
+    to = wanted(final=True)
+    to.put(0)
+    deadline = time.monotonic() + 60
+    while to.listed() != [0] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert to.files() == to.listed() == [0]
+
+
+def test_a_durable_call_is_complete_when_put_returns(wanted: Callable[..., Wanted]) -> None:
+    to = wanted(durable=True)
+    for index in range(3):
+        to.put(index, *([index - 1] if index else []))
+        assert to.files() == to.listed() == [index]
+
+
+def test_more_than_fits_in_memory_waits_for_the_disk(
+    wanted: Callable[..., Wanted], make_call: MakeCall
 ) -> None:
-    """Whatever the moment, the manifest names only files that stand whole."""
-    seen: list[int] = []
-    save = Dataset.save_manifest
-
-    def save_and_look(dataset: Dataset) -> None:
-        save(dataset)
-        found = Dataset.open_or_new(tmp_path)
-        for entry in found.entries:
-            entry.check()
-        seen.append(len(found))
-
-    monkeypatch.setattr(Dataset, "save_manifest", save_and_look)
-    to = writer(tmp_path)
-    for index in range(4):
-        drop = (index - 2,) if index >= 2 else ()
-        to.put(PackedCall.of(make_call(call_index=index)), drop, CENSUS)
-    to.close(CENSUS, complete=True)
-    assert seen == [0, 1, 2, 2, 2, 2]
+    one = stored_bytes(make_call().tensors())
+    to = wanted(buffer_bytes=2 * one)
+    for index in range(10):
+        to.put(index)
+    assert to.writer.waited_seconds > 0
+    assert len(to.listed()) >= 7
+    to.writer.close()
+    assert to.files() == to.listed() == list(range(10))
 
 
-def test_the_earlier_capture_of_the_same_model_goes_with_the_first_call(
-    tmp_path: Path, make_call: MakeCall
+def test_one_call_larger_than_the_memory_is_taken(wanted: Callable[..., Wanted]) -> None:
+    to = wanted(buffer_bytes=1)
+    for index in range(3):
+        to.put(index)
+    to.writer.close()
+    assert to.files() == to.listed() == [0, 1, 2]
+
+
+def test_a_file_that_was_written_and_is_dropped_goes(
+    wanted: Callable[..., Wanted], make_call: MakeCall
 ) -> None:
-    for model, indices in (("other", [5]), ("model", [0, 1])):
-        to = writer(tmp_path, model)
-        for index in indices:
-            call = make_call(model=model, call_index=index)
-            to.put(PackedCall.of(call), (), CENSUS)
-        to.close(CENSUS, complete=True)
-    before = names(tmp_path)
-
-    to = writer(tmp_path)
-    to.close(CENSUS, complete=False)
-    assert names(tmp_path) == before
-
-    to = writer(tmp_path)
-    to.put(PackedCall.of(make_call(call_index=7)), (), CENSUS)
-    to.close(CENSUS, complete=True)
-    assert names(tmp_path) == [
-        "manifest.json",
-        "model-000007.safetensors",
-        "other-000005.safetensors",
-    ]
-    assert [entry.path.name for entry in load(tmp_path).entries] == [
-        "other-000005.safetensors",
-        "model-000007.safetensors",
-    ]
+    to = wanted(buffer_bytes=1)
+    to.put(0)
+    to.put(1)  # waits until the first is written
+    to.put(2, 0)
+    to.writer.close()
+    assert to.files() == to.listed() == [1, 2]
 
 
-def full_disk(*args: Any, **kwargs: Any) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def wrapped_full_disk(*args: Any, **kwargs: Any) -> None:
-    # What safetensors makes of it.
-    raise SafetensorError("I/O error: No space left on device (os error 28)")
-
-
-def load_if_any(directory: Path) -> int:
-    return len(Dataset.open_or_new(directory))
-
-
-@pytest.mark.timeout(20)
-@pytest.mark.parametrize("failure", [full_disk, wrapped_full_disk])
-def test_a_full_disk_is_told_with_the_next_call(
-    tmp_path: Path,
-    make_call: MakeCall,
-    monkeypatch: pytest.MonkeyPatch,
-    failure: Callable[..., None],
+def test_a_call_that_is_dropped_while_it_is_written_goes(
+    wanted: Callable[..., Wanted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    to = writer(tmp_path)
-    to.put(PackedCall.of(make_call(call_index=0)), (), CENSUS)
-    while not to._queue.empty() or not load_if_any(tmp_path):
-        time.sleep(0.001)
-    monkeypatch.setattr(capture.call_file, "write_safetensors", failure)
+    writing, may_go_on = threading.Event(), threading.Event()
+    original = call_file.write_safetensors
 
-    def go_on() -> None:
-        for index in range(1, 10):
-            to.put(PackedCall.of(make_call(call_index=index)), (), CENSUS)
+    def slow(*arguments: Any) -> str:
+        writing.set()
+        assert may_go_on.wait(60)
+        return original(*arguments)
 
-    with pytest.raises(CaptureError, match=r"could not write to .*No space left"):
-        go_on()
-    with pytest.raises(CaptureError, match="the calls written before remain readable"):
-        to.close(CENSUS, complete=True)
-    data = load(tmp_path)
-    assert [entry.origin.call_index for entry in data.entries] == [0]
-    data.entries[0].check()
-    assert not data.captures[0].complete
+    monkeypatch.setattr(call_file, "write_safetensors", slow)
+    to = wanted(final=True)
+    to.put(0)
+    assert writing.wait(60)
+    to.put(1, 0)
+    may_go_on.set()
+    to.writer.close()
+    assert to.files() == to.listed() == [1]
 
 
-def test_a_manifest_that_cannot_be_written_at_the_end_is_told(
-    tmp_path: Path, make_call: MakeCall, monkeypatch: pytest.MonkeyPatch
+def test_a_call_that_cannot_be_written_costs_itself_alone(
+    wanted: Callable[..., Wanted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    to = writer(tmp_path)
-    to.put(PackedCall.of(make_call()), (), CENSUS)
-    to._queue.put(None)
-    to._thread.join()
-    monkeypatch.setattr(Dataset, "save_manifest", full_disk)
-    with pytest.raises(CaptureError, match="No space left"):
-        to.close(CENSUS, complete=True)
+    original = call_file.write_safetensors
+
+    def full_at_first(path: Path, *arguments: Any) -> str:
+        if path.name.endswith("0.safetensors"):
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(path, *arguments)
+
+    monkeypatch.setattr(call_file, "write_safetensors", full_at_first)
+    to = wanted()
+    for index in range(3):
+        to.put(index)
+    to.writer.close()
+    assert list(to.failures) == [0]
+    assert to.files() == to.listed() == [1, 2]
+    found = read(to.journal.path)
+    assert found is not None
+    assert found.in_memory == 0
 
 
-@pytest.mark.timeout(20)
-def test_an_earlier_file_that_cannot_be_deleted_is_told_and_nothing_hangs(
-    tmp_path: Path, make_call: MakeCall
-) -> None:
-    to = writer(tmp_path)
-    to.put(PackedCall.of(make_call()), (), CENSUS)
-    to.close(CENSUS, complete=True)
-    path = tmp_path / "model-000000.safetensors"
-    path.unlink()
-    path.mkdir()
-    to = writer(tmp_path)
-
-    def go_on() -> None:
-        for index in range(1, 10):
-            to.put(PackedCall.of(make_call(call_index=index)), (), CENSUS)
-
-    with pytest.raises(CaptureError, match="could not write"):
-        go_on()
-    with pytest.raises(CaptureError, match="could not write"):
-        to.close(CENSUS, complete=True)
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("cogvideo-5b", "cogvideo-5b"),
-        ("llama-3.1-8b", "llama-3.1-8b"),
-        ("my_model.py:build", "my-model.py-build"),
-        ("../../etc/passwd", "etc-passwd"),
-        ("…", "model"),
-        ("", "model"),
-    ],
-)
-def test_a_name_becomes_the_beginning_of_a_file_name(name: str, expected: str) -> None:
-    assert slug(name) == expected
+def test_values_are_those_of_the_moment(wanted: Callable[..., Wanted], tmp_path: Path) -> None:
+    to = wanted()
+    call = to.make_call(call_index=0)
+    before = {name: tensor.clone() for name, tensor in call.tensors().items()}
+    with torch.inference_mode():  # its buffers are used outside of it, too
+        buffer = to.writer.reserve(stored_bytes(call.tensors()), pinned=False)
+        copy = HostCopier().copy(call.tensors(), buffer)
+    to.writer.put(Waiting(replace(Header.of(call), layouts=copy.layouts), copy), ())
+    for tensor in call.tensors().values():
+        tensor.zero_()
+    to.writer.close()
+    loaded = to.writer.entries[0].load()
+    assert all(torch.equal(loaded.tensors()[name], tensor) for name, tensor in before.items())

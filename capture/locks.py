@@ -1,0 +1,78 @@
+"""Locks between processes that record into one directory."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # not a Unix
+    fcntl = None  # type: ignore[assignment]
+
+PATIENCE_SECONDS = 30.0
+_UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+
+
+class LocksUnsupported(OSError):
+    """The file system, usually a network one, has no locks."""
+
+
+def try_lock(descriptor: int) -> bool:
+    """Lock an open file for this process until it is closed; False if another one holds it.
+
+    Raises:
+        LocksUnsupported: nothing can be locked here.
+    """
+    if fcntl is None:
+        raise LocksUnsupported(errno.ENOSYS, "this system has no flock")
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in _UNSUPPORTED:
+            raise LocksUnsupported(error.errno, error.strerror) from error
+        raise
+    return True
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock of a file; False where nothing can be locked."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        return not try_lock(descriptor)
+    except LocksUnsupported:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold a directory's lock, which nobody holds for longer than writing a manifest takes.
+
+    Does nothing where there are no locks.
+
+    Raises:
+        TimeoutError: another process has held it for half a minute.
+    """
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        with contextlib.suppress(LocksUnsupported):
+            deadline = time.monotonic() + PATIENCE_SECONDS
+            while not try_lock(descriptor):
+                if time.monotonic() > deadline:
+                    reason = "another process keeps it locked"
+                    raise TimeoutError(errno.ETIMEDOUT, reason, str(directory))
+                time.sleep(0.01)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,134 @@
+"""How much memory recorded calls may wait in, and the buffers that they wait in."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SHARE = 4
+"""The default limit is free memory divided by this."""
+
+_LARGE = 1 << 20
+_CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+    ),
+)
+
+
+def default_buffer_bytes() -> int:
+    """A quarter of the memory that this machine, or this container, has free."""
+    return max(available_bytes() // SHARE, 64 << 20)
+
+
+def available_bytes() -> int:
+    """Memory that can still be allocated: of the machine, or of the container's limit."""
+    found = []
+    try:
+        with Path("/proc/meminfo").open() as file:
+            fields = dict(line.split(":", 1) for line in file)
+        found.append(int(fields["MemAvailable"].split()[0]) * 1024)
+    except (OSError, KeyError, ValueError):
+        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2)
+    for limit, used in _CGROUPS:
+        try:
+            found.append(int(Path(limit).read_text()) - int(Path(used).read_text()))
+        except (OSError, ValueError):  # no such control group, or "max"
+            continue
+    return max(min(found), 0)
+
+
+@dataclass(eq=False)
+class Buffer:
+    """Host memory for the tensors of one call."""
+
+    memory: Tensor
+    """uint8, (bytes,)."""
+    pinned: bool
+    filled: torch.cuda.Event | None = None
+    """When the last copy into it is over, if a GPU makes it."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.numel()
+
+
+@dataclass
+class BufferPool:
+    """Buffers that are used again: pinning memory takes longer than copying to it."""
+
+    allocation_seconds: float = 0.0
+    """Time that allocating and pinning took."""
+    nbytes: int = 0
+    """Memory held, in use or not."""
+    _free: dict[tuple[int, bool], list[Buffer]] = field(default_factory=lambda: defaultdict(list))
+
+    def take(self, nbytes: int, *, pinned: bool, limit: int) -> Buffer:
+        """Return a free buffer of exactly this size, or allocate one.
+
+        If that would hold more than `limit` bytes, free buffers of other sizes are released. Memory
+        that cannot be pinned is not: copies to it take longer.
+
+        Raises:
+            MemoryError, RuntimeError: it cannot be allocated.
+        """
+        if free := self._free[nbytes, pinned]:
+            return free.pop()
+        if self.nbytes + nbytes > limit:
+            self.trim()
+        began = time.perf_counter()
+        with torch.inference_mode(False):  # else it could not be written to outside of one
+            try:
+                buffer = Buffer(_allocate(nbytes, pinned=pinned), pinned)
+            except (RuntimeError, OSError):
+                if not pinned:
+                    raise
+                buffer = Buffer(_allocate(nbytes, pinned=False), False)
+        self.allocation_seconds += time.perf_counter() - began
+        self.nbytes += nbytes
+        return buffer
+
+    def give_back(self, buffer: Buffer) -> None:
+        """Make a buffer free again; small ones are not worth keeping."""
+        if buffer.nbytes >= _LARGE:
+            self._free[buffer.nbytes, buffer.pinned].append(buffer)
+        else:
+            self.nbytes -= buffer.nbytes
+
+    def trim(self) -> None:
+        """Release the memory of all free buffers."""
+        for buffers in self._free.values():
+            while buffers:
+                buffer = buffers.pop()
+                self.nbytes -= buffer.nbytes
+                if buffer.filled is not None:
+                    buffer.filled.synchronize()  # a dropped call's copy, which nobody waited for
+                if buffer.pinned:
+                    torch.cuda.cudart().cudaHostUnregister(buffer.memory.data_ptr())
+
+
+def _allocate(nbytes: int, *, pinned: bool) -> Tensor:
+    if not pinned:
+        return torch.empty(nbytes, dtype=torch.uint8)
+    if nbytes < _LARGE:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    # PyTorch's own pinned memory comes in powers of two, which would waste up to half of it.
+    pages = mmap.mmap(-1, nbytes)
+    with contextlib.suppress(AttributeError, OSError):  # where the system has none
+        pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages are pinned much faster
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    portable = 1  # pinned for every GPU
+    torch.cuda.check_error(
+        torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, portable)
+    )
+    return memory
