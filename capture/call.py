@@ -36,6 +36,8 @@ class Origin:
     disabled_backends: list[str] = field(default_factory=list)
     """Torch backends that were switched off when the model made the call (`sdpa_kernel`,
     `torch.backends.cuda.enable_flash_sdp(False)` …), as kernel names; empty for plain SDPA."""
+    heads: str = ""
+    """The query heads of the model's call that are stored, if not all: `0,2-3`."""
     versions: dict[str, str] = field(default_factory=dict)
 
 

@@ -25,6 +25,10 @@ class CaptureRecord:
     sample: str = ""
     modules: str = ""
     """Glob of the module paths whose calls could be stored."""
+    phase: str = ""
+    """The phase whose calls could be stored; empty for all."""
+    heads: str = ""
+    """The query heads of each call that were stored, `0,2-3`; empty for all."""
     calls_seen: int = 0
     census: dict[str, Any] = field(default_factory=dict)
     """Counts of all calls, stored or not: see `capture.census`. Empty after a rebuild."""

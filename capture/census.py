@@ -109,6 +109,10 @@ class Census:
         """Return the paths of the modules that called attention, in order of their first call."""
         return list(dict.fromkeys(module for module, _, _ in self._counts))
 
+    def phases(self) -> list[str]:
+        """Return the phases in which attention was called, in order of their first call."""
+        return list(dict.fromkeys(phase for _, phase, _ in self._counts))
+
     def to_json(self) -> dict[str, Any]:
         signatures = {
             signature: index

@@ -13,6 +13,8 @@ from attention_replay import Error
 from capture.arguments import OneSentenceParser, natural, positive
 from capture.models_package import import_models
 from capture.printable import printable
+from capture.ranges import parse_ranges
+from capture.sampling import PHASES, check_sample
 from capture.standard_streams import make_usable
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ EXAMPLES = """examples:
   capture --model flux --size full --weights random     full size without a download: timing only
   capture --model ./my-checkpoint --max 20              a local diffusers or transformers checkpoint
   capture --model my_model.py:build                     your function: returns (module, run)
+  capture --model llama --phase decode --heads 0-3      part of each call of one phase
   capture --show captured_inputs                        list what was recorded
   capture --verify captured_inputs                      check the files and recompute the outputs
 
@@ -87,9 +90,18 @@ def _parser() -> argparse.ArgumentParser:
     store.add_argument("--max", type=positive, default=10, help="calls to store (default 10)")
     store.add_argument(
         "--sample",
-        choices=["spread", "first"],
+        type=_sample,
         default="spread",
-        help="spread over layers, steps and phases (default), or the first calls",
+        metavar="HOW",
+        help="spread over layers, steps, phases and shapes (default); the first calls; every:N, "
+        "the first of every N; or reservoir, at random by --seed",
+    )
+    store.add_argument("--phase", choices=PHASES, help="store only calls of this phase")
+    store.add_argument(
+        "--heads",
+        type=_heads,
+        metavar="LIST",
+        help="store only these query heads, e.g. 0,8-11, with their key/value heads",
     )
     store.add_argument("--modules", metavar="GLOB", help="paths of the modules to record")
     store.add_argument("--max-bytes", type=_size, metavar="N", help="size limit, e.g. 500M, 20G")
@@ -172,6 +184,8 @@ def _capture(arguments: argparse.Namespace) -> int:
         max=arguments.max,
         name=name,
         sample=arguments.sample,
+        phase=arguments.phase,
+        heads=arguments.heads,
         modules=arguments.modules or runnable.sampled,
         weights=runnable.weights,
         seed=arguments.seed,
@@ -185,6 +199,10 @@ def _capture(arguments: argparse.Namespace) -> int:
         _run_with_progress(runnable, recording, progress)
     if not recording.kept:
         raise CaptureError("; ".join(recording.problems))
+    if recording.without_heads:
+        progress.print(
+            f"{recording.without_heads} calls are not stored: they have no call of just these heads"
+        )
     if recording.refused_for_bytes:
         progress.print("reached --max-bytes: fewer calls are stored, less evenly spread")
     size = human_bytes(recording.nbytes)
@@ -277,6 +295,21 @@ def _explain(error: Exception) -> int:
 def _with_flags(message: str) -> str:
     """Replace `record`'s keyword arguments by this command's flags: `max_bytes=` is --max-bytes."""
     return re.sub(r"`(\w+)=(?:True)?`", lambda found: "--" + found[1].replace("_", "-"), message)
+
+
+def _sample(text: str) -> str:
+    try:
+        check_sample(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("sample ")) from error
+    return text
+
+
+def _heads(text: str) -> tuple[int, ...]:
+    try:
+        return parse_ranges(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _size(text: str) -> int:

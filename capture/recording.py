@@ -31,10 +31,12 @@ from capture.census import Census, Count
 from capture.copies import HostCopier, stored_bytes
 from capture.errors import CaptureError
 from capture.header import Header
+from capture.heads import kv_heads_of, pick
 from capture.interceptor import TORCH_SDPA, Arguments, intercept
 from capture.memory import default_buffer_bytes
 from capture.modules import ModuleTracker, Site, roots_of
-from capture.sampling import Place, Sampler, make_sampler
+from capture.ranges import parse_ranges, ranges
+from capture.sampling import PHASES, Place, Sampler, make_sampler
 from capture.target import Target, rank_name
 from capture.termination import before_termination
 from capture.writer import Waiting, Writer
@@ -49,6 +51,8 @@ def record(
     name: str | None = None,
     sample: str = "spread",
     modules: str | None = None,
+    phase: str | None = None,
+    heads: Sequence[int] | None = None,
     weights: str | None = None,
     seed: int | None = None,
     settings: dict[str, Any] | None = None,
@@ -71,12 +75,16 @@ def record(
         name: the capture's name in the dataset; by default the class name. In a process of several
             ranks (`torch.distributed`, or the environment's RANK and WORLD_SIZE) `.rankN` follows,
             so that all ranks can share a directory.
-        sample: `spread` over layers, steps, phases and shapes, or the `first` ones.
+        sample: `spread` over layers, steps, phases and shapes; the `first` ones; `every:N`, the
+            first of every N; or `reservoir`, at random by `seed`, each with equal probability.
         modules: comma-separated globs of the module paths whose calls may be stored. By default a
             pipeline's `transformer` or `unet`, otherwise every watched module.
+        phase: store only calls of this phase: `denoise`, `prefill`, `decode` or `encode`.
+        heads: store only these query heads, from 0, with the key/value heads that they attend to.
+            Of a call with grouped heads, as many query heads of each of those.
         weights: a phrase saying which weights produced the values; by default the model's
             `name_or_path`, if it has one.
-        seed: the seed of the run, stored for reference.
+        seed: the seed of the run, stored for reference; also that of `reservoir`.
         settings: what is needed to rebuild the run, stored in the manifest (plain JSON).
         max_bytes: limit on the total size of the stored calls.
         buffer_bytes: host memory for calls that wait to be written; when it is full, the model
@@ -91,6 +99,7 @@ def record(
         A `Recording` with live counts.
 
     Raises:
+        ValueError: `sample`, `phase`, `heads` or a limit is none.
         CaptureError: before the block begins: `out` is not writable or already contains a capture
             of that name, `settings` are not JSON, or no module matches.
         RuntimeError: another recording is active.
@@ -100,6 +109,10 @@ def record(
         ...     pipe("a panda playing guitar")
         >>> print(recording.kept, recording.problems)
     """
+    if phase is not None and phase not in PHASES:
+        raise ValueError(f"phase must be {', '.join(PHASES)} or None, not {phase!r}")
+    if heads is not None:
+        heads = parse_ranges(",".join(map(str, heads)))
     roots = roots_of(module)
     if modules is None:
         main = [part for part in ("transformer", "unet") if part in roots]
@@ -112,6 +125,8 @@ def record(
         started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds"),
         sample=sample,
         modules=modules,
+        phase=phase or "",
+        heads=ranges(heads or ()),
     )
     tracker = ModuleTracker(roots)
     sampler = make_sampler(sample, max, max_bytes, seed or 0)
@@ -125,6 +140,7 @@ def record(
         capture,
         seed=seed,
         keeps_output=output,
+        heads=heads,
         buffer_bytes=default_buffer_bytes() if buffer_bytes is None else buffer_bytes,
         durable=durable,
     )
@@ -168,6 +184,7 @@ class Recording:
         *,
         seed: int | None,
         keeps_output: bool,
+        heads: Sequence[int] | None,
         buffer_bytes: int,
         durable: bool,
     ) -> None:
@@ -181,7 +198,9 @@ class Recording:
         """Host memory for calls that wait to be written."""
         self.flush_seconds = 0.0
         """How long it took, after the model had returned, until everything was on the disk."""
-        self._seed, self._keeps_output = seed, keeps_output
+        self.without_heads = 0
+        """Calls that cannot be stored because there is no call of just the wanted heads."""
+        self._seed, self._keeps_output, self._heads = seed, keeps_output, heads
         self._durable = durable
         self._tracker = tracker
         self._sampler = sampler
@@ -329,6 +348,8 @@ class Recording:
         """Return where calls like these are sampled; None if they are not to be stored."""
         if site.module == "" or not _matches(site.module, self.capture.modules):
             return None
+        if self.capture.phase not in ("", site.phase):
+            return None
         return self._sampler.place((site.phase, *count.signature.stratum), site.module)
 
     def _observe(
@@ -347,14 +368,19 @@ class Recording:
         if not _can_be_copied(arguments):
             self.without_values += 1
             return
-        nbytes = _stored_bytes(arguments, output=self._keeps_output)
-        decision = self._sampler.offer(index, place, site.step, nbytes)
+        output = result if self._keeps_output else None
+        call = _as_call(arguments, output, self._origin(index, site, arguments, sdpa))
+        if self._heads is not None:
+            kv_heads = kv_heads_of(self._heads, call.shape.q_heads, call.shape.kv_heads)
+            if kv_heads is None:
+                self.without_heads += 1
+                return
+            call = pick(call, self._heads, kv_heads)
+        tensors = call.tensors()
+        decision = self._sampler.offer(index, place, site.step, _stored_bytes(tensors))
         if not decision.keep:
             return
         try:
-            output = result if self._keeps_output else None
-            call = _as_call(arguments, output, self._origin(index, site, arguments, sdpa))
-            tensors = call.tensors()
             pinned = call.device.type == "cuda"
             buffer = self._writer.reserve(stored_bytes(tensors), pinned=pinned)
             try:
@@ -403,6 +429,7 @@ class Recording:
             seed=self._seed,
             backend=_backend(arguments, sdpa),
             disabled_backends=disabled_backends(),
+            heads=self.capture.heads,
             versions=self.capture.versions,
         )
 
@@ -453,15 +480,8 @@ def _four_dims(tensor: Tensor, leading: Sequence[int]) -> Tensor:
     return tensor.flatten(0, -4)
 
 
-def _stored_bytes(arguments: Arguments, *, output: bool) -> int:
-    query, key, value = arguments.query, arguments.key, arguments.value
-    tensors = [query, key, value]
-    if arguments.attn_mask is not None:
-        tensors.append(arguments.attn_mask)
-    nbytes = sum(_stored_elements(tensor) * tensor.element_size() for tensor in tensors)
-    if output:
-        nbytes += query.numel() // query.shape[-1] * value.shape[-1] * query.element_size()
-    return nbytes
+def _stored_bytes(tensors: dict[str, Tensor]) -> int:
+    return sum(_stored_elements(tensor) * tensor.element_size() for tensor in tensors.values())
 
 
 def _stored_elements(tensor: Tensor) -> int:
@@ -534,6 +554,17 @@ def _nothing_kept(recording: Recording, roots: dict[str, Any]) -> str:
         return (
             f"none of the {recording.seen} attention calls can be stored: their tensors are meta, "
             "fake or nested, or inside vmap"
+        )
+    if recording.without_heads:
+        return (
+            f"none of the attention calls has the heads {recording.capture.heads}, or as many of "
+            "them for each key/value head as for the others; choose others with `heads=`"
+        )
+    phases = recording.census.phases()
+    if recording.capture.phase not in ("", *phases):
+        return (
+            f"none of the {recording.seen} attention calls is of phase {recording.capture.phase}: "
+            f"choose {' or '.join(phases)} with `phase=`"
         )
     callers = [module or "(outside all watched modules)" for module in recording.census.modules()]
     shown = ", ".join(callers[:3]) + (" …" if len(callers) > 3 else "")

@@ -34,7 +34,10 @@ from typing import ClassVar, NamedTuple, Protocol
 _PLASTIC = 1.324717957244746
 _GOLDEN = 1.618033988749895
 
-SAMPLES = "first, spread, every:N or reservoir"
+SAMPLES = "spread, first, every:N or reservoir"
+
+PHASES = ("denoise", "prefill", "decode", "encode")
+"""What a forward pass may be; see `capture.modules.ModuleTracker`."""
 
 
 class Decision(NamedTuple):
@@ -347,6 +350,12 @@ class SpreadSampler(_Limited):
 
 def _priority(place: Place, step: int) -> float:
     return (place.origin + step / _PLASTIC**2) % 1.0
+
+
+def check_sample(sample: str) -> None:
+    """Raise ValueError unless `sample` names a sampler."""
+    if sample not in ("spread", "first", "reservoir"):
+        interval_of(sample)
 
 
 def make_sampler(sample: str, max_calls: int, max_bytes: int | None, seed: int) -> Sampler:

@@ -83,6 +83,8 @@ def _summary(capture: CaptureRecord, entries: list[FileEntry]) -> str:
     parts = [f"{len(entries)}{seen}, {size}", f"weights: {capture.weights}"]
     if capture.device:
         parts.append(capture.device)
+    if capture.heads:
+        parts.append(f"heads {capture.heads} of each call")
     if not capture.complete:
         parts.append("incomplete: the run did not finish")
     return " · ".join(parts)

@@ -60,6 +60,12 @@ def read_options(arguments: argparse.Namespace, device: str) -> ModelOptions:
             f"{arguments.dir} has no manifest with the recorded model and its number of calls: "
             "capture it again"
         )
+    if partial := [capture for capture in captures if capture.heads]:
+        raise CheckError(
+            f"{arguments.dir} contains only heads {partial[0].heads} of each call of "
+            f"{partial[0].model}, which do not tell what whole calls cost: capture it again "
+            "without --heads"
+        )
     if arguments.plan is not None and len(captures) > 1:
         raise CheckError(
             f"a plan is for one model, but {arguments.dir} contains {models}: capture each into "

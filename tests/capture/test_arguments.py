@@ -16,16 +16,15 @@ from replay.cli.arguments import parser
 
 EMPTY = ("", " ", "\t\n")
 NO_NUMBERS = (*EMPTY, "x", "1x", "nan", "inf", "-inf", "1e400", "9" * 30, "9" * 5000, "0", "-1")
-MAY_BE_ZERO = {"--seed", "--calls-before"}
-"""A prompt may be empty; nothing else may."""
-MAY_BE_LARGE = {"--max-seconds", "--timeout", "--max-bytes"}
+MAY_BE_ZERO = {"--seed", "--calls-before", "--heads"}
+MAY_BE_LARGE = {"--max-seconds", "--timeout", "--max-bytes", "--buffer-bytes"}
 
 
 def cases() -> Iterator[tuple[argparse.ArgumentParser, str, str]]:
     for command in (_parser(), parser()):
         for action in command._actions:
             option = action.option_strings[-1]
-            if action.nargs == 0 or option == "--prompt":
+            if action.nargs == 0 or option == "--prompt":  # which may be empty
                 continue
             is_text = action.type is None or action.choices is not None
             for value in EMPTY if is_text else NO_NUMBERS:

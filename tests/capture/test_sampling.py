@@ -192,7 +192,7 @@ def test_a_call_that_never_fits_costs_no_kept_call() -> None:
 @pytest.mark.parametrize(
     ("name", "max_calls", "max_bytes", "message"),
     [
-        ("random", 1, None, "first, spread, every:N or reservoir .*, not 'random'"),
+        ("random", 1, None, "spread, first, every:N or reservoir .*, not 'random'"),
         ("every:", 1, None, "not 'every:'"),
         ("every:0", 1, None, "not 'every:0'"),
         ("every:-2", 1, None, "not 'every:-2'"),

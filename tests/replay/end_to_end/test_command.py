@@ -108,6 +108,14 @@ def test_recordings_that_do_not_serve(refused: Refused) -> None:
     assert "number of calls: capture it again" in refused(*E2E)
 
 
+@pytest.mark.parametrize("arguments", [E2E, (*PLAN, "--budget", "rmse=1")])
+def test_recordings_of_some_heads(refused: Refused, arguments: tuple[str, ...]) -> None:
+    manifest = json.loads(Path("recorded/manifest.json").read_text())
+    manifest["captures"][0]["heads"] = "0-1"
+    Path("recorded/manifest.json").write_text(json.dumps(manifest))
+    assert "contains only heads 0-1 of each call of model.py:build" in refused(*arguments)
+
+
 def test_texts(refused: Refused) -> None:
     def prefills(data: dict[str, Any]) -> None:
         for row in data["captures"][0]["census"]["rows"]:

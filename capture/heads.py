@@ -1,0 +1,47 @@
+"""Some heads of a call: `0,2-3`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from capture.call import AttentionCall
+
+
+def kv_heads_of(heads: Sequence[int], q_heads: int, kv_heads: int) -> list[int] | None:
+    """Return the key/value heads that these query heads attend to.
+
+    None if there is no such call: a head is missing, or the key/value heads would serve different
+    numbers of query heads, which no grouped-query attention does.
+    """
+    if heads[-1] >= q_heads:
+        return None
+    group = q_heads // kv_heads
+    served = Counter(head // group for head in heads)
+    return list(served) if len(set(served.values())) == 1 else None
+
+
+def pick(call: AttentionCall, heads: Sequence[int], kv_heads: Sequence[int]) -> AttentionCall:
+    """Return a call of these heads only, with tensors in the same order of dimensions, dense."""
+    mask = call.attn_mask
+    return replace(
+        call,
+        query=_picked(call.query, heads),
+        key=_picked(call.key, kv_heads),
+        value=_picked(call.value, kv_heads),
+        attn_mask=mask if mask is None or mask.shape[1] == 1 else _picked(mask, heads),
+        output=None if call.output is None else _picked(call.output, heads),
+    )
+
+
+def _picked(tensor: Tensor, heads: Sequence[int]) -> Tensor:
+    if tensor.stride(1) == 0:  # they are all the same memory
+        return tensor[:, : len(heads)]
+    order = sorted(range(4), key=tensor.stride, reverse=True)
+    indices = torch.tensor(heads, device=tensor.device)
+    picked = tensor.index_select(1, indices).permute(order).contiguous()
+    return picked.permute([order.index(dim) for dim in range(4)])

@@ -1,0 +1,35 @@
+"""Sets of small numbers as people write them: `0,2,8-11`. Imports no torch."""
+
+from __future__ import annotations
+
+LARGEST = 1 << 16
+"""No model has more heads."""
+
+
+def parse_ranges(text: str) -> tuple[int, ...]:
+    """Return the numbers of `0,2,8-11`, sorted, each once.
+
+    Raises:
+        ValueError: it is something else, or a number is 65,536 or more.
+    """
+    numbers: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        ends = (first, last) if dash else (first, first)
+        if not all(end.isdecimal() and len(end) < 6 and int(end) < LARGEST for end in ends):
+            raise ValueError(f"{part.strip()!r} is no number or range of numbers, such as 8-11")
+        if int(ends[0]) > int(ends[1]):
+            raise ValueError(f"{part.strip()!r} ends before it begins")
+        numbers.update(range(int(ends[0]), int(ends[1]) + 1))
+    return tuple(sorted(numbers))
+
+
+def ranges(numbers: tuple[int, ...]) -> str:
+    """Return sorted numbers as `parse_ranges` reads them."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
