@@ -61,6 +61,12 @@ class Run:
     until_returned: float
     flush: float = 0.0
     """From the model's return until everything is on disk."""
+    allocation: float = 0.0
+    """Part of `until_returned`: allocating and pinning host memory."""
+    waited: float = 0.0
+    """Part of `until_returned`: waiting for host memory to become free."""
+    written: int = 0
+    """Bytes of all files, also of those deleted later."""
     nbytes: int = 0
     kept: int = 0
 
@@ -150,6 +156,10 @@ def of_model(
                     start = time.perf_counter()
                 found.flush = time.perf_counter() - start
                 found.nbytes, found.kept = recording.nbytes, recording.kept
+                found.allocation = recording.allocation_seconds
+                found.waited, found.written = recording.waited_seconds, recording.written_bytes
+                for problem in recording.problems:
+                    print(f"problem: {problem}")
             return found
 
         return run
@@ -194,6 +204,13 @@ def report(
         figures.add(f"{kept}: size", "GiB", [run.nbytes / GIB for run in runs])
         ratios = against_plain(name, lambda run: run.until_returned)
         figures.add(f"{kept}: run until the model returned / plain", "×", ratios)
+        apart = against_plain(name, lambda run: run.until_returned - run.allocation)
+        figures.add(f"{kept}: the same without allocating host memory", "×", apart)
+        figures.add(f"{kept}: allocating host memory", "ms", [1e3 * r.allocation for r in runs])
+        figures.add(f"{kept}: waiting for host memory", "ms", [1e3 * r.waited for r in runs])
+        figures.add(
+            f"{kept}: bytes written / kept", "×", [run.written / run.nbytes for run in runs]
+        )
         figures.add(f"{kept}: longest step", "ms", [1e3 * max(run.steps) for run in runs])
         figures.add(f"{kept}: flush after the model returned", "ms", [1e3 * r.flush for r in runs])
     burst = found["burst"]

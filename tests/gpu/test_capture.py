@@ -1,0 +1,110 @@
+"""Recording on a GPU: copies are made while the model goes on, and hold what it had at the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from capture import copies, load, record
+from capture.verify import verify
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+class ChangesInPlace(nn.Module):
+    """Attention over views of one buffer, which it overwrites at once, as static caches do."""
+
+    def __init__(self, length: int = 2048) -> None:
+        super().__init__()
+        self.heads, self.head_dim = 8, 64
+        self.packed = torch.empty(
+            1, length, 3, self.heads, self.head_dim, device="cuda", dtype=torch.bfloat16
+        )
+        self.mask = torch.zeros(1, 1, 1, length, device="cuda", dtype=torch.bfloat16)
+
+    def forward(self, seed: int) -> Tensor:
+        generator = torch.Generator("cuda").manual_seed(seed)
+        self.packed.normal_(generator=generator)
+        query, key, value = (part.transpose(1, 2) for part in self.packed.unbind(2))
+        mask = self.mask.expand(1, self.heads, query.shape[2], -1)
+        output = F.scaled_dot_product_attention(query, key, value, mask)
+        copied = output.clone()
+        output.fill_(float("nan"))
+        self.packed.fill_(float("nan"))
+        return copied
+
+
+def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "_copies_on", lambda gpu, sources: None)
+
+
+def plenty(monkeypatch: pytest.MonkeyPatch) -> None:
+    pass
+
+
+@pytest.mark.parametrize("memory", [plenty, no_room])
+@pytest.mark.parametrize("options", [{}, {"durable": True}, {"buffer_bytes": 1 << 20}])
+def test_what_is_recorded_is_what_the_call_had(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    memory: Callable[[pytest.MonkeyPatch], None],
+    options: dict[str, Any],
+) -> None:
+    memory(monkeypatch)
+    model = ChangesInPlace()
+    seeds = range(12)
+    expected = [model(seed).cpu() for seed in seeds]
+    with record(model, tmp_path, max=5, **options) as recording:
+        outputs = [model(seed) for seed in seeds]
+    assert recording.problems == []
+    assert recording.kept == 5
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(outputs, expected, strict=True))
+    data = load(tmp_path)
+    assert {finding.text for finding in verify(data)} == {"intact; output bit-identical"}
+    for call in data:
+        assert call.output is not None
+        assert torch.equal(call.output, expected[call.origin.call_index])
+        assert call.query.stride() == model.packed[:, :, 0].transpose(1, 2).stride()
+
+
+def test_buffers_are_used_again_and_released(tmp_path: Path) -> None:
+    model = ChangesInPlace()
+    with record(model, tmp_path, max=3, output=False) as recording:
+        for seed in range(40):
+            model(seed)
+    assert recording.problems == []
+    assert recording._writer is not None
+    assert recording._writer.pool.nbytes == 0
+    assert recording.written_bytes < 1.1 * load(tmp_path).nbytes
+
+
+def test_the_model_does_not_wait_for_the_disk(tmp_path: Path) -> None:
+    """The calls are still on the GPU's queue when `record` has taken them."""
+    model = ChangesInPlace()
+    with record(model, tmp_path, max=2, sample="first"):
+        model(0)  # allocates and pins
+        torch.cuda.synchronize()
+        torch.cuda._sleep(10**9)
+        model(1)
+        assert not torch.cuda.current_stream().query()
+
+
+def test_a_cuda_graph_is_captured_as_without_us(tmp_path: Path) -> None:
+    model = nn.MultiheadAttention(64, 4, batch_first=True, device="cuda").eval()
+    states = torch.randn(2, 16, 64, device="cuda")
+    with torch.no_grad(), record(model, tmp_path) as recording:
+        expected = model(states, states, states)[0]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = model(states, states, states)[0]
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.allclose(output, expected, atol=1e-6)
+    assert recording.without_values >= 1
+    assert recording.problems == []
