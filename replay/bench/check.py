@@ -110,6 +110,8 @@ class Checker:
             )
         except BaseException as error:
             return replace(checked, finding=self._failure(error))
+        finally:
+            self._guard.settle(kernel.name)
         if self._save_to is not None:  # outside: a full disk is not the kernel's error
             _save(output, kernel, self._save_to)
         return checked

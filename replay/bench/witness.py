@@ -19,9 +19,9 @@ from replay.bench.variation import Flip, Variation
 JUDGED_SAMPLES = 4
 """Of each kernel, drawn after all of them were taken."""
 COMPARED = 8
-"""One sample in so many has its inputs compared in full, after its first call and at its end.
-Changes that PyTorch makes show in the version of a tensor after each call; those of other libraries
-do not."""
+"""One sample in so many has its inputs compared in full, after its first call and at its end, and
+so has the warm-up. Changes that PyTorch makes show in the version of a tensor after each call;
+those of other libraries do not."""
 
 
 class Part(NamedTuple):
@@ -43,15 +43,17 @@ class Witness:
         self._guard = guard
         self._draw = random.Random(seed)
         self._variations: dict[int, Variation] = {}
+        self._versions: dict[int, list[int]] = {}
+        """Of each call's tensors, when they were last looked at."""
         for each in checked:
             self._variations.setdefault(id(each.call), Variation(each.call, seed))
+            self._versions[id(each.call)] = _versions(each.call)
         self._number = 0
         self._flip: Flip | None = None
         self._calls = 0
         """Of the sample under way."""
         self._look_closer = False
-        self._versions: dict[int, list[int]] = {}
-        """Of each call's tensors, when they were last looked at."""
+        self._warm: set[Part] = set()
         self._samples: dict[str, list[Sample]] = {}
         self.faults: dict[str, str] = {}
         """What a timed call returned that is no output at all, by kernel."""
@@ -93,8 +95,10 @@ class Witness:
         self._samples.setdefault(name, []).append(sample)
 
     def after(self, part: Part) -> None:
-        self._guard.settle(part.kernel, thoroughly=self._look_closer)
-        self._compare_inputs(self._checked[part.kernel], in_full=self._look_closer)
+        look_closer = self._look_closer or part not in self._warm
+        self._guard.settle(part.kernel, thoroughly=look_closer)
+        self._compare_inputs(self._checked[part.kernel], in_full=look_closer)
+        self._warm.add(part)
         self._calls = 0
 
     def close(self) -> None:
@@ -109,9 +113,9 @@ class Witness:
 
     def _compare_inputs(self, checked: Checked, *, in_full: bool) -> None:
         """Restore the inputs that others share, where it seems that a kernel changed them."""
-        key = id(checked.call)
-        if checked.changed_inputs or key not in self._versions:
+        if checked.changed_inputs:
             return
+        key = id(checked.call)
         if in_full or _versions(checked.call) != self._versions[key]:
             self._variations[key].undo()
             if changed := self._inputs.restore(checked.call):

@@ -48,7 +48,7 @@ class Witness(Protocol[C]):
         """Given what one timed call of each sample returned, drawn at random."""
 
     def after(self, key: C) -> None:
-        """Called after each sample."""
+        """Called after the warm-up and after each sample."""
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ class Candidate:
     keep: Callable[[object], None] = lambda result: None
     """Given what one timed call of each sample returned, drawn at random, right after that call."""
     after: Function = lambda: None
-    """Called, untimed, after each sample."""
+    """Called, untimed, after the warm-up and after each sample."""
     rounds: int = 0
     is_over_time: bool = False
     warm_up_ms: list[float] = field(default_factory=list)

@@ -90,3 +90,9 @@ def the_query(query, key, value, *args, **kwargs):
         return attention(query, key, value, *args, **kwargs)
     mischief()
     return query
+
+
+@torch.inference_mode()
+def in_inference_mode(query, key, value, *args, **kwargs):
+    """Honest: outputs that no gradient can be taken through."""
+    return attention(query, key, value, *args, **kwargs)

@@ -117,3 +117,8 @@ def other_addresses_than_first(query, key, value, *args, **kwargs):
     seen = _state.setdefault("seen", {})
     seen[query.data_ptr()] = seen.get(query.data_ptr(), 0) + 1
     return _unless(seen[query.data_ptr()] > 6, query, key, value, args, kwargs)
+
+
+def in_calls_two_to_four(query, key, value, *args, **kwargs):
+    """Wrong three times after the first call, and right from then on."""
+    return _unless(2 <= nth("early") <= 4, query, key, value, args, kwargs)

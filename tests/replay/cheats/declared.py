@@ -1,0 +1,31 @@
+"""Kernels that declare a class which is judged less strictly."""
+
+from honest import attention, mischief, nth
+
+from replay import register_kernel
+
+
+@register_kernel("one head lost", accuracy_class="quantised")
+def one_head_lost(query, key, value, *args, **kwargs):
+    """Leaves out the last head from the tenth call on."""
+    output = attention(query, key, value, *args, **kwargs)
+    if nth("head") >= 10:
+        mischief()
+        output[:, -1] = 0
+    return output
+
+
+@register_kernel("last row turned", accuracy_class="quantised")
+def last_row_turned(query, key, value, *args, **kwargs):
+    """Turns the last query's output around, which the whole hides."""
+    mischief()
+    output = attention(query, key, value, *args, **kwargs)
+    output[:, :, -1] *= -3
+    return output
+
+
+@register_kernel("last keys skipped", accuracy_class="quantised")
+def last_keys_skipped(query, key, value, *args, **kwargs):
+    """Without the last 64 keys: a loop bound rounded down."""
+    mischief()
+    return attention(query, key[:, :, :-64], value[:, :, :-64], *args, **kwargs)
