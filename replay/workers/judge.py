@@ -110,7 +110,7 @@ class Hearing:
         if question["do"] == "stop clock":
             milliseconds = (time.perf_counter() - self._began) * 1000
             self._blocks[kernel] = milliseconds, question["block_ms"], question["calls"]
-            return {}
+            return {"agree": _agree(milliseconds, question["block_ms"])}
         if "accuracy_class" in question:
             declared = question["accuracy_class"]
             accuracy_class = self._classes.setdefault(kernel, _class_of(kernel, declared))
@@ -136,7 +136,7 @@ class Hearing:
         if row.time_ms is None or row.kernel not in self._blocks:
             return ""
         here, there, calls = self._blocks[row.kernel]
-        if here - LATENCY_MS > OTHER_CLOCK * there:
+        if not _agree(here, there):
             return (
                 f"{calls} calls took {there:.3g} ms by the worker's clock and {here:.3g} ms by "
                 "another process's: something changed the clock"
@@ -148,3 +148,8 @@ class Hearing:
                 f"{there / calls:.3g} ms: something changed the timer"
             )
         return ""
+
+
+def _agree(here_ms: float, there_ms: float) -> bool:
+    """Whether a block took as long by this process's clock as by the worker's."""
+    return here_ms - LATENCY_MS <= OTHER_CLOCK * there_ms

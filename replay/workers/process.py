@@ -89,6 +89,8 @@ class Process:
         self._selector: selectors.BaseSelector | None = None
         self._unread = b""
         self._log = b""
+        self._at = ""
+        """What it said last that it is at."""
 
     def ask(self, **request: Any) -> Iterator[dict[str, Any]]:
         """Send a request and yield the replies until the child says it is done.
@@ -97,20 +99,20 @@ class Process:
             CannotStart: there is no working child to ask.
             Died: the child crashed, hung, or lost its GPU.
         """
-        at, done = "", False
+        self._at, done = "", False
         try:
             if self._child is not None and self._child.poll() is not None:
                 self.close()  # it died while nobody asked anything, which is nobody's fault now
             self.start()
             self._send(request)
             while True:
-                message = self._receive(at, self.timeout)
+                message = self._receive(self.timeout)
                 if message.get("done"):
                     done = True
                     return
                 if "lost" in message:
-                    raise self._death(at, message["lost"], message["status"])
-                at = message.get("at", at)
+                    raise self._death(message["lost"], message["status"])
+                self._at = message.get("at", self._at)
                 yield message
         finally:
             # Whoever stopped listening in the middle must not read the rest as another's answer.
@@ -190,8 +192,8 @@ class Process:
         self._selector.register(replies, selectors.EVENT_READ)
         self._selector.register(child.stdout, selectors.EVENT_READ)
         try:
-            if "answers" in self._receive("", max(self.timeout, ANSWERING_SECONDS)):
-                self._receive("", STARTING_SECONDS)
+            if "answers" in self._receive(max(self.timeout, ANSWERING_SECONDS)):
+                self._receive(STARTING_SECONDS)
         except Died as death:
             last = death.log.strip().splitlines()[-1:]
             raise CannotStart(": ".join([death.reason, *last])) from death
@@ -202,9 +204,9 @@ class Process:
             while unsent:
                 unsent = unsent[os.write(self._requests, unsent) :]
         except BrokenPipeError:
-            raise self._death("") from None
+            raise self._death() from None
 
-    def _receive(self, at: str, patience: float) -> dict[str, Any]:
+    def _receive(self, patience: float) -> dict[str, Any]:
         """The next message. What the child prints is read meanwhile, lest it wait for us.
 
         Raises:
@@ -217,14 +219,14 @@ class Process:
             left = deadline - time.monotonic()
             if left <= 0:
                 reason = f"no sign of life for {patience:g} s (--timeout)"
-                raise self._death(at, reason, "timeout")
+                raise self._death(reason, "timeout")
             ready = [key.fd for key, _ in self._selector.select(min(left, LOOK_SECONDS))]
             if not ready and self._child.poll() is not None:
-                raise self._death(at)
+                raise self._death()
             if self._replies in ready:
                 received = os.read(self._replies, 1 << 16)
                 if not received:
-                    raise self._death(at)
+                    raise self._death()
                 self._unread += received
             elif ready and not self._read_log():
                 self._selector.unregister(ready[0])
@@ -232,7 +234,7 @@ class Process:
         try:
             message: dict[str, Any] = json.loads(line)
         except ValueError:
-            raise self._death(at, "something else wrote into the worker's replies") from None
+            raise self._death("something else wrote into the worker's replies") from None
         return message
 
     def _read_log(self) -> bool:
@@ -246,7 +248,7 @@ class Process:
         self._log = (self._log + printed)[-LOG_BYTES:]
         return bool(printed)
 
-    def _death(self, at: str, reason: str | None = None, status: Status = "crash") -> Died:
+    def _death(self, reason: str | None = None, status: Status = "crash") -> Died:
         assert self._child is not None
         if reason is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -259,7 +261,7 @@ class Process:
                 break
         log = self._log.decode(errors="replace")
         self.close()
-        return Died(status, reason, at, log)
+        return Died(status, reason, self._at, log)
 
     def _kill(self) -> None:
         assert self._child is not None

@@ -42,6 +42,7 @@ def main(requests_fd: int, replies_fd: int, handler: str) -> None:
     """
     for descriptor in (requests_fd, replies_fd):
         os.set_inheritable(descriptor, False)  # a compiler that outlives us must not hold them
+    os.register_at_fork(after_in_child=functools.partial(_hang_up, requests_fd, replies_fd))
     threading.Thread(target=_end_with_parent, args=(replies_fd,), daemon=True).start()
     requests = os.fdopen(requests_fd, "r")
     replies = os.fdopen(replies_fd, "w", buffering=1)
@@ -50,12 +51,19 @@ def main(requests_fd: int, replies_fd: int, handler: str) -> None:
         keep_open(stream)
     handle = importlib.import_module(handler).handle
 
+    def next_line() -> str:
+        os.set_blocking(requests_fd, True)  # a kernel may have changed that
+        return requests.readline()
+
     def hear() -> dict[str, Any]:
-        heard: dict[str, Any] = json.loads(requests.readline())
+        line = next_line()
+        if not line:  # the parent is gone, or this is a copy that a kernel made
+            os._exit(0)
+        heard: dict[str, Any] = json.loads(line)
         return heard
 
     say(ready=True)
-    while line := requests.readline():
+    while line := next_line():
         try:
             handle(json.loads(line), say, hear)
         except ContextLost as error:
@@ -64,6 +72,14 @@ def main(requests_fd: int, replies_fd: int, handler: str) -> None:
         except Exception as error:  # a full disk, or a defect of ours: no kernel's fault
             say(failed=classify(error)[1], traceback=traceback.format_exc())
         say(done=True)
+
+
+def _hang_up(*descriptors: int) -> None:
+    """A copy of this process that a kernel made, and that goes on, must not talk to our parent."""
+    nobody = os.open(os.devnull, os.O_RDWR)
+    for descriptor in descriptors:
+        os.dup2(nobody, descriptor, inheritable=False)
+    os.close(nobody)
 
 
 def _end_with_parent(replies_fd: int) -> None:
@@ -77,4 +93,5 @@ def _end_with_parent(replies_fd: int) -> None:
 
 
 def _say(replies: TextIO, **message: Any) -> None:
+    os.set_blocking(replies.fileno(), True)
     replies.write(json.dumps(message) + "\n")

@@ -120,6 +120,22 @@ def test_a_worker_whose_clock_is_slow_is_not_believed(
     assert (hearing.objection(row("mine", ms=1.0, accuracy_class="exact")) == "") == believed
 
 
+@pytest.mark.parametrize(("agree", "blocks"), [([True], 1), ([False, True], 2), ([False] * 9, 5)])
+def test_clocks_are_compared_again_before_one_is_not_believed(
+    agree: list[bool], blocks: int
+) -> None:
+    """A message may take longer than a block of calls, on a busy machine."""
+    asked: list[str] = []
+    answers = iter(agree)
+
+    def hear() -> dict[str, Any]:
+        return {"agree": next(answers)} if asked[-1] == "stop clock" else {}
+
+    referee = RemoteReferee(lambda *, judge: asked.append(judge["do"]), hear, "")
+    referee.clock("mine", lambda: None, torch.device("cpu"))
+    assert asked == ["start clock", "stop clock"] * blocks
+
+
 CALL = synthetic_workload("call", "random", Spec(1, 2, 2, 16, 90, 32, 32, dtype=torch.float32), 0)
 
 
