@@ -88,21 +88,42 @@ class Census:
             cast_to: the dtype that autocast casts the arguments to.
         """
         self.calls += 1
+        query, key, value, mask, _, is_causal, scale, enable_gqa = arguments
+        like = None
         try:
-            count = self._found[_like(site, arguments, cast_to)]
+            like = (  # what tells calls apart, without a conversion of each size and dtype
+                site.module,
+                site.phase,
+                query.shape,
+                key.shape,
+                value.shape,
+                query.dtype,
+                None if mask is None else (mask.shape, mask.dtype),
+                is_causal,
+                scale,
+                enable_gqa,
+                cast_to,
+            )
+            count = self._found[like]
         except (KeyError, RuntimeError, TypeError):  # not every tensor has a shape to compare
-            count = self._find(site, arguments, cast_to)
+            count = self._find(site, arguments, cast_to, like)
         count.calls += 1
         count.last_step = site.step
         return count
 
-    def _find(self, site: Site, arguments: Arguments, cast_to: torch.dtype | None) -> Count:
+    def _find(
+        self,
+        site: Site,
+        arguments: Arguments,
+        cast_to: torch.dtype | None,
+        like: tuple[object, ...] | None,
+    ) -> Count:
         signature = Signature.of(cast(arguments, cast_to))
         key = site.module, site.phase, signature
         count = self._counts.setdefault(key, Count(signature, site.step, site.step))
-        if not arguments.query.is_nested:  # each of those is unlike any other
-            with contextlib.suppress(RuntimeError, TypeError):
-                self._found[_like(site, arguments, cast_to)] = count
+        if like is not None and not arguments.query.is_nested:  # each of those is unlike any other
+            with contextlib.suppress(TypeError):  # symbolic sizes have no hash
+                self._found[like] = count
         return count
 
     def modules(self) -> list[str]:
@@ -135,24 +156,6 @@ class Census:
                 for (module, phase, signature), count in self._counts.items()
             ],
         }
-
-
-def _like(site: Site, arguments: Arguments, cast_to: torch.dtype | None) -> tuple[object, ...]:
-    """Return what tells calls apart, without a conversion of each size and dtype."""
-    query, key, value, mask, _, is_causal, scale, enable_gqa = arguments
-    return (
-        site.module,
-        site.phase,
-        query.shape,
-        key.shape,
-        value.shape,
-        query.dtype,
-        None if mask is None else (mask.shape, mask.dtype),
-        is_causal,
-        scale,
-        enable_gqa,
-        cast_to,
-    )
 
 
 def _sizes(tensor: Tensor) -> tuple[int, ...]:

@@ -131,7 +131,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _dispatch(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    jobs = [f"--{each}" for each in ("model", "show", "verify") if getattr(arguments, each)]
+    jobs = [
+        f"--{each}" for each in ("model", "show", "verify", "repair") if getattr(arguments, each)
+    ]
     if len(jobs) > 1:
         parser.error(f"{' and '.join(jobs)} are different jobs: give one of them")
     if arguments.show:

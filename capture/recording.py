@@ -157,6 +157,10 @@ def record(
         recording.tell(_nothing_kept(recording, roots))
 
 
+_is_tracing = torch._C._is_tracing
+"""Looked up once, not in every call."""
+
+
 class RecordingWarning(UserWarning):
     """A recording is not what was asked for; the model's run is not affected."""
 
@@ -276,7 +280,7 @@ class Recording:
         result = proceed()
         if self._closed:
             return result
-        if torch._C._is_tracing():  # what we do would become part of the trace
+        if _is_tracing():  # what we do would become part of the trace
             self.without_values += 1
             return result
         try:
