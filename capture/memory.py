@@ -126,7 +126,7 @@ def _allocate(nbytes: int, *, pinned: bool) -> Tensor:
     pages = mmap.mmap(-1, nbytes)
     with contextlib.suppress(AttributeError, OSError):  # where the system has none
         pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages are pinned much faster
-    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    memory = torch.frombuffer(pages, dtype=torch.uint8).zero_()  # by all threads; pinning has one
     portable = 1  # pinned for every GPU
     torch.cuda.check_error(
         torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, portable)
