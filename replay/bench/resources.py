@@ -62,6 +62,7 @@ def peak_bytes(function: Callable[[], object], device: torch.device | str) -> in
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)
+    torch.empty(1, device=device)  # the allocator now frees what another stream had still used
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     collecting = gc.isenabled()
