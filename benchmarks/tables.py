@@ -300,6 +300,19 @@ def coverage() -> str:
     return "\n".join(lines) + "\n"
 
 
+def capture_overhead() -> str:
+    """List what recording costs, by figure."""
+    rows = results.read(results.DIRECTORY / "capture_overhead.csv")
+    lines = ["| figure | median | runs |", "|---|---:|---:|"]
+    for row in rows:
+        value = f"{float(row['p50']):.4g}"
+        unit = row["unit"] if row["unit"] == "×" else f" {row['unit']}"
+        lines.append(f"| {row['figure']} | {value}{unit} | {row['n']} |")
+    first = rows[0]
+    machine = f"{first['model']}, {first['weights']}; {first['machine.device']}"
+    return "\n".join(lines) + f"\n\n{machine}, torch {first['machine.torch']}.\n"
+
+
 def _scene_cell(rows: list[dict[str, str]], column: str) -> str:
     """Format the median over the calls, or the statuses if there is no time."""
     values = sorted(float(row[column]) for row in rows if row["status"] == "ok" and row[column])
@@ -352,6 +365,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "demo": demo,
     "power_limit": power_limit,
     "coverage": coverage,
+    "capture_overhead": capture_overhead,
     "glossary": glossary,
     "fields": fields,
     "thresholds": thresholds,
