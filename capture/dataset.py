@@ -256,8 +256,7 @@ def load(directory: str | Path, *, check: bool = True) -> Dataset:
 
     Args:
         check: compare the checksum of every call that is loaded. Without it, loading is faster
-            (docs/models.md has figures) and an altered value goes unnoticed; sizes, shapes and
-            headers are always compared.
+            and an altered value goes unnoticed; sizes, shapes and headers are always compared.
 
     Example:
         >>> for call in load("captured_inputs"):

@@ -17,8 +17,9 @@ SCORES_PER_BYTE = 1 << 14
 """Of a file. Calls of the longest videos have some 100, one of a million tokens some 4,000."""
 HEADS_AT_LEAST = 1 << 16
 """Of all batches together; in a larger file one per byte."""
-GAPS, GAPS_AT_LEAST = 64, 512 << 20
-"""How much memory a call may take when it is restored: so many times its file, or so many bytes."""
+GAPS, GAPS_AT_LEAST = 64, 2 << 30
+"""Memory that a call may take when it is restored: so many times its file, or so many bytes. The
+first tokens in a cache for 32,768 have gaps of a gigabyte."""
 
 _NUMBERS = {"float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"}
 

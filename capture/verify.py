@@ -55,6 +55,8 @@ def _verify_entry(entry: FileEntry) -> Finding:
         call = entry.load(device)
     except DatasetError as error:
         return Finding(entry.path, False, str(error).removeprefix(f"{entry.path}: "))
+    except RuntimeError as error:  # the device has no memory for it
+        return Finding(entry.path, False, f"cannot be loaded on {device}: {_first_line(error)}")
     if call.output is None:
         return Finding(entry.path, True, "intact; no output recorded")
     if call.dropout_p > 0:
@@ -63,8 +65,8 @@ def _verify_entry(entry: FileEntry) -> Finding:
     try:
         good, text = _compare_output(call, call.output)
     except (RuntimeError, TypeError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
-        return Finding(entry.path, False, f"output cannot be recomputed here: {reason}")
+        text = f"output cannot be recomputed here: {_first_line(error)}"
+        return Finding(entry.path, False, text)
     return Finding(entry.path, good, f"intact; {text}{note}" if good else f"{text}{note}")
 
 
@@ -80,6 +82,10 @@ def _compare_output(call: AttentionCall, output: Tensor) -> tuple[bool, str]:
     allowed = 4 * torch.finfo(output.dtype).eps
     text = f"output differs by relative L1 {difference:.1e} ({allowed:.1e} allowed)"
     return difference <= allowed, text
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 @contextlib.contextmanager

@@ -46,8 +46,8 @@ from replay.plan.matching import match
 from replay.workloads.recorded import from_directory
 from tests.factories import census, normal, random_call
 
-MEMORY = 2 << 30
-"""Bytes of address space on top of what the imports take."""
+MEMORY = 5 << 30
+"""Bytes of address space on top of what the imports take: that of a call, and a copy of it."""
 SECONDS = 20
 """For one dataset; the busiest machine needs less."""
 

@@ -411,6 +411,19 @@ def test_a_manifest_of_the_first_version_is_read(true_dataset: Dataset) -> None:
     )
 
 
+def test_a_file_of_the_first_version_is_read(tmp_path: Path, make_call: MakeCall) -> None:
+    """It has the values in the tensor's own order of dimensions, and says nothing of an order."""
+    query = torch.randn(1, 5, 2, 8).transpose(1, 2)
+    call = make_call(query=query, key=query.expand(1, 2, 5, 8))
+    header = json.loads(json.dumps(asdict(PackedCall.of(call).header)))
+    for layout in header["layouts"].values():
+        del layout["order"]
+    values = {name: tensor.contiguous() for name, tensor in call.tensors().items()}
+    path = tmp_path / "model-000000.safetensors"
+    save_file(values, path, {"attention-replay": json.dumps(header)})
+    assert same(FileEntry.read(path).load(), call)
+
+
 @pytest.mark.parametrize("version", ["attention-replay/3", None, 1])
 def test_a_manifest_of_another_format_is_not_guessed_at(dataset: Dataset, version: Any) -> None:
     edit_manifest(dataset, lambda data: {**data, "format": version})

@@ -278,6 +278,14 @@ def test_deep_json_is_damage(dataset: Dataset, depth: int) -> None:
         FileEntry.read(dataset.entries[1].path)
 
 
+@pytest.mark.parametrize("device", ["", " ", "meta", "cuda:99 (x)", "mps", "\x00"])
+def test_no_device_is_believed(dataset: Dataset, device: str) -> None:
+    rewrite(dataset.entries[1], lambda header: header["origin"].update(device=device))
+    again = load(dataset.directory)
+    assert not again.damaged
+    assert len(verify(again)) == 2
+
+
 @pytest.mark.parametrize(
     "census",
     [
