@@ -251,7 +251,7 @@ def _repair(directory: str) -> int:
     from capture.repair import repair
 
     for sentence in repair(directory) or ["nothing to repair"]:
-        print(sentence)
+        print(printable(sentence))
     return 0
 
 

@@ -150,7 +150,7 @@ def read(path: Path) -> Journalled | None:
                 index = int(data["call"]["origin"]["call_index"])
                 sampled.discard(index)
                 files[index] = data
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             break
     if found is not None:
         found.files, found.in_memory, found.active = list(files.values()), len(sampled), active

@@ -2,7 +2,7 @@
 
     python -m tests.fuzz_datasets --count 10000
 
-`HARMS` are applied to the same three calls, once or several times. What the command lines do with
+`HARMS` are applied to the same five calls, once or several times. What the command lines do with
 a dataset is then done with it, in a process of little memory, with an alarm. A failure is printed
 with the seed and number that make it again: `--seed 7 --first 123 --count 1`.
 """
@@ -10,7 +10,6 @@ with the seed and number that make it again: `--seed 7 --first 123 --count 1`.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import io
 import json
@@ -26,7 +25,7 @@ import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,8 @@ from capture import load
 from capture.call_file import FileEntry, PackedCall
 from capture.capture_record import CaptureRecord
 from capture.dataset import MANIFEST, Dataset
+from capture.journal import Journal
+from capture.repair import repair
 from capture.show import show, show_findings
 from capture.tensor_file import write_safetensors
 from capture.verify import verify
@@ -66,7 +67,7 @@ class Hung(BaseException):
 
 
 def make(directory: Path) -> None:
-    """Write the dataset that is harmed: contiguous, transposed with a mask, and expanded."""
+    """Write the dataset that is harmed: three calls of a capture, two of a killed one."""
     directory.mkdir()
     expanded = normal(1, 1, 9, 32).expand(1, 2, 9, 32)
     calls = [
@@ -94,6 +95,16 @@ def make(directory: Path) -> None:
         census=census(("a.0", "denoise", 13, 2), ("a.1", "decode", 5, 3), mask=True),
     )
     Dataset(directory, entries, [record]).save_manifest()
+    killed = CaptureRecord(model="other", weights="random")
+    journal = Journal.begin(directory / "other.journal", asdict(killed), replaces=False)
+    for index in (3, 4):
+        call = random_call(origin={"module": "a.3", "call_index": index})
+        call = replace(call, origin=replace(call.origin, model="other"))
+        journal.append(sampled=index)
+        entry = PackedCall.of(call).write(directory / f"other-{index:06d}.safetensors")
+        journal.append(**entry.to_json())
+    journal.append(sampled=5)
+    journal.close()
 
 
 def harm(directory: Path, chance: Random) -> str:
@@ -167,6 +178,22 @@ def manifest(directory: Path, path: Path, chance: Random) -> None:
         file.write_text(dumped(data, chance))
 
 
+def journal(directory: Path, path: Path, chance: Random) -> None:
+    """Change something in a line of the journal."""
+    file = directory / "other.journal"
+    if not is_small_file(file):
+        return
+    lines = file.read_bytes().splitlines(keepends=True)
+    number = chance.randrange(len(lines) + 1)
+    try:
+        data = json.loads(b"".join(lines[number : number + 1]))
+    except (ValueError, RecursionError):
+        data = {"sampled": None}
+    change(data, chance)
+    lines[number : number + 1] = [dumped(data, chance).encode("utf-8", "surrogatepass") + b"\n"]
+    file.write_bytes(b"".join(lines))
+
+
 def tensors(directory: Path, path: Path, chance: Random) -> None:
     """Change something in the header of a safetensors file alone."""
     content = path.read_bytes()
@@ -203,9 +230,9 @@ def reshaped(directory: Path, path: Path, chance: Random) -> None:
         header = json.loads(json.dumps(asdict(FileEntry.read(path).header)))
     except Error:
         return
-    batch, heads, kv_heads, q_len, kv_len, dim, v_dim = (
-        chance.choice([0, 1, 1, 2, 3, 4, 2**20]) for _ in range(7)
-    )
+    batch, heads, dim, v_dim = (chance.choice([0, 1, 1, 2, 3, 2**20]) for _ in range(4))
+    q_len, kv_len = (chance.choice([0, 1, 3, 2**20, 2**20]) for _ in range(2))
+    kv_heads = chance.choice([1, heads, heads, 3])
     sizes = {
         "query": [batch, heads, q_len, dim],
         "key": [batch, kv_heads, kv_len, dim],
@@ -217,9 +244,11 @@ def reshaped(directory: Path, path: Path, chance: Random) -> None:
     for name, layout in header["layouts"].items():
         if chance.random() < 0.9:
             layout["size"] = sizes[name]
-        stride = [chance.choice([0, 0, 1, 2, 5, 64, 2**30]) for _ in range(4)]
-        layout.update(stride=stride, order=chance.choice([[], [0, 2, 1, 3], [3, 2, 1, 0]]))
-        dtype = chance.choice(["float32", "float16", "float8_e4m3fn", "bool", "int32", "float64"])
+        stride = [
+            0 if size == 2**20 else chance.choice([0, 1, 2, 5, 2**30]) for size in layout["size"]
+        ]
+        layout.update(stride=stride, order=chance.choice([[], [], [0, 2, 1, 3], [3, 2, 1, 0]]))
+        dtype = "float32" if chance.random() < 0.8 else chance.choice(["float16", "bool", "int32"])
         header["dtypes"][name] = dtype
         stored = [
             1 if stride[dim] == 0 and layout["size"][dim] > 1 else layout["size"][dim]
@@ -254,6 +283,7 @@ HARMS: dict[str, Callable[[Path, Path, Random], None]] = {
     "header length": header_length,
     "manifest": manifest,
     "manifest again": manifest,
+    "journal": journal,
     "tensors": tensors,
     "signed header": signed,
     "signed header again": signed,
@@ -305,9 +335,10 @@ def change(data: Any, chance: Random) -> None:
 def dumped(data: Any, chance: Random) -> str:
     """JSON, once in a while with something deep in it."""
     text = json.dumps(data)
-    if chance.random() < 0.03:
+    if chance.random() < 0.1:
         depth = chance.choice([100, 800, 100_000])
-        text = text.replace("null", "[" * depth + "]" * depth, 1)
+        value = chance.choice(["null", "false", "0"])
+        text = text.replace(f": {value}", ": " + "[" * depth + "]" * depth, 1)
     return text
 
 
@@ -331,14 +362,12 @@ def use(directory: Path) -> None:
         for record in dataset.captures:
             attempt(lambda record=record: match(record.census, []))
             json.dumps(asdict(record))
-        with contextlib.suppress(OSError):  # what writing may say of a directory in the way
-            dataset.save_manifest()
 
     attempt(opened)
-    if not any(path.suffix == ".pt" for path in directory.iterdir()):
-        for workload in workloads_of(directory):
-            json.dumps(workload.source)
-            attempt(lambda workload=workload: workload.load(torch.device("cpu")))
+    for workload in workloads_of(directory):
+        json.dumps(workload.source)
+        attempt(lambda workload=workload: workload.load(torch.device("cpu")))
+    attempt(lambda: repair(directory))
     assert all("\n" not in error for error in errors), f"more than a line: {errors}"
     shown = screen.getvalue()
     assert all(line.isprintable() for line in shown.splitlines()), f"to the terminal: {shown!r}"

@@ -20,6 +20,7 @@ from capture.call_file import FileEntry, PackedCall
 from capture.capture_record import CaptureRecord
 from capture.dataset import MANIFEST, Dataset
 from capture.errors import DatasetError
+from capture.journal import Journal
 from capture.tensor_file import write_safetensors
 from capture.verify import verify
 
@@ -304,6 +305,20 @@ def test_a_damaged_census_is_left_out_and_said(dataset: Dataset, census: object)
     again = load(dataset.directory)
     assert len(again) == 2
     assert "manifest.json is damaged" in again.note
+
+
+@pytest.mark.parametrize("line", [{"sampled": 1e999}, {"dropped": [1]}, {"call": 3}, 7, {}])
+def test_a_journal_is_read_up_to_its_first_damaged_line(dataset: Dataset, line: object) -> None:
+    journal = Journal.begin(
+        dataset.directory / "other.journal",
+        asdict(CaptureRecord("other", "random")),
+        replaces=False,
+    )
+    journal.append(sampled=1)
+    journal.close()
+    with journal.path.open("a") as file:
+        file.write(json.dumps(line) + "\n" + json.dumps({"sampled": 2}) + "\n")
+    assert "0 calls are complete, 1 more were only in memory" in load(dataset.directory).note
 
 
 ESCAPES = "\x1b[2J\x1b]0;owned\x07\x9b31m\ud800\u202e"
