@@ -1,0 +1,216 @@
+"""Measures what a replay costs beside the kernels' own time: loading calls, and everything else.
+
+    python -m benchmarks.replay_overhead                         calls made here, on the CPU
+    python -m benchmarks.replay_overhead --dir captured_inputs --device cuda
+
+Loads every call of a recording with and without checksums and reads the same files plainly, in
+shuffled rounds, cold (out of the page cache) and warm. Then replays the recording with the command
+and once more stage by stage, and compares the whole with its timed rounds and their warm-up. Writes
+`benchmarks/results/replay_overhead.csv`, one line per figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks import results
+from benchmarks.capture_overhead import GIB, MACHINE, Figures, write
+from capture import load, record
+from capture.dataset import Dataset
+from replay.bench.runner import LOADING, REFERENCE, TIMING
+from replay.bench.settings import Settings
+from replay.kernels.registry import select
+from replay.rows.row import Row
+from replay.timing.defaults import CPU_SECONDS, SECONDS
+from replay.timing.machine import describe
+from replay.workers.execution import execution
+from replay.workloads.recorded import Workload, from_directory
+
+START = "start of workers"
+CHECKS = "checking outputs"
+ROUNDS = "timed rounds and warm-up"
+AGAIN = "checking what was timed"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--dir", type=Path, help="a recording (default: one made here)")
+    parser.add_argument("--calls", type=int, default=4, help="calls made here (default 4)")
+    parser.add_argument("--length", type=int, default=4096, help="their length (default 4096)")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--kernels", default="torch-default,torch-flash,torch-math")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=results.DIRECTORY / "replay_overhead.csv")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    machine = describe(device)
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = arguments.dir or made_here(Path(scratch), arguments.calls, arguments.length)
+        capture = load(directory).captures[0]
+        figures = Figures(
+            capture.model,
+            capture.weights,
+            {f"machine.{name}": getattr(machine, name) for name in MACHINE},
+        )
+        loading(directory, arguments.rounds, figures)
+        whole(directory, arguments.kernels, device, figures)
+    write(figures.lines, arguments.out)
+
+
+class Attention(nn.Module):
+    """One call of random values; nothing of it matters but its size."""
+
+    def forward(self, length: int) -> Tensor:
+        query, key, value = torch.randn(3, 1, 8, length, 128).unbind()
+        return F.scaled_dot_product_attention(query, key, value)
+
+
+def made_here(scratch: Path, calls: int, length: int) -> Path:
+    """Record calls of random values."""
+    attention = Attention()
+    with torch.no_grad(), record(attention, scratch / "recorded", max=calls, weights="random"):
+        for _ in range(calls):
+            attention(length)
+    return scratch / "recorded"
+
+
+def loading(directory: Path, rounds: int, figures: Figures) -> None:
+    """Time loading to the CPU beside reading the files, cold and warm."""
+    dataset = Dataset.open(directory)
+    paths = [entry.path for entry in dataset.entries]
+    size = dataset.nbytes / GIB
+    ways: dict[str, Callable[[], None]] = {
+        "checked": lambda: load_all(directory, check=True),
+        "unchecked": lambda: load_all(directory, check=False),
+        "plain read": lambda: read_all(paths),
+    }
+    for state in ("cold", "warm"):
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(rounds):
+            for name in random.sample(list(ways), len(ways)):
+                if state == "cold":
+                    drop(paths)
+                start = time.perf_counter()
+                ways[name]()
+                seconds[name].append(time.perf_counter() - start)
+        for name in ways:
+            rates = [size / each for each in seconds[name]]
+            figures.add(f"loading, {state}: {name}", "GiB/s", rates)
+        for name in ("checked", "unchecked"):
+            pairs = zip(seconds["plain read"], seconds[name], strict=True)
+            ratios = [plain / each for plain, each in pairs]
+            figures.add(f"loading, {state}: {name} / plain read", "×", ratios)
+
+
+def load_all(directory: Path, *, check: bool) -> None:
+    for _ in load(directory, check=check):
+        pass
+
+
+def read_all(paths: list[Path]) -> None:
+    """Read each file into memory of its own, as loading has to."""
+    for path in paths:
+        buffer = torch.empty(path.stat().st_size, dtype=torch.uint8)  # untouched, as loading's
+        with path.open("rb", buffering=0) as file:
+            rest = memoryview(buffer.numpy())
+            while rest and (read := file.readinto(rest)):
+                rest = rest[read:]
+
+
+def drop(paths: list[Path]) -> None:
+    """Drop files from the page cache."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)  # pages that are not on the disk yet stay
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def whole(directory: Path, kernels: str, device: torch.device, figures: Figures) -> None:
+    """Time the command, and each stage of the same replay."""
+    command = [sys.executable, "-m", "replay", "--dir", str(directory), "--kernels", kernels]
+    start = time.perf_counter()
+    subprocess.run([*command, "--device", str(device)], check=True, stdout=subprocess.DEVNULL)
+    seconds = time.perf_counter() - start
+    stages, rows = by_stage(directory, kernels, device)
+    timed = sum((row.time_ms.n * row.time_ms.p50) / 1e3 for row in rows if row.time_ms)
+    figures.add("replay: the command", "s", [seconds])
+    for stage, spent in stages.items():
+        figures.add(f"replay: {stage}", "s", [spent])
+    figures.add("replay: samples in these rounds", "s", [timed])
+    rest = seconds - sum(stages.values())
+    figures.add("replay: the command's own start, imports and tables", "s", [rest])
+    figures.add("replay: the command / timed rounds and warm-up", "×", [seconds / stages[ROUNDS]])
+
+
+def by_stage(
+    directory: Path, kernels: str, device: torch.device
+) -> tuple[dict[str, float], list[Row]]:
+    """Replay in workers, and return the seconds of each stage."""
+    workloads, _ = from_directory(directory)
+    chosen, _ = select(kernels)
+    on_gpu = device.type == "cuda"
+    settings = Settings(
+        device=device,
+        cache="cold" if on_gpu else "warm",
+        max_seconds=SECONDS if on_gpu else CPU_SECONDS,
+    )
+    marks: dict[str, list[tuple[float, str]]] = defaultdict(list)
+
+    def report(workload: Workload, stage: str) -> None:
+        marks[workload.name].append((time.perf_counter(), stage))
+
+    rows: list[Row] = []
+    ends: dict[str, float] = {}
+    with execution(in_process=False, interpreters={}, timeout=300.0) as where:
+        begin = time.perf_counter()
+        assigned = where.assign(chosen, device)
+        for row in where.replay(workloads, assigned, settings, report):
+            rows.append(row)
+            ends[row.call.name] = time.perf_counter()
+    stages: dict[str, float] = defaultdict(float)
+    stages[START] = marks[workloads[0].name][0][0] - begin
+    for name, seen in marks.items():
+        timed = sum(row.call.name == name and row.time_ms is not None for row in rows)
+        for stage, spent in _spent(seen, ends[name], timed):
+            stages[stage] += spent
+    return dict(stages), rows
+
+
+def _spent(seen: list[tuple[float, str]], end: float, timed: int) -> list[tuple[str, float]]:
+    """Name the stage of each report of one call: kernels' names come in three of them.
+
+    Args:
+        timed: kernels that were timed, each of which is reported once more at the end.
+    """
+    times = [at for at, _ in seen] + [end]
+    timing = next((place for place, (_, stage) in enumerate(seen) if stage == TIMING), len(seen))
+    found: list[tuple[str, float]] = []
+    for place, (_, stage) in enumerate(seen):
+        if stage in (LOADING, REFERENCE):
+            named = stage
+        elif place < timing:
+            named = CHECKS
+        else:
+            named = ROUNDS if place < len(seen) - timed else AGAIN
+        found.append((named, times[place + 1] - times[place]))
+    return found
+
+
+if __name__ == "__main__":
+    main()
