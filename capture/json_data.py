@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import json
 import math
 from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
-
-T = TypeVar("T")
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 _DEEPEST = 32
-"""Levels of nesting that a free-form value may have."""
+"""Levels of nesting: what is deeper cannot be copied or written again."""
 
 
 def parsed(text: str | bytes) -> Any:
@@ -20,13 +20,14 @@ def parsed(text: str | bytes) -> Any:
     Raises:
         ValueError: it is not valid, or is nested too deeply.
     """
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
+    with contextlib.suppress(RecursionError):
+        data = json.loads(text)
+        if _is_shallow(data):
+            return data
+    raise ValueError("nested too deeply")
 
 
-def fields_of(kind: type[T], data: Any, *, ignore_unknown: bool = False) -> dict[str, Any]:
+def fields_of(kind: type, data: Any, *, ignore_unknown: bool = False) -> dict[str, Any]:
     """Return `data` as keyword arguments of a dataclass, each of the type it declares.
 
     Supported are str, bool, int, float, None, `list[T]`, `dict[str, T]` and, for plain JSON,
@@ -37,24 +38,29 @@ def fields_of(kind: type[T], data: Any, *, ignore_unknown: bool = False) -> dict
     """
     if not isinstance(data, dict):
         raise ValueError(f"{kind.__name__} is not an object: {shown(data)}")
-    hints = get_type_hints(kind)
-    known = {item.name: item for item in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    hints = _hints(kind)
+    known = {item.name: item for item in dataclasses.fields(kind)}
     if unknown := sorted(data.keys() - known.keys()):
         if not ignore_unknown:
             raise ValueError(f"unknown field {shown(unknown[0])}")
         data = {name: value for name, value in data.items() if name in known}
     for name, item in known.items():
-        required = item.default is item.default_factory is dataclasses.MISSING
-        if required and name not in data:
+        has_default = not (item.default is item.default_factory is dataclasses.MISSING)
+        if name not in data and not has_default:
             raise ValueError(f"{name} is missing")
     return {name: typed(hints[name], value, name) for name, value in data.items()}
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def typed(hint: Any, value: Any, name: str) -> Any:
     """Return a value that has the type of `hint`.
 
     Raises:
-        ValueError: it has another type, is not finite, or is nested too deeply.
+        ValueError: it has another type, or is not finite.
     """
     if not _fits(hint, value):
         raise ValueError(f"{name} is {shown(value)}")
@@ -78,7 +84,7 @@ def _fits(hint: Any, value: Any) -> bool:
     if get_origin(hint) in (Union, UnionType):
         return any(_fits(option, value) for option in get_args(hint))
     if hint is Any:
-        return _is_shallow(value)
+        return True
     if get_origin(hint) in (dict, list):
         parts = value.values() if isinstance(value, dict) else value
         kind = get_args(hint)[-1]
@@ -91,7 +97,7 @@ def _fits(hint: Any, value: Any) -> bool:
 
 
 def _is_shallow(value: Any) -> bool:
-    """Whether a value is not nested too deeply to be copied and written again."""
+    """Whether a tree has at most `_DEEPEST` levels."""
     level = [value]
     for _ in range(_DEEPEST):
         nested = [part for part in level if isinstance(part, dict | list)]

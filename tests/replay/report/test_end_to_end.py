@@ -138,6 +138,12 @@ def test_a_check_of_no_kernel_shows_the_model_alone() -> None:
     assert any(line.startswith("the model's own") and "412.5" in line for line in lines)
 
 
+def test_a_check_says_nothing_to_the_terminal() -> None:
+    own = replace(checked("the model's own", 1.0), model="m\x1b[2J", weights="\x07")
+    failed = replace(checked("k", 1.0), status="error", reason="r\x1b[2J")
+    assert all(line.isprintable() for line in printed(80, own, failed))
+
+
 def test_a_variants_brackets_are_printed() -> None:
     name = "triton-sage[smooth_k=off]"
     lines = printed(100, checked("the model's own", 1), checked(name, 1.25))

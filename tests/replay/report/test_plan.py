@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -36,6 +37,17 @@ def report(choices: Sequence[Choice], uniforms: Sequence[Uniform] = ()) -> str:
     plan = Plan("cogvideo", "random, seed 0", BUDGET, "torch-default", list(choices))
     print_plan(plan, uniforms, Console(file=file, width=80, highlight=False))
     return file.getvalue()
+
+
+def test_a_plan_says_nothing_to_the_terminal() -> None:
+    """Its names are those of a recording, which anybody may have written."""
+    file = io.StringIO()
+    escape = "\x1b[2J\x07"
+    chosen = replace(choice(f"blocks{escape}.0"), phase=escape)
+    plan = Plan(escape, escape, BUDGET, "torch-default", [chosen], {f"k{escape}": escape})
+    print_plan(plan, [], Console(file=file, width=80, highlight=False))
+    assert "blocks" in file.getvalue()
+    assert all(line.isprintable() for line in file.getvalue().splitlines())
 
 
 def names(modules: Sequence[str]) -> list[str]:
