@@ -12,6 +12,10 @@ PATIENCE_SECONDS = 1800
 """A CPU run expected to take longer is refused before it starts."""
 
 
+LARGEST = 2**50
+"""Elements of a tensor: a petabyte, and torch can still count the bytes of all of them."""
+
+
 def check_size(specs: list[Spec], device: torch.device, kernels: int) -> None:
     """Refuse shapes that do not fit into this machine's memory or would take it very long.
 
@@ -22,6 +26,10 @@ def check_size(specs: list[Spec], device: torch.device, kernels: int) -> None:
     Raises:
         ShapeError: with the `--max-seq` that fits.
     """
+    for spec in specs:
+        rows = spec.batch * max(spec.q_heads, spec.kv_heads) * max(spec.q_len, spec.kv_len)
+        if rows * max(spec.head_dim, spec.v_head_dim) > LARGEST:
+            raise ShapeError("too large for any machine: give smaller sizes")
     memory = available_bytes(device)
     rate = cpu_flops_per_second() if device.type == "cpu" else None
 

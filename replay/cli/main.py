@@ -127,6 +127,22 @@ def _shared_file(arguments: argparse.Namespace) -> str:
     return ""
 
 
+def _output_directory(given: str | None) -> Path | None:
+    """Make the directory of `--save-output`; kernels may change the current one.
+
+    Raises:
+        UsageError: it cannot be made.
+    """
+    if given is None:
+        return None
+    directory = Path(given).absolute()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot write --save-output {given}: {error.strerror}") from error
+    return directory
+
+
 def _selftest(arguments: argparse.Namespace, device: torch.device) -> int:
     from replay.cli.selftest import run_selftest
     from replay.report.selftest import print_selftest
@@ -396,7 +412,7 @@ def _settings(arguments: argparse.Namespace, device: torch.device) -> Settings:
         compare_stats=arguments.compare_stats,
         energy=device.type == "cuda" and _wants_energy(arguments),
         resources=arguments.resources,
-        save_output=Path(arguments.save_output) if arguments.save_output else None,
+        save_output=_output_directory(arguments.save_output),
         tolerances=(
             Thresholds.read(Path(arguments.tolerances)) if arguments.tolerances else Thresholds()
         ),

@@ -76,6 +76,7 @@ PLAN = ("--dir", "recorded", "--plan", "plan.json")
         (("--dir", "recorded", "--budget", "cosine=0.9"), "require each other"),
         ((*PLAN, "--budget", "speed=2"), "unknown metric 'speed' in the budget"),
         ((*PLAN, "--budget", "cosine=2"), "cosine must be between -1 and 1"),
+        (("--dir", "recorded", "--plan", ".", "--budget", "rmse=1"), "it is a directory"),
         (("--dir", "recorded", "--plan", "no/plan", "--budget", "rmse=1"), "cannot write no/plan"),
         (("--dir", "recorded", "--use-plan", "plan.json"), "--use-plan requires --e2e"),
         (("--dir", "recorded", "--text", "a.txt"), "--text requires --e2e"),
