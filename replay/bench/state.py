@@ -57,6 +57,14 @@ def _set_environment(saved: dict[str, str]) -> None:
     os.environ.update(saved)
 
 
+_RECURSION_LIMIT = sys.getrecursionlimit()
+
+
+def _recursion_limit() -> int:
+    """Compilers raise it; only a lower one harms others."""
+    return min(sys.getrecursionlimit(), _RECURSION_LIMIT)
+
+
 def _default_device() -> Any:
     context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
     return None if context is None else context.device
@@ -150,7 +158,7 @@ SETTINGS: dict[str, Setting] = {
     "torch.is_grad_enabled": Setting(torch.is_grad_enabled, _set_grad),
     "gc.isenabled": Setting(gc.isenabled, _collect),
     "gc.get_threshold": Setting(gc.get_threshold, lambda was: gc.set_threshold(*was)),
-    "sys.getrecursionlimit": Setting(sys.getrecursionlimit, sys.setrecursionlimit),
+    "sys.getrecursionlimit": Setting(_recursion_limit, sys.setrecursionlimit),
     "signal.getitimer": Setting(_timers_run, _stop_timers),
     "signal.getsignal": Setting(
         lambda: [signal.getsignal(number) for number in _SIGNALS], _set_handlers

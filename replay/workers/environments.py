@@ -154,10 +154,13 @@ class Environment:
         return _in_order(rows, kernels)
 
     def _wants_its_own(self, kernel: Kernel, settings: Settings) -> bool:
-        """What is compared with is in every worker, and for what cannot run none is started."""
+        """What is compared with is in every worker, and for what cannot run none is started.
+
+        PyTorch's kernels and ours disturb nobody: what their compilers change is put back.
+        """
         if kernel.name in _in_every_worker(settings):
             return False
-        if kernel.name in self._disturbing:
+        if kernel.name in self._disturbing and kernel.library not in COMMON_LIBRARIES:
             return True
         if not kernel.own_process:
             return False

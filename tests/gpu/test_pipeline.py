@@ -53,6 +53,7 @@ def test_replays_every_eager_torch_kernel(recorded: Path, tmp_path: Path) -> Non
     assert {"torch-math", "torch-flash", "torch-cudnn", "torch-default", "flex"} <= ran
     bad = [(row["kernel"], row["reason"]) for row in rows if row["status"] == "inaccurate"]
     assert not bad
+    assert {row["process"] for row in rows} == {""}  # none disturbs the others
     timed = [row for row in rows if row["status"] == "ok"]
     assert all(row["peak_bytes"] > 0 and row["host_ms"] > 0 for row in timed)
 

@@ -159,6 +159,20 @@ def test_all_that_ran_since_the_last_look_may_have_replaced_a_function(
     assert guard.disturbing() == ["another", "guilty", "innocent"]
 
 
+def test_a_recursion_limit_may_rise_and_not_fall() -> None:
+    guard, before = Guard(), sys.getrecursionlimit()
+    try:
+        sys.setrecursionlimit(before + 500)
+        guard.settle("compiled")
+        assert guard.flags("compiled") == ()
+        sys.setrecursionlimit(before - 100)
+        guard.settle("mine")
+        assert guard.flags("mine") == ("changes sys.getrecursionlimit",)
+        assert sys.getrecursionlimit() >= before
+    finally:
+        sys.setrecursionlimit(before)
+
+
 def test_what_torch_compile_sets_is_nobody_s_doing(monkeypatch: pytest.MonkeyPatch) -> None:
     guard = Guard()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/inductor")

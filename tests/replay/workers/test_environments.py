@@ -527,12 +527,12 @@ def disturbed(quick: Settings) -> Callable[..., tuple[list[Row], FakeProcess, Fa
     own = environment._worker_of(kernel("b"))
 
     def run(
-        common: list[Answers], alone: list[Answers], **settings: Any
+        common: list[Answers], alone: list[Answers], library: str = "", **settings: Any
     ) -> tuple[list[Row], FakeProcess, FakeProcess]:
         shared, apart = FakeProcess(common), FakeProcess(alone)
         environment._process, own._process = shared, apart  # type: ignore[assignment]
         workload = Workload("call", lambda device: pytest.fail("loaded here"))
-        kernels = [kernel(name) for name in ASKED]
+        kernels = [kernel(name, library=library) for name in ASKED]
         rows = environment.replay(workload, kernels, replace(quick, **settings), print)
         assert not common
         assert not alone
@@ -570,6 +570,14 @@ def test_what_others_are_compared_with_stays_with_them(disturbed: Disturbed) -> 
     for name in ("baseline", "errors_against"):
         _, shared, _ = disturbed([everyone], [], **{name: "b"})
         assert (shared.kernels(), shared.closed_after) == ([[*ASKED]], [])
+
+
+@pytest.mark.parametrize("library", ["torch", "triton"])
+def test_pytorch_s_kernels_and_ours_stay_with_the_others(
+    disturbed: Disturbed, library: str
+) -> None:
+    _, shared, _ = disturbed([[CALL, *map(row_of, ASKED), DISTURBS]], [], library=library)
+    assert (shared.kernels(), shared.closed_after) == ([[*ASKED]], [])
 
 
 @pytest.mark.parametrize(("beside_b", "is_compared"), [(1.4, True), (1.6, False)])

@@ -323,6 +323,20 @@ def test_kernels_that_disturb_others_are_alone_from_then_on(
     assert "changes torch.get_default_dtype" in rows[2].flags
 
 
+@pytest.mark.slow
+def test_what_is_compiled_disturbs_nobody(run_cli: RunCli) -> None:
+    code, out, _ = run_cli(
+        *SHAPE, *QUICK, "--kernels", "flex,torch-math-compiled,torch-flash-autotuned", "--json", "-"
+    )
+    rows = rows_of(out)
+    assert code == 0
+    assert [row["status"] for row in rows.values()] == ["ok"] * 4
+    assert {row["process"] for row in rows.values()} == {""}
+    assert not [
+        each for row in rows.values() for each in row["flags"] if each.startswith("changes")
+    ]
+
+
 STALLS = """
 import pathlib, time
 from torch.nn.functional import scaled_dot_product_attention
