@@ -155,9 +155,11 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """One run of every fault between two good kernels: starting a worker takes seconds."""
     directory = tmp_path_factory.mktemp("faults")
     exits = directory / "exits.py"
-    exits.write_text("import os\nprint('the last words of an import')\nos._exit(3)\n")
+    last_words = "import os\nprint('the last words of an import')\nos._exit(3)\n"
+    exits.write_text(f"{last_words}def exits_when_imported(): ...\n")
     fails = directory / "fails.py"
-    fails.write_text("raise RuntimeError('built for another PyTorch')\n")
+    error = "raise RuntimeError('built for another PyTorch')\n"
+    fails.write_text(f"{error}def fails_when_imported(): ...\n")
     elsewhere = {"exits_when_imported": exits, "fails_when_imported": fails}
     kernels = [f"{elsewhere.get(name, BAD)}:{name}" for name in FAULTS]
     surroundings = Surroundings.under(directory)
