@@ -105,7 +105,10 @@ def test_help_answers_without_torch(start_python: Start, tmp_path: Path) -> None
         (["--max-bytes", "lots", "--model", "llama"], "'lots' is not a size; use e.g. 500M or 20G"),
         (["--max-bytes", "inf", "--model", "llama"], "'inf' is not a size"),
         (["--max-bytes", "0", "--model", "llama"], "'0' is not a size"),
-        (["--sample", "random"], "invalid choice: 'random'"),
+        (
+            ["--sample", "random"],
+            "must be spread, first, every:N or reservoir (N at least 1), not 'random'",
+        ),
         (["--modle", "llama"], "unrecognized arguments: --modle"),
         (["--show", "a", "--verify", "b"], "--show and --verify are different jobs"),
         (["--model", "llama", "--show", "a"], "--model and --show are different jobs"),
