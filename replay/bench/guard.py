@@ -23,7 +23,7 @@ class Guard:
         """Put everything back, and note what this kernel has changed.
 
         Args:
-            thoroughly: also look at functions, which takes a millisecond.
+            thoroughly: also look at functions, which are thousands.
         """
         if changed := self._state.restore():
             self._changed.setdefault(kernel, {}).update(dict.fromkeys(changed))

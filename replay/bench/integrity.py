@@ -59,22 +59,23 @@ class Functions:
     """What they were."""
 
     def __init__(self) -> None:
+        # Read where they stand: there are thousands, and a method that is asked of its class by
+        # name is a new object each time.
         self._was = [
-            (owner, name, _read(owner, name), f"{_name_of(owner)}.{name}")
-            for owner, name in _names()
+            (vars(owner), name, vars(owner).get(name, ABSENT), owner) for owner, name in _names()
         ]
 
     def restore(self) -> list[str]:
         """Put back those that were replaced; their names."""
         replaced = []
-        for owner, name, function, shown in self._was:
-            if _read(owner, name) is function:
+        for place, name, function, owner in self._was:
+            if place.get(name, ABSENT) is function:
                 continue
             if function is ABSENT:
                 delattr(owner, name)
             else:
                 setattr(owner, name, function)
-            replaced.append(shown)
+            replaced.append(f"{_name_of(owner)}.{name}")
         return replaced
 
 
@@ -93,11 +94,6 @@ def _names() -> Iterator[tuple[Any, str]]:
                     for attribute, method in vars(value).items()
                     if isinstance(method, FunctionType)
                 )
-
-
-def _read(owner: Any, name: str) -> Any:
-    # A class is asked for what stands in itself: a method read by name is a new object each time.
-    return vars(owner).get(name, ABSENT) if isinstance(owner, type) else getattr(owner, name)
 
 
 def _name_of(owner: Any) -> str:

@@ -1,0 +1,176 @@
+"""Measures what it costs a replay that what is timed is judged.
+
+    python -m benchmarks.defence_overhead --device cuda             three random calls, on a GPU
+    python -m benchmarks.defence_overhead --dir captured_inputs     recorded ones, as of `make demo`
+
+Replays the same calls in worker processes in turns: as `replay` does; without the judging of timed
+calls (`benchmarks.undefended`), with outputs judged in the worker; and with that worker and a judge
+of its own, which is what the second process costs. Each repetition starts its processes anew, and
+says wall and processor time of all of them. Replaces this machine's lines of
+`benchmarks/results/defence_overhead.csv`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import resource
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from benchmarks import results
+from replay.bench.settings import Settings
+from replay.kernels.registry import Kernel, find
+from replay.rows.row import Row
+from replay.timing.defaults import CPU_SECONDS, SECONDS
+from replay.timing.machine import describe
+from replay.workers.environments import Environment
+from replay.workers.judge import Judge
+from replay.workers.process import Process
+from replay.workloads.random_calls import Spec, workloads
+from replay.workloads.recorded import Workload, from_directory
+
+ARMS = ("as it is", "without", "without, and a judge")
+SPECS = {
+    "cpu": [
+        Spec(1, 8, 8, 512, 512, 64, 64, dtype=torch.float32),
+        Spec(1, 8, 2, 1, 2048, 64, 64, dtype=torch.float32),
+        Spec(2, 4, 4, 256, 256, 32, 32, dtype=torch.float32),
+    ],
+    "cuda": [
+        Spec(1, 24, 24, 4096, 4096, 128, 128),
+        Spec(1, 32, 8, 1, 8192, 128, 128),
+        Spec(2, 16, 16, 1024, 1024, 64, 64),
+    ],
+}
+TIMEOUT = 300.0
+COLUMNS = (
+    "device",
+    "threads",
+    "calls",
+    "rows",
+    "repetitions",
+    "arm",
+    "wall_s",
+    "cpu_s",
+    "wall",
+    "cpu",
+    "load",
+    "machine.python",
+    "machine.torch",
+    "machine.cuda",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dir", type=Path, help="recorded calls (default: three random ones)")
+    parser.add_argument("--kernels", default="torch-default,torch-flash,torch-math")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=results.DIRECTORY / "defence_overhead.csv")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    if arguments.dir is None:
+        calls = workloads("random", SPECS[device.type], seed=0)
+    else:
+        calls, _ = from_directory(arguments.dir)
+    root = Path(__file__).parent.parent  # for the worker that is no part of the package
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    settings = Settings(
+        device,
+        "cold" if device.type == "cuda" else "warm",
+        max_seconds=SECONDS if device.type == "cuda" else CPU_SECONDS,
+    )
+    kernels = [find(name) for name in arguments.kernels.split(",")]
+    taken: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    load, timed = [], 0
+    for repetition in range(arguments.repetitions):
+        for place in range(len(ARMS)):
+            arm = ARMS[(repetition + place) % len(ARMS)]
+            load.append(os.getloadavg()[0])
+            wall, cpu, rows = replay_once(arm, calls, kernels, settings)
+            taken[arm].append((wall, cpu))
+            timed = sum(row.time_ms is not None for row in rows)
+            print(f"{arm}: {wall:.1f} s, {cpu:.1f} s of CPU, {timed} rows with times", flush=True)
+    machine = describe(device)
+    lines = []
+    for arm in ARMS:
+        walls, cpus = zip(*taken[arm], strict=True)
+        plain_walls, plain_cpus = zip(*taken["without"], strict=True)
+        wall, cpu = paired(walls, plain_walls), paired(cpus, plain_cpus)
+        lines.append(
+            {
+                "device": machine.device,
+                "threads": machine.threads,
+                "calls": len(calls),
+                "rows": timed,
+                "repetitions": arguments.repetitions,
+                "arm": arm,
+                "wall_s": median(walls),
+                "cpu_s": median(cpus),
+                "wall": wall - 1,
+                "cpu": cpu - 1,
+                "load": f"{median(load):.1f}",
+                "machine.python": machine.python,
+                "machine.torch": machine.torch,
+                "machine.cuda": machine.cuda,
+            }
+        )
+        print(f"{arm}: wall {wall - 1:+.1%}, CPU {cpu - 1:+.1%}")
+    write(lines, arguments.out)
+
+
+def paired(seconds: tuple[float, ...], of_plain: tuple[float, ...]) -> float:
+    """The median ratio within a repetition."""
+    return median(one / other for one, other in zip(seconds, of_plain, strict=True))
+
+
+def replay_once(
+    arm: str, calls: list[Workload], kernels: list[Kernel], settings: Settings
+) -> tuple[float, float, list[Row]]:
+    """Wall and processor seconds of a replay, its processes' start and end included."""
+    began, began_cpu = time.perf_counter(), _cpu_seconds()
+    judge = None if arm == "without" else Judge(TIMEOUT)
+    environment = Environment("this", sys.executable, TIMEOUT, judge=judge)
+    if arm != "as it is":
+        environment._process = Process(sys.executable, TIMEOUT, "benchmarks.undefended")
+    try:
+        if judge is not None:
+            judge.start()
+        rows: list[Row] = []
+        for call in calls:
+            rows += environment.replay(call, kernels, settings, lambda stage: None)
+    finally:
+        if judge is not None:
+            judge.close()
+        environment.close()
+    return time.perf_counter() - began, _cpu_seconds() - began_cpu, rows
+
+
+def _cpu_seconds() -> float:
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def write(lines: list[dict[str, object]], path: Path) -> None:
+    """Replace the lines of this machine and so many calls."""
+    key = ("device", "threads", "calls")
+    of_this = tuple(results.cell(lines[0][name]) for name in key)
+    written = results.read(path) if path.exists() else []
+    others = [each for each in written if tuple(each[name] for name in key) != of_this]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        for line in (*others, *lines):
+            writer.writerow({name: results.cell(value) for name, value in line.items()})
+
+
+if __name__ == "__main__":
+    main()
