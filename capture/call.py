@@ -31,6 +31,8 @@ class Origin:
     device: str = "cpu"
     """Device the model ran on, with the name of a GPU: `cpu`, `cuda (NVIDIA H200)`."""
     seed: int | None = None
+    rank: int | None = None
+    """Of the process that made the call, where there were several."""
     backend: str = ""
     """The torch backend that produced the output, as a kernel name: `torch-flash` …"""
     disabled_backends: list[str] = field(default_factory=list)

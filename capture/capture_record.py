@@ -33,9 +33,13 @@ class CaptureRecord:
     census: dict[str, Any] = field(default_factory=dict)
     """Counts of all calls, stored or not: see `capture.census`. Empty after a rebuild."""
 
+    def to_json(self) -> dict[str, Any]:
+        """Return what the manifest says of the capture."""
+        return dict(vars(self))
+
     @classmethod
     def from_json(cls, data: Any) -> CaptureRecord:
-        """Read what `dataclasses.asdict` made of a record.
+        """Read what `to_json` made of a record.
 
         Raises:
             ValueError: something is missing, unknown or of another type.

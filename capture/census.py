@@ -42,9 +42,9 @@ class Signature(NamedTuple):
             dtype=dtype_name(arguments.query.dtype),
             mask=None if mask is None else _sizes(mask),
             mask_dtype=None if mask is None else dtype_name(mask.dtype),
-            is_causal=arguments.is_causal,
+            is_causal=bool(arguments.is_causal),
             scale=arguments.scale,
-            enable_gqa=arguments.enable_gqa,
+            enable_gqa=bool(arguments.enable_gqa),
         )
 
     @property

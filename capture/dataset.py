@@ -21,7 +21,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
@@ -153,11 +153,6 @@ class Dataset(Sequence[AttentionCall]):
         for item in journalled.files:
             entry = FileEntry.from_json(self.directory, item)
             entries[entry.path] = entry
-        for path in call_files(self.directory, journalled.stem):
-            # A file is complete before the journal lists it.
-            with contextlib.suppress(DatasetError):
-                if path not in entries and not journalled.active:
-                    entries[path] = FileEntry.read(path)
         self.captures = [each for each in self.captures if each.model != capture.model]
         self.entries = [each for each in self.entries if each.origin.model != capture.model]
         self.captures.append(capture)
@@ -175,6 +170,12 @@ class Dataset(Sequence[AttentionCall]):
             return
         if journalled.active:
             self._add_note(f"{model} is still being recorded")
+            return
+        if journalled.active is None:
+            self._add_note(
+                f"{model} is still being recorded or was killed, which a file system without locks "
+                f"does not tell; if killed, finish it with `capture --repair {self.directory}`"
+            )
             return
         count, lost = len(journalled.files), journalled.in_memory
         state = f"the capture of {model} was killed: {count} calls are complete" + (
@@ -218,7 +219,7 @@ class Dataset(Sequence[AttentionCall]):
         return sum(entry.nbytes for entry in self.entries)
 
     def save_manifest(self) -> None:
-        """Write the manifest atomically; files that had no checksum get one.
+        """Write the manifest atomically, to the disk; files that had no checksum get one.
 
         Raises:
             OSError: it cannot be written.
@@ -227,13 +228,21 @@ class Dataset(Sequence[AttentionCall]):
         self.entries = [entry.with_checksum() for entry in self.entries]
         data = {
             "format": FORMAT,
-            "captures": [asdict(capture) for capture in self.captures],
+            "captures": [capture.to_json() for capture in self.captures],
             "files": [entry.to_json() for entry in self.entries],
         }
         temporary = self.directory / f".{MANIFEST}.tmp"
-        with os.fdopen(plain_files.create(temporary), "w") as file:
-            file.write(json.dumps(data, indent=1))
-        os.replace(temporary, self.directory / MANIFEST)
+        try:
+            with os.fdopen(plain_files.create(temporary), "w") as file:
+                file.write(json.dumps(data, indent=1))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self.directory / MANIFEST)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+        plain_files.sync(self.directory)
 
     def __len__(self) -> int:
         return len(self.entries)

@@ -2,18 +2,22 @@
 
     cogvideo.journal        one JSON object per line:
         {"capture": {…}, "replaces": false}     the first line
-        {"sampled": 12}                         a call was chosen; it is in memory
-        {"dropped": 3}                          an earlier one was given up for it
+        {"sampled": 12, "dropped": [3]}         a call was chosen, and is in memory; others were
+                                                given up for it
         {"file": "cogvideo-000012.safetensors", "bytes": …, "checksum": …, "call": {…}}
                                                 the call's file is complete
+        {"dropped": [12]}                       a call was given up, or could not be written
         {"finished": {…}}                       the capture as the manifest will describe it
 
-The manifest is written from it when the capture ends, and then it is deleted. One that is left
-behind, and that no process holds a lock on, is of a capture that was killed.
+A file is complete, and its checksum known, before its line is written. The manifest is written from
+the journal when the capture ends, and then the journal is deleted. One that is left behind, and
+that no process holds a lock on, is of a capture that was killed. A line that could not be written
+whole, because the disk was full, is skipped.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -25,9 +29,11 @@ from typing import Any
 from capture import plain_files
 from capture.errors import DatasetError
 from capture.json_data import parsed
-from capture.locks import LocksUnsupported, is_locked, try_lock
+from capture.locks import LocksUnsupported, is_locked, unlock, wait_for_lock
 
 SUFFIX = ".journal"
+_TORN = b"(torn)\n"
+"""Ends a line that is not whole, so that nobody takes it for one."""
 LONGEST = 1 << 30
 """Bytes of a journal that is read. A capture of 500,000 calls writes less."""
 
@@ -40,6 +46,8 @@ class Journal:
         self.note = note
         """That the file system has no locks; usually empty."""
         self._descriptor = descriptor
+        self._torn = False
+        """It ends with part of a line, which could not be cut off."""
         self._lock = threading.Lock()
 
     @property
@@ -60,7 +68,7 @@ class Journal:
         note = ""
         try:
             try:
-                try_lock(descriptor)
+                wait_for_lock(descriptor, path)  # one who reads the directory may look at it
             except LocksUnsupported as error:
                 note = (
                     f"{path.parent} is on a file system without locks ({error.strerror}): "
@@ -82,25 +90,36 @@ class Journal:
         """
         data = json.dumps(line).encode() + b"\n"
         with self._lock:
-            written = 0
+            size = os.fstat(self._descriptor).st_size
+            rest = memoryview(_TORN + data if self._torn else data)
+            torn, self._torn = self._torn, True
             try:
-                while written < len(data):
-                    written += os.write(self._descriptor, data[written:])
-            except OSError:
-                if written:  # the disk is full
-                    size = os.fstat(self._descriptor).st_size
-                    os.ftruncate(self._descriptor, size - written)
+                while rest:
+                    rest = rest[plain_files.written(os.write(self._descriptor, rest)) :]
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._descriptor, size)
+                    self._torn = torn
                 raise
+            self._torn = False
 
     def sync(self) -> None:
         """Wait until what was written is on the disk."""
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Release the lock; the file stays. In a forked child this leaves the parent's lock."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        """Release the lock; the file stays."""
+        with self._lock:  # not while a line is written
+            if self._descriptor >= 0:
+                unlock(self._descriptor)
+                self.abandon()
+
+    def abandon(self) -> None:
+        """Leave the file and its lock to the parent process; for a forked child."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
 
 
 @dataclass
@@ -114,8 +133,8 @@ class Journalled:
     files: list[dict[str, Any]] = field(default_factory=list)
     in_memory: int = 0
     """Calls that were chosen and of which no file was completed."""
-    active: bool = False
-    """A process is still writing it."""
+    active: bool | None = False
+    """A process is still writing it; None if nobody can tell, on a file system without locks."""
 
     @property
     def stem(self) -> str:
@@ -124,7 +143,7 @@ class Journalled:
 
 
 def read(path: Path) -> Journalled | None:
-    """Read a journal up to the first line that is torn or is not one; None if that is the first.
+    """Read a journal up to the first line that is damaged or is not one; None if that is the first.
 
     Raises:
         DatasetError: it is no regular file, or cannot be read.
@@ -135,22 +154,25 @@ def read(path: Path) -> Journalled | None:
     sampled: set[int] = set()
     files: dict[int, dict[str, Any]] = {}
     for line in text.split(b"\n")[:-1]:
+        if line.endswith(_TORN.rstrip()):
+            continue
         try:
             data = parsed(line)
             if found is None:
                 found = Journalled(path, dict(data["capture"]), bool(data["replaces"]))
-            elif "sampled" in data:
-                sampled.add(int(data["sampled"]))
             elif "finished" in data:
                 found.capture = dict(data["finished"])
-            elif "dropped" in data:
-                sampled.discard(int(data["dropped"]))
-                files.pop(int(data["dropped"]), None)
-            else:
+            elif "file" in data:
                 index = int(data["call"]["origin"]["call_index"])
                 sampled.discard(index)
                 files[index] = data
-        except (ValueError, KeyError, TypeError, OverflowError):
+            else:
+                for index in data.get("dropped", ()):
+                    sampled.discard(index)
+                    files.pop(index, None)
+                if "sampled" in data:
+                    sampled.add(int(data["sampled"]))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             break
     if found is not None:
         found.files, found.in_memory, found.active = list(files.values()), len(sampled), active

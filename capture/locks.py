@@ -41,8 +41,29 @@ def try_lock(descriptor: int) -> bool:
     return True
 
 
-def is_locked(path: Path) -> bool:
-    """Whether a process holds the lock of a file; False where nothing can be locked."""
+def wait_for_lock(descriptor: int, path: Path) -> None:
+    """Lock an open file that nobody locks for long.
+
+    Raises:
+        LocksUnsupported: nothing can be locked here.
+        TimeoutError: another process has held the lock for half a minute.
+    """
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not try_lock(descriptor):
+        if time.monotonic() > deadline:
+            raise TimeoutError(errno.ETIMEDOUT, "another process keeps it locked", str(path))
+        time.sleep(0.01)
+
+
+def unlock(descriptor: int) -> None:
+    """Release the lock, also for a child process that was forked while it was held."""
+    with contextlib.suppress(OSError):
+        if fcntl is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+def is_locked(path: Path) -> bool | None:
+    """Whether a process holds the lock of a file; None where nothing can be locked."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -50,7 +71,7 @@ def is_locked(path: Path) -> bool:
     try:
         return not try_lock(descriptor)
     except LocksUnsupported:
-        return False
+        return None
     finally:
         os.close(descriptor)
 
@@ -67,12 +88,10 @@ def locked(directory: Path) -> Iterator[None]:
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         with contextlib.suppress(LocksUnsupported):
-            deadline = time.monotonic() + PATIENCE_SECONDS
-            while not try_lock(descriptor):
-                if time.monotonic() > deadline:
-                    reason = "another process keeps it locked"
-                    raise TimeoutError(errno.ETIMEDOUT, reason, str(directory))
-                time.sleep(0.01)
-        yield
+            wait_for_lock(descriptor, directory)
+        try:
+            yield
+        finally:
+            unlock(descriptor)
     finally:
         os.close(descriptor)

@@ -71,6 +71,7 @@ class BufferPool:
     """Time that allocating and pinning took."""
     nbytes: int = 0
     """Memory held, in use or not."""
+    _taken: set[Buffer] = field(default_factory=set)
     _free: dict[tuple[int, bool], list[Buffer]] = field(default_factory=lambda: defaultdict(list))
 
     def take(self, nbytes: int, *, pinned: bool, limit: int) -> Buffer:
@@ -83,7 +84,9 @@ class BufferPool:
             MemoryError, RuntimeError: it cannot be allocated.
         """
         if free := self._free[nbytes, pinned]:
-            return free.pop()
+            buffer = free.pop()
+            self._taken.add(buffer)
+            return buffer
         if self.nbytes + nbytes > limit:
             self.trim()
         began = time.perf_counter()
@@ -96,14 +99,22 @@ class BufferPool:
                 buffer = Buffer(_allocate(nbytes, pinned=False), False)
         self.allocation_seconds += time.perf_counter() - began
         self.nbytes += nbytes
+        self._taken.add(buffer)
         return buffer
 
     def give_back(self, buffer: Buffer) -> None:
         """Make a buffer free again; small ones are not worth keeping."""
+        self._taken.discard(buffer)
         if buffer.nbytes >= _LARGE:
             self._free[buffer.nbytes, buffer.pinned].append(buffer)
         else:
             self.nbytes -= buffer.nbytes
+
+    def close(self) -> None:
+        """Release all memory, also of buffers that nobody gave back."""
+        for buffer in list(self._taken):
+            self.give_back(buffer)
+        self.trim()
 
     def trim(self) -> None:
         """Release the memory of all free buffers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -63,6 +64,30 @@ def create(path: Path) -> int:
     except FileExistsError:  # a leftover of a killed run, or a link, which is not followed
         os.unlink(path)
         return os.open(path, flags, 0o666)
+
+
+def written(nbytes: int) -> int:
+    """Return what a system call says that it wrote, which must be something.
+
+    Raises:
+        OSError: it wrote nothing, and would again.
+    """
+    if not nbytes:
+        raise OSError(errno.EIO, "nothing can be written")
+    return nbytes
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on the disk.
+
+    Raises:
+        OSError: it is missing, or the disk reports an error.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def is_there(path: Path) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import fnmatch
+import itertools
 import json
 import os
 import platform
@@ -15,7 +17,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +35,12 @@ from capture.errors import CaptureError
 from capture.header import Header
 from capture.heads import kv_heads_of, pick
 from capture.interceptor import TORCH_SDPA, Arguments, intercept
+from capture.json_data import typed
 from capture.memory import default_buffer_bytes
 from capture.modules import ModuleTracker, Site, roots_of
 from capture.ranges import parse_ranges, ranges
 from capture.sampling import PHASES, Place, Sampler, make_sampler
-from capture.target import Target, rank_name
+from capture.target import Target, current_rank, no_empty_directory, rank_name
 from capture.termination import before_termination
 from capture.writer import Waiting, Writer
 
@@ -117,40 +120,44 @@ def record(
     if modules is None:
         main = [part for part in ("transformer", "unet") if part in roots]
         modules = f"{main[0]},{main[0]}.*" if main else "*"
-    capture = CaptureRecord(
-        model=rank_name(name or type(module).__name__),
-        weights=weights or _describe_weights(module),
-        settings=_plain(settings or {}),
-        versions=_versions(),
-        started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds"),
-        sample=sample,
-        modules=modules,
-        phase=phase or "",
-        heads=ranges(heads or ()),
+    capture = _checked(
+        CaptureRecord(
+            model=rank_name(name or type(module).__name__),
+            weights=weights or _describe_weights(module),
+            settings=_plain(settings or {}),
+            versions=_versions(),
+            started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds"),
+            sample=sample,
+            modules=modules,
+            phase=phase or "",
+            heads=ranges(heads or ()),
+        ),
+        seed,
     )
     tracker = ModuleTracker(roots)
-    sampler = make_sampler(sample, max, max_bytes, seed or 0)
-    target = Target.check(out, capture.model, overwrite=overwrite)
     if not any(_matches(path, modules) for path in tracker.paths):
         raise CaptureError(_no_match(modules, tracker.paths))
-    recording = Recording(
-        tracker,
-        sampler,
-        target,
-        capture,
-        seed=seed,
-        keeps_output=output,
-        heads=heads,
-        buffer_bytes=default_buffer_bytes() if buffer_bytes is None else buffer_bytes,
-        durable=durable,
-    )
+    sampler = make_sampler(sample, max, max_bytes, seed or 0)
     complete = False
     with contextlib.ExitStack() as stack:
+        stack.enter_context(no_empty_directory(Path(out)))
+        target = Target.check(out, capture.model, overwrite=overwrite)
+        recording = Recording(
+            tracker,
+            sampler,
+            target,
+            capture,
+            seed=seed,
+            keeps_output=output,
+            heads=heads,
+            buffer_bytes=default_buffer_bytes() if buffer_bytes is None else buffer_bytes,
+            durable=durable,
+        )
+        stack.enter_context(before_termination(lambda: recording.close(complete=False)))
         stack.enter_context(tracker.watch())
         stack.enter_context(intercept(recording.handle))
-        recording.begin()
-        stack.enter_context(before_termination(lambda: recording.close(complete=False)))
         stack.callback(lambda: recording.close(complete=complete))
+        recording.begin()
         yield recording
         complete = True
     if not recording.kept and not recording.problems:
@@ -169,11 +176,17 @@ _live: weakref.WeakSet[Recording] = weakref.WeakSet()
 
 
 def _abandon_all() -> None:
-    for recording in _live:
+    for recording in list(_live):
         recording.abandon()
 
 
+def _close_all() -> None:
+    for recording in list(_live):
+        recording.close(complete=False)
+
+
 os.register_at_fork(after_in_child=_abandon_all)
+atexit.register(_close_all)  # of a program that ends inside the block; later, no thread runs
 
 
 class Recording:
@@ -198,6 +211,8 @@ class Recording:
         """Calls that cannot be stored: meta, fake or nested tensors, inside `vmap` or a trace."""
         self.problems: list[str] = []
         """What went wrong with the recording, a sentence each; the same reason only once."""
+        self.lost = 0
+        """Calls that were chosen and could not be stored."""
         self.buffer_bytes = buffer_bytes
         """Host memory for calls that wait to be written."""
         self.flush_seconds = 0.0
@@ -206,6 +221,7 @@ class Recording:
         """Calls that cannot be stored because there is no call of just the wanted heads."""
         self._seed, self._keeps_output, self._heads = seed, keeps_output, heads
         self._durable = durable
+        self._rank = current_rank()
         self._tracker = tracker
         self._sampler = sampler
         self._target = target
@@ -216,6 +232,7 @@ class Recording:
         """None where calls are not to be stored."""
         self._failed: deque[int] = deque()
         """Calls that the writer's thread could not write; it must not wait for our lock."""
+        self._told = itertools.count()
         self._lock = threading.RLock()
         self._closed = True
 
@@ -261,16 +278,21 @@ class Recording:
             CaptureError: another process records there, or the directory is not writable.
         """
         journal = self._target.begin(self.capture)
-        self._writer = Writer(
-            journal,
-            buffer_bytes=self.buffer_bytes,
-            final=self._sampler.is_final,
-            durable=self._durable,
-            failed=self._call_failed,
-        )
+        try:
+            writer = Writer(
+                journal,
+                buffer_bytes=self.buffer_bytes,
+                final=self._sampler.is_final,
+                durable=self._durable,
+                failed=self._call_failed,
+            )
+        except CaptureError:
+            self._target.withdraw()
+            raise
         if journal.note:
             self.tell(journal.note)
-        self._closed = False
+        with self._lock:
+            self._writer, self._closed = writer, False
         _live.add(self)
 
     def handle(
@@ -280,7 +302,8 @@ class Recording:
         result = proceed()
         if self._closed:
             return result
-        if _is_tracing():  # what we do would become part of the trace
+        # What we do would become part of the trace, of torch.jit or torch.fx.
+        if _is_tracing() or not isinstance(result, Tensor):
             self.without_values += 1
             return result
         try:
@@ -307,20 +330,24 @@ class Recording:
         if problem in self.problems:
             return
         self.problems.append(problem)
-        if len(self.problems) > 1:
+        if next(self._told):
             return
-        # An exception, if the user turned warnings into them, must not reach the model.
-        with contextlib.suppress(RecordingWarning):
+        # Neither an exception, if the user turned warnings into them, nor what the user's own way
+        # of showing them raises, must reach the model or the thread that writes.
+        with contextlib.suppress(Exception):
             warnings.warn(f"recording: {problem}", RecordingWarning, stacklevel=2)
 
     def close(self, *, complete: bool) -> bool:
         """End the recording: write what is in memory and put it into the manifest.
 
         Returns:
-            False if it had been ended before. Never raises; see `problems`.
+            False if it has ended before, or another thread is ending it. Raises nothing but what
+            interrupts it; see `problems`.
         """
         with self._lock:
-            if self._closed or self._writer is None:
+            if self._writer is None:
+                return True
+            if self._closed:
                 return False
             self._closed = True
         began = time.perf_counter()
@@ -328,25 +355,36 @@ class Recording:
             self._writer.close()
         except Exception as error:
             self.tell(f"{self._target.directory} may not be on the disk yet: {_reason(error)}")
+        finally:  # also after Ctrl-C, once more
+            self._end(self._writer, complete=complete)
+            self.flush_seconds = time.perf_counter() - began
+        return True
+
+    def abandon(self) -> None:
+        """Leave the recording to the parent process, in a child that was forked from it."""
+        self._closed = True
+        self._lock = threading.RLock()  # a thread of the parent may have held it
+        self._target.abandon()
+
+    def _end(self, writer: Writer, *, complete: bool) -> None:
+        """Put what is stored into the manifest."""
         try:
-            self._forget_failed()
-            self.capture.complete = complete
+            self._forget_failed(writer)
+            if given_up := [index for index in self._kept if index not in writer.entries]:
+                self.tell(f"gave up {len(given_up)} calls that were only in memory")
+                self.lost += len(given_up)
+                for index in given_up:
+                    self._forget(index)
+            self.capture.complete = complete and not self.lost
             self.capture.census = self.census.to_json()
             self.capture.calls_seen = self.census.calls
-            for problem in self._target.end(asdict(self.capture)):
+            for problem in self._target.end(self.capture):
                 self.tell(problem)
         except Exception as error:
             self.tell(
                 f"could not end the recording in {self._target.directory}: {_reason(error)}; "
                 f"finish it with `capture --repair {self._target.directory}`"
             )
-        self.flush_seconds = time.perf_counter() - began
-        return True
-
-    def abandon(self) -> None:
-        """Leave the recording to the parent process, in a child that was forked from it."""
-        self._closed = True
-        self._target.abandon()
 
     def _place(self, site: Site, count: Count) -> Place | None:
         """Return where calls like these are sampled; None if they are not to be stored."""
@@ -368,7 +406,7 @@ class Recording:
     ) -> None:
         """Store a call that the sampler wants, unless it has no values or does not fit."""
         assert self._writer is not None
-        self._forget_failed()
+        self._forget_failed(self._writer)
         if not _can_be_copied(arguments):
             self.without_values += 1
             return
@@ -380,8 +418,12 @@ class Recording:
                 self.without_heads += 1
                 return
             call = pick(call, self._heads, kv_heads)
-        tensors = call.tensors()
-        decision = self._sampler.offer(index, place, site.step, _stored_bytes(tensors))
+        tensors, header = call.tensors(), Header.of(call)
+        nbytes = _stored_bytes(tensors)
+        if fault := header.fault() or header.excess(nbytes):  # nobody could load it
+            self.tell(f"a call cannot be stored: {fault}")
+            return
+        decision = self._sampler.offer(index, place, site.step, nbytes)
         if not decision.keep:
             return
         try:
@@ -394,9 +436,8 @@ class Recording:
                 raise
             self._kept[index] = count
             count.kept += 1
-            header = replace(Header.of(call), layouts=copy.layouts)
-            self._writer.put(Waiting(header, copy), decision.drop)
-            for dropped in decision.drop:
+            waiting = Waiting(replace(header, layouts=copy.layouts), copy)
+            for dropped in self._writer.put(waiting, decision.drop):
                 self._forget(dropped)
         except Exception as error:
             self._call_failed(index, error)
@@ -406,9 +447,12 @@ class Recording:
         self._failed.append(index)
         self.tell(f"could not store a call in {self._target.directory}: {_reason(error)}")
 
-    def _forget_failed(self) -> None:
+    def _forget_failed(self, writer: Writer) -> None:
         while self._failed:
-            self._forget(self._failed.popleft())
+            index = self._failed.popleft()
+            if index not in writer.entries:
+                self.lost += 1
+                self._forget(index)
 
     def _forget(self, index: int) -> None:
         if count := self._kept.pop(index, None):
@@ -431,6 +475,7 @@ class Recording:
             phase=site.phase,
             device=described,
             seed=self._seed,
+            rank=self._rank,
             backend=_backend(arguments, sdpa),
             disabled_backends=disabled_backends(),
             heads=self.capture.heads,
@@ -467,9 +512,9 @@ def _as_call(arguments: Arguments, output: Tensor | None, origin: Origin) -> Att
         value=value,
         attn_mask=None if mask is None else _four_dims(mask, leading if len(leading) > 1 else ()),
         output=None if output is None else _four_dims(output, leading),
-        is_causal=arguments.is_causal,
+        is_causal=bool(arguments.is_causal),
         scale=arguments.scale,
-        enable_gqa=arguments.enable_gqa,
+        enable_gqa=bool(arguments.enable_gqa),
         dropout_p=arguments.dropout_p,
         origin=origin,
     )
@@ -512,7 +557,23 @@ def _plain(settings: dict[str, Any]) -> dict[str, Any]:
         plain: dict[str, Any] = json.loads(json.dumps(settings))
     except (TypeError, ValueError, RecursionError) as error:
         raise CaptureError(f"`settings=` cannot be written as JSON: {error}") from error
-    return plain
+    try:
+        return typed(dict[str, Any], plain, "settings")
+    except ValueError as error:
+        raise CaptureError("`settings=` is nested too deeply; make it flatter") from error
+
+
+def _checked(capture: CaptureRecord, seed: int | None) -> CaptureRecord:
+    """Return a capture as it will be read back.
+
+    Raises:
+        CaptureError: it cannot.
+    """
+    try:
+        typed(int | None, seed, "`seed=`")
+        return CaptureRecord.from_json(json.loads(json.dumps(capture.to_json())))
+    except (TypeError, ValueError) as error:
+        raise CaptureError(f"the recording cannot be described: {error}") from error
 
 
 def _reason(error: Exception) -> str:

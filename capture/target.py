@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -45,16 +45,15 @@ class Target:
         """
         if not str(out):
             raise CaptureError("the directory has no name; give one with `out=`")
-        directory = Path(out).absolute()
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CaptureError(_cannot_write(directory, error.strerror)) from error
-        if not os.access(directory, os.W_OK | os.X_OK):
-            raise CaptureError(_cannot_write(directory))
-        target = cls(directory, model, overwrite)
-        target._refuse_active()
-        target._replaces(Dataset.open_or_new(directory))
+            target = cls(Path(out).absolute(), model, overwrite)
+            target.directory.mkdir(parents=True, exist_ok=True)
+            if not os.access(target.directory, os.W_OK | os.X_OK):
+                raise CaptureError(_cannot_write(out))
+            target._refuse_active()
+            target._replaces(Dataset.open_or_new(target.directory))
+        except (OSError, ValueError) as error:  # or no possible name of a directory
+            raise CaptureError(_cannot_write(out, error)) from error
         return target
 
     def begin(self, capture: CaptureRecord) -> Journal:
@@ -71,12 +70,18 @@ class Target:
                 stem = _unused(slug(self.model), stems(self.directory, slug(self.model)))
                 path = self.directory / f"{stem}{SUFFIX}"
                 self._replaced = self._replaces(dataset)
-                self._journal = Journal.begin(path, asdict(capture), replaces=self._replaced)
+                self._journal = Journal.begin(path, capture.to_json(), replaces=self._replaced)
         except OSError as error:
-            raise CaptureError(_cannot_write(self.directory, error.strerror)) from error
+            raise CaptureError(_cannot_write(self.directory, error)) from error
         return self._journal
 
-    def end(self, capture: dict[str, Any]) -> list[str]:
+    def withdraw(self) -> None:
+        """Undo `begin`: nothing was recorded."""
+        assert self._journal is not None
+        self._journal.path.unlink(missing_ok=True)
+        self._journal.close()
+
+    def end(self, capture: CaptureRecord) -> list[str]:
         """Put the capture into the manifest; return what went wrong, a sentence each.
 
         Args:
@@ -86,17 +91,24 @@ class Target:
         assert self._journal is not None
         problems = []
         try:
-            self._journal.append(finished=capture)
-            self._journal.sync()
+            CaptureRecord.from_json(json.loads(json.dumps(capture.to_json())))
+        except (
+            TypeError,
+            ValueError,
+        ) as error:  # a model's call that has no JSON, say with a scale of infinity
+            problems.append(f"the manifest will lack the census: {error}")
+            capture.census = {}
+        try:
+            self._journal.append(finished=capture.to_json())
         except OSError as error:
             problems.append(f"the manifest will lack the census: {error.strerror}")
         self._journal.close()
         try:
             with locked(self.directory):
-                told = finish(self.directory)
+                told = finish(self.directory, ended=self._journal.stem)
         except (OSError, DatasetError) as error:
             problems.append(
-                f"could not write the manifest ({error}): the calls are readable, and listed after "
+                f"could not write the manifest ({error}): once that is mended, list the calls with "
                 f"`capture --repair {self.directory}`"
             )
         else:
@@ -107,14 +119,21 @@ class Target:
     def abandon(self) -> None:
         """Leave the capture to the parent process; for a forked child."""
         if self._journal is not None:
-            self._journal.close()
+            self._journal.abandon()
 
     def _refuse_active(self) -> None:
         mine = stems(self.directory, slug(self.model))
-        if any(each.active and each.stem in mine for each in journals(self.directory)):
+        active = {each.active for each in journals(self.directory) if each.stem in mine}
+        if True in active:
             raise CaptureError(
                 f"another capture of {self.model} is writing to {self.directory}; wait, or choose "
                 "another directory with `out=`"
+            )
+        if None in active:
+            raise CaptureError(
+                f"another capture of {self.model} is writing to {self.directory} or was killed, "
+                "which a file system without locks does not tell; if killed, finish it with "
+                f"`capture --repair {self.directory}`"
             )
 
     def _replaces(self, dataset: Dataset) -> bool:
@@ -134,23 +153,35 @@ class Target:
 
 @contextlib.contextmanager
 def no_empty_directory(directory: Path) -> Iterator[None]:
-    """Remove `directory` on exit if it is empty and did not exist before."""
-    existed = directory.is_dir()
+    """Remove `directory`, and those above it, on exit if empty and not there before."""
+    try:
+        missing = [each for each in (directory, *directory.parents) if not each.is_dir()]
+    except (OSError, ValueError):  # no possible name, which somebody else will say
+        missing = []
     try:
         yield
     finally:
-        if not existed:
-            with contextlib.suppress(OSError):
-                directory.rmdir()
+        with contextlib.suppress(OSError):
+            for each in missing:
+                each.rmdir()
 
 
-def rank_name(name: str) -> str:
-    """Return the capture's name in this process: with its rank, if there are several."""
+def current_rank() -> int | None:
+    """Return the rank of this process, or None if there is only one.
+
+    From `torch.distributed`, or else from the environment's RANK and WORLD_SIZE.
+    """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     else:
         rank, ranks = (_environment(each) for each in ("RANK", "WORLD_SIZE"))
-    return f"{name}.rank{rank}" if ranks > 1 else name
+    return rank if ranks > 1 else None
+
+
+def rank_name(name: str) -> str:
+    """Return the capture's name in this process: with its rank, if there are several."""
+    rank = current_rank()
+    return name if rank is None else f"{name}.rank{rank}"
 
 
 def slug(name: str) -> str:
@@ -174,6 +205,7 @@ def _environment(name: str) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def _cannot_write(directory: Path, reason: str | None = None) -> str:
+def _cannot_write(directory: str | Path, error: Exception | None = None) -> str:
+    reason = error.strerror if isinstance(error, OSError) else error
     because = f" ({reason})" if reason else ""
     return f"cannot write to {directory}{because}; choose another with `out=`"

@@ -77,7 +77,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[
 def _write_at(descriptor: int, offset: int, pieces: list[memoryview]) -> None:
     for piece in pieces:
         while piece.nbytes:
-            written = os.pwrite(descriptor, piece, offset)
+            written = plain_files.written(os.pwrite(descriptor, piece, offset))
             piece, offset = piece[written:], offset + written
 
 

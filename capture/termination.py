@@ -7,18 +7,26 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from queue import SimpleQueue
 from types import FrameType
+
+from capture.errors import CaptureError
 
 
 @contextlib.contextmanager
 def before_termination(flush: Callable[[], bool]) -> Iterator[None]:
     """Call `flush` when SIGTERM arrives, then end the process as the signal would have.
 
-    Does nothing outside the main thread, or if the program handles the signal itself.
+    The signal interrupts the main thread anywhere, perhaps where it holds a lock that writing
+    needs. So another thread calls `flush`, while the main thread goes on. Does nothing outside the
+    main thread, or if the program handles the signal itself.
 
     Args:
-        flush: returns False if somebody else is already flushing; then the process ends with the
-            `with` block.
+        flush: must not raise; returns False if somebody else is already flushing: then the process
+            ends with the `with` block.
+
+    Raises:
+        CaptureError: no thread can be started.
     """
     if (
         threading.current_thread() is not threading.main_thread()
@@ -26,22 +34,52 @@ def before_termination(flush: Callable[[], bool]) -> Iterator[None]:
     ):
         yield
         return
-    arrived = False
+    process = os.getpid()
+    arrived = flushed = False
+    wanted: SimpleQueue[bool] = SimpleQueue()  # can be put to within a signal handler
 
     def handler(number: int, frame: FrameType | None) -> None:
         nonlocal arrived
-        if flush():
-            _terminate()
         arrived = True
+        if flushed or os.getpid() != process:  # a forked child has nothing to write
+            _terminate()
+        wanted.put(True)
 
+    def wait() -> None:
+        nonlocal flushed
+        if wanted.get() and flush():
+            flushed = True
+            os.kill(process, signal.SIGTERM)  # only the main thread can end as the signal would
+
+    thread = started(wait, "capture-termination")
     signal.signal(signal.SIGTERM, handler)
     try:
         yield
     finally:
+        if os.getpid() == process:
+            wanted.put(False)
+            thread.join()
         if signal.getsignal(signal.SIGTERM) is handler:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if arrived:
             _terminate()
+
+
+def started(work: Callable[[], None], name: str) -> threading.Thread:
+    """Start a thread that the program does not wait for when it ends.
+
+    Raises:
+        CaptureError: it cannot be started.
+    """
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise CaptureError(
+            f"recording needs two threads, and there can be no more ({error}); raise the limit "
+            "with `ulimit -u`"
+        ) from error
+    return thread
 
 
 def _terminate() -> None:

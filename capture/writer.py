@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import threading
 import time
@@ -16,11 +17,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from capture import plain_files
 from capture.call_file import FileEntry, PackedCall
 from capture.copies import HostCopy
 from capture.header import Header
 from capture.journal import Journal
 from capture.memory import Buffer, BufferPool
+from capture.termination import started
 
 _POLL_SECONDS = 1.0
 
@@ -45,7 +48,10 @@ class Writer:
         buffer_bytes: memory for calls that wait; one larger call is taken when nothing else waits.
         final: the sampler never drops a call, so none is held back.
         durable: every call is on the disk before `put` returns.
-        failed: told the index of each call that could not be written, and why.
+        failed: told the index of each call that could not be written, and why; must not raise.
+
+    Raises:
+        CaptureError: no thread can be started.
     """
 
     def __init__(
@@ -77,8 +83,10 @@ class Writer:
         self._short = 0
         """Threads that wait for memory."""
         self._closing = False
+        self._undone: list[int] = []
+        """Calls to be dropped that the journal could not yet be told of."""
         self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._thread = started(self._work, "capture-writer")
 
     def reserve(self, nbytes: int, *, pinned: bool) -> Buffer:
         """Return a buffer, after waiting for calls to be written if there is no memory for it.
@@ -90,8 +98,8 @@ class Writer:
             began = time.perf_counter()
             self._short += 1
             try:
-                while self._reserved and self._reserved + nbytes > self._buffer_bytes:
-                    self._wake()
+                while self._is_busy and self._reserved + nbytes > self._buffer_bytes:
+                    self._changed.notify_all()
                     self._changed.wait(_POLL_SECONDS)
             finally:
                 self._short -= 1
@@ -107,54 +115,76 @@ class Writer:
             self.pool.give_back(buffer)
             self._changed.notify_all()
 
-    def put(self, call: Waiting, drop: Iterable[int]) -> None:
+    def put(self, call: Waiting, drop: Iterable[int]) -> list[int]:
         """Take a call, and give up those in `drop`, whether they are in memory or in files.
 
+        Returns:
+            The calls given up: also those that an earlier `put` failed to.
+
         Raises:
-            OSError: the journal cannot be written; the call is not taken and its buffer is free.
+            OSError: the journal cannot be written; the call is not taken, its buffer is free, and
+                those in `drop` stay for now.
         """
         with self._changed:
+            dropped = self._undone = [*self._undone, *drop]
             try:
-                for index in drop:
-                    self._drop(index)
-                self._journal.append(sampled=call.index)
+                self._journal.append(sampled=call.index, dropped=dropped)
             except BaseException:
                 self.release(call.copy.buffer)
                 raise
             self._waiting[call.index] = call
-            self._wake()
-            while self._durable and (call.index in self._waiting or self._writing == call.index):
+            self._undone = []
+            for index in dropped:
+                self._drop(index)
+            self._changed.notify_all()
+            while self._durable and self._is_busy and not self._is_done(call.index):
                 self._changed.wait(_POLL_SECONDS)
+            return dropped
 
     def close(self) -> None:
         """Write what waits, and wait until everything is on the disk.
 
+        If that is interrupted by an exception (Ctrl-C, once more), what waits is given up.
+
         Raises:
             OSError: the disk reports an error.
         """
-        with self._changed:
-            self._closing = True
-            self._wake()
-        if self._thread is not None:
+        try:
+            with self._changed:
+                self._closing = True
+                self._changed.notify_all()
             self._thread.join()
-        self.pool.trim()
+        except BaseException:
+            with self._changed:
+                for index in [*self._waiting]:
+                    self._drop(index)
+                self._closing = self._dropped = True
+                self._changed.notify_all()
+            raise
+        for index, entry in [*self.entries.items()]:
+            if not entry.path.is_file():
+                del self.entries[index]
+                self._journal.append(dropped=[index])
+                self._failed(index, FileNotFoundError(errno.ENOENT, "its file is gone"))
         if self.entries:
             _sync_file_system(self._journal.path.parent)
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether memory will be free again without a further call."""
+        return self._thread.is_alive() and (bool(self._waiting) or self._writing is not None)
+
+    def _is_done(self, index: int) -> bool:
+        return index not in self._waiting and index != self._writing
 
     def _drop(self, index: int) -> None:
         held, entry = self._waiting.pop(index, None), self.entries.pop(index, None)
         if held is not None:
             self.release(held.copy.buffer)
         self._dropped = self._dropped or self._writing == index
-        self._journal.append(dropped=index)
         if entry is not None:
-            entry.path.unlink(missing_ok=True)
-
-    def _wake(self) -> None:
-        if self._thread is None and self._waiting:
-            self._thread = threading.Thread(target=self._work, name="capture-writer", daemon=True)
-            self._thread.start()
-        self._changed.notify_all()
+            with contextlib.suppress(OSError):  # it is not listed, and goes when the capture ends
+                entry.path.unlink()
 
     def _next(self) -> Waiting | None:
         """Wait until a call is due and take it; None when nothing is left to do."""
@@ -173,13 +203,17 @@ class Writer:
             try:
                 self._write(call)
             except Exception as error:
-                with contextlib.suppress(OSError):
-                    self._journal.append(dropped=call.index)
+                # If it is listed already and that cannot be taken back, it stays.
+                with contextlib.suppress(OSError), self._changed:
+                    self._journal.append(dropped=[call.index])
+                    self._drop(call.index)
                 self._failed(call.index, error)
             finally:
                 with self._changed:
                     self._writing, self._dropped = None, False
                     self.release(call.copy.buffer)
+        with self._changed:
+            self.pool.close()
 
     def _write(self, call: Waiting) -> None:
         call.copy.wait()
@@ -188,11 +222,12 @@ class Writer:
         self.written_bytes += entry.nbytes
         try:
             if self._durable:
-                _sync(path)
-                _sync(path.parent)
+                plain_files.sync(path)
+                plain_files.sync(path.parent)
             with self._changed:
                 if self._dropped:
-                    path.unlink(missing_ok=True)
+                    with contextlib.suppress(OSError):
+                        path.unlink()
                     return
                 self._journal.append(**entry.to_json())
                 self.entries[call.index] = entry
@@ -202,14 +237,6 @@ class Writer:
             raise
         if self._durable:
             self._journal.sync()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _sync_file_system(directory: Path) -> None:
