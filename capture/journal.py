@@ -167,11 +167,14 @@ def read(path: Path) -> Journalled | None:
                 sampled.discard(index)
                 files[index] = data
             else:
-                for index in data.get("dropped", ()):
-                    sampled.discard(index)
+                chosen = [int(data["sampled"])] if "sampled" in data else []
+                dropped = [int(each) for each in data.get("dropped", ())]
+                if not chosen and not dropped:
+                    break
+                for index in dropped:
                     files.pop(index, None)
-                if "sampled" in data:
-                    sampled.add(int(data["sampled"]))
+                sampled.difference_update(dropped)
+                sampled.update(chosen)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             break
     if found is not None:

@@ -307,7 +307,7 @@ def test_a_damaged_census_is_left_out_and_said(dataset: Dataset, census: object)
     assert "manifest.json is damaged" in again.note
 
 
-@pytest.mark.parametrize("line", [{"sampled": 1e999}, {"dropped": [1]}, {"call": 3}, 7, {}])
+@pytest.mark.parametrize("line", [{"sampled": 1e999}, {"dropped": 1}, {"call": 3}, 7, {}])
 def test_a_journal_is_read_up_to_its_first_damaged_line(dataset: Dataset, line: object) -> None:
     journal = Journal.begin(
         dataset.directory / "other.journal",
