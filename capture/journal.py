@@ -77,8 +77,8 @@ class Journal:
             journal = cls(path, descriptor, note)
             journal.append(capture=capture, replaces=replaces)
         except BaseException:
-            os.close(descriptor)
             path.unlink(missing_ok=True)
+            os.close(descriptor)
             raise
         return journal
 

@@ -73,7 +73,8 @@ def is_locked(path: Path) -> bool | None:
     except LocksUnsupported:
         return None
     finally:
-        os.close(descriptor)
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -94,4 +95,5 @@ def locked(directory: Path) -> Iterator[None]:
         finally:
             unlock(descriptor)
     finally:
-        os.close(descriptor)
+        with contextlib.suppress(OSError):  # nothing was written to it
+            os.close(descriptor)

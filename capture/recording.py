@@ -35,7 +35,7 @@ from capture.errors import CaptureError
 from capture.header import Header
 from capture.heads import kv_heads_of, pick
 from capture.interceptor import TORCH_SDPA, Arguments, intercept
-from capture.json_data import typed
+from capture.json_data import parsed, typed
 from capture.memory import default_buffer_bytes
 from capture.modules import ModuleTracker, Site, roots_of
 from capture.ranges import parse_ranges, ranges
@@ -557,10 +557,7 @@ def _plain(settings: dict[str, Any]) -> dict[str, Any]:
         plain: dict[str, Any] = json.loads(json.dumps(settings))
     except (TypeError, ValueError, RecursionError) as error:
         raise CaptureError(f"`settings=` cannot be written as JSON: {error}") from error
-    try:
-        return typed(dict[str, Any], plain, "settings")
-    except ValueError as error:
-        raise CaptureError("`settings=` is nested too deeply; make it flatter") from error
+    return plain
 
 
 def _checked(capture: CaptureRecord, seed: int | None) -> CaptureRecord:
@@ -571,7 +568,8 @@ def _checked(capture: CaptureRecord, seed: int | None) -> CaptureRecord:
     """
     try:
         typed(int | None, seed, "`seed=`")
-        return CaptureRecord.from_json(json.loads(json.dumps(capture.to_json())))
+        manifest = json.dumps({"captures": [capture.to_json()]})
+        return CaptureRecord.from_json(parsed(manifest)["captures"][0])
     except (TypeError, ValueError) as error:
         raise CaptureError(f"the recording cannot be described: {error}") from error
 

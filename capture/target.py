@@ -161,7 +161,7 @@ def no_empty_directory(directory: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             for each in missing:
                 each.rmdir()
 

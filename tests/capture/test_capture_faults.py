@@ -1,0 +1,417 @@
+"""What goes wrong with a recording does not reach the model, and no complete call is lost."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import shutil
+import signal
+import stat
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from capture import load, locks, record
+from capture.capture_record import CaptureRecord
+from capture.errors import CaptureError
+from capture.journal import Journal
+from capture.recording import Recording, RecordingWarning
+from capture.repair import repair
+from tests.capture_faults import FAULTS, WAYS, Fault, kept_in, kill, orphans, try_fault
+
+StartPython = Callable[..., "subprocess.Popen[str]"]
+
+
+class Model(nn.Module):
+    """Runs something of one's own choice, then attention."""
+
+    def forward(self, states: Tensor, before: Callable[[], object] = int) -> Tensor:
+        before()
+        return F.scaled_dot_product_attention(states, states, states)
+
+
+STATES = torch.randn(1, 2, 5, 8)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_call_of_the_system_fails(fault: Fault, way: str, tmp_path: Path) -> None:
+    try_fault(fault, way, tmp_path, overwrite=way == "spread", every=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_call_of_the_system_fails_in_every_way(
+    fault: Fault, way: str, overwrite: bool, tmp_path: Path
+) -> None:
+    try_fault(fault, way, tmp_path, overwrite=overwrite)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_killed_process_loses_no_complete_call(way: str, overwrite: bool, tmp_path: Path) -> None:
+    kill(tmp_path, way, random.uniform(0.005, 0.3), overwrite=overwrite)
+
+
+def recorded(out: Path, *before: Callable[[], object], **options: Any) -> Recording:
+    """Record a call after each of these; the model's outputs are right."""
+    model = Model()
+    with record(model, out, name="model", **options) as recording:
+        outputs = [model(STATES, each) for each in before]
+    expected = Model()(STATES)
+    assert all(torch.equal(output, expected) for output in outputs)
+    return recording
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("mine"), KeyboardInterrupt(), SystemExit(3)])
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.filterwarnings("ignore::capture.recording.RecordingWarning")
+def test_the_model_s_own_exception_arrives(
+    error: BaseException, full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> None:
+        if full:
+            monkeypatch.setattr(os, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        recorded(tmp_path, int, fails)
+    assert raised.value is error
+    monkeypatch.undo()
+    assert kept_in(tmp_path) == (0 if full else 1)
+    assert full or not load(tmp_path).captures[0].complete
+    assert not orphans(tmp_path)
+
+
+@pytest.mark.filterwarnings("error")
+def test_warnings_that_are_errors_do_not_reach_the_model(tmp_path: Path) -> None:
+    recording = recorded(tmp_path, int, lambda: shutil.rmtree(tmp_path), int)
+    assert recording.kept == 0
+    assert recording.problems
+
+
+@pytest.mark.filterwarnings("ignore::capture.recording.RecordingWarning")
+def test_a_directory_that_becomes_read_only(tmp_path: Path) -> None:
+    if not os.getuid():
+        pytest.skip("root may write anywhere")
+    recording = recorded(tmp_path, int, lambda: tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR), int)
+    tmp_path.chmod(stat.S_IRWXU)
+    repair(tmp_path)
+    assert recording.problems
+    assert kept_in(tmp_path) == recording.kept
+    assert not orphans(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore::capture.recording.RecordingWarning")
+def test_a_limit_of_the_size_of_files(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+
+    try:
+        recording = recorded(tmp_path, int, limit, *[int] * 8, sample="first", durable=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert any("File too large" in problem for problem in recording.problems)
+    repair(tmp_path)
+    assert kept_in(tmp_path) == recording.kept
+    assert not orphans(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"settings": {"function": int}},
+        {"settings": {"deep": eval("[" * 60 + "]" * 60)}},
+        {"seed": 2**70},
+        {"weights": Path("weights")},
+        {"modules": "nosuch"},
+        {"out": "a\0b"},
+        {"out": "x" * 300},
+    ],
+)
+def test_what_cannot_be_recorded_is_one_sentence_and_leaves_nothing(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = {"out": "new/below", **options}
+    with pytest.raises(CaptureError) as raised, record(Model(), **options):
+        pytest.fail("ran")
+    assert "\n" not in str(raised.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_long_name(tmp_path: Path) -> None:
+    with record(Model(), tmp_path, name="n" * 300) as recording:
+        recording_of = Model()
+        recording_of(STATES)
+    assert recording.seen == 1
+
+
+def test_a_trace_contains_nothing_of_ours(tmp_path: Path) -> None:
+    class Plain(nn.Module):
+        def forward(self, states: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(states, states, states)
+
+    model = Plain()
+    with record(model, tmp_path) as recording:
+        traced = torch.jit.trace(model, STATES, check_trace=False)
+        symbolic = torch.fx.symbolic_trace(model)
+        model(STATES)
+    assert recording.kept == 1
+    assert torch.equal(traced(STATES), model(STATES))
+    assert sum(node.op == "call_function" for node in symbolic.graph.nodes) <= 1
+    assert not any("getattr" in str(node.target) for node in symbolic.graph.nodes)
+
+
+class Stubborn(Tensor):
+    """Refuses everything but attention."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is F.scaled_dot_product_attention:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+        raise RuntimeError("no")
+
+
+@pytest.mark.filterwarnings("ignore::capture.recording.RecordingWarning")
+def test_tensors_that_cannot_be_stored(tmp_path: Path) -> None:
+    model, stubborn = Model(), STATES.as_subclass(Stubborn)
+    with record(model, tmp_path, name="model") as recording:
+        model(STATES)
+        with torch._C.DisableTorchFunctionSubclass():
+            model(stubborn)
+        F.scaled_dot_product_attention(STATES, STATES, STATES, scale=float("inf"))
+        model(STATES)
+    assert kept_in(tmp_path) == recording.kept
+
+
+@pytest.mark.filterwarnings("ignore::capture.recording.RecordingWarning")
+def test_a_call_that_nobody_could_load_is_not_stored(tmp_path: Path) -> None:
+    class Scaled(nn.Module):
+        def forward(self, states: Tensor, scale: float, causal: Any) -> Tensor:
+            return F.scaled_dot_product_attention(
+                states, states, states, scale=scale, is_causal=causal
+            )
+
+    model = Scaled()
+    with record(model, tmp_path, name="model") as recording:
+        model(STATES, float("inf"), False)
+        model(STATES, 1.0, True)
+    assert kept_in(tmp_path) == recording.kept == 1
+    assert any("scale inf" in problem for problem in recording.problems)
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """Fork, do something in the child, and return how it ended."""
+    process = os.fork()
+    if not process:
+        try:
+            work()
+        finally:
+            os._exit(7)
+    return os.waitpid(process, 0)[1]
+
+
+def test_a_forked_child_leaves_the_recording_alone(tmp_path: Path) -> None:
+    model = Model()
+
+    def fork() -> None:
+        assert os.waitstatus_to_exitcode(in_child(lambda: [model(STATES) for _ in range(5)])) == 7
+
+    recording = recorded(tmp_path, int, fork, int)
+    assert kept_in(tmp_path) == recording.kept == recording.seen == 3
+
+
+def test_a_forked_child_ends_on_sigterm(tmp_path: Path) -> None:
+    def fork() -> None:
+        def ends() -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(30)
+
+        assert os.WTERMSIG(in_child(ends)) == signal.SIGTERM
+
+    assert kept_in(tmp_path) == 0
+    assert recorded(tmp_path, fork, int).kept == 2
+
+
+def test_a_child_that_is_forked_while_a_thread_records_can_leave_the_block(tmp_path: Path) -> None:
+    with record(Model(), tmp_path) as recording:
+        taken, done = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with recording._lock:
+                taken.set()
+                done.wait(60)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        taken.wait(60)
+
+        def leaves() -> None:
+            signal.alarm(20)
+            recording.close(complete=False)
+
+        status = in_child(leaves)
+        done.set()
+        thread.join()
+    assert os.waitstatus_to_exitcode(status) == 7
+
+
+TERMINATED = """
+import os, signal, sys, threading, time, torch
+import torch.nn.functional as F
+from capture import record
+from tests.capture.test_capture_faults import Model, STATES
+model = Model()
+with record(model, "out", name="model", max=5) as recording:
+    for _ in range(5):
+        model(STATES)
+    with {held}:  # interrupted where it holds what the writer needs
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    "held", ["recording._writer._changed", "recording._lock", "recording._target._journal._lock"]
+)
+def test_sigterm_writes_what_is_in_memory_wherever_it_interrupts(
+    held: str, tmp_path: Path, start_python: StartPython
+) -> None:
+    process = start_python("-c", TERMINATED.format(held=held), cwd=tmp_path)
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == -signal.SIGTERM, errors
+    assert kept_in(tmp_path / "out") == 5
+    assert not orphans(tmp_path / "out")
+
+
+def test_ctrl_c_while_it_is_written_gives_up_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from capture import call_file
+
+    original, may_go_on = call_file.write_safetensors, threading.Event()
+
+    def slow(*arguments: Any) -> str:
+        os.kill(os.getpid(), signal.SIGINT)
+        may_go_on.wait(60)
+        return original(*arguments)
+
+    monkeypatch.setattr(call_file, "write_safetensors", slow)
+    recordings: list[Recording] = []
+
+    def run() -> None:
+        model = Model()
+        with record(model, tmp_path, name="model") as recording:
+            recordings.append(recording)
+            for _ in range(4):
+                model(STATES)
+
+    with pytest.raises(KeyboardInterrupt), pytest.warns(RecordingWarning, match="gave up"):
+        run()
+    may_go_on.set()
+    assert recordings[0]._writer is not None
+    recordings[0]._writer._thread.join(60)
+    assert recordings[0].kept == kept_in(tmp_path) == 0
+    monkeypatch.undo()
+    assert recorded(tmp_path, int).kept == 1
+    assert not orphans(tmp_path)
+
+
+def test_a_program_that_ends_inside_the_block_keeps_its_calls(
+    tmp_path: Path, start_python: StartPython
+) -> None:
+    script = """
+from capture import record
+from tests.capture.test_capture_faults import Model, STATES
+context = record(Model(), "out", name="model", modules="*")
+context.__enter__()
+model = context.gen.gi_frame.f_locals["module"]
+model(STATES)
+"""
+    process = start_python("-c", script, cwd=tmp_path)
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
+    assert kept_in(tmp_path / "out") == 1
+
+
+@pytest.mark.filterwarnings("ignore::capture.recording.RecordingWarning")
+def test_without_locks_nobody_touches_another_s_capture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(locks.fcntl, "flock", unsupported)
+    other = Journal.begin(
+        tmp_path / "other.journal", CaptureRecord("other", "random").to_json(), replaces=False
+    )
+    recording = recorded(tmp_path, int)
+    assert kept_in(tmp_path) == recording.kept == 1
+    assert "without locks" in recording.problems[0]
+    assert other.path.exists()
+    with (
+        pytest.raises(CaptureError, match=r"another capture of other .* or was killed"),
+        record(Model(), tmp_path, name="other"),
+    ):
+        pytest.fail("ran")
+    other.close()
+    repair(tmp_path)
+    assert not other.path.exists()
+
+
+def test_a_process_that_keeps_the_directory_locked_costs_the_manifest_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locks, "PATIENCE_SECONDS", 0.05)
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+
+    with pytest.warns(RecordingWarning, match="another process keeps it locked"):
+        recording = recorded(tmp_path, int, lambda: locks.try_lock(descriptor))
+    assert kept_in(tmp_path) == recording.kept == 2
+    os.close(descriptor)
+    repair(tmp_path)
+    assert load(tmp_path).note == ""
+
+
+RANK = """
+import torch, os
+from capture import record
+from tests.capture.test_capture_faults import Model, STATES
+model = Model()
+with record(model, "out", name="model") as recording:
+    for _ in range(3):
+        model(STATES)
+assert not recording.problems, recording.problems
+"""
+
+
+def test_ranks_share_a_directory(
+    tmp_path: Path, start_python: StartPython, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    processes = []
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        processes.append(start_python("-c", RANK, cwd=tmp_path))
+    for process in processes:
+        _, errors = process.communicate(timeout=100)
+        assert process.returncode == 0, errors
+    origins = [(call.origin.model, call.origin.rank) for call in load(tmp_path / "out")]
+    assert sorted(origins) == [("model.rank0", 0)] * 3 + [("model.rank1", 1)] * 3
