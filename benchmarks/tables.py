@@ -341,6 +341,13 @@ def _shape(row: dict[str, str]) -> str:
     return f"{size['batch']}×{heads}×{lengths}×{size['head_dim']}{causal}{warm}"
 
 
+def capture_faults() -> str:
+    """List what happened after each fault while recording, and how often it was tried."""
+    with (results.DIRECTORY / "capture_faults.csv").open(newline="") as file:
+        lines = {row["fault"]: [row["tried"], row["outcome"]] for row in csv.DictReader(file)}
+    return _table(["fault", "tried", "what happened"], lines)
+
+
 def _table(headings: list[str], lines: dict[str, list[str]]) -> str:
     text = [f"| {' | '.join(headings)} |", f"|---|{'---:|' * (len(headings) - 1)}"]
     text += [f"| {first} | {' | '.join(cells)} |" for first, cells in lines.items()]
@@ -365,6 +372,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "demo": demo,
     "power_limit": power_limit,
     "coverage": coverage,
+    "capture_faults": capture_faults,
     "capture_overhead": capture_overhead,
     "glossary": glossary,
     "fields": fields,

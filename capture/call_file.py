@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ class PackedCall:
         Raises:
             OSError, ValueError: it cannot be written; what there is of it has been deleted.
         """
-        metadata = {_HEADER_KEY: json.dumps(asdict(self.header)), "format": FORMAT}
+        metadata = {_HEADER_KEY: json.dumps(self.header.to_json()), "format": FORMAT}
         try:
             checksum = write_safetensors(path, self.values, metadata)
         except BaseException:
@@ -111,7 +111,7 @@ class FileEntry:
             "file": self.path.name,
             "bytes": self.nbytes,
             "checksum": self.checksum,
-            "call": asdict(self.header),
+            "call": self.header.to_json(),
         }
 
     def with_checksum(self) -> FileEntry:

@@ -199,7 +199,7 @@ def _capture(arguments: argparse.Namespace) -> int:
         overwrite=arguments.overwrite,
     ) as recording:
         _run_with_progress(runnable, recording, progress)
-    if not recording.kept:
+    if not recording.kept and not recording.lost:
         raise CaptureError("; ".join(recording.problems))
     if recording.without_heads:
         progress.print(

@@ -93,8 +93,8 @@ def record(
         buffer_bytes: host memory for calls that wait to be written; when it is full, the model
             waits. By default a quarter of the memory that is free at the beginning.
         durable: have each call on the disk before the model goes on. Otherwise calls that were
-            still in memory are lost if the process is killed; an exception, Ctrl-C and SIGTERM
-            write them first.
+            still in memory are lost if the process is killed; an exception, Ctrl-C, SIGTERM (unless
+            the program handles it) and the end of the program write them first.
         output: also store the model's own attention output.
         overwrite: replace the directory's capture of the same name, when this one is complete.
 

@@ -34,7 +34,7 @@ def before_termination(flush: Callable[[], bool]) -> Iterator[None]:
     ):
         yield
         return
-    process = os.getpid()
+    process, main = os.getpid(), threading.get_ident()
     arrived = flushed = False
     wanted: SimpleQueue[bool] = SimpleQueue()  # can be put to within a signal handler
 
@@ -49,7 +49,8 @@ def before_termination(flush: Callable[[], bool]) -> Iterator[None]:
         nonlocal flushed
         if wanted.get() and flush():
             flushed = True
-            os.kill(process, signal.SIGTERM)  # only the main thread can end as the signal would
+            # Only the main thread can end as the signal would; this wakes it if it waits.
+            signal.pthread_kill(main, signal.SIGTERM)
 
     thread = started(wait, "capture-termination")
     signal.signal(signal.SIGTERM, handler)

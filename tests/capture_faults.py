@@ -71,7 +71,6 @@ FAULTS = [
     Fault.of_system("pwrite", errno.ENOSPC, errno.EIO, errno.EFBIG),
     Fault.of_system("fsync", errno.EIO, errno.ENOSPC),
     Fault.of_system("replace", errno.EIO, errno.EROFS, errno.ENOSPC),
-    Fault.of_system("rename", errno.EIO, errno.EROFS),
     Fault.of_system("unlink", errno.EIO, errno.EROFS),
     Fault.of_system("mkdir", errno.ENOSPC, errno.EROFS),
     Fault.of_system("close", errno.EIO, errno.ENOSPC),

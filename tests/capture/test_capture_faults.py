@@ -94,6 +94,32 @@ def test_the_model_s_own_exception_arrives(
     assert not orphans(tmp_path)
 
 
+@pytest.mark.parametrize("function", ["rename", "mkdir"])
+def test_a_capture_that_cannot_be_set_aside_is_when_it_is_repaired(
+    function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded(tmp_path, int, int)
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    def stop() -> None:
+        monkeypatch.setattr(os, function, fails)
+        raise ZeroDivisionError
+
+    def run() -> None:
+        recorded(tmp_path, int, int, int, stop, overwrite=True)
+
+    with pytest.raises(ZeroDivisionError), pytest.warns(RecordingWarning, match="Input/output"):
+        run()
+    monkeypatch.undo()
+    assert kept_in(tmp_path) == 2
+    repair(tmp_path)
+    assert kept_in(tmp_path) == 2
+    assert kept_in(tmp_path / "unfinished-model_2") == 3
+    assert not orphans(tmp_path)
+
+
 @pytest.mark.filterwarnings("error")
 def test_warnings_that_are_errors_do_not_reach_the_model(tmp_path: Path) -> None:
     recording = recorded(tmp_path, int, lambda: shutil.rmtree(tmp_path), int)
@@ -309,10 +335,11 @@ def test_ctrl_c_while_it_is_written_gives_up_the_rest(
     original, may_go_on = call_file.write_safetensors, threading.Event()
 
     def slow(*arguments: Any) -> str:
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.pthread_kill(main, signal.SIGINT)
         may_go_on.wait(60)
         return original(*arguments)
 
+    main = threading.get_ident()
     monkeypatch.setattr(call_file, "write_safetensors", slow)
     recordings: list[Recording] = []
 
