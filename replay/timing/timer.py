@@ -45,6 +45,9 @@ CYCLES_PER_MS = 2_000_000
 MAXIMUM_WAIT_MS = 5.0
 """Longest wait for the host. A kernel that synchronises inside cannot be hidden anyway."""
 
+LONGEST_HEAD_START_MS = 100.0
+"""Of the host before the GPU, when work is looked for that outlives a call."""
+
 TRIES = 3
 CALLS_TO_LEAVE_WORK = 20
 """In a row, so that what each leaves behind adds up."""
@@ -267,21 +270,23 @@ def work_left(function: Function, device: torch.device) -> float:
         for _ in range(CALLS_TO_LEAVE_WORK):
             function()
 
-    waits = [_waits_ms(calls, device) for _ in range(TRIES)]
+    # The host must be done with all calls before the GPU begins; else what they leave is over
+    # before the stream is.
+    torch.cuda.synchronize(device)
+    ahead_ms = min(MAXIMUM_WAIT_MS + 2 * _wall_ms(calls), LONGEST_HEAD_START_MS)
+    waits = [_waits_ms(calls, device, ahead_ms) for _ in range(TRIES)]
     stream_ms, left_ms = (min(each) for each in zip(*waits, strict=True))
-    cycles = int(MAXIMUM_WAIT_MS * CYCLES_PER_MS)
-    controls = [_waits_ms(lambda: torch.cuda._sleep(cycles), device) for _ in range(TRIES)]
+    controls = [_waits_ms(lambda: None, device, ahead_ms) for _ in range(TRIES)]
     beyond_ms = left_ms - min(control for _, control in controls)
-    unnoticed_ms = UNNOTICED_MS + UNNOTICED_SHARE * max(stream_ms - MAXIMUM_WAIT_MS, 0.0)
+    unnoticed_ms = UNNOTICED_MS + UNNOTICED_SHARE * max(stream_ms - ahead_ms, 0.0)
     return beyond_ms / CALLS_TO_LEAVE_WORK if beyond_ms > unnoticed_ms else 0.0
 
 
-def _waits_ms(function: Function, device: torch.device) -> tuple[float, float]:
+def _waits_ms(function: Function, device: torch.device, ahead_ms: float) -> tuple[float, float]:
     """How long the current stream takes, and how much longer the device."""
     torch.cuda.synchronize(device)
     began = time.perf_counter()
-    # Until all calls are enqueued; else what they leave is done before the stream is.
-    torch.cuda._sleep(int(MAXIMUM_WAIT_MS * CYCLES_PER_MS))
+    torch.cuda._sleep(int(ahead_ms * CYCLES_PER_MS))
     function()
     end = torch.cuda.Event()
     end.record(torch.cuda.current_stream(device))
