@@ -6,6 +6,7 @@ import contextlib
 import gc
 import hashlib
 import io
+import statistics
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -131,7 +132,8 @@ class Checker:
             if timed.samples is not None and finding.status == "ok":
                 while_timed = self._timed_finding(timed)
                 if while_timed.status == "ok":
-                    while_timed = self._block_finding(checked)
+                    call_ms = statistics.median(timed.samples.ms)
+                    while_timed = self._block_finding(checked, call_ms)
                 finding, accuracy = self._judged_again(checked)
                 finding = finding if while_timed.status == "ok" else while_timed
             core_fault = self._core_fault(timed, finding)
@@ -246,13 +248,14 @@ class Checker:
             return False
         return True
 
-    def _block_finding(self, checked: Checked) -> Finding:
+    def _block_finding(self, checked: Checked, call_ms: float) -> Finding:
         """Whether work outlives the call, and how long a block of calls takes by another clock."""
         try:
             if left := work_left(checked.run, self._settings.device):
                 reason = f"{left:.3g} ms of its work outlive the call, on a stream nobody waits for"
                 return Finding("error", reason)
-            self._referee.clock(checked.kernel.name, checked.run, self._settings.device)
+            device = self._settings.device
+            self._referee.clock(checked.kernel.name, checked.run, device, call_ms)
         except BaseException as error:
             return classify(error)
         finally:

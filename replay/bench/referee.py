@@ -75,8 +75,14 @@ class Referee(Protocol):
     ) -> str:
         """What is wrong with rows of timed samples; empty for nothing."""
 
-    def clock(self, kernel: str, run: Callable[[], object], device: torch.device) -> None:
-        """Let a block of calls run by a clock that the kernel cannot reach, if there is one."""
+    def clock(
+        self, kernel: str, run: Callable[[], object], device: torch.device, call_ms: float
+    ) -> None:
+        """Let a block of calls run by a clock that the kernel cannot reach, if there is one.
+
+        Args:
+            call_ms: what a call took when it was timed.
+        """
 
 
 BLOCK_MS = 30.0
@@ -181,7 +187,9 @@ class LocalReferee:
                     return wrong
         return ""
 
-    def clock(self, kernel: str, run: Callable[[], object], device: torch.device) -> None:
+    def clock(
+        self, kernel: str, run: Callable[[], object], device: torch.device, call_ms: float
+    ) -> None:
         """In this process there is no clock that a kernel could not reach."""
 
     def _expected_of(self, kernel: str, chosen: Tensor | None) -> Expected:

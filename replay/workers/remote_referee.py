@@ -93,11 +93,14 @@ class RemoteReferee:
         wrong: str = answer["wrong"]
         return wrong
 
-    def clock(self, kernel: str, run: Callable[[], object], device: torch.device) -> None:
-        block_of_calls(run, device, 1)
-        began = time.perf_counter()
-        block_of_calls(run, device, 3)
-        call_ms = (time.perf_counter() - began) * 1000 / 3
+    def clock(
+        self, kernel: str, run: Callable[[], object], device: torch.device, call_ms: float
+    ) -> None:
+        if call_ms < BLOCK_MS:  # a short call takes longer while nobody hides its launch
+            block_of_calls(run, device, 1)
+            began = time.perf_counter()
+            block_of_calls(run, device, 3)
+            call_ms = (time.perf_counter() - began) * 1000 / 3
         calls = max(1, min(int(BLOCK_MS / max(call_ms, 1e-3)), MOST_CALLS))
         for _ in range(MOST_BLOCKS):
             self._ask(do="start clock", kernel=kernel)

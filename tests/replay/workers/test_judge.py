@@ -132,7 +132,7 @@ def test_clocks_are_compared_again_before_one_is_not_believed(
         return {"agree": next(answers)} if asked[-1] == "stop clock" else {}
 
     referee = RemoteReferee(lambda *, judge: asked.append(judge["do"]), hear, "")
-    referee.clock("mine", lambda: None, torch.device("cpu"))
+    referee.clock("mine", lambda: None, torch.device("cpu"), 0.1)
     assert asked == ["start clock", "stop clock"] * blocks
 
 
