@@ -13,11 +13,15 @@ from replay.bench.resources import peak_bytes
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """What CUDA says is allocated now and was at most."""
-    figures = {"now": 100, "most": 900}
+    figures = {"now": 140, "most": 900}
+
+    def allocate(count: int, *, device: torch.device) -> None:
+        figures["now"] = 100  # the rest had waited until another stream was done with it
 
     def reset(device: torch.device) -> None:
         figures["most"] = figures["now"]
 
+    monkeypatch.setattr(torch, "empty", allocate)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: figures["now"])
