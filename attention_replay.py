@@ -23,7 +23,7 @@ class Error(Exception):
 PACKAGES = {"capture": ("capture",), "replay": ("capture", "replay")}
 """What must be ours, by command. `models` is loaded by its path, whatever else has that name."""
 
-MAINS = {"capture": "capture.cli", "replay": "replay.cli.main"}
+MAINS = {"capture": "capture.cli.main", "replay": "replay.cli.main"}
 """The module whose `main` each command is."""
 
 

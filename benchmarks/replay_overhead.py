@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from benchmarks import results
 from benchmarks.capture_overhead import GIB, MACHINE, Figures, write
 from capture import load, record
-from capture.dataset import Dataset
+from capture.storage.dataset import Dataset
 from replay.bench.runner import LOADING, REFERENCE, TIMING
 from replay.bench.settings import Settings
 from replay.kernels.registry import select

@@ -14,12 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from capture.call import AttentionCall
-    from capture.dataset import load
-    from capture.recording import record
+    from capture.recording.record import record
+    from capture.storage.dataset import load
 
 __all__ = ["AttentionCall", "load", "record"]
 
-_HOMES = {"AttentionCall": "capture.call", "load": "capture.dataset", "record": "capture.recording"}
+_HOMES = {
+    "AttentionCall": "capture.call",
+    "load": "capture.storage.dataset",
+    "record": "capture.recording.record",
+}
 
 
 def __getattr__(name: str) -> Any:

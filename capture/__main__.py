@@ -1,5 +1,5 @@
 """`python -m capture`."""
 
-from capture.cli import main
+from capture.cli.main import main
 
 main()

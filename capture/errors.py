@@ -1,4 +1,4 @@
-"""Errors the user can fix; the command lines print them as one sentence."""
+"""Errors the user can fix, which the command lines print as one sentence, and a warning."""
 
 from __future__ import annotations
 
@@ -29,3 +29,7 @@ class CaptureError(Error):
 
 class DatasetError(Error):
     """A dataset, or one of its files, cannot be read; the message names the file."""
+
+
+class RecordingWarning(UserWarning):
+    """A recording is not what was asked for; the model's run is not affected."""

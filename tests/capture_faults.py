@@ -35,12 +35,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from capture import load, memory, record, writer
-from capture.dataset import MANIFEST
-from capture.errors import CaptureError, DatasetError
-from capture.journal import read
-from capture.recording import Recording, RecordingWarning
-from capture.repair import repair
+from capture import load, record
+from capture.errors import CaptureError, DatasetError, RecordingWarning
+from capture.recording import memory, writer
+from capture.recording.recording import Recording
+from capture.storage.dataset import MANIFEST
+from capture.storage.journal import read
+from capture.storage.repair import repair
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "capture_faults.csv"
 

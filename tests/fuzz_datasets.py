@@ -34,14 +34,14 @@ from rich.console import Console
 
 from attention_replay import Error
 from capture import load
-from capture.call_file import FileEntry, PackedCall
-from capture.capture_record import CaptureRecord
-from capture.dataset import MANIFEST, Dataset
-from capture.journal import Journal
-from capture.repair import repair
-from capture.show import show, show_findings
-from capture.tensor_file import write_safetensors
-from capture.verify import verify
+from capture.cli.show import show, show_findings
+from capture.cli.verify import verify
+from capture.storage.call_file import FileEntry, PackedCall
+from capture.storage.capture_record import CaptureRecord
+from capture.storage.dataset import MANIFEST, Dataset
+from capture.storage.journal import Journal
+from capture.storage.repair import repair
+from capture.storage.tensor_file import write_safetensors
 from replay.accuracy.reference import attention
 from replay.plan.matching import match
 from replay.workloads.recorded import from_directory

@@ -14,10 +14,35 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 PAGE = REPOSITORY / "docs" / "architecture.md"
 
 
-def layers() -> list[str]:
-    """The folders of `replay/`, the highest first, as the page's drawing has them."""
-    drawing = PAGE.read_text(encoding="utf-8").partition("```text\n")[2].partition("```")[0]
+FOUND = {"capture": 120, "replay": 200}
+"""Imports that there are at least, between folders or from a folder of the same package."""
+
+layered = pytest.mark.parametrize("package", FOUND)
+
+
+def layers(package: str) -> list[str]:
+    """The folders of a package, the highest first, as the page's drawing has them."""
+    section = PAGE.read_text(encoding="utf-8").partition(f"## Inside `{package}/`\n")[2]
+    drawing = section.partition("```text\n")[2].partition("```")[0]
     return re.findall(r"^ *(\w+)/ ", drawing, re.MULTILINE)
+
+
+def wrong_imports(package: str, order: list[str], root: Path) -> tuple[list[str], int]:
+    """Imports that point up, and how many were looked at.
+
+    Files beside the folders are below all of them, except the package's own entry points.
+    """
+    files = {path.stem for path in (root / package).glob("*.py")} - {"__init__", "__main__"}
+    ranks = {name: rank for rank, name in enumerate(order)} | dict.fromkeys(files, len(order))
+    wrong, found = [], 0
+    for path, name in imports(package, root):
+        importing = path.relative_to(root / package).with_suffix("").parts[0]
+        imported = name.split(".")[1] if name.startswith(f"{package}.") else ""
+        if importing in ranks and imported in ranks:
+            found += 1
+            if ranks[importing] > ranks[imported]:
+                wrong.append(f"{path} imports {name}")
+    return wrong, found
 
 
 def imports(package: str, root: Path = REPOSITORY) -> Iterator[tuple[Path, str]]:
@@ -51,21 +76,36 @@ def import_graph(package: str, root: Path = REPOSITORY) -> dict[str, set[str]]:
     return graph
 
 
-def test_the_drawing_has_every_folder() -> None:
-    folders = {path.parent.name for path in (REPOSITORY / "replay").glob("*/__init__.py")}
-    assert set(layers()) == folders
+@layered
+def test_the_drawing_has_every_folder(package: str) -> None:
+    folders = [path.parent.name for path in (REPOSITORY / package).glob("*/__init__.py")]
+    assert sorted(layers(package)) == sorted(folders)
 
 
-def test_imports_in_replay_point_down() -> None:
-    order = layers()
-    found = 0
-    for path, name in imports("replay"):
-        importing = path.relative_to(REPOSITORY / "replay").parts[0]
-        imported = name.split(".")[1] if name.startswith("replay.") else ""
-        if importing in order and imported in order:
-            found += 1
-            assert order.index(importing) <= order.index(imported), f"{path} imports {name}"
-    assert found > 200
+@layered
+def test_imports_point_down(package: str) -> None:
+    wrong, found = wrong_imports(package, layers(package), REPOSITORY)
+    assert not wrong
+    assert found > FOUND[package]
+
+
+def test_an_import_that_points_up_is_found(tmp_path: Path) -> None:
+    files = {
+        "__init__.py": "from package.high import a\n",
+        "word.py": "def late():\n    from package.low import b\n",
+        "high/a.py": "from package import word\nfrom package.low import b\n",
+        "low/b.py": "from ..high import a\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / "package" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    wrong, found = wrong_imports("package", ["high", "low"], tmp_path)
+    assert [line.rpartition("/")[2] for line in wrong] == [
+        "b.py imports package.high.a",
+        "word.py imports package.low.b",
+    ]
+    assert found == 4
 
 
 def test_packages_know_what_they_may() -> None:

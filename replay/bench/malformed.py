@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
-from capture.header import dtype_name
+from capture.storage.header import dtype_name
 
 
 def malformed(output: object, call: AttentionCall, *, any_dtype: bool = False) -> str:

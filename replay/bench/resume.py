@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from capture.call_file import FileEntry
 from capture.shape import Shape
+from capture.storage.call_file import FileEntry
 from replay.bench.settings import Settings
 from replay.bench.stages import NO_ENERGY
 from replay.kernels.registry import Kernel

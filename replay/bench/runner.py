@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from capture.backends import BACKENDS, chosen_backend
 from capture.call import AttentionCall
 from capture.errors import DatasetError
-from capture.header import dtype_name
+from capture.hooks.backends import BACKENDS, chosen_backend
+from capture.storage.header import dtype_name
 from replay.bench.check import Checker, output_of, refusal, stderr_apart
 from replay.bench.energy import with_energy
 from replay.bench.failures import ContextLost, classify

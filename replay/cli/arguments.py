@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from capture.arguments import OneSentenceParser, natural, positive, seconds, share
+from capture.cli.arguments import OneSentenceParser, natural, positive, seconds, share
 from replay.cli.end_to_end_arguments import add_arguments
 from replay.rows.fields import METRICS
 from replay.timing.defaults import (

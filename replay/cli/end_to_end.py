@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from attention_replay import Error
-from capture.capture_record import CaptureRecord
-from capture.dataset import Dataset
+from capture.storage.capture_record import CaptureRecord
+from capture.storage.dataset import Dataset
 from replay.bench.settings import Settings
 from replay.end_to_end.check import Checked, check
 from replay.end_to_end.model_process import OWN, ModelProcess, ModelRefused, Variant, import_path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from capture.arguments import positive
+from capture.cli.arguments import positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from attention_replay import Error
+from capture.cli.standard_streams import make_usable
 from capture.printable import printable
-from capture.standard_streams import make_usable
 from replay.cli.arguments import parser
 from replay.cli.end_to_end_arguments import misuse
 from replay.cli.stdout import reserved_stdout

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from capture.census import Census
-from capture.interceptor import Arguments, intercept
-from capture.modules import ModuleTracker
+from capture.hooks.census import Census
+from capture.hooks.interceptor import Arguments, intercept
+from capture.hooks.modules import ModuleTracker
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from safetensors.torch import load_file
 from torch import Tensor
 
-from capture.capture_record import CaptureRecord
+from capture.storage.capture_record import CaptureRecord
 from replay.end_to_end import drift
 from replay.end_to_end.census_check import difference
 from replay.end_to_end.model_clock import RunTimes

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from capture.modules import phase_of
+from capture.hooks.modules import phase_of
 from replay.timing.timer import CYCLES_PER_MS
 
 OUTSIDE = ""

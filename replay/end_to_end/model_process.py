@@ -164,7 +164,7 @@ class ModelProcess:
         """Run the model once, untimed, and count its attention calls as `capture` does.
 
         Returns:
-            The census, as `capture.census.Census.to_json` writes it.
+            The census, as `capture.hooks.census.Census.to_json` writes it.
 
         Raises:
             ModelRefused: the model cannot be built.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from capture.models_package import import_models
+from capture.cli.models_package import import_models
 from replay.bench.failures import classify
 from replay.end_to_end.census_check import counting
 from replay.end_to_end.model_clock import Clock

@@ -70,7 +70,7 @@ def predict(
     failed or was not timed on a replayed call that represents one of its calls.
 
     Args:
-        census: of one run, as `capture.census.Census.to_json` writes it.
+        census: of one run, as `capture.hooks.census.Census.to_json` writes it.
         rows: the replay of the same recording and model. A kernel of another environment is
             compared with the baseline there, if that was replayed too.
         kernel_at: the kernel of each module and phase (`everywhere` for a single one).

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from attention_replay import Error
-from capture.capture_record import CaptureRecord
-from capture.json_data import required, shown, typed
-from capture.models_package import import_models
+from capture.cli.models_package import import_models
+from capture.storage.capture_record import CaptureRecord
+from capture.storage.json_data import required, shown, typed
 
 
 class NotRebuildable(Error):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
-from capture.interceptor import Arguments
+from capture.hooks.interceptor import Arguments
 from replay.kernels.constraints import ASKED_AT_EVERY_CALL, Constraint, all_of
 from replay.kernels.library import Library
 from replay.kernels.registry import Attention, Kernel

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
-from capture.header import dtype_name
-from capture.interceptor import Arguments
+from capture.hooks.interceptor import Arguments
+from capture.storage.header import dtype_name
 
 AnyCall = Arguments | AttentionCall
 """One call of SDPA, as it is being made or as it was recorded: the same names."""

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from capture.interceptor import TORCH_SDPA, Arguments, Traced
+from capture.hooks.interceptor import TORCH_SDPA, Arguments, Traced
 
 NAME = "attention_replay::attend"
 

@@ -25,8 +25,8 @@ import torch
 from torch import nn
 
 from attention_replay import Error
-from capture.interceptor import Arguments
-from capture.modules import ModuleTracker, phase_of, roots_of
+from capture.hooks.interceptor import Arguments
+from capture.hooks.modules import ModuleTracker, phase_of, roots_of
 
 Choices = Mapping[str, str]
 """The kernel of each phase at one module."""

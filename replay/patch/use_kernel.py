@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from capture.call import AttentionCall
-from capture.interceptor import Arguments, answer, intercept
+from capture.hooks.interceptor import Arguments, answer, intercept
 from replay.kernels.registry import Kernel, KernelNameError, find
 from replay.patch.custom_op import answering, calling_operator, costs_reshape, laid_out
 from replay.patch.routing import NOT_PLANNED, Places, kernel_here

@@ -76,7 +76,7 @@ def choose(
     Args:
         rows: the replay of one recording and model, with samples: as `replay` yields the rows or
             as read from JSON.
-        census: of that model, as `capture.census.Census.to_json` writes it.
+        census: of that model, as `capture.hooks.census.Census.to_json` writes it.
         baseline: the kernel that the model itself uses.
         exclusive: kernels that cannot share a process (`Kernel.own_process`): the plan uses the
             one that saves most.

@@ -1,6 +1,6 @@
 """Match the calls of a census with replayed calls.
 
-A recording stores some calls and counts all (`capture.census`). A call's cost depends on its
+A recording stores some calls and counts all (`capture.hooks.census`). A call's cost depends on its
 signature, so a counted call matches a replayed call of the same phase and signature; only the key
 length may differ, as while a cache grows.
 """
@@ -45,7 +45,7 @@ def match(
     within `REACH`. Several calls of one length have equal shares.
 
     Args:
-        census: as `capture.census.Census.to_json` writes it.
+        census: as `capture.hooks.census.Census.to_json` writes it.
         replayed: calls of the same recording and model.
         own_first: prefer calls of the same module to those of other modules.
 

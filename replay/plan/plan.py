@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from attention_replay import Error
-from capture.json_data import parsed, shown
+from capture.storage.json_data import parsed, shown
 from replay.rows.files import rebuilt
 from replay.rows.meaning import COSINE_NOISE
 

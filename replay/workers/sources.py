@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from capture.call_file import FileEntry
-from capture.dataset import DamagedFile
+from capture.storage.call_file import FileEntry
+from capture.storage.dataset import DamagedFile
 from replay.workloads.random_calls import Spec, dtype, twin, workload
 from replay.workloads.recorded import Workload, damaged_file, pickled_call, recorded_call
 

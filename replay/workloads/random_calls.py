@@ -9,7 +9,7 @@ import torch
 
 from attention_replay import Error
 from capture.call import AttentionCall, Origin
-from capture.header import dtype_name
+from capture.storage.header import dtype_name
 from capture.strides import copy_with_strides, narrow_expanded
 from replay.workloads.recorded import Workload
 

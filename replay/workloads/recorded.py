@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from capture import plain_files
 from capture.call import AttentionCall, Origin
-from capture.call_file import FileEntry
-from capture.dataset import DamagedFile, Dataset
 from capture.errors import DatasetError
-from capture.header import Header
+from capture.storage import plain_files
+from capture.storage.call_file import FileEntry
+from capture.storage.dataset import DamagedFile, Dataset
+from capture.storage.header import Header
 
 
 @dataclass(frozen=True)

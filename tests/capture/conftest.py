@@ -110,7 +110,7 @@ def start_python() -> Callable[..., subprocess.Popen[str]]:
 @pytest.fixture
 def run_cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """`run_cli("--show", "x")`: the command in this process; exit code, stdout and stderr."""
-    from capture.cli import main
+    from capture.cli.main import main
 
     def run(*arguments: str) -> tuple[int, str, str]:
         capsys.readouterr()

@@ -20,12 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from capture import load, locks, record
-from capture.capture_record import CaptureRecord
-from capture.errors import CaptureError
-from capture.journal import Journal
-from capture.recording import Recording, RecordingWarning
-from capture.repair import repair
+from capture import load, record
+from capture.errors import CaptureError, RecordingWarning
+from capture.recording.recording import Recording
+from capture.storage import locks
+from capture.storage.capture_record import CaptureRecord
+from capture.storage.journal import Journal
+from capture.storage.repair import repair
 from tests.capture_faults import FAULTS, WAYS, Fault, kept_in, kill, orphans, try_fault
 
 StartPython = Callable[..., "subprocess.Popen[str]"]
@@ -76,7 +77,7 @@ def recorded(out: Path, *before: Callable[[], object], **options: Any) -> Record
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("mine"), KeyboardInterrupt(), SystemExit(3)])
 @pytest.mark.parametrize("full", [False, True])
-@pytest.mark.filterwarnings("ignore::capture.recording.RecordingWarning")
+@pytest.mark.filterwarnings("ignore::capture.errors.RecordingWarning")
 def test_the_model_s_own_exception_arrives(
     error: BaseException, full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,7 +128,7 @@ def test_warnings_that_are_errors_do_not_reach_the_model(tmp_path: Path) -> None
     assert recording.problems
 
 
-@pytest.mark.filterwarnings("ignore::capture.recording.RecordingWarning")
+@pytest.mark.filterwarnings("ignore::capture.errors.RecordingWarning")
 def test_a_directory_that_becomes_read_only(tmp_path: Path) -> None:
     if not os.getuid():
         pytest.skip("root may write anywhere")
@@ -139,7 +140,7 @@ def test_a_directory_that_becomes_read_only(tmp_path: Path) -> None:
     assert not orphans(tmp_path)
 
 
-@pytest.mark.filterwarnings("ignore::capture.recording.RecordingWarning")
+@pytest.mark.filterwarnings("ignore::capture.errors.RecordingWarning")
 def test_a_limit_of_the_size_of_files(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -215,7 +216,7 @@ class Stubborn(Tensor):
         raise RuntimeError("no")
 
 
-@pytest.mark.filterwarnings("ignore::capture.recording.RecordingWarning")
+@pytest.mark.filterwarnings("ignore::capture.errors.RecordingWarning")
 def test_tensors_that_cannot_be_stored(tmp_path: Path) -> None:
     model, stubborn = Model(), STATES.as_subclass(Stubborn)
     with record(model, tmp_path, name="model") as recording:
@@ -227,7 +228,7 @@ def test_tensors_that_cannot_be_stored(tmp_path: Path) -> None:
     assert kept_in(tmp_path) == recording.kept
 
 
-@pytest.mark.filterwarnings("ignore::capture.recording.RecordingWarning")
+@pytest.mark.filterwarnings("ignore::capture.errors.RecordingWarning")
 def test_a_call_that_nobody_could_load_is_not_stored(tmp_path: Path) -> None:
     class Scaled(nn.Module):
         def forward(self, states: Tensor, scale: float, causal: Any) -> Tensor:
@@ -330,7 +331,7 @@ def test_sigterm_writes_what_is_in_memory_wherever_it_interrupts(
 def test_ctrl_c_while_it_is_written_gives_up_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from capture import call_file
+    from capture.storage import call_file
 
     original, may_go_on = call_file.write_safetensors, threading.Event()
 
@@ -378,7 +379,7 @@ model(STATES)
     assert kept_in(tmp_path / "out") == 1
 
 
-@pytest.mark.filterwarnings("ignore::capture.recording.RecordingWarning")
+@pytest.mark.filterwarnings("ignore::capture.errors.RecordingWarning")
 def test_without_locks_nobody_touches_another_s_capture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

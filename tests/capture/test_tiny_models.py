@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from capture import load
-from capture.dataset import Dataset
-from capture.verify import verify
+from capture.cli.verify import verify
+from capture.storage.dataset import Dataset
 from models import pretrained_weights
 
 MODELS = ["cogvideo", "flux", "llama"]
@@ -74,7 +74,7 @@ def recorded_and_noted(
     start_python: Callable[..., subprocess.Popen[str]],
 ) -> tuple[Path, dict[str, Any]]:
     """All three recorded into one directory; and what the independent process found."""
-    from capture.cli import main
+    from capture.cli.main import main
 
     noted = tmp_path_factory.mktemp("noted")
     independent = start_python("-c", INDEPENDENT, json.dumps(STEPS), cwd=noted)

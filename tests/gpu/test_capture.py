@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from capture import copies, load, record
-from capture.verify import verify
+from capture import load, record
+from capture.cli.verify import verify
+from capture.recording import copies
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import capture.cli
+import capture.cli.main
 from capture import load
 from replay.cli import main as replay_main
 
@@ -20,7 +20,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("captured")
     for model in ("cogvideo", "flux", "llama"):
         arguments = ["--model", model, "--size", "tiny", "--max", "2", "--out", str(out)]
-        _exits(0, capture.cli.main, arguments)
+        _exits(0, capture.cli.main.main, arguments)
     return out
 
 
@@ -37,7 +37,7 @@ def test_captures_bfloat16_on_the_gpu_and_reproduces_it(
     assert len(dataset) == 6
     assert {entry.header.dtype for entry in dataset.entries} == {"bfloat16"}
     assert all(entry.origin.device.startswith("cuda (") for entry in dataset.entries)
-    _exits(0, capture.cli.main, ["--verify", str(recorded)])
+    _exits(0, capture.cli.main.main, ["--verify", str(recorded)])
     assert "6 of 6 files passed" in capsys.readouterr().out
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import attention_replay
 import models
-from capture.cli import main as capture_main
+from capture.cli.main import main as capture_main
 from models import libraries
 from replay.cli.arguments import parser as replay_parser
 
@@ -157,7 +157,7 @@ def test_a_missing_part_of_ours_is_no_missing_package(
     def broken(arguments: object) -> int:
         raise ModuleNotFoundError("No module named 'capture.gone'", name="capture.gone")
 
-    monkeypatch.setattr("capture.cli._capture", broken)
+    monkeypatch.setattr("capture.cli.main._capture", broken)
     with pytest.raises(SystemExit, match="1"):
         capture_main(["--model", "llama"])
     assert "failed with ModuleNotFoundError" in capsys.readouterr().err
@@ -225,7 +225,9 @@ def test_short_names_of_dtypes(
 ) -> None:
     assert replay_parser().parse_args(["--random", "--dtype", short]).dtype == dtype
     seen: list[str] = []
-    monkeypatch.setattr("capture.cli._capture", lambda arguments: seen.append(arguments.dtype) or 0)
+    monkeypatch.setattr(
+        "capture.cli.main._capture", lambda arguments: seen.append(arguments.dtype) or 0
+    )
     with pytest.raises(SystemExit):
         capture_main(["--model", "llama", "--dtype", short])
     assert seen == [dtype]

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 import models
-from capture.cli import main as capture
+from capture.cli.main import main as capture
 from models.built_in import families, llama
 
 NEW_FILE = '''

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from capture.call import AttentionCall
-from capture.call_file import PackedCall
-from capture.dataset import Dataset
+from capture.storage.call_file import PackedCall
+from capture.storage.dataset import Dataset
 from replay.bench.settings import Settings
 from replay.kernels import registry
 from replay.kernels.registry import Kernel

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
-from capture.interceptor import Arguments
+from capture.hooks.interceptor import Arguments
 from replay.kernels.adapter import adapt, at_once
 from replay.kernels.constraints import (
     AnyCall,

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from capture.interceptor import Arguments
+from capture.hooks.interceptor import Arguments
 from replay.kernels.adapter import adapt
 from replay.kernels.constraints import (
     AnyCall,

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
-from capture.interceptor import Arguments
+from capture.hooks.interceptor import Arguments
 from replay.kernels.adapter import adapt
 from replay.kernels.constraints import (
     AnyCall,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from capture.interceptor import Arguments
+from capture.hooks.interceptor import Arguments
 from replay.kernels.adapter import drop_in
 from replay.kernels.compiling import CompiledPerSignature
 from replay.kernels.constraints import all_of, mask_or_causal, no_dropout, up_to_float32

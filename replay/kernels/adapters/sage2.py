@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from capture.interceptor import Arguments
+from capture.hooks.interceptor import Arguments
 from replay.kernels.adapter import Prepare, adapt, at_once
 from replay.kernels.adapters import sage2_core
 from replay.kernels.constraints import (

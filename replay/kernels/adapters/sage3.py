@@ -11,7 +11,7 @@ from functools import partial
 
 from torch import Tensor
 
-from capture.interceptor import Arguments
+from capture.hooks.interceptor import Arguments
 from replay.kernels.adapter import adapt
 from replay.kernels.constraints import (
     causal_only_square,

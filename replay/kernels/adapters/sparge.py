@@ -15,7 +15,7 @@ from functools import partial
 
 from torch import Tensor
 
-from capture.interceptor import Arguments
+from capture.hooks.interceptor import Arguments
 from replay.kernels.adapter import adapt
 from replay.kernels.constraints import (
     half_precision,

@@ -20,7 +20,7 @@ import torch.nn.attention
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from capture.interceptor import TORCH_SDPA
+from capture.hooks.interceptor import TORCH_SDPA
 from replay.kernels.adapters import fa3, fa4
 from replay.kernels.constraints import (
     adjacent_elements,

@@ -19,7 +19,7 @@ from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from capture.call import AttentionCall
-from capture.interceptor import TORCH_SDPA
+from capture.hooks.interceptor import TORCH_SDPA
 from replay.kernels.compiling import CompiledPerSignature
 from replay.kernels.constraints import mask_or_causal, no_dropout
 from replay.kernels.registry import Attention, Kernel, register

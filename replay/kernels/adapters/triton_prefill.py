@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from capture.interceptor import Arguments
+from capture.hooks.interceptor import Arguments
 from replay.kernels.adapter import adapt
 from replay.kernels.constraints import max_head_dim, no_dropout, up_to_float32
 from replay.kernels.library import TRITON

@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capture.dataset import Dataset
 from capture.shape import Shape
+from capture.storage.dataset import Dataset
 from replay.bench.resume import begin_again, finished_rows
 from replay.kernels.registry import Kernel
 from replay.rows.fields import SCHEMA

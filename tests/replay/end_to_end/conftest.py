@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from capture.capture_record import CaptureRecord
-from capture.cli import main as capture
-from capture.dataset import Dataset
+from capture.cli.main import main as capture
+from capture.storage.capture_record import CaptureRecord
+from capture.storage.dataset import Dataset
 from replay.cli.main import main
 
 MODEL = """

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from capture.cli import main as capture
+from capture.cli.main import main as capture
 from replay.cli.main import main
 
 from .conftest import KERNELS

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from capture.capture_record import CaptureRecord
+from capture.storage.capture_record import CaptureRecord
 from replay.end_to_end.check import MOST_ROUNDS, Checked, check
 from replay.end_to_end.model_clock import RunTimes
 from replay.end_to_end.model_process import BASELINE, ModelProcess, Run, RunFailed, Variant

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from capture.capture_record import CaptureRecord
+from capture.storage.capture_record import CaptureRecord
 from replay.cli.end_to_end import _variants
 from replay.cli.main import main
 from replay.end_to_end.model_process import ModelRefused, import_path

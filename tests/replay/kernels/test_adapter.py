@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
-from capture.interceptor import Arguments, bind
+from capture.hooks.interceptor import Arguments, bind
 from replay.kernels.adapter import at_once, drop_in
 from replay.kernels.constraints import (
     causal_only_square,

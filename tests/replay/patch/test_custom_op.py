@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from capture.interceptor import TORCH_SDPA
+from capture.hooks.interceptor import TORCH_SDPA
 from replay import register_kernel, use_kernel
 from replay.kernels import registry
 from replay.patch.custom_op import attend, costs_reshape, laid_out, strides_like

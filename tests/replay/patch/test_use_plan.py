@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from capture import load, record
-from capture.interceptor import TORCH_SDPA
+from capture.hooks.interceptor import TORCH_SDPA
 from replay import register_kernel, use_kernel, use_plan
 from replay.kernels import registry
 from replay.kernels.registry import KernelNameError

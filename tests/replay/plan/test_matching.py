@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from capture.census import Census
-from capture.interceptor import Arguments
-from capture.modules import Site
+from capture.hooks.census import Census
+from capture.hooks.interceptor import Arguments
+from capture.hooks.modules import Site
 from capture.shape import Shape
 from replay.plan.matching import CensusError, match
 from replay.rows.row import CallFacts, Mask

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import pytest
 
 import replay as replay_package
-from capture.call_file import PackedCall
-from capture.dataset import Dataset
+from capture.storage.call_file import PackedCall
+from capture.storage.dataset import Dataset
 from replay.bench.settings import Settings
 from replay.kernels.registry import Kernel, find
 from replay.workers.environments import Environment

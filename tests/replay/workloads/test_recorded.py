@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from capture.call import AttentionCall
-from capture.call_file import PackedCall
 from capture.errors import DatasetError
+from capture.storage.call_file import PackedCall
 from replay.bench.runner import replay
 from replay.workers.sources import workload_of
 from replay.workloads.recorded import from_directory

@@ -1,0 +1,1 @@
+"""The `capture` command and what it prints."""

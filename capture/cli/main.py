@@ -1,0 +1,328 @@
+"""The `capture` command. Imports torch only after parsing the arguments."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attention_replay import Error
+from capture.cli.arguments import OneSentenceParser, natural, positive
+from capture.cli.models_package import import_models
+from capture.cli.standard_streams import make_usable
+from capture.printable import printable
+from capture.recording.ranges import parse_ranges
+from capture.recording.sampling import PHASES, check_sample
+
+if TYPE_CHECKING:
+    from capture.recording.recording import Recording
+
+EXAMPLES = """examples:
+  capture --model cogvideo --max 10                     record 10 attention calls of CogVideoX
+  capture --model llama --steps 32 --prompt "Once"      decode 32 tokens after this prompt
+  capture --model flux --size full --weights random     full size without a download: timing only
+  capture --model ./my-checkpoint --max 20              a local diffusers or transformers checkpoint
+  capture --model my_model.py:build                     your function: returns (module, run)
+  capture --model llama --phase decode --heads 0-3      part of each call of one phase
+  capture --show captured_inputs                        list what was recorded
+  capture --verify captured_inputs                      check the files and recompute the outputs
+
+then: replay --dir captured_inputs --metric all
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point; exits 0 on success, 1 if a check failed, 2 on invalid usage."""
+    make_usable()
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    try:
+        code = _dispatch(arguments, parser)
+    except KeyboardInterrupt:
+        print(
+            f"capture: interrupted; calls already in {arguments.out} are readable", file=sys.stderr
+        )
+        code = 130
+    except Exception as error:
+        if arguments.debug:
+            raise
+        code = _explain(error)
+    sys.exit(code)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = OneSentenceParser(
+        prog="capture",
+        description="Record the attention calls a model really makes (query, key, value, mask, "
+        "output) in a directory of safetensors files.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_argument_group("what to run")
+    what.add_argument(
+        "--model",
+        metavar="NAME|DIR|FILE.py:FUNCTION",
+        help=f"{', '.join(import_models().NAMES)}; a checkpoint directory; or your own function",
+    )
+    what.add_argument(
+        "--size",
+        choices=["tiny", "full"],
+        help="tiny: built in, no download (default without a GPU); full: the official size",
+    )
+    what.add_argument(
+        "--weights",
+        choices=["pretrained", "random"],
+        help="random weights are suitable for timing, not for judging quantised kernels",
+    )
+    what.add_argument(
+        "--checkpoint", metavar="ID_OR_DIR", help="weights other than the official ones"
+    )
+    what.add_argument("--prompt", type=str, help="text to run the model on; may be empty")
+    what.add_argument("--steps", type=positive, help="denoising steps, or tokens to decode")
+    what.add_argument("--seed", type=natural, default=0, help="for weights and noise (default 0)")
+    parser.add_dtype(what)
+    what.add_argument("--device", help="cuda, cpu … (default: cuda if available)")
+
+    store = parser.add_argument_group("what to store")
+    store.add_argument("--max", type=positive, default=10, help="calls to store (default 10)")
+    store.add_argument(
+        "--sample",
+        type=_sample,
+        default="spread",
+        metavar="HOW",
+        help="spread over layers, steps, phases and shapes (default); the first calls; every:N, "
+        "the first of every N; or reservoir, at random by --seed",
+    )
+    store.add_argument("--phase", choices=PHASES, help="store only calls of this phase")
+    store.add_argument(
+        "--heads",
+        type=_heads,
+        metavar="LIST",
+        help="store only these query heads, e.g. 0,8-11, with their key/value heads",
+    )
+    store.add_argument("--modules", metavar="GLOB", help="paths of the modules to record")
+    store.add_argument("--max-bytes", type=_size, metavar="N", help="size limit, e.g. 500M, 20G")
+    store.add_argument("--no-output", action="store_true", help="do not store attention outputs")
+    store.add_argument(
+        "--out", default="captured_inputs", metavar="DIR", help="default: captured_inputs"
+    )
+    store.add_argument("--overwrite", action="store_true", help="replace this model's capture")
+
+    store.add_argument(
+        "--buffer-bytes",
+        type=_size,
+        metavar="N",
+        help="host memory for calls that wait to be written (default: a quarter of what is free)",
+    )
+    store.add_argument(
+        "--durable", action="store_true", help="have each call on the disk before the model goes on"
+    )
+
+    inspect = parser.add_argument_group("inspect a recording")
+    inspect.add_argument("--show", metavar="DIR", help="list what DIR contains")
+    inspect.add_argument("--verify", metavar="DIR", help="check files and recompute outputs")
+    inspect.add_argument("--repair", metavar="DIR", help="finish what a killed capture left in DIR")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    parser.add_version()
+    return parser
+
+
+def _dispatch(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    jobs = [
+        f"--{each}" for each in ("model", "show", "verify", "repair") if getattr(arguments, each)
+    ]
+    if len(jobs) > 1:
+        parser.error(f"{' and '.join(jobs)} are different jobs: give one of them")
+    if arguments.show:
+        return _show(arguments.show)
+    if arguments.verify:
+        return _verify(arguments.verify)
+    if arguments.repair:
+        return _repair(arguments.repair)
+    if not arguments.model:
+        parser.error("--model is required: cogvideo, flux, llama, a directory or file.py:function")
+    from capture.storage.target import no_empty_directory
+
+    with no_empty_directory(Path(arguments.out).absolute()):
+        return _capture(arguments)
+
+
+def _capture(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.text import Text
+
+    from capture.cli.show import human_bytes
+    from capture.errors import CaptureError
+    from capture.recording.record import record
+    from capture.storage.target import Target, rank_name
+
+    name = _capture_name(arguments.model)
+    progress = Console(stderr=True)
+    # A full-size model takes minutes to load, so fail early.
+    Target.check(arguments.out, rank_name(name), overwrite=arguments.overwrite)
+    with progress.status(Text(f"loading {arguments.model} …")):
+        runnable = import_models().load(
+            arguments.model,
+            size=arguments.size,
+            weights=arguments.weights,
+            checkpoint=arguments.checkpoint,
+            prompt=arguments.prompt,
+            steps=arguments.steps,
+            seed=arguments.seed,
+            dtype=arguments.dtype,
+            device=arguments.device,
+        )
+    progress.print(Text(f"{name}: weights {runnable.weights}"))
+    if runnable.note:
+        progress.print(Text(f"{name}: {runnable.note}"))
+    options = {each: getattr(arguments, each) for each in ("prompt", "steps", "dtype")}
+    given = {each: value for each, value in options.items() if value is not None}
+    with record(
+        runnable.roots,
+        out=arguments.out,
+        max=arguments.max,
+        name=name,
+        sample=arguments.sample,
+        phase=arguments.phase,
+        heads=arguments.heads,
+        modules=arguments.modules or runnable.sampled,
+        weights=runnable.weights,
+        seed=arguments.seed,
+        settings={"model": arguments.model, "given": given, **runnable.settings},
+        max_bytes=arguments.max_bytes,
+        buffer_bytes=arguments.buffer_bytes,
+        durable=arguments.durable,
+        output=not arguments.no_output,
+        overwrite=arguments.overwrite,
+    ) as recording:
+        _run_with_progress(runnable, recording, progress)
+    if not recording.kept and not recording.lost:
+        raise CaptureError("; ".join(recording.problems))
+    if recording.without_heads:
+        progress.print(
+            f"{recording.without_heads} calls are not stored: they have no call of just these heads"
+        )
+    if recording.refused_for_bytes:
+        progress.print("reached --max-bytes: fewer calls are stored, less evenly spread")
+    size = human_bytes(recording.nbytes)
+    count = f"{recording.kept} of {recording.seen} attention calls"
+    print(f"recorded {count} ({size}) in {arguments.out}/")
+    for problem in recording.problems:
+        print(f"capture: {_with_flags(problem)}", file=sys.stderr)
+    return 1 if recording.problems else 0
+
+
+def _run_with_progress(runnable: Any, recording: Recording, console: Any) -> None:
+    from rich.live import Live
+    from rich.spinner import Spinner
+    from rich.text import Text
+
+    from capture.cli.show import human_bytes
+
+    spinner = Spinner("dots")
+
+    def status() -> Any:
+        spinner.update(
+            text=Text(
+                f"running {runnable.name}: {recording.seen} calls seen, {recording.kept} stored, "
+                f"{human_bytes(recording.nbytes)}"
+            )
+        )
+        return spinner
+
+    with Live(get_renderable=status, console=console, refresh_per_second=8, transient=True):
+        runnable.run()
+
+
+def _show(directory: str) -> int:
+    from rich.console import Console
+
+    from capture.cli.show import show
+    from capture.storage.dataset import load
+
+    show(load(directory), Console())
+    return 0
+
+
+def _repair(directory: str) -> int:
+    from capture.storage.repair import repair
+
+    for sentence in repair(directory) or ["nothing to repair"]:
+        print(printable(sentence))
+    return 0
+
+
+def _verify(directory: str) -> int:
+    from rich.console import Console
+
+    from capture.cli.show import show_findings
+    from capture.cli.verify import verify
+    from capture.storage.dataset import load
+
+    dataset = load(directory)
+    if dataset.note:
+        print(f"note: {printable(dataset.note)}", file=sys.stderr)
+    with Console(stderr=True).status("checking files and recomputing outputs …"):
+        findings = verify(dataset)
+    show_findings(findings, Console())
+    bad = sum(not finding.good for finding in findings)
+    print(f"{len(findings) - bad} of {len(findings)} files passed")
+    return 1 if bad or dataset.note else 0
+
+
+def _capture_name(model: str) -> str:
+    """Return a built-in name as is, and the last component of a directory or function path."""
+    return Path(model).resolve().name if Path(model).is_dir() else Path(model).name
+
+
+def _explain(error: Exception) -> int:
+    """Print one sentence, with the remedy if it is known; return the exit code."""
+    from capture.errors import MissingPackage
+
+    error = MissingPackage.behind(error)
+    if isinstance(error, Error):
+        print(f"capture: {printable(_with_flags(str(error)))}", file=sys.stderr)
+        return 2
+    text = printable(str(error))
+    print(
+        f"capture: failed with {type(error).__name__}: {text} (traceback with --debug)",
+        file=sys.stderr,
+    )
+    return 1
+
+
+def _with_flags(message: str) -> str:
+    """Replace `record`'s keyword arguments by this command's flags: `max_bytes=` is --max-bytes."""
+    return re.sub(r"`(\w+)=(?:True)?`", lambda found: "--" + found[1].replace("_", "-"), message)
+
+
+def _sample(text: str) -> str:
+    try:
+        check_sample(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("sample ")) from error
+    return text
+
+
+def _heads(text: str) -> tuple[int, ...]:
+    try:
+        return parse_ranges(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _size(text: str) -> int:
+    units = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+    number, unit = text.upper().removesuffix("B"), 1
+    if number[-1:] in units:
+        number, unit = number[:-1], units[number[-1]]
+    try:
+        value = int(float(number) * unit)
+    except (ValueError, OverflowError):
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; use e.g. 500M or 20G")
+    return value

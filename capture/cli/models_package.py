@@ -1,0 +1,30 @@
+"""Imports our own `models` package, whatever else has that name.
+
+A user's project often has a `models` package too, and Python allows one module per name. Ours is
+loaded by path, under a different name, and only by the command lines, so that `import models` still
+imports the user's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+_NAME = "attention_replay_models"
+
+
+def import_models() -> ModuleType:
+    """Import the package in `models/`, next to `capture/`."""
+    if _NAME not in sys.modules:
+        directory = Path(__file__).resolve().parents[2] / "models"
+        spec = importlib.util.spec_from_file_location(
+            _NAME, directory / "__init__.py", submodule_search_locations=[str(directory)]
+        )
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[_NAME] = module
+        spec.loader.exec_module(module)
+    return sys.modules[_NAME]

@@ -1,0 +1,122 @@
+"""Prints the contents of a dataset as tables."""
+
+from __future__ import annotations
+
+import itertools
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from capture.cli.verify import Finding
+from capture.printable import printable
+from capture.storage.call_file import FileEntry
+from capture.storage.capture_record import CaptureRecord
+from capture.storage.dataset import Dataset
+from capture.storage.header import Header
+from capture.strides import Layout
+
+
+def show(dataset: Dataset, console: Console) -> None:
+    """Print the origin of each capture, and one line per recorded call."""
+    for note in filter(None, [dataset.note, *(each.reason for each in dataset.damaged)]):
+        console.print(_text(f"note: {note}", "yellow"))
+    for capture in dataset.captures:
+        entries = [entry for entry in dataset.entries if entry.origin.model == capture.model]
+        console.print(_text(capture.model, "bold") + _text(f" · {_summary(capture, entries)}"))
+        for kind, alike in _grouped(entries).items():
+            console.print("\n", _text(kind, "cyan"), sep="")
+            console.print(_calls(alike))
+        console.print()
+
+
+def _calls(entries: list[FileEntry]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    table.add_column("call", justify="right")
+    table.add_column("step", justify="right")
+    table.add_column("B×H×S×D", no_wrap=True)
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("module", overflow="fold")
+    for entry in entries:
+        origin = entry.origin
+        cells = (str(origin.call_index), str(origin.step), str(entry.header.shape))
+        table.add_row(*cells, human_bytes(entry.nbytes), _text(origin.module))
+    return table
+
+
+def _grouped(entries: list[FileEntry]) -> dict[str, list[FileEntry]]:
+    """Group entries by phase, dtype, mask and strides, which their lines would only repeat."""
+    groups: dict[str, list[FileEntry]] = {}
+    for entry in entries:
+        header = entry.header
+        kind = f"{entry.origin.phase} · {header.dtype} · {_mask(header)} · {_strides(header)}"
+        groups.setdefault(kind, []).append(entry)
+    return groups
+
+
+def show_findings(findings: list[Finding], console: Console) -> None:
+    """Print the findings of `verify`, one line per file."""
+    for finding in findings:
+        mark = Text("ok   ", style="green") if finding.good else Text("FAIL ", style="bold red")
+        line = mark + _text(f"{finding.path.name}  {finding.text}", "default")
+        console.print(line, soft_wrap=True)
+
+
+def human_bytes(nbytes: int) -> str:
+    """Format a size as `5.2 MB` (decimal units)."""
+    size = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def _text(text: str, style: str = "") -> Text:
+    """Text of a recording, which must neither style itself nor speak to the terminal."""
+    return Text(printable(text), style=style)
+
+
+def _summary(capture: CaptureRecord, entries: list[FileEntry]) -> str:
+    seen = f" of {capture.calls_seen} calls" if capture.calls_seen else " calls"
+    size = human_bytes(sum(entry.nbytes for entry in entries))
+    parts = [f"{len(entries)}{seen}, {size}", f"weights: {capture.weights}"]
+    if capture.device:
+        parts.append(capture.device)
+    if capture.heads:
+        parts.append(f"heads {capture.heads} of each call")
+    if not capture.complete:
+        parts.append("incomplete: the run did not finish")
+    return " · ".join(parts)
+
+
+def _mask(header: Header) -> str:
+    if "attn_mask" not in header.layouts:
+        return "causal" if header.is_causal else "no mask"
+    kind = "bool" if header.dtypes["attn_mask"] == "bool" else "float"
+    size = "×".join(map(str, header.layouts["attn_mask"].size))
+    return f"{kind} mask {size}{' that masks nothing' if header.mask_is_noop else ''}"
+
+
+def _strides(header: Header) -> str:
+    """Describe each tensor's memory layout: `query BSHD, key and value BHSD`."""
+    tensors: dict[str, list[str]] = {}
+    for name in ("query", "key", "value"):
+        tensors.setdefault(_memory_order(header.layouts[name]), []).append(name)
+    return ", ".join(f"{' and '.join(names)} {order}" for order, names in tensors.items())
+
+
+def _memory_order(layout: Layout) -> str:
+    """Return `BHSD` if contiguous, `BSHD` …, or the strides if there are gaps.
+
+    Dimensions of size 1 can go anywhere, so the first dense order that fits is used.
+    """
+    for order in itertools.permutations(range(4)):
+        expected, dense = 1, True
+        for dim in reversed(order):
+            if layout.size[dim] > 1:
+                dense = dense and layout.stride[dim] == expected
+                expected *= layout.size[dim]
+        if dense:
+            return "".join("BHSD"[dim] for dim in order)
+    return f"strides {layout.stride}"

@@ -1,0 +1,1 @@
+"""Finds the attention calls of a running model."""

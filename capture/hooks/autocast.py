@@ -1,0 +1,34 @@
+"""What `torch.autocast` does to SDPA's arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from capture.hooks.interceptor import Arguments
+
+_is_any_enabled = torch._C._is_any_autocast_enabled
+
+
+def autocast_dtype(arguments: Arguments) -> torch.dtype | None:
+    """Return the dtype that SDPA casts its arguments to in this thread; None if it does not."""
+    if not _is_any_enabled():
+        return None
+    device = arguments.query.device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def cast(arguments: Arguments, dtype: torch.dtype | None) -> Arguments:
+    """Cast the arguments as SDPA does, to get the tensors that the kernel receives."""
+    if dtype is None:
+        return arguments
+
+    def one(argument: Any) -> Any:
+        eligible = isinstance(argument, Tensor) and argument.is_floating_point()
+        return argument.to(dtype) if eligible and argument.dtype != torch.float64 else argument
+
+    return Arguments(*map(one, arguments))

@@ -1,0 +1,1 @@
+"""Takes a sample of the calls and writes it."""

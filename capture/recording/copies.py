@@ -1,0 +1,136 @@
+"""Copies a call's tensors to host memory as they are now, while the model goes on.
+
+A GPU's tensors are first copied on the GPU, in the order of the model's own work, so that what the
+model does to them later does not matter; then a stream of our own moves the copies to pinned
+memory. Where the GPU has no room for the first copy, the model's stream moves them, head by head.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from capture.recording.memory import Buffer
+from capture.strides import Layout, as_stored, narrow_expanded
+
+_ALIGNMENT = 64
+_ROOM = 2
+"""Copies are made on the GPU if it has room for this many."""
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """A call's tensors in host memory; complete after `wait`."""
+
+    values: dict[str, Tensor]
+    """As a file stores them (`capture.strides`); views of the buffer."""
+    layouts: dict[str, Layout]
+    buffer: Buffer
+
+    def wait(self) -> None:
+        """Wait until the values have arrived."""
+        if self.buffer.filled is not None:
+            self.buffer.filled.synchronize()
+
+
+def stored_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """The bytes that a file stores of the tensors: of expanded dimensions one element each."""
+    return sum(narrow_expanded(tensor).nbytes for tensor in tensors.values())
+
+
+def buffer_size(tensors: Mapping[str, Tensor]) -> int:
+    """The bytes that `HostCopier.copy` needs: what is stored, each tensor at an aligned address."""
+    return sum(_aligned(narrow_expanded(tensor).nbytes) for tensor in tensors.values())
+
+
+class HostCopier:
+    """Copies tensors into buffers, with one stream for each GPU."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._lock = threading.Lock()
+
+    def copy(self, tensors: Mapping[str, Tensor], buffer: Buffer) -> HostCopy:
+        """Start copying; the tensors may change as soon as this returns.
+
+        Args:
+            tensors: of any shape, strides and device.
+            buffer: of at least `buffer_size(tensors)` bytes.
+
+        Raises:
+            RuntimeError: a tensor cannot be copied.
+        """
+        stored = {name: as_stored(tensor) for name, tensor in tensors.items()}
+        sources = {name: source for name, (source, _) in stored.items()}
+        values, offset = {}, 0
+        for name, source in sources.items():
+            place = buffer.memory[offset : offset + source.nbytes]
+            values[name] = place.view(source.dtype).view(source.shape)
+            offset += _aligned(source.nbytes)
+        gpu = next((s.device for s in sources.values() if s.device.type == "cuda"), None)
+        at_once = [name for name, source in sources.items() if source.device != gpu]
+        if buffer.filled is not None and (at_once or gpu is None):
+            buffer.filled.synchronize()  # an earlier call's copy, which nobody waited for
+        for name in at_once:
+            values[name].copy_(sources[name])
+        if gpu is not None:
+            mine = [name for name in sources if name not in at_once]
+            self._from_gpu(gpu, [(values[name], sources[name]) for name in mine], buffer)
+        return HostCopy(values, {name: layout for name, (_, layout) in stored.items()}, buffer)
+
+    def _from_gpu(
+        self, gpu: torch.device, pairs: list[tuple[Tensor, Tensor]], buffer: Buffer
+    ) -> None:
+        with torch.cuda.device(gpu):
+            stream = model = torch.cuda.current_stream()
+            staged = _copies_on(gpu, [source for _, source in pairs])
+            if staged is not None:
+                stream = self._stream(gpu)
+                stream.wait_stream(model)
+            if buffer.filled is not None:  # by an earlier call, perhaps from another GPU
+                stream.wait_event(buffer.filled)
+            with torch.cuda.stream(stream):
+                if staged is None:
+                    for target, source in pairs:
+                        _copy_in_parts(target, source)
+                else:
+                    for (target, _), copy in zip(pairs, staged, strict=True):
+                        target.copy_(copy, non_blocking=True)
+                        copy.record_stream(stream)
+                buffer.filled = torch.cuda.Event()
+                buffer.filled.record()
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        with self._lock:
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)
+            return self._streams[device]
+
+
+def _copies_on(device: torch.device, sources: list[Tensor]) -> list[Tensor] | None:
+    """Contiguous copies on the GPU, or None if it has no room for them."""
+    needed = _ROOM * sum(source.nbytes for source in sources)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if needed > unused and needed > torch.cuda.mem_get_info(device)[0]:
+        return None
+    try:
+        return [source.clone(memory_format=torch.contiguous_format) for source in sources]
+    except torch.OutOfMemoryError:  # what is unused is in pieces
+        return None
+
+
+def _copy_in_parts(target: Tensor, source: Tensor) -> None:
+    """Copy from the GPU with little memory there: what has gaps is made contiguous in parts."""
+    if source.is_contiguous() or source.ndim <= 2:
+        target.copy_(source, non_blocking=True)
+        return
+    for part, of in zip(target, source, strict=True):
+        _copy_in_parts(part, of)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

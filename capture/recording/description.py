@@ -1,0 +1,61 @@
+"""What the manifest says about a run: its settings, versions and weights."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from typing import Any
+
+import torch
+
+from capture.errors import CaptureError
+from capture.storage.capture_record import CaptureRecord
+from capture.storage.json_data import parsed, typed
+
+
+def versions() -> dict[str, str]:
+    """Of Python, torch, CUDA and those model libraries that the program has imported."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    for package in ("diffusers", "transformers"):
+        if package in sys.modules:
+            found[package] = getattr(sys.modules[package], "__version__", "unknown")
+    return found
+
+
+def name_of_weights(module: Any) -> str:
+    """A phrase for the weights of a model that may know its `name_or_path`."""
+    path = getattr(module, "name_or_path", None) or getattr(
+        getattr(module, "config", None), "_name_or_path", None
+    )
+    # A randomly initialised model built from a checkpoint's config has that name too.
+    return f"{path} (its name_or_path)" if path else "not stated"
+
+
+def plain_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings as JSON would give them back.
+
+    Raises:
+        CaptureError: they are not JSON.
+    """
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(settings))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CaptureError(f"`settings=` cannot be written as JSON: {error}") from error
+    return plain
+
+
+def checked(capture: CaptureRecord, seed: int | None) -> CaptureRecord:
+    """Return a capture as it will be read back.
+
+    Raises:
+        CaptureError: it cannot.
+    """
+    try:
+        typed(int | None, seed, "`seed=`")
+        manifest = json.dumps({"captures": [capture.to_json()]})
+        return CaptureRecord.from_json(parsed(manifest)["captures"][0])
+    except (TypeError, ValueError) as error:
+        raise CaptureError(f"the recording cannot be described: {error}") from error

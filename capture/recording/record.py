@@ -1,0 +1,141 @@
+"""`record`: store a sample of the attention calls of a running model."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from capture.errors import CaptureError
+from capture.hooks.interceptor import intercept
+from capture.hooks.modules import ModuleTracker, matches, roots_of
+from capture.recording.description import checked, name_of_weights, plain_settings, versions
+from capture.recording.memory import default_buffer_bytes
+from capture.recording.nothing_kept import no_match, nothing_kept
+from capture.recording.ranges import parse_ranges, ranges
+from capture.recording.recording import Recording
+from capture.recording.sampling import PHASES, make_sampler
+from capture.recording.termination import before_termination
+from capture.storage.capture_record import CaptureRecord
+from capture.storage.target import Target, no_empty_directory, rank_name
+
+
+@contextlib.contextmanager
+def record(
+    module: Any,
+    out: str | Path = "captured_inputs",
+    *,
+    max: int = 10,
+    name: str | None = None,
+    sample: str = "spread",
+    modules: str | None = None,
+    phase: str | None = None,
+    heads: Sequence[int] | None = None,
+    weights: str | None = None,
+    seed: int | None = None,
+    settings: dict[str, Any] | None = None,
+    max_bytes: int | None = None,
+    buffer_bytes: int | None = None,
+    durable: bool = False,
+    output: bool = True,
+    overwrite: bool = False,
+) -> Iterator[Recording]:
+    """Record attention calls made inside the `with` block into the directory `out`.
+
+    Once the block has begun, nothing that goes wrong with the recording reaches it: a call that
+    cannot be stored is left out, a `RecordingWarning` tells of the first, and the recording's
+    `problems` list all. The block's own exceptions pass, after what was recorded is on the disk.
+
+    Args:
+        module: what to watch: a `torch.nn.Module`, a diffusers pipeline, or a dict of name →
+            module. Calls made elsewhere are counted but not stored.
+        max: number of calls to store.
+        name: the capture's name in the dataset; by default the class name. In a process of several
+            ranks (`torch.distributed`, or the environment's RANK and WORLD_SIZE) `.rankN` follows,
+            so that all ranks can share a directory.
+        sample: `spread` over layers, steps, phases and shapes; the `first` ones; `every:N`, the
+            first of every N; or `reservoir`, at random by `seed`, each with equal probability.
+        modules: comma-separated globs of the module paths whose calls may be stored. By default a
+            pipeline's `transformer` or `unet`, otherwise every watched module.
+        phase: store only calls of this phase: `denoise`, `prefill`, `decode` or `encode`.
+        heads: store only these query heads, from 0, with the key/value heads that they attend to.
+            Of a call with grouped heads, as many query heads of each of those.
+        weights: a phrase saying which weights produced the values; by default the model's
+            `name_or_path`, if it has one.
+        seed: the seed of the run, stored for reference; also that of `reservoir`.
+        settings: what is needed to rebuild the run, stored in the manifest (plain JSON).
+        max_bytes: limit on the total size of the stored calls.
+        buffer_bytes: host memory for calls that wait to be written; when it is full, the model
+            waits. By default a quarter of the memory that is free at the beginning.
+        durable: have each call on the disk before the model goes on. Otherwise calls that were
+            still in memory are lost if the process is killed; an exception, Ctrl-C, SIGTERM (unless
+            the program handles it) and the end of the program write them first.
+        output: also store the model's own attention output.
+        overwrite: replace the directory's capture of the same name, when this one is complete.
+
+    Yields:
+        A `Recording` with live counts.
+
+    Raises:
+        ValueError: `sample`, `phase`, `heads` or a limit is none.
+        CaptureError: before the block begins: `out` is not writable or already contains a capture
+            of that name, `settings` are not JSON, or no module matches.
+        RuntimeError: another recording is active.
+
+    Example:
+        >>> with record(pipe.transformer, out="captured_inputs", max=10) as recording:
+        ...     pipe("a panda playing guitar")
+        >>> print(recording.kept, recording.problems)
+    """
+    if phase is not None and phase not in PHASES:
+        raise ValueError(f"phase must be {', '.join(PHASES)} or None, not {phase!r}")
+    if heads is not None:
+        heads = parse_ranges(",".join(map(str, heads)))
+    roots = roots_of(module)
+    if modules is None:
+        main = [part for part in ("transformer", "unet") if part in roots]
+        modules = f"{main[0]},{main[0]}.*" if main else "*"
+    capture = checked(
+        CaptureRecord(
+            model=rank_name(name or type(module).__name__),
+            weights=weights or name_of_weights(module),
+            settings=plain_settings(settings or {}),
+            versions=versions(),
+            started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds"),
+            sample=sample,
+            modules=modules,
+            phase=phase or "",
+            heads=ranges(heads or ()),
+        ),
+        seed,
+    )
+    tracker = ModuleTracker(roots)
+    if not any(matches(path, modules) for path in tracker.paths):
+        raise CaptureError(no_match(modules, tracker.paths))
+    sampler = make_sampler(sample, max, max_bytes, seed or 0)
+    complete = False
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(no_empty_directory(Path(out)))
+        target = Target.check(out, capture.model, overwrite=overwrite)
+        recording = Recording(
+            tracker,
+            sampler,
+            target,
+            capture,
+            seed=seed,
+            keeps_output=output,
+            heads=heads,
+            buffer_bytes=default_buffer_bytes() if buffer_bytes is None else buffer_bytes,
+            durable=durable,
+        )
+        stack.enter_context(before_termination(lambda: recording.close(complete=False)))
+        stack.enter_context(tracker.watch())
+        stack.enter_context(intercept(recording.handle))
+        stack.callback(lambda: recording.close(complete=complete))
+        recording.begin()
+        yield recording
+        complete = True
+    if not recording.kept and not recording.problems:
+        recording.tell(nothing_kept(recording, roots))

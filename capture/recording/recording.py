@@ -1,0 +1,354 @@
+"""A recording in progress: the calls it sees, keeps and loses, and its end."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import os
+import threading
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from capture.call import Origin
+from capture.errors import CaptureError, RecordingWarning
+from capture.hooks.autocast import autocast_dtype, cast
+from capture.hooks.backends import disabled_backends, function_or_backend
+from capture.hooks.census import Census, Count
+from capture.hooks.interceptor import TORCH_SDPA, Arguments
+from capture.hooks.modules import ModuleTracker, Site, matches
+from capture.recording.copies import HostCopier, buffer_size, stored_bytes
+from capture.recording.heads import kv_heads_of, pick
+from capture.recording.sampling import Place, Sampler
+from capture.recording.sdpa_call import as_call, can_be_copied
+from capture.recording.writer import Waiting, Writer
+from capture.storage.capture_record import CaptureRecord
+from capture.storage.header import Header
+from capture.storage.target import Target, current_rank
+
+_is_tracing = torch._C._is_tracing
+"""Looked up once, not in every call."""
+
+
+_live: weakref.WeakSet[Recording] = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    for recording in list(_live):
+        recording.abandon()
+
+
+def _close_all() -> None:
+    for recording in list(_live):
+        recording.close(complete=False)
+
+
+os.register_at_fork(after_in_child=_abandon_all)
+atexit.register(_close_all)  # of a program that ends inside the block; later, no thread runs
+
+
+class Recording:
+    """A recording in progress, with counts of the calls seen and kept so far."""
+
+    def __init__(
+        self,
+        tracker: ModuleTracker,
+        sampler: Sampler,
+        target: Target,
+        capture: CaptureRecord,
+        *,
+        seed: int | None,
+        keeps_output: bool,
+        heads: Sequence[int] | None,
+        buffer_bytes: int,
+        durable: bool,
+    ) -> None:
+        self.capture = capture
+        self.census = Census()
+        self.without_values = 0
+        """Calls that cannot be stored: meta, fake or nested tensors, inside `vmap` or a trace."""
+        self.problems: list[str] = []
+        """What went wrong with the recording, a sentence each; the same reason only once."""
+        self.lost = 0
+        """Calls that were chosen and could not be stored."""
+        self.buffer_bytes = buffer_bytes
+        """Host memory for calls that wait to be written."""
+        self.flush_seconds = 0.0
+        """How long it took, after the model had returned, until everything was on the disk."""
+        self.without_heads = 0
+        """Calls that cannot be stored because there is no call of just the wanted heads."""
+        self._seed, self._keeps_output, self._heads = seed, keeps_output, heads
+        self._durable = durable
+        self._rank = current_rank()
+        self._tracker = tracker
+        self._sampler = sampler
+        self._target = target
+        self._writer: Writer | None = None
+        self._copier = HostCopier()
+        self._kept: dict[int, Count] = {}
+        self._places: dict[Count, Place | None] = {}
+        """None where calls are not to be stored."""
+        self._failed: deque[int] = deque()
+        """Calls that the writer's thread could not write; it must not wait for our lock."""
+        self._told = itertools.count()
+        self._lock = threading.RLock()
+        self._closed = True
+
+    @property
+    def seen(self) -> int:
+        """SDPA calls made so far, anywhere in the process."""
+        return self.census.calls
+
+    @property
+    def kept(self) -> int:
+        """Calls that are stored, or in memory and to be stored."""
+        return len(self._kept)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the tensors kept."""
+        return self._sampler.nbytes
+
+    @property
+    def refused_for_bytes(self) -> int:
+        """Calls not kept because of `max_bytes`."""
+        return self._sampler.refused_for_bytes
+
+    @property
+    def waited_seconds(self) -> float:
+        """Time that the model waited because `buffer_bytes` of calls were still to be written."""
+        return self._writer.waited_seconds if self._writer else 0.0
+
+    @property
+    def allocation_seconds(self) -> float:
+        """Time that allocating and pinning host memory took, during the model's run."""
+        return self._writer.pool.allocation_seconds if self._writer else 0.0
+
+    @property
+    def written_bytes(self) -> int:
+        """Size of all files written, also of those deleted since for better ones."""
+        return self._writer.written_bytes if self._writer else 0
+
+    def begin(self) -> None:
+        """Create the journal; from now on calls are recorded.
+
+        Raises:
+            CaptureError: another process records there, or the directory is not writable.
+        """
+        journal = self._target.begin(self.capture)
+        try:
+            writer = Writer(
+                journal,
+                buffer_bytes=self.buffer_bytes,
+                final=self._sampler.is_final,
+                durable=self._durable,
+                failed=self._call_failed,
+            )
+        except CaptureError:
+            self._target.withdraw()
+            raise
+        if journal.note:
+            self.tell(journal.note)
+        with self._lock:
+            self._writer, self._closed = writer, False
+        _live.add(self)
+
+    def handle(
+        self, arguments: Arguments, proceed: Callable[[], Tensor], sdpa: Callable[..., Tensor]
+    ) -> Tensor:
+        """Make the call and store it if the sampler selects it; the interceptor's handler."""
+        result = proceed()
+        if self._closed:
+            return result
+        # What we do would become part of the trace, of torch.jit or torch.fx.
+        if _is_tracing() or not isinstance(result, Tensor):
+            self.without_values += 1
+            return result
+        try:
+            site = self._tracker.site
+            dtype = autocast_dtype(arguments) if sdpa is TORCH_SDPA else None
+            # Held until the copies are queued, so that files change in the order of the decisions.
+            with self._lock:
+                if not self._closed:
+                    index = self.census.calls
+                    count = self.census.add(site, arguments, dtype)
+                    try:
+                        place = self._places[count]
+                    except KeyError:
+                        place = self._places[count] = self._place(site, count)
+                    if place is not None and self._sampler.wants(place, site.step):
+                        arguments = cast(arguments, dtype)
+                        self._observe(index, site, place, count, arguments, result, sdpa)
+        except Exception as error:
+            self.tell(f"an attention call could not be recorded: {_reason(error)}")
+        return result
+
+    def tell(self, problem: str) -> None:
+        """Add to `problems`; the first is warned of at once."""
+        if problem in self.problems:
+            return
+        self.problems.append(problem)
+        if next(self._told):
+            return
+        # Neither an exception, if the user turned warnings into them, nor what the user's own way
+        # of showing them raises, must reach the model or the thread that writes.
+        with contextlib.suppress(Exception):
+            warnings.warn(f"recording: {problem}", RecordingWarning, stacklevel=2)
+
+    def close(self, *, complete: bool) -> bool:
+        """End the recording: write what is in memory and put it into the manifest.
+
+        Returns:
+            False if it has ended before, or another thread is ending it. Raises nothing but what
+            interrupts it; see `problems`.
+        """
+        with self._lock:
+            if self._writer is None:
+                return True
+            if self._closed:
+                return False
+            self._closed = True
+        began = time.perf_counter()
+        try:
+            self._writer.close()
+        except Exception as error:
+            self.tell(f"{self._target.directory} may not be on the disk yet: {_reason(error)}")
+        finally:  # also after Ctrl-C, once more
+            self._end(self._writer, complete=complete)
+            self.flush_seconds = time.perf_counter() - began
+        return True
+
+    def abandon(self) -> None:
+        """Leave the recording to the parent process, in a child that was forked from it."""
+        self._closed = True
+        self._lock = threading.RLock()  # a thread of the parent may have held it
+        self._target.abandon()
+
+    def _end(self, writer: Writer, *, complete: bool) -> None:
+        """Put what is stored into the manifest."""
+        try:
+            self._forget_failed(writer)
+            if given_up := [index for index in self._kept if index not in writer.entries]:
+                self.tell(f"gave up {len(given_up)} calls that were only in memory")
+                self.lost += len(given_up)
+                for index in given_up:
+                    self._forget(index)
+            self.capture.complete = complete and not self.lost
+            self.capture.census = self.census.to_json()
+            self.capture.calls_seen = self.census.calls
+            for problem in self._target.end(self.capture):
+                self.tell(problem)
+        except Exception as error:
+            self.tell(
+                f"could not end the recording in {self._target.directory}: {_reason(error)}; "
+                f"finish it with `capture --repair {self._target.directory}`"
+            )
+
+    def _place(self, site: Site, count: Count) -> Place | None:
+        """Return where calls like these are sampled; None if they are not to be stored."""
+        if site.module == "" or not matches(site.module, self.capture.modules):
+            return None
+        if self.capture.phase not in ("", site.phase):
+            return None
+        return self._sampler.place((site.phase, *count.signature.stratum), site.module)
+
+    def _observe(
+        self,
+        index: int,
+        site: Site,
+        place: Place,
+        count: Count,
+        arguments: Arguments,
+        result: Tensor,
+        sdpa: Callable[..., Tensor],
+    ) -> None:
+        """Store a call that the sampler wants, unless it has no values or does not fit."""
+        assert self._writer is not None
+        self._forget_failed(self._writer)
+        if not can_be_copied(arguments):
+            self.without_values += 1
+            return
+        output = result if self._keeps_output else None
+        call = as_call(arguments, output, self._origin(index, site, arguments, sdpa))
+        if self._heads is not None:
+            kv_heads = kv_heads_of(self._heads, call.shape.q_heads, call.shape.kv_heads)
+            if kv_heads is None:
+                self.without_heads += 1
+                return
+            call = pick(call, self._heads, kv_heads)
+        tensors, header = call.tensors(), Header.of(call)
+        nbytes = stored_bytes(tensors)
+        if fault := header.fault() or header.excess(nbytes):  # nobody could load it
+            self.tell(f"a call cannot be stored: {fault}")
+            return
+        decision = self._sampler.offer(index, place, site.step, nbytes)
+        if not decision.keep:
+            return
+        try:
+            pinned = call.device.type == "cuda"
+            buffer = self._writer.reserve(buffer_size(tensors), pinned=pinned)
+            try:
+                copy = self._copier.copy(tensors, buffer)
+            except BaseException:
+                self._writer.release(buffer)
+                raise
+            self._kept[index] = count
+            count.kept += 1
+            waiting = Waiting(replace(header, layouts=copy.layouts), copy)
+            for dropped in self._writer.put(waiting, decision.drop):
+                self._forget(dropped)
+        except Exception as error:
+            self._call_failed(index, error)
+
+    def _call_failed(self, index: int, error: Exception) -> None:
+        """Note a call that could not be stored; also called by the writer's thread."""
+        self._failed.append(index)
+        self.tell(f"could not store a call in {self._target.directory}: {_reason(error)}")
+
+    def _forget_failed(self, writer: Writer) -> None:
+        while self._failed:
+            index = self._failed.popleft()
+            if index not in writer.entries:
+                self.lost += 1
+                self._forget(index)
+
+    def _forget(self, index: int) -> None:
+        if count := self._kept.pop(index, None):
+            count.kept -= 1
+
+    def _origin(
+        self, index: int, site: Site, arguments: Arguments, sdpa: Callable[..., Tensor]
+    ) -> Origin:
+        device = arguments.query.device
+        described = device.type
+        if device.type == "cuda":
+            described = f"cuda ({torch.cuda.get_device_name(device)})"
+        self.capture.device = described
+        return Origin(
+            model=self.capture.model,
+            weights=self.capture.weights,
+            module=site.module,
+            call_index=index,
+            step=site.step,
+            phase=site.phase,
+            device=described,
+            seed=self._seed,
+            rank=self._rank,
+            backend=function_or_backend(arguments, sdpa),
+            disabled_backends=disabled_backends(),
+            heads=self.capture.heads,
+            versions=self.capture.versions,
+        )
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return f"{type(error).__name__}: {error}".partition("\n")[0]

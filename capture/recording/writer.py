@@ -1,0 +1,253 @@
+"""Writes recorded calls in a background thread, so that the running model does not wait.
+
+What the sampler may still drop stays in memory, so that hardly more is written than is kept in the
+end. It is written when the run ends, when half of the memory for it is full, or, with `durable`, at
+once. The model waits only when all of that memory is full.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from capture.recording.copies import HostCopy
+from capture.recording.memory import Buffer, BufferPool
+from capture.recording.termination import started
+from capture.storage import plain_files
+from capture.storage.call_file import FileEntry, PackedCall
+from capture.storage.header import Header
+from capture.storage.journal import Journal
+
+_POLL_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A call in memory: its header, and its tensors, which may still be arriving."""
+
+    header: Header
+    copy: HostCopy
+
+    @property
+    def index(self) -> int:
+        return self.header.origin.call_index
+
+
+class Writer:
+    """Writes one capture's calls to files named `STEM-INDEX.safetensors`.
+
+    Args:
+        journal: told of every call that is chosen, dropped and completed; STEM is its name.
+        buffer_bytes: memory for calls that wait; one larger call is taken when nothing else waits.
+        final: the sampler never drops a call, so none is held back.
+        durable: every call is on the disk before `put` returns.
+        failed: told the index of each call that could not be written, and why; must not raise.
+
+    Raises:
+        CaptureError: no thread can be started.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        *,
+        buffer_bytes: int,
+        final: bool,
+        durable: bool,
+        failed: Callable[[int, Exception], None],
+    ) -> None:
+        self.pool = BufferPool()
+        self.entries: dict[int, FileEntry] = {}
+        """Completed files, by call index."""
+        self.waited_seconds = 0.0
+        """Time that the model waited for memory."""
+        self.written_bytes = 0
+        """Of all files, also of those that were dropped later."""
+        self._journal = journal
+        self._buffer_bytes = buffer_bytes
+        self._at_once = final or durable
+        self._durable = durable
+        self._failed = failed
+        self._waiting: dict[int, Waiting] = {}
+        self._writing: int | None = None
+        self._dropped = False
+        """The call that is being written was dropped meanwhile."""
+        self._reserved = 0
+        self._short = 0
+        """Threads that wait for memory."""
+        self._closing = False
+        self._undone: list[int] = []
+        """Calls to be dropped that the journal could not yet be told of."""
+        self._changed = threading.Condition()
+        self._thread = started(self._work, "capture-writer")
+
+    def reserve(self, nbytes: int, *, pinned: bool) -> Buffer:
+        """Return a buffer, after waiting for calls to be written if there is no memory for it.
+
+        Raises:
+            MemoryError, RuntimeError: it cannot be allocated.
+        """
+        with self._changed:
+            began = time.perf_counter()
+            self._short += 1
+            try:
+                while self._is_busy and self._reserved + nbytes > self._buffer_bytes:
+                    self._changed.notify_all()
+                    self._changed.wait(_POLL_SECONDS)
+            finally:
+                self._short -= 1
+                self.waited_seconds += time.perf_counter() - began
+            buffer = self.pool.take(nbytes, pinned=pinned, limit=self._buffer_bytes)
+            self._reserved += buffer.nbytes
+            return buffer
+
+    def release(self, buffer: Buffer) -> None:
+        """Give back a buffer of `reserve`."""
+        with self._changed:
+            self._reserved -= buffer.nbytes
+            self.pool.give_back(buffer)
+            self._changed.notify_all()
+
+    def put(self, call: Waiting, drop: Iterable[int]) -> list[int]:
+        """Take a call, and give up those in `drop`, whether they are in memory or in files.
+
+        Returns:
+            The calls given up: also those that an earlier `put` failed to.
+
+        Raises:
+            OSError: the journal cannot be written; the call is not taken, its buffer is free, and
+                those in `drop` stay for now.
+        """
+        with self._changed:
+            dropped = self._undone = [*self._undone, *drop]
+            try:
+                self._journal.append(sampled=call.index, dropped=dropped)
+            except BaseException:
+                self.release(call.copy.buffer)
+                raise
+            self._waiting[call.index] = call
+            self._undone = []
+            for index in dropped:
+                self._drop(index)
+            self._changed.notify_all()
+            while self._durable and self._is_busy and not self._is_done(call.index):
+                self._changed.wait(_POLL_SECONDS)
+            return dropped
+
+    def close(self) -> None:
+        """Write what waits, and wait until everything is on the disk.
+
+        If that is interrupted by an exception (Ctrl-C, once more), what waits is given up.
+
+        Raises:
+            OSError: the disk reports an error.
+        """
+        try:
+            with self._changed:
+                self._closing = True
+                self._changed.notify_all()
+            self._thread.join()
+        except BaseException:
+            with self._changed:
+                for index in [*self._waiting]:
+                    self._drop(index)
+                self._closing = self._dropped = True
+                self._changed.notify_all()
+            raise
+        for index, entry in [*self.entries.items()]:
+            if not entry.path.is_file():
+                del self.entries[index]
+                self._journal.append(dropped=[index])
+                self._failed(index, FileNotFoundError(errno.ENOENT, "its file is gone"))
+        if self.entries:
+            _sync_file_system(self._journal.path.parent)
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether memory will be free again without a further call."""
+        return self._thread.is_alive() and (bool(self._waiting) or self._writing is not None)
+
+    def _is_done(self, index: int) -> bool:
+        return index not in self._waiting and index != self._writing
+
+    def _drop(self, index: int) -> None:
+        held, entry = self._waiting.pop(index, None), self.entries.pop(index, None)
+        if held is not None:
+            self.release(held.copy.buffer)
+        self._dropped = self._dropped or self._writing == index
+        if entry is not None:
+            with contextlib.suppress(OSError):  # it is not listed, and goes when the capture ends
+                entry.path.unlink()
+
+    def _next(self) -> Waiting | None:
+        """Wait until a call is due and take it; None when nothing is left to do."""
+        with self._changed:
+            while True:
+                full = self._short or 2 * self._reserved > self._buffer_bytes
+                if self._waiting and (self._closing or self._at_once or full):
+                    self._writing = next(iter(self._waiting))
+                    return self._waiting.pop(self._writing)
+                if self._closing:
+                    return None
+                self._changed.wait()
+
+    def _work(self) -> None:
+        while (call := self._next()) is not None:
+            try:
+                self._write(call)
+            except Exception as error:
+                # If it is listed already and that cannot be taken back, it stays.
+                with contextlib.suppress(OSError), self._changed:
+                    self._journal.append(dropped=[call.index])
+                    self._drop(call.index)
+                self._failed(call.index, error)
+            finally:
+                with self._changed:
+                    self._writing, self._dropped = None, False
+                    self.release(call.copy.buffer)
+        with self._changed:
+            self.pool.close()
+
+    def _write(self, call: Waiting) -> None:
+        call.copy.wait()
+        path = self._journal.path.with_name(f"{self._journal.stem}-{call.index:06d}.safetensors")
+        entry = PackedCall.with_values(call.header, call.copy.values).write(path)
+        self.written_bytes += entry.nbytes
+        try:
+            if self._durable:
+                plain_files.sync(path)
+                plain_files.sync(path.parent)
+            with self._changed:
+                if self._dropped:
+                    with contextlib.suppress(OSError):
+                        path.unlink()
+                    return
+                self._journal.append(**entry.to_json())
+                self.entries[call.index] = entry
+        except BaseException:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+            raise
+        if self._durable:
+            self._journal.sync()
+
+
+def _sync_file_system(directory: Path) -> None:
+    """Wait until the files of a directory are on the disk, however many they are."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        library = ctypes.CDLL(None, use_errno=True)
+        if not hasattr(library, "syncfs"):  # not Linux
+            os.sync()
+        elif library.syncfs(descriptor):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), str(directory))
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,217 @@
+"""The file of one call: its tensors and, in the safetensors header, everything else."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from capture.call import AttentionCall, Origin
+from capture.errors import DatasetError
+from capture.storage import checksums
+from capture.storage.header import Header, dtype_name
+from capture.storage.json_data import parsed, required
+from capture.storage.tensor_file import TensorFile, write_safetensors
+from capture.strides import pack, unpack
+
+FORMAT = "attention-replay/2"
+_HEADER_KEY = "attention-replay"
+_FILE_NAME = re.compile(r"[^./\\\0][^/\\\0]{0,250}", re.DOTALL)
+"""A name in the directory itself, and no hidden one: those are unfinished files."""
+
+
+@dataclass(frozen=True)
+class PackedCall:
+    """A call ready to be written: header and contiguous CPU tensors."""
+
+    header: Header
+    values: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, call: AttentionCall) -> PackedCall:
+        """Copy `call`'s tensors to the CPU, so that later changes do not affect the file."""
+        packed = {name: pack(tensor) for name, tensor in call.tensors().items()}
+        layouts = {name: layout for name, (_, layout) in packed.items()}
+        return cls.with_values(
+            replace(Header.of(call), layouts=layouts),
+            {name: values for name, (values, _) in packed.items()},
+        )
+
+    @classmethod
+    def with_values(cls, header: Header, values: dict[str, Tensor]) -> PackedCall:
+        """Complete `header` by what only the values on the CPU tell."""
+        mask = values.get("attn_mask")
+        return cls(replace(header, mask_is_noop=mask is not None and _masks_nothing(mask)), values)
+
+    def write(self, path: Path) -> FileEntry:
+        """Write the file and return its manifest entry.
+
+        Raises:
+            OSError, ValueError: it cannot be written; what there is of it has been deleted.
+        """
+        metadata = {_HEADER_KEY: json.dumps(self.header.to_json()), "format": FORMAT}
+        try:
+            checksum = write_safetensors(path, self.values, metadata)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+            raise
+        return FileEntry(path, self.header, path.stat().st_size, checksum)
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One recorded call on disk; `load` reads its tensors."""
+
+    path: Path
+    header: Header
+    nbytes: int
+    checksum: str | None
+    """From the manifest (see `checksums`); None if the manifest does not list the file."""
+
+    @property
+    def origin(self) -> Origin:
+        return self.header.origin
+
+    @classmethod
+    def read(cls, path: Path) -> FileEntry:
+        """Create the entry of a file that no manifest lists.
+
+        Raises:
+            DatasetError: the file is damaged or is not a recorded call.
+        """
+        with TensorFile.opened(path) as file:
+            entry = cls(path, _header(file), file.nbytes, None)
+            entry._compare(file)
+        return entry
+
+    @classmethod
+    def from_json(cls, directory: Path, data: Any) -> FileEntry:
+        """Create the entry of a file as a manifest lists it.
+
+        Raises:
+            ValueError: `data` is not such an entry.
+        """
+        return cls(
+            file_path(directory, data),
+            Header.from_json(required(data, "call", dict[str, Any])),
+            required(data, "bytes", int),
+            _recorded_checksum(data),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the manifest says of the file."""
+        return {
+            "file": self.path.name,
+            "bytes": self.nbytes,
+            "checksum": self.checksum,
+            "call": self.header.to_json(),
+        }
+
+    def with_checksum(self) -> FileEntry:
+        """Compute the checksum if there is none.
+
+        Raises:
+            DatasetError: the file cannot be read.
+        """
+        return self if self.checksum else replace(self, checksum=checksums.checksum(self.path))
+
+    def check(self) -> None:
+        """Compare the file with its recorded size, header and checksum.
+
+        Raises:
+            DatasetError: the file is missing, damaged or altered.
+        """
+        self._read(check=True)
+
+    def load(self, device: str | torch.device = "cpu", *, check: bool = True) -> AttentionCall:
+        """Load the call to `device`, with shapes, dtypes and strides as recorded.
+
+        Args:
+            check: compare the checksum, where one was recorded. Without it, loading is faster and
+                an altered value goes unnoticed.
+
+        Raises:
+            DatasetError: the file is missing, damaged or altered, or asks for memory or work out
+                of proportion to its size.
+        """
+        values = self._read(check=check)
+        tensors = {
+            name: unpack(values.pop(name), layout, device)
+            for name, layout in self.header.layouts.items()
+        }
+        return AttentionCall(
+            query=tensors["query"],
+            key=tensors["key"],
+            value=tensors["value"],
+            attn_mask=tensors.get("attn_mask"),
+            output=tensors.get("output"),
+            is_causal=self.header.is_causal,
+            scale=self.header.scale,
+            enable_gqa=self.header.enable_gqa,
+            dropout_p=self.header.dropout_p,
+            origin=self.origin,
+        )
+
+    def _read(self, *, check: bool) -> dict[str, Tensor]:
+        with TensorFile.opened(self.path, self.nbytes) as file:
+            self._compare(file)
+            return file.read(self.checksum if check else None)
+
+    def _compare(self, file: TensorFile) -> None:
+        """Refuse a file that is not as recorded, before anything is allocated for it."""
+        if _header(file) != self.header:
+            raise DatasetError(f"{self.path}: its header is not what the manifest says of it")
+        stored = {name: (dtype_name(each.dtype), each.shape) for name, each in file.tensors.items()}
+        described = {
+            name: (self.header.dtypes[name], layout.stored)
+            for name, layout in self.header.layouts.items()
+        }
+        if stored != described:
+            raise DatasetError(f"{self.path}: its tensors are not those of its header")
+        if excess := self.header.excess(file.nbytes):
+            raise DatasetError(f"{self.path}: {excess}")
+
+
+def file_path(directory: Path, data: Any) -> Path:
+    """Return the path of the file that a manifest's entry is about.
+
+    Raises:
+        ValueError: it names none, or one outside the directory.
+    """
+    name = required(data, "file", str)
+    if not _FILE_NAME.fullmatch(name):
+        raise ValueError(f"{name[:80]!r} is no file of the directory")
+    return directory / name
+
+
+def _header(file: TensorFile) -> Header:
+    if _HEADER_KEY not in file.metadata:
+        raise DatasetError(f"{file.path}: not a call recorded by attention-replay")
+    try:
+        return Header.from_json(parsed(file.metadata[_HEADER_KEY]))
+    except ValueError as error:
+        raise DatasetError(f"{file.path}: its header is damaged ({error})") from error
+
+
+def _recorded_checksum(data: dict[str, Any]) -> str | None:
+    """The checksum in a manifest's entry of a file, of either version of the format."""
+    if "sha256" in data:
+        whole = required(data, "sha256", str | None)
+        checksum = whole and f"{checksums.WHOLE}:{whole}"
+    else:
+        checksum = required(data, "checksum", str | None)
+    if checksum is not None and not checksums.PATTERN.fullmatch(checksum):
+        raise ValueError(f"a checksum of an unknown kind: {checksum[:40]!r}")
+    return checksum
+
+
+def _masks_nothing(mask: Tensor) -> bool:
+    """Whether a bool mask is all True, or a float mask all zero."""
+    return bool(mask.all()) if mask.dtype == torch.bool else not bool(mask.any())

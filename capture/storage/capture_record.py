@@ -1,0 +1,71 @@
+"""What the manifest says of one capture of one model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from capture.storage.json_data import fields_of, required
+
+
+@dataclass
+class CaptureRecord:
+    """One capture of one model, as the manifest describes it."""
+
+    model: str
+    weights: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    """What is needed to rebuild the run: size, checkpoint, prompt, steps, seed, dtype, device …"""
+    device: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    started: str = ""
+    """UTC, ISO 8601."""
+    complete: bool = False
+    """False during the run, and afterwards if it was interrupted or failed."""
+    sample: str = ""
+    modules: str = ""
+    """Glob of the module paths whose calls could be stored."""
+    phase: str = ""
+    """The phase whose calls could be stored; empty for all."""
+    heads: str = ""
+    """The query heads of each call that were stored, `0,2-3`; empty for all."""
+    calls_seen: int = 0
+    census: dict[str, Any] = field(default_factory=dict)
+    """Counts of all calls, stored or not: see `capture.hooks.census`. Empty after a rebuild."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the manifest says of the capture."""
+        return dict(vars(self))
+
+    @classmethod
+    def from_json(cls, data: Any) -> CaptureRecord:
+        """Read what `to_json` made of a record.
+
+        Raises:
+            ValueError: something is missing, unknown or of another type.
+        """
+        record = cls(**fields_of(cls, data))
+        if record.census:
+            _check_census(record.census)
+        return record
+
+
+def _check_census(census: dict[str, Any]) -> None:
+    """Raise ValueError unless it has the form of `capture.hooks.census.Census.to_json`."""
+    signatures = required(census, "signatures", list[Any])
+    for signature in signatures:
+        for name in ("query", "key", "value"):
+            required(signature, name, list[int])
+        required(signature, "mask", list[int] | None)
+        required(signature, "dtype", str)
+        required(signature, "mask_dtype", str | None)
+        required(signature, "is_causal", bool)
+        required(signature, "scale", float | None)
+        required(signature, "enable_gqa", bool)
+    for row in required(census, "rows", list[Any]):
+        required(row, "module", str)
+        required(row, "phase", str)
+        if required(row, "calls", int) < 1:
+            raise ValueError("a row of the census counts no call")
+        if not 0 <= required(row, "signature", int) < len(signatures):
+            raise ValueError("a row of the census has no signature")

@@ -1,0 +1,297 @@
+"""The on-disk format: a directory of safetensors files with a JSON manifest.
+
+    captured_inputs/
+        manifest.json                    what was captured, the census, a checksum per file
+        cogvideo-000012.safetensors      one self-contained call per file
+        llama.journal                    of a capture that has not ended (`capture.storage.journal`)
+
+A call's file contains its tensors and, as JSON under the key `attention-replay` of the safetensors
+header, everything else (`Header`). Values are stored in the order of the memory, expanded
+dimensions once, strides in the header. A file's header is written last, the manifest under a
+temporary name that is then changed; nothing is pickled. A directory with neither manifest nor
+journal is read from its files.
+
+Anybody may have written what is read here, so everything is checked before it is believed, and all
+that can be wrong is a `DatasetError` (SECURITY.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+from capture.call import AttentionCall
+from capture.errors import DatasetError
+from capture.storage import plain_files
+from capture.storage.call_file import FORMAT, FileEntry, file_path
+from capture.storage.capture_record import CaptureRecord
+from capture.storage.journal import Journalled, call_files, journals
+from capture.storage.json_data import parsed, required, shown
+
+_FIRST_FORMAT = "attention-replay/1"
+"""Readable still: its checksums are of whole files."""
+MANIFEST = "manifest.json"
+_LONGEST_MANIFEST = 256 << 20
+"""Bytes. A stored call takes some 3,000."""
+
+
+@dataclass(frozen=True)
+class DamagedFile:
+    """A file that is no readable call."""
+
+    path: Path
+    reason: str
+    """A sentence that names the file."""
+
+
+class Dataset(Sequence[AttentionCall]):
+    """The recorded calls of a directory, in the order they were made, model by model.
+
+    Indexing and iterating load tensors to the CPU; `entries` gives everything else without loading.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        entries: list[FileEntry],
+        captures: list[CaptureRecord],
+        note: str = "",
+        damaged: Sequence[DamagedFile] = (),
+    ) -> None:
+        self.directory = directory
+        self.entries = entries
+        self.captures = captures
+        self.note = note
+        """A warning about how the directory was read; usually empty."""
+        self.damaged = damaged
+        """Files that should be calls but are not among the entries."""
+        self.checks = True
+        """Whether indexing and iterating compare checksums."""
+
+    @classmethod
+    def open(cls, directory: str | Path, *, check: bool = True) -> Dataset:
+        """Read a directory's manifest, or its files if it has none.
+
+        Args:
+            check: compare the checksum of every file that is loaded by indexing or iterating.
+
+        Raises:
+            DatasetError: the directory is missing, contains no recorded calls, or its manifest has
+                another format.
+        """
+        directory = Path(directory)
+        if not directory.is_dir():
+            raise DatasetError(
+                f"{directory}: no such directory; record into it with "
+                f"`capture --model NAME --out {directory}`"
+            )
+        dataset = cls.open_or_new(directory)
+        dataset.checks = check
+        if not dataset.entries:
+            reasons = [each.reason for each in dataset.damaged[:3]]
+            why = "; ".join([dataset.note, *reasons] if dataset.note else reasons)
+            raise DatasetError(
+                f"{directory}: holds no recorded calls{why and f' ({why})'}; "
+                f"record some with `capture --model NAME --out {directory}`"
+            )
+        return dataset
+
+    @classmethod
+    def open_or_new(cls, directory: Path) -> Dataset:
+        """Like `open`, but accept a directory without recorded calls, for writing."""
+        dataset = cls.listed(directory)
+        for journalled in journals(directory):
+            dataset._add_unfinished(journalled)
+        return dataset
+
+    @classmethod
+    def listed(cls, directory: Path) -> Dataset:
+        """Read the manifest alone, without the journals of captures that have not ended.
+
+        Raises:
+            DatasetError: the manifest has another format.
+        """
+        manifest = directory / MANIFEST
+        if not plain_files.is_there(manifest):
+            return cls._rebuilt(directory, f"{manifest} is missing")
+        try:
+            captures, items = _read_manifest(manifest)
+        except ValueError as error:
+            return cls._rebuilt(directory, f"{manifest} is damaged ({error})")
+        entries: dict[Path, FileEntry] = {}
+        damaged = []
+        for item in items:
+            path = manifest
+            try:
+                path = file_path(directory, item)
+                if path in entries:
+                    raise ValueError("listed twice")
+                entries[path] = FileEntry.from_json(directory, item)
+            except ValueError as error:
+                reason = f"{path}: its entry in the manifest is damaged ({error})"
+                damaged.append(DamagedFile(path, reason))
+        unchecked = sum(entry.checksum is None for entry in entries.values())
+        note = unchecked and (
+            f"{manifest} has no checksum of {unchecked} of its files: if they were altered, "
+            "nothing shows it"
+        )
+        return cls(directory, list(entries.values()), captures, note or "", damaged)
+
+    def add(self, journalled: Journalled) -> CaptureRecord:
+        """Add the calls that a journal lists, in place of an earlier capture of the same model.
+
+        Raises:
+            ValueError: the journal is damaged.
+        """
+        capture = CaptureRecord.from_json(journalled.capture)
+        entries = {}
+        for item in journalled.files:
+            entry = FileEntry.from_json(self.directory, item)
+            entries[entry.path] = entry
+        self.captures = [each for each in self.captures if each.model != capture.model]
+        self.entries = [each for each in self.entries if each.origin.model != capture.model]
+        self.captures.append(capture)
+        self.entries += sorted(entries.values(), key=lambda entry: entry.origin.call_index)
+        return capture
+
+    def _add_unfinished(self, journalled: Journalled) -> None:
+        try:
+            if journalled.replaces:
+                model = CaptureRecord.from_json(journalled.capture).model
+            else:
+                model = self.add(journalled).model
+        except ValueError as error:
+            self._add_note(f"{journalled.path} is damaged ({error})")
+            return
+        if journalled.active:
+            self._add_note(f"{model} is still being recorded")
+            return
+        if journalled.active is None:
+            self._add_note(
+                f"{model} is still being recorded or was killed, which a file system without locks "
+                f"does not tell; if killed, finish it with `capture --repair {self.directory}`"
+            )
+            return
+        count, lost = len(journalled.files), journalled.in_memory
+        state = f"the capture of {model} was killed: {count} calls are complete" + (
+            f", {lost} more were only in memory" if lost else ""
+        )
+        kept = "; the earlier one, which it was to replace, is read" if journalled.replaces else ""
+        self._add_note(f"{state}{kept}; finish it with `capture --repair {self.directory}`")
+
+    def _add_note(self, text: str) -> None:
+        self.note = "; ".join(filter(None, (self.note, text)))
+
+    @classmethod
+    def _rebuilt(cls, directory: Path, why: str) -> Dataset:
+        entries, damaged = [], []
+        unfinished = {
+            path
+            for journalled in journals(directory)
+            for path in call_files(directory, journalled.stem)
+        }
+        for path in sorted({*directory.glob("[!.]*.safetensors")} - unfinished):
+            try:
+                entries.append(FileEntry.read(path))
+            except DatasetError as error:
+                damaged.append(DamagedFile(path, str(error)))
+        entries.sort(key=lambda entry: (entry.origin.model, entry.origin.call_index))
+        models = {entry.origin.model: entry for entry in entries}
+        captures = [
+            CaptureRecord(
+                model=model,
+                weights=entry.origin.weights,
+                device=entry.origin.device,
+                versions=entry.origin.versions,
+            )
+            for model, entry in models.items()
+        ]
+        note = f"{why}: read the files instead, without a census or checksums" if models else ""
+        return cls(directory, entries, captures, note, damaged)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.entries)
+
+    def save_manifest(self) -> None:
+        """Write the manifest atomically, to the disk; files that had no checksum get one.
+
+        Raises:
+            OSError: it cannot be written.
+            DatasetError: a file without a checksum cannot be read.
+        """
+        self.entries = [entry.with_checksum() for entry in self.entries]
+        data = {
+            "format": FORMAT,
+            "captures": [capture.to_json() for capture in self.captures],
+            "files": [entry.to_json() for entry in self.entries],
+        }
+        temporary = self.directory / f".{MANIFEST}.tmp"
+        try:
+            with os.fdopen(plain_files.create(temporary), "w") as file:
+                file.write(json.dumps(data, indent=1))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self.directory / MANIFEST)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+        plain_files.sync(self.directory)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @overload
+    def __getitem__(self, index: int) -> AttentionCall: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[AttentionCall]: ...
+    def __getitem__(self, index: int | slice) -> AttentionCall | list[AttentionCall]:
+        if isinstance(index, slice):
+            return [entry.load(check=self.checks) for entry in self.entries[index]]
+        return self.entries[index].load(check=self.checks)
+
+    def __iter__(self) -> Iterator[AttentionCall]:
+        return (entry.load(check=self.checks) for entry in self.entries)
+
+
+def load(directory: str | Path, *, check: bool = True) -> Dataset:
+    """Open a directory that `record` or the `capture` command wrote.
+
+    Args:
+        check: compare the checksum of every call that is loaded. Without it, loading is faster
+            and an altered value goes unnoticed; sizes, shapes and headers are always compared.
+
+    Example:
+        >>> for call in load("captured_inputs"):
+        ...     print(call.origin.module, call.shape)
+
+    Raises:
+        DatasetError: the directory is missing or contains no recorded calls.
+    """
+    return Dataset.open(directory, check=check)
+
+
+def _read_manifest(manifest: Path) -> tuple[list[CaptureRecord], list[Any]]:
+    """Return the captures and the list of files, each of which is still to be checked.
+
+    Raises:
+        ValueError: the manifest is damaged, or is not a regular file.
+        DatasetError: it has another format.
+    """
+    try:
+        content = plain_files.read(manifest, _LONGEST_MANIFEST)
+    except DatasetError as error:
+        raise ValueError(str(error).removeprefix(f"{manifest}: ")) from error
+    data = parsed(content)
+    if isinstance(data, dict) and data.get("format") not in (FORMAT, _FIRST_FORMAT):
+        found = shown(data.get("format"))
+        raise DatasetError(f"{manifest}: format {found}, but this version reads {FORMAT!r}")
+    records = required(data, "captures", list[Any])
+    items = required(data, "files", list[Any])
+    return [CaptureRecord.from_json(record) for record in records], items

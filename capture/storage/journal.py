@@ -1,0 +1,208 @@
+"""What a capture in progress has written, in a file that only grows.
+
+    cogvideo.journal        one JSON object per line:
+        {"capture": {…}, "replaces": false}     the first line
+        {"sampled": 12, "dropped": [3]}         a call was chosen, and is in memory; others were
+                                                given up for it
+        {"file": "cogvideo-000012.safetensors", "bytes": …, "checksum": …, "call": {…}}
+                                                the call's file is complete
+        {"dropped": [12]}                       a call was given up, or could not be written
+        {"finished": {…}}                       the capture as the manifest will describe it
+
+A file is complete, and its checksum known, before its line is written. The manifest is written from
+the journal when the capture ends, and then the journal is deleted. One that is left behind, and
+that no process holds a lock on, is of a capture that was killed. A line that could not be written
+whole, because the disk was full, is skipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from capture.errors import DatasetError
+from capture.storage import plain_files
+from capture.storage.json_data import parsed
+from capture.storage.locks import LocksUnsupported, is_locked, unlock, wait_for_lock
+
+SUFFIX = ".journal"
+_TORN = b"(torn)\n"
+"""Ends a line that is not whole, so that nobody takes it for one."""
+LONGEST = 1 << 30
+"""Bytes of a journal that is read. A capture of 500,000 calls writes less."""
+
+
+class Journal:
+    """The journal of the capture that this process makes, locked against others."""
+
+    def __init__(self, path: Path, descriptor: int, note: str) -> None:
+        self.path = path
+        self.note = note
+        """That the file system has no locks; usually empty."""
+        self._descriptor = descriptor
+        self._torn = False
+        """It ends with part of a line, which could not be cut off."""
+        self._lock = threading.Lock()
+
+    @property
+    def stem(self) -> str:
+        """How the names of this capture's files begin."""
+        return self.path.name.removesuffix(SUFFIX)
+
+    @classmethod
+    def begin(cls, path: Path, capture: dict[str, Any], *, replaces: bool) -> Journal:
+        """Create a journal.
+
+        Raises:
+            FileExistsError: there is one.
+            OSError: it cannot be written.
+        """
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(path, flags, 0o666)
+        note = ""
+        try:
+            try:
+                wait_for_lock(descriptor, path)  # one who reads the directory may look at it
+            except LocksUnsupported as error:
+                note = (
+                    f"{path.parent} is on a file system without locks ({error.strerror}): "
+                    "make sure that no other process records there"
+                )
+            journal = cls(path, descriptor, note)
+            journal.append(capture=capture, replaces=replaces)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
+            raise
+        return journal
+
+    def append(self, **line: Any) -> None:
+        """Write one line, whole or not at all.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        data = json.dumps(line).encode() + b"\n"
+        with self._lock:
+            size = os.fstat(self._descriptor).st_size
+            rest = memoryview(_TORN + data if self._torn else data)
+            torn, self._torn = self._torn, True
+            try:
+                while rest:
+                    rest = rest[plain_files.written(os.write(self._descriptor, rest)) :]
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._descriptor, size)
+                    self._torn = torn
+                raise
+            self._torn = False
+
+    def sync(self) -> None:
+        """Wait until what was written is on the disk."""
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Release the lock; the file stays."""
+        with self._lock:  # not while a line is written
+            if self._descriptor >= 0:
+                unlock(self._descriptor)
+                self.abandon()
+
+    def abandon(self) -> None:
+        """Leave the file and its lock to the parent process; for a forked child."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+
+@dataclass
+class Journalled:
+    """What a journal says; everything as it was read, nothing believed yet."""
+
+    path: Path
+    capture: dict[str, Any]
+    replaces: bool = False
+    """It was to replace the manifest's capture of the same model."""
+    files: list[dict[str, Any]] = field(default_factory=list)
+    in_memory: int = 0
+    """Calls that were chosen and of which no file was completed."""
+    active: bool | None = False
+    """A process is still writing it; None if nobody can tell, on a file system without locks."""
+
+    @property
+    def stem(self) -> str:
+        """How the names of this capture's files begin."""
+        return self.path.name.removesuffix(SUFFIX)
+
+
+def read(path: Path) -> Journalled | None:
+    """Read a journal up to the first line that is damaged or is not one; None if that is the first.
+
+    Raises:
+        DatasetError: it is no regular file, or cannot be read.
+    """
+    active = is_locked(path)
+    text = plain_files.read(path, LONGEST)
+    found: Journalled | None = None
+    sampled: set[int] = set()
+    files: dict[int, dict[str, Any]] = {}
+    for line in text.split(b"\n")[:-1]:
+        if line.endswith(_TORN.rstrip()):
+            continue
+        try:
+            data = parsed(line)
+            if found is None:
+                found = Journalled(path, dict(data["capture"]), bool(data["replaces"]))
+            elif "finished" in data:
+                found.capture = dict(data["finished"])
+            elif "file" in data:
+                index = int(data["call"]["origin"]["call_index"])
+                sampled.discard(index)
+                files[index] = data
+            else:
+                chosen = [int(data["sampled"])] if "sampled" in data else []
+                dropped = [int(each) for each in data.get("dropped", ())]
+                if not chosen and not dropped:
+                    break
+                for index in dropped:
+                    files.pop(index, None)
+                sampled.difference_update(dropped)
+                sampled.update(chosen)
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+            break
+    if found is not None:
+        found.files, found.in_memory, found.active = list(files.values()), len(sampled), active
+    return found
+
+
+def call_files(directory: Path, stem: str) -> list[Path]:
+    """The files of a capture's calls, complete or not."""
+    pattern = re.compile(rf"{re.escape(stem)}-\d+\.safetensors")
+    return sorted(path for path in directory.iterdir() if pattern.fullmatch(path.name))
+
+
+def stems(directory: Path, slug: str) -> list[str]:
+    """The stems in use for a model: `SLUG`, and `SLUG_2` … of captures that were to replace it."""
+    pattern = re.compile(rf"({re.escape(slug)}(_\d+)?)(-\d+\.safetensors|{re.escape(SUFFIX)})")
+    found = (pattern.fullmatch(path.name) for path in directory.iterdir())
+    return sorted({match[1] for match in found if match})
+
+
+def journals(directory: Path) -> list[Journalled]:
+    """Read the journals of a directory, those of killed captures and those still written."""
+    found = []
+    for path in sorted(directory.glob(f"*{SUFFIX}")):
+        try:
+            journalled = read(path)
+        except DatasetError:  # gone meanwhile, or not a file
+            continue
+        if journalled is not None:
+            found.append(journalled)
+    return found

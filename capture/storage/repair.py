@@ -1,0 +1,147 @@
+"""Puts what journals say into the manifest: when a capture ends, or after it was killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from capture.errors import DatasetError
+from capture.storage.dataset import MANIFEST, Dataset
+from capture.storage.journal import SUFFIX, Journalled, call_files, journals, stems
+from capture.storage.locks import is_locked, locked
+
+
+def repair(directory: str | Path) -> list[str]:
+    """Finish what killed captures left, and restore a missing or damaged manifest.
+
+    Complete calls are listed, incomplete files deleted. A capture that was to replace an earlier
+    one of the same model is moved to a directory of its own beside the files. On a file system
+    without locks, make sure that nobody records into the directory.
+
+    Returns:
+        What was done, a sentence each.
+
+    Raises:
+        DatasetError: there is no such directory, or it cannot be written.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise DatasetError(f"{directory}: no such directory")
+    try:
+        with locked(directory):
+            before = Dataset.listed(directory)
+            done = list(finish(directory, certain=True).values())
+            if before.note:
+                dataset = Dataset.listed(directory)
+                dataset.save_manifest()
+                done.append(f"wrote {directory / MANIFEST} anew: {before.note}")
+    except OSError as error:
+        raise DatasetError(f"cannot repair {directory}: {error}") from error
+    return done
+
+
+def finish(directory: Path, *, ended: str = "", certain: bool = False) -> dict[str, str]:
+    """Move what journals say that nobody writes any more into the manifest.
+
+    The caller holds the directory's lock. Killed at any moment, the next call does the rest.
+
+    Args:
+        ended: the stem of a journal that this process has just closed.
+        certain: on a file system without locks, nobody writes to the directory.
+
+    Returns:
+        What was done for captures that had not ended: a sentence for each file name's stem.
+
+    Raises:
+        OSError: the directory cannot be written; then the journals stay.
+    """
+    _delete_empty_journals(directory, certain=certain)
+    found = journals(directory)
+    over = [
+        each
+        for each in found
+        if each.active is False or (each.active is None and (certain or each.stem == ended))
+    ]
+    writing = {each.stem for each in found if each not in over}
+    dataset = Dataset.listed(directory)
+    done: dict[str, str] = {}
+    added: list[Journalled] = []
+    for journalled in over:
+        listing = Dataset(directory, [], [])
+        try:
+            capture = listing.add(journalled)
+        except ValueError as error:
+            done[journalled.stem] = f"left {journalled.path}, which is damaged ({error})"
+            continue
+        count, lost = len(listing.entries), journalled.in_memory
+        if not count:
+            _delete_unlisted(journalled, set())
+            if lost:
+                done[journalled.stem] = (
+                    f"{capture.model}: a killed capture had no complete call; {lost} had been only "
+                    "in memory"
+                )
+        elif journalled.replaces and not capture.complete:
+            done[journalled.stem] = _set_aside(listing, journalled)
+        else:
+            dataset.add(journalled)
+            added.append(journalled)
+        if count and not capture.complete and journalled.stem not in done:
+            done[journalled.stem] = f"{capture.model}: listed {count} calls of a killed capture" + (
+                f"; {lost} more had been only in memory" if lost else ""
+            )
+    if added:
+        dataset.save_manifest()
+    listed = {entry.path for entry in dataset.entries}
+    for journalled in added:
+        if journalled.replaces:
+            for stem in {*stems(directory, journalled.stem.partition("_")[0])} - writing:
+                _delete_files(directory, stem, listed)
+        _delete_unlisted(journalled, listed)
+    return done
+
+
+def _delete_empty_journals(directory: Path, *, certain: bool) -> None:
+    """Delete those of processes that were killed before they wrote a line."""
+    for path in directory.glob(f"*{SUFFIX}"):
+        held = is_locked(path)
+        if path.is_file() and not path.stat().st_size and not held and (held is False or certain):
+            path.unlink(missing_ok=True)
+
+
+def _delete_unlisted(journalled: Journalled, listed: set[Path]) -> None:
+    """Delete a journal and the files of its calls that were dropped, or never complete."""
+    _delete_files(journalled.path.parent, journalled.stem, listed)
+    journalled.path.unlink(missing_ok=True)
+
+
+def _delete_files(directory: Path, stem: str, listed: set[Path]) -> None:
+    for path in call_files(directory, stem):
+        if path not in listed:
+            path.unlink(missing_ok=True)
+
+
+def _set_aside(listing: Dataset, journalled: Journalled) -> str:
+    """Move a capture that did not end, and that was to replace another, to a directory."""
+    directory, [capture] = listing.directory, listing.captures
+    aside, number = directory / f"unfinished-{journalled.stem}", 1
+    while os.path.lexists(aside / MANIFEST) or aside.is_symlink():
+        number += 1
+        aside = directory / f"unfinished-{journalled.stem}-{number}"
+    aside.mkdir(exist_ok=True)  # it exists if this was killed before
+    for entry in listing.entries:
+        with contextlib.suppress(FileNotFoundError):  # moved before
+            entry.path.rename(aside / entry.path.name)
+    moved = [replace(entry, path=aside / entry.path.name) for entry in listing.entries]
+    moved = [entry for entry in moved if entry.path.exists()]
+    if moved:
+        Dataset(aside, moved, listing.captures).save_manifest()
+    else:  # the manifest, too, was written before
+        aside.rmdir()
+    _delete_unlisted(journalled, set())
+    return (
+        f"{capture.model}: its earlier capture stays; the {len(moved)} calls of the new one, which "
+        f"is not complete, are in {aside}"
+    )

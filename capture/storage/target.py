@@ -1,0 +1,211 @@
+"""The directory that a capture goes to, before, at the beginning and at the end of it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from capture.errors import CaptureError, DatasetError
+from capture.storage.capture_record import CaptureRecord
+from capture.storage.dataset import Dataset
+from capture.storage.journal import SUFFIX, Journal, journals, stems
+from capture.storage.locks import locked
+from capture.storage.repair import finish
+
+_LONGEST = 100
+"""Characters of a model's name in file names."""
+
+
+@dataclass
+class Target:
+    """A dataset's directory, and the capture that is to be added to it."""
+
+    directory: Path
+    """Absolute, since a model may change the working directory."""
+    model: str
+    overwrite: bool
+    _journal: Journal | None = None
+    _replaced: bool = False
+
+    @classmethod
+    def check(cls, out: str | Path, model: str, *, overwrite: bool) -> Target:
+        """Make sure that a capture can begin, without deleting anything.
+
+        Raises:
+            CaptureError: `out` is not writable, or contains a capture of `model` and `overwrite`
+                is False.
+        """
+        if not str(out):
+            raise CaptureError("the directory has no name; give one with `out=`")
+        try:
+            target = cls(Path(out).absolute(), model, overwrite)
+            target.directory.mkdir(parents=True, exist_ok=True)
+            if not os.access(target.directory, os.W_OK | os.X_OK):
+                raise CaptureError(_cannot_write(out))
+            target._refuse_active()
+            target._replaces(Dataset.open_or_new(target.directory))
+        except (OSError, ValueError) as error:  # or no possible name of a directory
+            raise CaptureError(_cannot_write(out, error)) from error
+        return target
+
+    def begin(self, capture: CaptureRecord) -> Journal:
+        """Finish what killed captures left in the directory, and create this one's journal.
+
+        Raises:
+            CaptureError: see `check`; or another process records this model there.
+        """
+        try:
+            with locked(self.directory):
+                finish(self.directory)
+                dataset = Dataset.listed(self.directory)
+                self._refuse_active()
+                stem = _unused(slug(self.model), stems(self.directory, slug(self.model)))
+                path = self.directory / f"{stem}{SUFFIX}"
+                self._replaced = self._replaces(dataset)
+                self._journal = Journal.begin(path, capture.to_json(), replaces=self._replaced)
+        except OSError as error:
+            raise CaptureError(_cannot_write(self.directory, error)) from error
+        return self._journal
+
+    def withdraw(self) -> None:
+        """Undo `begin`: nothing was recorded."""
+        assert self._journal is not None
+        self._journal.path.unlink(missing_ok=True)
+        self._journal.close()
+
+    def end(self, capture: CaptureRecord) -> list[str]:
+        """Put the capture into the manifest; return what went wrong, a sentence each.
+
+        Args:
+            capture: the capture's record. If it is not complete and was to replace another, that
+                one stays and this one's files go to a directory of their own.
+        """
+        assert self._journal is not None
+        problems = []
+        try:
+            CaptureRecord.from_json(json.loads(json.dumps(capture.to_json())))
+        except (
+            TypeError,
+            ValueError,
+        ) as error:  # a model's call that has no JSON, say with a scale of infinity
+            problems.append(f"the manifest will lack the census: {error}")
+            capture.census = {}
+        try:
+            self._journal.append(finished=capture.to_json())
+        except OSError as error:
+            problems.append(f"the manifest will lack the census: {error.strerror}")
+        self._journal.close()
+        try:
+            with locked(self.directory):
+                told = finish(self.directory, ended=self._journal.stem)
+        except (OSError, DatasetError) as error:
+            problems.append(
+                f"could not write the manifest ({error}): once that is mended, list the calls with "
+                f"`capture --repair {self.directory}`"
+            )
+        else:
+            if self._replaced and self._journal.stem in told:
+                problems.append(told[self._journal.stem])
+        return problems
+
+    def abandon(self) -> None:
+        """Leave the capture to the parent process; for a forked child."""
+        if self._journal is not None:
+            self._journal.abandon()
+
+    def _refuse_active(self) -> None:
+        mine = stems(self.directory, slug(self.model))
+        active = {each.active for each in journals(self.directory) if each.stem in mine}
+        if True in active:
+            raise CaptureError(
+                f"another capture of {self.model} is writing to {self.directory}; wait, or choose "
+                "another directory with `out=`"
+            )
+        if None in active:
+            raise CaptureError(
+                f"another capture of {self.model} is writing to {self.directory} or was killed, "
+                "which a file system without locks does not tell; if killed, finish it with "
+                f"`capture --repair {self.directory}`"
+            )
+
+    def _replaces(self, dataset: Dataset) -> bool:
+        """Whether the capture is to replace one in the dataset, if that is allowed."""
+        # Two names with the same slug would write the same files.
+        earlier = [c.model for c in dataset.captures if slug(c.model) == slug(self.model)]
+        if earlier and not (self.overwrite and earlier == [self.model]):
+            remedy = (
+                "rename this one" if earlier != [self.model] else "replace it with `overwrite=True`"
+            )
+            raise CaptureError(
+                f"{self.directory} already contains a capture of {earlier[0]}: {remedy}, "
+                "or choose another directory with `out=`"
+            )
+        return bool(earlier)
+
+
+@contextlib.contextmanager
+def no_empty_directory(directory: Path) -> Iterator[None]:
+    """Remove `directory`, and those above it, on exit if empty and not there before."""
+    try:
+        missing = [each for each in (directory, *directory.parents) if not each.is_dir()]
+    except (OSError, ValueError):  # no possible name, which somebody else will say
+        missing = []
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            for each in missing:
+                each.rmdir()
+
+
+def current_rank() -> int | None:
+    """Return the rank of this process, or None if there is only one.
+
+    From `torch.distributed`, or else from the environment's RANK and WORLD_SIZE.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    else:
+        rank, ranks = (_environment(each) for each in ("RANK", "WORLD_SIZE"))
+    return rank if ranks > 1 else None
+
+
+def rank_name(name: str) -> str:
+    """Return the capture's name in this process: with its rank, if there are several."""
+    rank = current_rank()
+    return name if rank is None else f"{name}.rank{rank}"
+
+
+def slug(name: str) -> str:
+    """Make `name` usable as the start of a file name."""
+    usable = re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.") or "model"
+    if len(usable) <= _LONGEST:
+        return usable
+    return f"{usable[:_LONGEST]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
+def _unused(stem: str, used: list[str]) -> str:
+    number, unused = 1, stem
+    while unused in used:
+        number += 1
+        unused = f"{stem}_{number}"
+    return unused
+
+
+def _environment(name: str) -> int:
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() else 0
+
+
+def _cannot_write(directory: str | Path, error: Exception | None = None) -> str:
+    reason = error.strerror if isinstance(error, OSError) else error
+    because = f" ({reason})" if reason else ""
+    return f"cannot write to {directory}{because}; choose another with `out=`"

@@ -1,0 +1,426 @@
+"""The command: exit codes, sentences, and processes that are stopped in the middle."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from capture import load
+from capture.cli.verify import verify
+
+Run = Callable[..., tuple[int, str, str]]
+Start = Callable[..., "subprocess.Popen[str]"]
+
+USER_MODEL = """
+import time
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Attention(nn.Module):
+    def forward(self, states):
+        return F.scaled_dot_product_attention(states, states, states)
+
+
+def build():
+    attention = Attention()
+    return attention, lambda: [attention(torch.randn(1, 2, 5, 8)) for _ in range(4)]
+
+
+def slow():
+    attention = Attention()
+
+    def run():
+        for index in range(10_000):
+            attention(torch.randn(1, 2, 64, 64))
+            if index == 50:
+                print("RUNNING", flush=True)
+            time.sleep(0.002)
+
+    return attention, run
+
+
+def broken():
+    def run():
+        raise ZeroDivisionError("by nought")
+
+    return Attention(), run
+
+
+def moving():
+    attention = Attention()
+
+    def run():
+        import os, tempfile
+
+        for _ in range(4):
+            attention(torch.randn(1, 2, 5, 8))
+            os.chdir(tempfile.mkdtemp())
+
+    return attention, run
+
+
+def silent():
+    return nn.Linear(2, 2), lambda: None
+"""
+
+
+@pytest.fixture(scope="module")
+def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("user") / "my.py"
+    path.write_text(USER_MODEL)
+    return path
+
+
+def test_help_answers_without_torch(start_python: Start, tmp_path: Path) -> None:
+    script = (
+        "import sys, capture.cli.main\n"
+        "try:\n"
+        "    capture.cli.main.main(['--help'])\n"
+        "except SystemExit as stopped:\n"
+        "    print('CODE', stopped.code)\n"
+        "print('HEAVY', [name for name in ('torch', 'numpy', 'rich') if name in sys.modules])\n"
+    )
+    process = start_python("-c", script, cwd=tmp_path)
+    printed, errors = process.communicate(timeout=60)
+    assert not errors
+    assert "CODE 0\nHEAVY []\n" in printed
+    assert "usage: capture" in printed
+    assert "--overwrite" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "--model is required"),
+        (["--max", "0", "--model", "llama"], "must be an integer of at least 1, not 0"),
+        (["--max", "many", "--model", "llama"], "must be an integer of at least 1, not many"),
+        (["--steps", "-1", "--model", "llama"], "must be an integer of at least 1, not -1"),
+        (["--max-bytes", "lots", "--model", "llama"], "'lots' is not a size; use e.g. 500M or 20G"),
+        (["--max-bytes", "inf", "--model", "llama"], "'inf' is not a size"),
+        (["--max-bytes", "0", "--model", "llama"], "'0' is not a size"),
+        (
+            ["--sample", "random"],
+            "must be spread, first, every:N or reservoir (N at least 1), not 'random'",
+        ),
+        (["--modle", "llama"], "unrecognized arguments: --modle"),
+        (["--show", "a", "--verify", "b"], "--show and --verify are different jobs"),
+        (["--model", "llama", "--show", "a"], "--model and --show are different jobs"),
+    ],
+)
+def test_wrong_usage(run_cli: Run, arguments: list[str], sentence: str) -> None:
+    code, out, err = run_cli(*arguments)
+    assert (code, out) == (2, "")
+    assert sentence in err
+    assert err.startswith("capture: ")
+    assert err.count("\n") == 1
+    assert "_positive" not in err
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("500M", 500 * 10**6), ("20G", 20 * 10**9), ("1.5k", 1500), ("7", 7), ("2TB", 2 * 10**12)],
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    from capture.cli.main import _size
+
+    assert _size(text) == nbytes
+
+
+def sentence_of(result: tuple[int, str, str], code: int) -> str:
+    """The only line on stderr, after checking that it is one, and the exit code."""
+    got, out, err = result
+    lines = [line for line in err.splitlines() if line.startswith("capture: ")]
+    assert (got, out) == (code, "")
+    assert len(lines) == 1, err
+    assert "Traceback" not in err
+    return lines[0].removeprefix("capture: ")
+
+
+def test_an_unknown_model(run_cli: Run, tmp_path: Path) -> None:
+    result = run_cli("--model", "lama", "--out", str(tmp_path / "out"))
+    sentence = sentence_of(result, 2)
+    assert "no model or directory is called 'lama': did you mean" in sentence
+    assert "llama" in sentence
+
+
+def test_a_prompt_of_words_that_the_built_in_model_never_saw(run_cli: Run, tmp_path: Path) -> None:
+    small = ("--size", "tiny", "--device", "cpu", "--steps", "1", "--max", "1")
+    result = run_cli(
+        "--model", "flux", "--prompt", "a red panda", *small, "--out", str(tmp_path / "out")
+    )
+    assert result[0] == 0
+    assert "none of these: panda;" in " ".join(result[2].split())
+
+
+@pytest.mark.parametrize("below", ["file", "file/x"])
+def test_a_directory_that_cannot_be_written(run_cli: Run, tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").write_text("")
+    result = run_cli("--model", "llama", "--out", str(tmp_path / below))
+    assert sentence_of(result, 2).endswith("choose another with --out")
+
+
+def test_a_user_s_function_and_the_same_name_twice(
+    run_cli: Run, tmp_path: Path, model_file: Path
+) -> None:
+    out = str(tmp_path / "out")
+    command = ("--model", f"{model_file}:build", "--out", out, "--max", "3")
+    code, printed, _ = run_cli(*command)
+    assert code == 0
+    assert printed == f"recorded 3 of 4 attention calls (3.8 kB) in {out}/\n"
+    assert len(load(out)) == 3
+    again = run_cli(*command)
+    assert "already contains a capture of" in sentence_of(again, 2)
+    assert "--overwrite" in sentence_of(again, 2)
+    code, _, _ = run_cli(*command, "--overwrite", "--no-output", "--sample", "first")
+    assert code == 0
+    assert [call.output for call in load(out)] == [None] * 3
+
+
+def test_a_model_that_changes_the_directory(
+    run_cli: Run, tmp_path: Path, model_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run_cli("--model", f"{model_file}:moving", "--out", "out")
+    assert code == 0, err
+    assert len(load(tmp_path / "out")) == 4
+
+
+def test_max_bytes_is_said_to_be_reached(run_cli: Run, tmp_path: Path, model_file: Path) -> None:
+    out = str(tmp_path / "out")
+    command = ("--model", f"{model_file}:build", "--out", out, "--max-bytes", "3k")
+    code, printed, err = run_cli(*command)
+    assert code == 0
+    assert printed.startswith("recorded 2 of 4")
+    assert "reached --max-bytes" in err
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "code", "said"),
+    [
+        ("build", ["--modules", "attn*"], 2, "no module matches 'attn*'"),
+        ("build", ["--max-bytes", "1k"], 2, "no call fits in --max-bytes; increase it"),
+        ("silent", [], 2, "the model made no scaled_dot_product_attention call"),
+        ("broken", [], 1, "ZeroDivisionError: by nought (traceback with --debug)"),
+        ("absent", [], 2, "has no function 'absent'"),
+    ],
+)
+def test_runs_that_keep_nothing(
+    run_cli: Run,
+    tmp_path: Path,
+    model_file: Path,
+    function: str,
+    options: list[str],
+    code: int,
+    said: str,
+) -> None:
+    out = tmp_path / "out"
+    result = run_cli("--model", f"{model_file}:{function}", "--out", str(out), *options)
+    assert said in sentence_of(result, code)
+    assert not out.exists()
+
+
+def test_debug_shows_the_traceback(model_file: Path, tmp_path: Path) -> None:
+    from capture.cli.main import main
+
+    command = ["--model", f"{model_file}:broken", "--out", str(tmp_path), "--debug"]
+    with pytest.raises(ZeroDivisionError, match="by nought"):
+        main(command)
+
+
+def test_brackets_in_a_name_are_no_markup(run_cli: Run, tmp_path: Path) -> None:
+    directory = tmp_path / "[red]x[/blue]"
+    directory.mkdir(parents=True)
+    (directory / "my.py").write_text(USER_MODEL)
+    command = ("--model", f"{directory}/my.py:build", "--out", str(tmp_path / "out"))
+    code, _, err = run_cli(*command)
+    assert code == 0, err
+    assert "[red]x[/blue]" in err.replace("\n", "")
+
+
+@pytest.mark.parametrize("option", ["--show", "--verify"])
+def test_looking_at_what_is_not_there(run_cli: Run, tmp_path: Path, option: str) -> None:
+    assert "no such directory" in sentence_of(run_cli(option, str(tmp_path / "nowhere")), 2)
+    assert "holds no recorded call" in sentence_of(run_cli(option, str(tmp_path)), 2)
+    (tmp_path / "manifest.json").write_text('{"format": "attention-replay/9"}')
+    assert "this version reads" in sentence_of(run_cli(option, str(tmp_path)), 2)
+
+
+def test_verify_names_what_is_wrong(run_cli: Run, tmp_path: Path, model_file: Path) -> None:
+    out = tmp_path / "out"
+    run_cli("--model", f"{model_file}:build", "--out", str(out))
+    code, printed, _ = run_cli("--verify", str(out))
+    assert (code, printed.splitlines()[-1]) == (0, "4 of 4 files passed")
+    altered, missing = sorted(out.glob("*.safetensors"))[:2]
+    content = bytearray(altered.read_bytes())
+    content[-1] ^= 1
+    altered.write_bytes(content)
+    missing.unlink()
+    code, printed, _ = run_cli("--verify", str(out))
+    assert code == 1
+    # A line each, however long, for those who pipe it into something.
+    assert printed.splitlines()[:2] == [
+        f"FAIL {altered.name}  altered since it was recorded (checksum differs)",
+        f"FAIL {missing.name}  missing",
+    ]
+    assert printed.splitlines()[-1] == "2 of 4 files passed"
+    (out / "manifest.json").unlink()
+    code, _, err = run_cli("--verify", str(out))
+    assert code == 1
+    assert "is missing: read the files instead" in err
+
+
+@pytest.fixture(scope="module")
+def stopped(
+    start_python: Start, model_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[signal.Signals, tuple[Path, int, str]]:
+    """Directory, exit code and stderr of a capture stopped in the middle, by signal."""
+    options = {signal.SIGINT: [], signal.SIGTERM: [], signal.SIGKILL: ["--durable"]}
+    started = {}
+    for sent, more in options.items():
+        cwd = tmp_path_factory.mktemp(sent.name)
+        arguments = ("-m", "capture", "--model", f"{model_file}:slow", "--out", "out", *more)
+        started[sent] = (cwd / "out", start_python(*arguments, cwd=cwd))
+    results = {}
+    for sent, (out, process) in started.items():
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "RUNNING" in line:
+                break
+        process.send_signal(sent)
+        _, errors = process.communicate(timeout=60)
+        results[sent] = (out, process.returncode, errors)
+    return results
+
+
+Stopped = dict[signal.Signals, tuple[Path, int, str]]
+
+
+def test_control_c_leaves_a_readable_dataset(stopped: Stopped) -> None:
+    out, code, errors = stopped[signal.SIGINT]
+    assert code == 130
+    assert "capture: interrupted; calls already in out are readable" in errors
+    assert "Traceback" not in errors
+    assert_whole_but_not_complete(out)
+
+
+def test_termination_writes_what_is_in_memory_first(stopped: Stopped) -> None:
+    out, code, _ = stopped[signal.SIGTERM]
+    assert code == -signal.SIGTERM
+    assert_whole_but_not_complete(out)
+
+
+def assert_whole_but_not_complete(out: Path) -> None:
+    data = load(out)
+    assert data.note == ""
+    assert len(data) == 10
+    assert not data.captures[0].complete
+    assert data.captures[0].calls_seen >= 51
+    assert all(finding.good for finding in verify(data))
+    assert len(list(out.glob("*.safetensors"))) == 10
+
+
+def test_a_killed_capture_leaves_a_readable_dataset(stopped: Stopped) -> None:
+    out, code, _ = stopped[signal.SIGKILL]
+    assert code == -signal.SIGKILL
+    data = load(out)
+    assert "the capture of my.py:slow was killed" in data.note
+    # With --durable at most the newest call was not yet on the disk.
+    assert 9 <= len(data) <= 10
+    assert not data.captures[0].complete
+    assert all(finding.good for finding in verify(data))
+
+
+# A user's project with a `models` package of its own.
+
+SCRIPT = """
+import sys
+import torch
+import models
+from capture import load, record
+from models.attention import Attention
+
+assert models.WHOSE == "the user's", models
+attention = Attention()
+with record(attention, out="from_script"):
+    attention(torch.randn(1, 2, 5, 8))
+assert len(load("from_script")) == 1
+assert models.WHOSE == "the user's"
+assert "diffusers" not in sys.modules
+"""
+
+FUNCTION = """
+import torch
+from models.attention import Attention
+
+
+def build():
+    import models
+
+    assert models.WHOSE == "the user's"
+    attention = Attention()
+
+    def run():
+        from models.late import LATE
+
+        assert LATE
+        return attention(torch.randn(1, 2, 5, 8))
+
+    return attention, run
+"""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("project")
+    package = directory / "models"
+    package.mkdir()
+    (package / "__init__.py").write_text('WHOSE = "the user\'s"\n')
+    (package / "attention.py").write_text(USER_MODEL)
+    (package / "late.py").write_text("LATE = True\n")
+    (directory / "script.py").write_text(SCRIPT)
+    (directory / "my.py").write_text(FUNCTION)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def in_project(start_python: Start, project: Path) -> Iterator[Callable[[str], str]]:
+    """Runs by name, started together; `in_project(name)` waits and gives what it printed."""
+    commands = {
+        "script": ["script.py"],
+        "built-in": ["-m", "capture", "--model", "llama", "--size", "tiny", "--out", "built_in"],
+        "function": ["-m", "capture", "--model", "my.py:build", "--out", "from_function"],
+    }
+    started = {name: start_python(*command, cwd=project) for name, command in commands.items()}
+
+    def finish(name: str) -> str:
+        printed, errors = started[name].communicate(timeout=200)
+        assert started[name].returncode == 0, errors
+        return printed
+
+    yield finish
+    for process in started.values():
+        process.kill()
+
+
+def test_record_in_a_project_with_models_of_its_own(in_project: Callable[[str], str]) -> None:
+    in_project("script")
+
+
+def test_built_in_models_run_there(in_project: Callable[[str], str], project: Path) -> None:
+    assert in_project("built-in").startswith("recorded 10 of ")
+    assert load(project / "built_in").captures[0].model == "llama"
+
+
+def test_a_function_there_imports_its_own_models(
+    in_project: Callable[[str], str], project: Path
+) -> None:
+    assert in_project("function").startswith("recorded 1 of 1 ")
+    manifest = json.loads((project / "from_function" / "manifest.json").read_text())
+    assert manifest["captures"][0]["model"] == "my.py:build"

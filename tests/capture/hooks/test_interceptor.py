@@ -1,0 +1,371 @@
+"""Every SDPA call is seen as it was meant, and nothing is left behind."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from capture.hooks.interceptor import TORCH_SDPA, Arguments, intercept
+
+Q, K, V = torch.randn(3, 1, 4, 6, 8)
+
+
+class Seen:
+    """A handler that notes the arguments and makes the call."""
+
+    def __init__(self) -> None:
+        self.calls: list[Arguments] = []
+        self.functions: list[Callable[..., Tensor]] = []
+
+    def __call__(
+        self, arguments: Arguments, proceed: Callable[[], Tensor], sdpa: Callable[..., Tensor]
+    ) -> Tensor:
+        self.calls.append(arguments)
+        self.functions.append(sdpa)
+        return proceed()
+
+
+@pytest.fixture
+def seen() -> Seen:
+    return Seen()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """After every test of this file PyTorch is as it was."""
+    before = (torch.backends.mha.get_fastpath_enabled(), torch._dynamo.eval_frame._stance.stance)
+    yield
+    assert F.scaled_dot_product_attention is TORCH_SDPA
+    assert torch._C._nn.scaled_dot_product_attention is TORCH_SDPA
+    after = (torch.backends.mha.get_fastpath_enabled(), torch._dynamo.eval_frame._stance.stance)
+    assert after == before
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda: F.scaled_dot_product_attention(Q, K, V),
+        lambda: F.scaled_dot_product_attention(Q, K, value=V),
+        lambda: F.scaled_dot_product_attention(Q, value=V, key=K),
+        lambda: F.scaled_dot_product_attention(value=V, query=Q, key=K),
+        lambda: torch.nn.functional.scaled_dot_product_attention(query=Q, key=K, value=V),
+        lambda: torch._C._nn.scaled_dot_product_attention(Q, K, V),
+    ],
+)
+def test_tensors_are_seen_however_passed(seen: Seen, how: Callable[[], Tensor]) -> None:
+    expected = how()
+    with intercept(seen):
+        output = how()
+    assert torch.equal(output, expected)
+    assert seen.calls == [Arguments(Q, K, V, None, 0.0, False, None, False)]
+
+
+def test_every_option_is_seen_positional_and_by_keyword(seen: Seen) -> None:
+    mask = torch.zeros(6, 6)
+    with intercept(seen):
+        F.scaled_dot_product_attention(Q, K, V, None, 0.0, True)
+        F.scaled_dot_product_attention(Q, K, V, mask, 0.25)
+        F.scaled_dot_product_attention(Q, K, V, is_causal=True, scale=0.5)
+        F.scaled_dot_product_attention(Q, K[:, :2], V[:, :2], enable_gqa=True, attn_mask=mask)
+        F.scaled_dot_product_attention(Q, K, V, dropout_p=0.5)
+    options = [call[3:] for call in seen.calls]
+    assert options == [
+        (None, 0.0, True, None, False),
+        (mask, 0.25, False, None, False),
+        (None, 0.0, True, 0.5, False),
+        (mask, 0.0, False, None, True),
+        (None, 0.5, False, None, False),
+    ]
+
+
+@pytest.mark.parametrize("scale", [numpy.float32(0.5), torch.tensor(0.5), numpy.int64(2), 2])
+def test_a_scale_of_any_number_type_is_a_plain_float(seen: Seen, scale: Any) -> None:
+    expected = F.scaled_dot_product_attention(Q, K, V, scale=scale)
+    with intercept(seen):
+        output = F.scaled_dot_product_attention(Q, K, V, scale=scale)
+    assert torch.equal(output, expected)
+    assert type(seen.calls[0].scale) is float
+    assert seen.calls[0].scale == float(scale)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((), {}),
+        ((Q, K), {}),
+        ((Q, K, None), {}),
+        ((1, 2, 3), {}),
+        ((Q, K, V, None, 0.0, False, 0.5), {}),  # scale is keyword-only
+        ((Q, K, V), {"softmax_scale": 1.0}),
+        ((Q, K, V), {"scale": "big"}),
+        ((Q, K, V), {"is_causal": 1}),
+        ((Q, K[..., :4], V), {}),
+        ((Q[0, 0, 0], K[0, 0, 0], V[0, 0, 0]), {}),
+        ((Q, K, V, torch.zeros(6, 6, dtype=torch.int64)), {}),
+        ((Q, K[:, :3], V[:, :3]), {"enable_gqa": True}),
+    ],
+)
+def test_a_wrong_call_fails_as_without_us(
+    tmp_path: Any, layers: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Under a whole recording: it must not trip over arguments that SDPA refuses."""
+    from capture import record
+    from capture.errors import RecordingWarning
+
+    with pytest.raises(Exception) as plain:  # noqa: PT011
+        F.scaled_dot_product_attention(*args, **kwargs)
+    answers: list[Exception] = []
+
+    def call() -> None:
+        try:
+            F.scaled_dot_product_attention(*args, **kwargs)
+        except Exception as error:
+            answers.append(error)
+
+    no_call = "no scaled_dot_product_attention call"
+    with pytest.warns(RecordingWarning, match=no_call), record(layers, out=tmp_path):
+        call()
+    assert [(type(error), str(error)) for error in answers] == [(plain.type, str(plain.value))]
+
+
+def _module(name: str, source: str) -> types.ModuleType:
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    exec(source, vars(module))
+    return module
+
+
+@pytest.fixture
+def imported_by_name() -> Iterator[types.ModuleType]:
+    """A loaded module that took the function by name, under two names."""
+    yield _module(
+        "took_it_by_name",
+        "from torch.nn.functional import scaled_dot_product_attention\n"
+        "from torch.nn.functional import scaled_dot_product_attention as sdpa\n"
+        "attend = lambda *tensors: scaled_dot_product_attention(*tensors)\n",
+    )
+    del sys.modules["took_it_by_name"]
+
+
+def test_a_module_that_imported_the_function_by_name_is_seen(
+    seen: Seen, imported_by_name: types.ModuleType
+) -> None:
+    with intercept(seen):
+        imported_by_name.attend(Q, K, V)
+        imported_by_name.sdpa(Q, K, V)
+    assert len(seen.calls) == 2
+    assert imported_by_name.scaled_dot_product_attention is TORCH_SDPA
+    assert imported_by_name.sdpa is TORCH_SDPA
+
+
+def test_a_module_imported_meanwhile_is_seen_and_gets_the_original_back(seen: Seen) -> None:
+    try:
+        with intercept(seen):
+            late = _module(
+                "imported_late", "from torch.nn.functional import scaled_dot_product_attention"
+            )
+            late.scaled_dot_product_attention(Q, K, V)
+        assert len(seen.calls) == 1
+        assert late.scaled_dot_product_attention is TORCH_SDPA
+    finally:
+        del sys.modules["imported_late"]
+
+
+def test_a_reference_kept_in_a_closure_is_harmless_afterwards(seen: Seen) -> None:
+    with intercept(seen):
+        kept = F.scaled_dot_product_attention
+    assert kept is not TORCH_SDPA
+    assert torch.equal(kept(Q, K, V), TORCH_SDPA(Q, K, V))
+    assert not seen.calls
+
+
+def test_the_replacement_looks_like_the_original(seen: Seen) -> None:
+    with intercept(seen):
+        assert F.scaled_dot_product_attention.__name__ == "scaled_dot_product_attention"
+        assert F.scaled_dot_product_attention.__doc__ == TORCH_SDPA.__doc__
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_multi_head_attention_in_eval_is_seen(seen: Seen, grad: bool) -> None:
+    attention = nn.MultiheadAttention(16, 2, batch_first=True).eval()
+    states = torch.randn(2, 3, 16)
+    with torch.set_grad_enabled(grad), intercept(seen):
+        attention(states, states, states, need_weights=False)
+    assert [tuple(call.query.shape) for call in seen.calls] == [(2, 2, 3, 8)]
+
+
+def test_transformer_encoder_leaves_its_fast_path_and_returns_to_it(seen: Seen) -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, dim_feedforward=16, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 3).eval()
+    states = torch.randn(2, 5, 16)
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with torch.no_grad():
+        # With padding the fast path would run on nested tensors, without one SDPA call.
+        expected = encoder(states, src_key_padding_mask=padding)
+        with intercept(seen):
+            output = encoder(states, src_key_padding_mask=padding)
+    assert len(seen.calls) == 3
+    kept = ~padding
+    torch.testing.assert_close(output[kept], expected[kept])
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_the_model_s_exception_passes_and_everything_is_restored(
+    seen: Seen, imported_by_name: types.ModuleType
+) -> None:
+    with pytest.raises(ZeroDivisionError), intercept(seen):
+        raise ZeroDivisionError
+    assert imported_by_name.sdpa is TORCH_SDPA
+
+
+def test_the_handler_s_exception_passes_and_the_next_call_is_seen() -> None:
+    calls = []
+
+    def handler(arguments: Arguments, proceed: Any, sdpa: Any) -> Tensor:
+        calls.append(arguments)
+        raise ZeroDivisionError
+
+    with intercept(handler):
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                F.scaled_dot_product_attention(Q, K, V)
+    assert len(calls) == 2
+    with pytest.raises(ZeroDivisionError), intercept(handler):
+        F.scaled_dot_product_attention(Q, K, V)
+
+
+def test_the_handler_s_answer_is_the_model_s() -> None:
+    answer = torch.ones_like(Q)
+    with intercept(lambda arguments, proceed, sdpa: answer):
+        assert F.scaled_dot_product_attention(Q, K, V) is answer
+
+
+def test_a_second_interception_is_refused_and_the_first_goes_on(seen: Seen) -> None:
+    with intercept(seen):
+        with (
+            pytest.raises(RuntimeError, match="already intercepted; end that recording"),
+            intercept(Seen()),
+        ):
+            pass
+        F.scaled_dot_product_attention(Q, K, V)
+    assert len(seen.calls) == 1
+    with intercept(seen):
+        pass
+
+
+def test_somebody_else_s_replacement_is_called_through_and_put_back(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached = []
+
+    def theirs(*args: Any, **kwargs: Any) -> Tensor:
+        reached.append(True)
+        return TORCH_SDPA(*args, **kwargs) + 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "scaled_dot_product_attention", theirs)
+        with intercept(seen):
+            output = F.scaled_dot_product_attention(Q, K, V)
+        assert F.scaled_dot_product_attention is theirs
+    assert len(reached) == 1
+    assert seen.functions == [theirs]
+    assert torch.equal(output, TORCH_SDPA(Q, K, V) + 1)
+
+
+def test_their_inner_call_is_part_of_the_outer_one(
+    seen: Seen, imported_by_name: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "scaled_dot_product_attention", lambda *a: imported_by_name.sdpa(*a) + 1)
+        with intercept(seen):
+            output = F.scaled_dot_product_attention(Q, K, V)
+    assert len(seen.calls) == 1
+    assert torch.equal(output, TORCH_SDPA(Q, K, V) + 1)
+
+
+def test_a_replacement_made_inside_is_theirs_to_keep(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        with intercept(seen):
+            before = F.scaled_dot_product_attention
+
+            def theirs(*args: Any, **kwargs: Any) -> Tensor:
+                return before(*args, **kwargs) + 1
+
+            patch.setattr(F, "scaled_dot_product_attention", theirs)
+            F.scaled_dot_product_attention(Q, K, V)
+            assert len(seen.calls) == 1
+        assert F.scaled_dot_product_attention is theirs
+        # It holds our function: which must not go on recording.
+        assert torch.equal(theirs(Q, K, V), TORCH_SDPA(Q, K, V) + 1)
+        assert len(seen.calls) == 1
+    # The patch has brought our function back, which is harmless: the builtin again.
+    F.scaled_dot_product_attention = TORCH_SDPA
+
+
+def test_calls_of_other_threads_are_seen(seen: Seen) -> None:
+    with intercept(seen):
+        threads = [
+            threading.Thread(target=lambda: F.scaled_dot_product_attention(Q, K, V))
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(seen.calls) == 4
+
+
+def test_a_compiled_function_runs_eagerly_meanwhile_and_compiled_again_after(seen: Seen) -> None:
+    compilations = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        compilations.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(
+        lambda query: F.scaled_dot_product_attention(query, K, V) * 2, backend=backend
+    )
+    torch._dynamo.reset()
+    expected = compiled(Q)
+    assert len(compilations) == 1
+    with intercept(seen):
+        for _ in range(3):
+            assert torch.equal(compiled(Q), expected)
+    assert len(seen.calls) == 3
+    assert torch.equal(compiled(Q), expected)
+    assert len(compilations) == 1
+
+
+def test_the_stance_that_was_set_is_restored(seen: Seen) -> None:
+    def stance() -> str:
+        return torch._dynamo.eval_frame._stance.stance
+
+    with torch.compiler.set_stance("eager_on_recompile"):
+        with intercept(seen):
+            assert stance() == "force_eager"
+        assert stance() == "eager_on_recompile"
+
+
+def test_diffusers_dispatcher_uses_sdpa_meanwhile(seen: Seen) -> None:
+    from diffusers.models import attention_dispatch as dispatch
+
+    registry = dispatch._AttentionBackendRegistry
+    states = torch.randn(1, 6, 4, 8)
+    with dispatch.attention_backend("_native_math"):
+        chosen = registry._active_backend
+        with intercept(seen):
+            dispatch.dispatch_attention_fn(states, states, states)
+            assert registry._active_backend == dispatch.AttentionBackendName.NATIVE
+        assert registry._active_backend == chosen
+    assert len(seen.calls) == 1

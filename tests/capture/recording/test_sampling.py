@@ -1,0 +1,294 @@
+"""Which calls are kept: how many, how evenly, and always the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from capture.recording.sampling import (
+    REJECTED,
+    Decision,
+    FirstSampler,
+    Sampler,
+    SpreadSampler,
+    make_sampler,
+)
+
+
+@dataclass(frozen=True)
+class Offered:
+    stratum: str
+    module: str
+    step: int
+    nbytes: int = 1
+
+
+def offer(sampler: Sampler, index: int, call: Offered) -> Decision:
+    place = sampler.place(call.stratum, call.module)
+    if not sampler.wants(place, call.step):
+        return REJECTED
+    return sampler.offer(index, place, call.step, call.nbytes)
+
+
+def sample(
+    calls: Iterable[Offered], max_calls: int, max_bytes: int | None = None, name: str = "spread"
+) -> list[int]:
+    """Indices kept, after checking the bookkeeping at every call."""
+    sampler = make_sampler(name, max_calls, max_bytes, seed=0)
+    sizes: dict[int, int] = {}
+    for index, call in enumerate(calls):
+        decision = offer(sampler, index, call)
+        assert decision.keep or not decision.drop
+        for dropped in decision.drop:
+            del sizes[dropped]  # KeyError: dropped what was not kept
+        if decision.keep:
+            sizes[index] = call.nbytes
+        assert sampler.kept == len(sizes) <= max_calls
+        assert sampler.nbytes == sum(sizes.values())
+        assert max_bytes is None or sampler.nbytes <= max_bytes
+    return sorted(sizes)
+
+
+def grid(layers: int, steps: int, stratum: str = "a") -> list[Offered]:
+    return [
+        Offered(stratum, f"layer.{layer}", step) for step in range(steps) for layer in range(layers)
+    ]
+
+
+offered = st.builds(
+    Offered,
+    stratum=st.sampled_from("abc"),
+    module=st.sampled_from(["x", "y", "z"]),
+    step=st.integers(0, 5),
+    nbytes=st.integers(1, 50),
+)
+runs = st.lists(offered, max_size=60)
+
+
+@given(
+    calls=runs, max_calls=st.integers(1, 12), name=st.sampled_from(["spread", "first", "reservoir"])
+)
+def test_exactly_as_many_as_wanted(calls: list[Offered], max_calls: int, name: str) -> None:
+    assert len(sample(calls, max_calls, name=name)) == min(max_calls, len(calls))
+
+
+@given(calls=runs, max_calls=st.integers(1, 12), max_bytes=st.none() | st.integers(1, 200))
+def test_the_same_run_gives_the_same_calls(
+    calls: list[Offered], max_calls: int, max_bytes: int | None
+) -> None:
+    assert sample(calls, max_calls, max_bytes) == sample(calls, max_calls, max_bytes)
+
+
+@given(
+    calls=runs,
+    max_calls=st.integers(1, 12),
+    max_bytes=st.integers(1, 200),
+    name=st.sampled_from(["spread", "first", "reservoir"]),
+)
+def test_the_byte_limit_holds_at_every_moment(
+    calls: list[Offered], max_calls: int, max_bytes: int, name: str
+) -> None:
+    kept = sample(calls, max_calls, max_bytes, name)
+    # Something that fits is kept, if there is anything.
+    assert bool(kept) == any(call.nbytes <= max_bytes for call in calls)
+
+
+@given(size=st.integers(1, 20), count=st.integers(0, 30), max_calls=st.integers(1, 12))
+def test_calls_of_one_size_fill_the_byte_limit(size: int, count: int, max_calls: int) -> None:
+    calls = [Offered("a", "x", step, size) for step in range(count)]
+    kept = sample(calls, max_calls, max_bytes=100)
+    assert len(kept) == min(count, max_calls, 100 // size)
+
+
+@given(calls=runs, max_calls=st.integers(1, 12))
+def test_first_keeps_the_first(calls: list[Offered], max_calls: int) -> None:
+    assert sample(calls, max_calls, name="first") == list(range(len(calls)))[:max_calls]
+
+
+def test_first_passes_over_what_does_not_fit() -> None:
+    calls = [Offered("a", "x", 0, size) for size in (6, 5, 4, 1)]
+    assert sample(calls, 3, max_bytes=10, name="first") == [0, 2]
+
+
+@settings(max_examples=200)
+@given(calls=st.lists(offered, min_size=1, max_size=60), max_calls=st.integers(1, 12))
+@example(calls=[Offered("a", "x", 0)] * 20 + [Offered("b", "x", 0)] * 20, max_calls=7)
+def test_strata_share_evenly(calls: list[Offered], max_calls: int) -> None:
+    there = Counter(call.stratum for call in calls)
+    kept = Counter(calls[index].stratum for index in sample(calls, max_calls))
+    most = max(kept.values())
+    for stratum, available in there.items():
+        # Fewer than the others by two only where there are no more.
+        assert kept[stratum] >= most - 1 or kept[stratum] == available
+
+
+def test_late_and_rare_strata_get_their_share() -> None:
+    """A language model: one prefill, then decoding; and an encoder's few calls first."""
+    calls = [
+        *grid(2, 1, "encode"),
+        *grid(8, 1, "prefill"),
+        *grid(8, 40, "decode"),
+    ]
+    kept = Counter(calls[index].stratum for index in sample(calls, 10))
+    assert kept == {"encode": 2, "prefill": 4, "decode": 4}
+
+
+@pytest.mark.parametrize(("layers", "steps"), [(30, 50), (57, 28), (4, 8), (2, 2), (42, 50)])
+@pytest.mark.parametrize("max_calls", [1, 4, 10, 25])
+def test_layers_and_steps_of_a_regular_run_are_covered_evenly(
+    layers: int, steps: int, max_calls: int
+) -> None:
+    calls = grid(layers, steps)
+    kept = [calls[index] for index in sample(calls, max_calls)]
+    assert len(kept) == min(max_calls, layers * steps)
+    per_layer = Counter(call.module for call in kept)
+    per_step = Counter(call.step for call in kept)
+    # Even would be ±1; deciding call by call costs at most one more.
+    for counts, places in ((per_layer, layers), (per_step, steps)):
+        fair = len(kept) / places
+        assert max(counts.values()) <= fair + 2
+        if places <= len(kept):
+            assert len(counts) == places
+
+
+@pytest.mark.parametrize("max_calls", [8, 10, 20])
+def test_the_calls_kept_reach_into_every_third_of_the_run(max_calls: int) -> None:
+    layers, steps = 30, 50
+    calls = grid(layers, steps)
+    kept = [calls[index] for index in sample(calls, max_calls)]
+    layer_thirds = Counter(int(call.module.split(".")[1]) * 3 // layers for call in kept)
+    step_thirds = Counter(call.step * 3 // steps for call in kept)
+    for thirds in (layer_thirds, step_thirds):
+        assert min(thirds[third] for third in range(3)) >= max_calls // 3 - 2
+        assert min(thirds[third] for third in range(3)) >= 1
+
+
+def test_few_calls_are_kept_for_a_while_to_keep_ten_of_1500() -> None:
+    sampler = SpreadSampler(10)
+    kept = sum(offer(sampler, index, call).keep for index, call in enumerate(grid(30, 50)))
+    assert kept < 150
+
+
+def test_refusals_for_bytes_are_told_from_refusals_for_count() -> None:
+    small = SpreadSampler(2)
+    for index in range(5):
+        offer(small, index, Offered("a", "x", index))
+    assert small.refused_for_bytes == 0
+    for tight in (SpreadSampler(5, max_bytes=3), FirstSampler(5, max_bytes=3)):
+        assert not offer(tight, 0, Offered("a", "x", 0, 4)).keep
+        assert tight.refused_for_bytes == 1
+
+
+def test_a_call_that_never_fits_costs_no_kept_call() -> None:
+    calls = [Offered("a", "x", step, 3) for step in range(3)] + [Offered("b", "x", 3, 11)]
+    assert sample(calls, 5, max_bytes=10) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "max_calls", "max_bytes", "message"),
+    [
+        ("random", 1, None, "spread, first, every:N or reservoir .*, not 'random'"),
+        ("every:", 1, None, "not 'every:'"),
+        ("every:0", 1, None, "not 'every:0'"),
+        ("every:-2", 1, None, "not 'every:-2'"),
+        ("first:2", 1, None, "not 'first:2'"),
+        ("spread", 0, None, "max must be at least 1, not 0"),
+        ("first", 1, 0, "max_bytes must be at least 1, not 0"),
+    ],
+)
+def test_limits_are_checked(name: str, max_calls: int, max_bytes: int | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_sampler(name, max_calls, max_bytes, seed=0)
+
+
+# Many shapes.
+
+
+def unet(steps: int) -> list[Offered]:
+    """Every step calls 32 modules of 16 shapes, as Stable Video Diffusion's UNet does."""
+    shapes = [f"{level}.{kind}" for level in range(4) for kind in ("ss", "sc", "ts", "tc")]
+    return [
+        Offered(shape, f"{block}.{shape}", step)
+        for step in range(steps)
+        for shape in shapes
+        for block in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize("max_calls", [4, 10, 16, 20, 40])
+@pytest.mark.parametrize("steps", [2, 4, 8, 10, 25, 50])
+def test_many_shapes_are_spread_over_the_steps(steps: int, max_calls: int) -> None:
+    calls = unet(steps)
+    kept = [calls[index] for index in sample(calls, max_calls)]
+    fair = max_calls / steps
+    per_step = Counter(call.step for call in kept)
+    assert max(per_step.values()) <= fair + 2
+    if fair >= 1:
+        assert len(per_step) == steps
+    assert max(Counter(call.stratum for call in kept).values()) <= -(-max_calls // 16)
+    assert max(Counter(call.module for call in kept).values()) <= -(-max_calls // 32)
+    thirds = Counter(call.step * 3 // steps for call in kept)
+    if steps >= max(max_calls, 8):
+        assert min(thirds[third] for third in range(3)) >= max_calls // 3 - 1
+
+
+@given(
+    strata=st.integers(1, 12),
+    modules=st.integers(1, 4),
+    steps=st.integers(1, 12),
+    max_calls=st.integers(1, 30),
+)
+def test_a_regular_run_is_covered_evenly(
+    strata: int, modules: int, steps: int, max_calls: int
+) -> None:
+    calls = [
+        Offered(f"{stratum}", f"{stratum}.{module}", step)
+        for step in range(steps)
+        for stratum in range(strata)
+        for module in range(modules)
+    ]
+    kept = [calls[index] for index in sample(calls, max_calls)]
+    for counts, places in (
+        (Counter(call.step for call in kept), steps),
+        (Counter(call.module for call in kept), strata * modules),
+    ):
+        assert max(counts.values()) <= len(kept) / places + 2
+    assert max(Counter(call.stratum for call in kept).values()) <= -(-len(kept) // strata)
+
+
+# The others.
+
+
+@given(count=st.integers(0, 40), every=st.integers(1, 7), max_calls=st.integers(1, 12))
+def test_every_nth_call(count: int, every: int, max_calls: int) -> None:
+    kept = sample(grid(1, count), max_calls, name=f"every:{every}")
+    assert kept == list(range(0, count, every))[:max_calls]
+
+
+def test_a_reservoir_keeps_every_call_as_often() -> None:
+    kept: Counter[int] = Counter()
+    for seed in range(600):
+        sampler, held = make_sampler("reservoir", 3, None, seed), set()
+        for index, call in enumerate(grid(1, 12)):
+            decision = offer(sampler, index, call)
+            held -= set(decision.drop)
+            if decision.keep:
+                held.add(index)
+        kept.update(held)
+    # 3 of 12 in 600 runs: 150 each, with a standard deviation of 11.
+    assert sum(kept.values()) == 1800
+    assert all(100 < kept[index] < 200 for index in range(12))
+
+
+def test_a_reservoir_differs_by_seed() -> None:
+    calls = grid(1, 200)
+    found = set()
+    for seed in (0, 0, 1):
+        sampler = make_sampler("reservoir", 5, None, seed)
+        found.add(tuple(i for i, call in enumerate(calls) if offer(sampler, i, call).keep))
+    assert len(found) == 2

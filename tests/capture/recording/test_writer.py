@@ -1,0 +1,182 @@
+"""Calls wait in memory while they may still be dropped, and are listed once they are complete."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from capture.call import AttentionCall
+from capture.recording.copies import HostCopier, stored_bytes
+from capture.recording.writer import Waiting, Writer
+from capture.storage import call_file
+from capture.storage.header import Header
+from capture.storage.journal import Journal, read
+
+MakeCall = Callable[..., AttentionCall]
+
+
+class Wanted:
+    """A writer, what it failed to write, and calls for it."""
+
+    def __init__(self, directory: Path, make_call: MakeCall, **options: Any) -> None:
+        self.failures: dict[int, Exception] = {}
+        self.directory = directory
+        self.journal = Journal.begin(directory / "model.journal", {"model": "m"}, replaces=False)
+        settings = {"buffer_bytes": 1 << 30, "final": False, "durable": False}
+        self.writer = Writer(
+            self.journal, failed=self.failures.__setitem__, **{**settings, **options}
+        )
+        self.make_call = make_call
+
+    def put(self, index: int, *drop: int) -> None:
+        call = self.make_call(call_index=index)
+        buffer = self.writer.reserve(stored_bytes(call.tensors()), pinned=False)
+        copy = HostCopier().copy(call.tensors(), buffer)
+        self.writer.put(Waiting(replace(Header.of(call), layouts=copy.layouts), copy), drop)
+
+    def files(self) -> list[int]:
+        return sorted(int(path.stem[-6:]) for path in self.directory.glob("*.safetensors"))
+
+    def listed(self) -> list[int]:
+        found = read(self.journal.path)
+        assert found is not None
+        return sorted(item["call"]["origin"]["call_index"] for item in found.files)
+
+
+@pytest.fixture
+def wanted(tmp_path: Path, make_call: MakeCall) -> Iterator[Callable[..., Wanted]]:
+    made: list[Wanted] = []
+
+    def make(**options: Any) -> Wanted:
+        made.append(Wanted(tmp_path, make_call, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.writer.close()
+        each.journal.close()
+
+
+def test_what_is_dropped_from_memory_is_never_written(wanted: Callable[..., Wanted]) -> None:
+    to = wanted()
+    for index in range(20):
+        to.put(index, *([index - 3] if index >= 3 else []))
+    assert to.files() == []
+    to.writer.close()
+    assert to.files() == to.listed() == [17, 18, 19]
+    assert to.writer.written_bytes == sum(e.nbytes for e in to.writer.entries.values())
+
+
+def test_a_final_sample_is_written_at_once(wanted: Callable[..., Wanted]) -> None:
+    to = wanted(final=True)
+    to.put(0)
+    deadline = time.monotonic() + 60
+    while to.listed() != [0] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert to.files() == to.listed() == [0]
+
+
+def test_a_durable_call_is_complete_when_put_returns(wanted: Callable[..., Wanted]) -> None:
+    to = wanted(durable=True)
+    for index in range(3):
+        to.put(index, *([index - 1] if index else []))
+        assert to.files() == to.listed() == [index]
+
+
+def test_more_than_fits_in_memory_waits_for_the_disk(
+    wanted: Callable[..., Wanted], make_call: MakeCall
+) -> None:
+    one = stored_bytes(make_call().tensors())
+    to = wanted(buffer_bytes=2 * one)
+    for index in range(10):
+        to.put(index)
+    assert to.writer.waited_seconds > 0
+    assert len(to.listed()) >= 7
+    to.writer.close()
+    assert to.files() == to.listed() == list(range(10))
+
+
+def test_one_call_larger_than_the_memory_is_taken(wanted: Callable[..., Wanted]) -> None:
+    to = wanted(buffer_bytes=1)
+    for index in range(3):
+        to.put(index)
+    to.writer.close()
+    assert to.files() == to.listed() == [0, 1, 2]
+
+
+def test_a_file_that_was_written_and_is_dropped_goes(
+    wanted: Callable[..., Wanted], make_call: MakeCall
+) -> None:
+    to = wanted(buffer_bytes=1)
+    to.put(0)
+    to.put(1)  # waits until the first is written
+    to.put(2, 0)
+    to.writer.close()
+    assert to.files() == to.listed() == [1, 2]
+
+
+def test_a_call_that_is_dropped_while_it_is_written_goes(
+    wanted: Callable[..., Wanted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, may_go_on = threading.Event(), threading.Event()
+    original = call_file.write_safetensors
+
+    def slow(*arguments: Any) -> str:
+        writing.set()
+        assert may_go_on.wait(60)
+        return original(*arguments)
+
+    monkeypatch.setattr(call_file, "write_safetensors", slow)
+    to = wanted(final=True)
+    to.put(0)
+    assert writing.wait(60)
+    to.put(1, 0)
+    may_go_on.set()
+    to.writer.close()
+    assert to.files() == to.listed() == [1]
+
+
+def test_a_call_that_cannot_be_written_costs_itself_alone(
+    wanted: Callable[..., Wanted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = call_file.write_safetensors
+
+    def full_at_first(path: Path, *arguments: Any) -> str:
+        if path.name.endswith("0.safetensors"):
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(path, *arguments)
+
+    monkeypatch.setattr(call_file, "write_safetensors", full_at_first)
+    to = wanted()
+    for index in range(3):
+        to.put(index)
+    to.writer.close()
+    assert list(to.failures) == [0]
+    assert to.files() == to.listed() == [1, 2]
+    found = read(to.journal.path)
+    assert found is not None
+    assert found.in_memory == 0
+
+
+def test_values_are_those_of_the_moment(wanted: Callable[..., Wanted], tmp_path: Path) -> None:
+    to = wanted()
+    call = to.make_call(call_index=0)
+    before = {name: tensor.clone() for name, tensor in call.tensors().items()}
+    with torch.inference_mode():  # its buffers are used outside of it, too
+        buffer = to.writer.reserve(stored_bytes(call.tensors()), pinned=False)
+        copy = HostCopier().copy(call.tensors(), buffer)
+    to.writer.put(Waiting(replace(Header.of(call), layouts=copy.layouts), copy), ())
+    for tensor in call.tensors().values():
+        tensor.zero_()
+    to.writer.close()
+    loaded = to.writer.entries[0].load()
+    assert all(torch.equal(loaded.tensors()[name], tensor) for name, tensor in before.items())

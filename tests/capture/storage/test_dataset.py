@@ -1,0 +1,561 @@
+"""The directory: what is written is what is read, and damage is told."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from capture import load
+from capture.call import AttentionCall, Origin
+from capture.cli.verify import verify
+from capture.errors import DatasetError
+from capture.storage.call_file import FORMAT, FileEntry, PackedCall
+from capture.storage.capture_record import CaptureRecord
+from capture.storage.dataset import MANIFEST, Dataset
+from tests.factories import bits
+
+MakeCall = Callable[..., AttentionCall]
+
+
+def write(directory: Path, *calls: AttentionCall) -> Dataset:
+    """A dataset of these calls, written without a recording."""
+    directory.mkdir(exist_ok=True)
+    entries = [
+        PackedCall.of(call).write(
+            directory / f"{call.origin.model}-{call.origin.call_index:06d}.safetensors"
+        )
+        for call in calls
+    ]
+    models = dict.fromkeys(call.origin.model for call in calls)
+    captures = [CaptureRecord(model=model, weights="random") for model in models]
+    Dataset(directory, entries, captures).save_manifest()
+    return load(directory)
+
+
+@pytest.fixture
+def dataset(tmp_path: Path, make_call: MakeCall) -> Dataset:
+    return write(tmp_path / "data", *(make_call(call_index=index) for index in range(3)))
+
+
+def same(left: AttentionCall, right: AttentionCall) -> bool:
+    """Bit for bit, strides and options included."""
+    tensors = left.tensors()
+    return (
+        tensors.keys() == right.tensors().keys()
+        and all(
+            other.shape == tensor.shape
+            and other.stride() == tensor.stride()
+            and other.dtype == tensor.dtype
+            and torch.equal(bits(other), bits(tensor))
+            for name, tensor in tensors.items()
+            for other in [right.tensors()[name]]
+        )
+        and (
+            (left.is_causal, left.scale, left.enable_gqa, left.dropout_p, left.origin)
+            == (right.is_causal, right.scale, right.enable_gqa, right.dropout_p, right.origin)
+        )
+    )
+
+
+dimension = st.integers(1, 3)
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> AttentionCall:
+    batch, kv_heads, group, q_len, kv_len, dim, v_dim = (draw(dimension) for _ in range(7))
+    dtype = draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
+    if draw(st.booleans()):
+        dtype = torch.float8_e4m3fn
+
+    def tensor(heads: int, length: int, size: int) -> Tensor:
+        if draw(st.booleans()):  # a BSHD view
+            return torch.randn(batch, length, heads, size).to(dtype).transpose(1, 2)
+        if draw(st.booleans()):  # a slice of a longer cache
+            return torch.randn(batch, heads, length + 4, size).to(dtype)[:, :, :length]
+        if draw(st.booleans()):  # heads repeated without a copy
+            return torch.randn(batch, 1, length, size).to(dtype).expand(-1, heads, -1, -1)
+        return torch.randn(batch, heads, length, size).to(dtype)
+
+    mask = draw(
+        st.sampled_from(
+            [
+                None,
+                torch.ones(1, 1, q_len, kv_len, dtype=torch.bool),
+                torch.randn(q_len, kv_len)[None, None].expand(batch, kv_heads * group, -1, -1),
+            ]
+        )
+    )
+    return AttentionCall(
+        query=tensor(kv_heads * group, q_len, dim),
+        key=tensor(kv_heads, kv_len, dim),
+        value=tensor(kv_heads, kv_len, v_dim),
+        attn_mask=mask,
+        output=draw(st.sampled_from([None, tensor(kv_heads * group, q_len, v_dim)])),
+        is_causal=draw(st.booleans()),
+        scale=draw(st.none() | st.floats(0.01, 10)),
+        enable_gqa=group > 1,
+        dropout_p=draw(st.sampled_from([0.0, 0.1])),
+        origin=Origin(
+            model=draw(st.sampled_from(["model", "modèle"])),
+            module="a.b.0",
+            call_index=draw(st.integers(0, 10**7)),
+            seed=draw(st.none() | st.integers(-(2**63), 2**64 - 1)),
+            versions={"torch": torch.__version__},
+        ),
+    )
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(call=calls())
+def test_round_trip_with_and_without_the_manifest(tmp_path: Path, call: AttentionCall) -> None:
+    directory = tmp_path / "round"
+    shutil.rmtree(directory, ignore_errors=True)
+    assert same(write(directory, call)[0], call)
+    (directory / MANIFEST).unlink()
+    rebuilt = load(directory)
+    assert same(rebuilt[0], call)
+    assert "is missing: read the files instead" in rebuilt.note
+
+
+def test_nothing_but_plain_files(dataset: Dataset) -> None:
+    names = sorted(path.name for path in dataset.directory.iterdir())
+    assert names == [MANIFEST, *(f"model-{index:06d}.safetensors" for index in range(3))]
+    # Any safetensors reader gets at the values.
+    assert set(load_file(dataset.entries[0].path)) == {"query", "key", "value", "output"}
+    assert json.loads((dataset.directory / MANIFEST).read_text())["format"] == FORMAT
+
+
+def test_indexing_slicing_iterating(dataset: Dataset) -> None:
+    indices = [call.origin.call_index for call in dataset]
+    assert indices == [0, 1, 2]
+    assert len(dataset) == 3
+    assert dataset[-1].origin.call_index == 2
+    assert [call.origin.call_index for call in dataset[1:]] == [1, 2]
+    assert dataset.nbytes == sum(entry.path.stat().st_size for entry in dataset.entries)
+    with pytest.raises(IndexError):
+        dataset[3]
+
+
+def test_an_expanded_mask_is_stored_once(tmp_path: Path, make_call: MakeCall) -> None:
+    q_len, heads, batch = 64, 8, 4
+    narrow = torch.randn(1, 1, q_len, q_len)
+    tensors = dict.fromkeys(("query", "key", "value"), torch.randn(batch, heads, q_len, 2))
+    call = make_call(attn_mask=narrow.expand(batch, heads, -1, -1), output=None, **tensors)
+    data = write(tmp_path / "data", call)
+    stored = data.entries[0].path.stat().st_size
+    exact = 3 * batch * heads * q_len * 2 * 4 + q_len * q_len * 4
+    assert exact < stored < exact + 4096
+    assert data[0].attn_mask is not None
+    assert data[0].attn_mask.stride() == (0, 0, q_len, 1)
+
+
+@pytest.mark.parametrize(
+    ("mask", "noop"),
+    [
+        (torch.ones(1, 1, 5, 5, dtype=torch.bool), True),
+        (torch.ones(1, 1, 5, 5, dtype=torch.bool).tril(), False),
+        (torch.zeros(1, 1, 5, 5), True),
+        (torch.full((1, 1, 5, 5), -1.0), False),
+        (torch.zeros(1, 1, 5, 5, dtype=torch.bfloat16).expand(1, 2, 5, 5), True),
+    ],
+)
+def test_a_mask_that_lets_all_through_is_flagged(
+    make_call: MakeCall, mask: Tensor, noop: bool
+) -> None:
+    assert PackedCall.of(make_call(attn_mask=mask)).header.mask_is_noop is noop
+
+
+def test_tensors_that_share_memory_are_stored(tmp_path: Path, make_call: MakeCall) -> None:
+    shared = torch.randn(1, 2, 5, 8)
+    call = make_call(query=shared, key=shared, value=shared[..., :3], output=shared[..., 2:5])
+    assert same(write(tmp_path / "data", call)[0], call)
+
+
+def test_the_shape_is_known_without_loading(dataset: Dataset) -> None:
+    for entry, call in zip(dataset.entries, dataset, strict=True):
+        assert entry.header.shape == call.shape
+        assert entry.header.dtype == "float32"
+    assert str(call.shape) == "1×2×5×8"
+    assert str(call.shape._replace(kv_heads=1, kv_len=9, v_head_dim=4)) == "1×2/1×5/9×8/4"
+
+
+def findings_of(dataset: Dataset) -> dict[str, str]:
+    """What is wrong, by file."""
+    return {item.path.name: item.text for item in verify(dataset) if not item.good}
+
+
+@pytest.fixture
+def true_dataset(tmp_path: Path, make_call: MakeCall) -> Dataset:
+    """Its outputs are SDPA's."""
+    made = []
+    for index in range(3):
+        call = make_call(call_index=index)
+        output = torch.nn.functional.scaled_dot_product_attention(**call.arguments())
+        made.append(replace(call, output=output))
+    return write(tmp_path / "true", *made)
+
+
+def test_what_is_intact_verifies(true_dataset: Dataset) -> None:
+    assert not findings_of(true_dataset)
+    assert {item.text for item in verify(true_dataset)} == {"intact; output bit-identical"}
+
+
+def test_wrong_outputs_are_found(dataset: Dataset) -> None:
+    texts = findings_of(dataset).values()
+    assert len(texts) == 3
+    assert all(text.startswith("output differs by relative L1") for text in texts)
+
+
+def test_outputs_of_another_shape_are_found(tmp_path: Path, make_call: MakeCall) -> None:
+    other = make_call(call_index=1, output=torch.zeros(1, 2, 5, 4))
+    data = write(tmp_path / "data", make_call(), other)
+    text = findings_of(data)["model-000001.safetensors"]
+    assert "output of shape (1, 2, 5, 4) where (1, 2, 5, 8) fits the others" in text
+
+
+def test_nan_rows_are_the_same_output(tmp_path: Path, make_call: MakeCall) -> None:
+    """Additive masks of -inf leave rows without a key, and some backends answer NaN."""
+    call = make_call(value=torch.full((1, 2, 5, 8), torch.nan))
+    output = torch.nn.functional.scaled_dot_product_attention(**call.arguments())
+    assert output.isnan().any()
+    assert not findings_of(write(tmp_path / "data", replace(call, output=output)))
+
+
+def test_what_cannot_be_recomputed_is_one_finding(tmp_path: Path, make_call: MakeCall) -> None:
+    call = make_call(query=torch.randn(1, 2, 5, 8, dtype=torch.float64))
+    [text] = findings_of(write(tmp_path / "data", call)).values()
+    assert text.startswith("output cannot be recomputed here: ")
+    assert "\n" not in text
+
+
+def test_dropout_and_missing_outputs_are_said(tmp_path: Path, make_call: MakeCall) -> None:
+    data = write(
+        tmp_path / "data",
+        make_call(call_index=0, output=None),
+        make_call(call_index=1, dropout_p=0.1),
+    )
+    texts = [finding.text for finding in verify(data)]
+    assert texts == ["intact; no output recorded", "intact; dropout 0.1 cannot be recomputed"]
+
+
+# Damage: one file of three; the others stay readable.
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def truncate_to_header(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:20])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def alter(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-7] ^= 1
+    path.write_bytes(content)
+
+
+def make_foreign(path: Path) -> None:
+    save_file({"weight": torch.zeros(3)}, path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (truncate, r"\d+ bytes, but \d+ were recorded"),
+        (truncate_to_header, "20 bytes, but"),
+        (empty, "0 bytes, but"),
+        (alter, r"altered since it was recorded \(checksum differs\)"),
+        (Path.unlink, "missing"),
+        (make_foreign, "bytes, but"),
+    ],
+)
+def test_a_damaged_file_is_named(
+    true_dataset: Dataset, damage: Callable[[Path], None], told: str
+) -> None:
+    path = true_dataset.entries[1].path
+    damage(path)
+    again = load(true_dataset.directory)
+    [(name, text)] = findings_of(again).items()
+    assert name == path.name
+    assert re.search(told, text)
+    with pytest.raises(DatasetError, match=str(path)):
+        again.entries[1].check()
+    with pytest.raises(DatasetError, match=str(path)):
+        again[1]
+    assert again[0].origin.call_index == 0
+    assert again[2].origin.call_index == 2
+
+
+@pytest.mark.parametrize("damage", [truncate, truncate_to_header, empty, make_foreign])
+def test_without_a_manifest_damaged_files_are_left_out_and_named(
+    dataset: Dataset, damage: Callable[[Path], None]
+) -> None:
+    path = dataset.entries[1].path
+    damage(path)
+    (dataset.directory / MANIFEST).unlink()
+    again = load(dataset.directory)
+    assert [call.origin.call_index for call in again] == [0, 2]
+    [damaged] = again.damaged
+    assert damaged.path == path
+    assert damaged.reason.startswith(f"{path}: ")
+    assert list(findings_of(again)) == [*(e.path.name for e in again.entries), path.name]
+
+
+def save_header(path: Path, header: str) -> None:
+    save_file(load_file(path), path, {"attention-replay": header})
+
+
+@pytest.mark.parametrize("header", ["", "{", "[]", "null", "{}", '{"origin": {}}', '"text"'])
+def test_a_damaged_header_is_named(dataset: Dataset, header: str) -> None:
+    path = dataset.entries[1].path
+    save_header(path, header)
+    with pytest.raises(DatasetError, match=f"{path}: its header is damaged"):
+        FileEntry.read(path)
+    (dataset.directory / MANIFEST).unlink()
+    assert len(load(dataset.directory)) == 2
+
+
+def test_a_header_of_a_later_version_may_say_more_about_the_origin(dataset: Dataset) -> None:
+    path = dataset.entries[0].path
+    header = asdict(dataset.entries[0].header)
+    header["origin"]["mood"] = "sunny"
+    save_header(path, json.dumps(header))
+    assert FileEntry.read(path).origin == dataset.entries[0].origin
+
+
+@pytest.mark.parametrize("change", ["another dtype", "another shape", "another tensor"])
+def test_tensors_that_are_not_what_the_header_says(dataset: Dataset, change: str) -> None:
+    entry = dataset.entries[0]
+    tensors = load_file(entry.path)
+    if change == "another dtype":
+        tensors["key"] = tensors["key"].half()
+    elif change == "another shape":
+        tensors["key"] = tensors["key"][:, :1].contiguous()
+    else:
+        tensors["keys"] = tensors.pop("key")
+    save_file(tensors, entry.path, {"attention-replay": json.dumps(asdict(entry.header))})
+    with pytest.raises(DatasetError, match=str(entry.path)):
+        entry.load()
+
+
+def edit_manifest(dataset: Dataset, change: Callable[[Any], Any]) -> None:
+    path = dataset.directory / MANIFEST
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps(change(data) or data))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "7", "\x00", '"text"'])
+def test_a_damaged_manifest_is_rebuilt_from_the_files(dataset: Dataset, text: str) -> None:
+    (dataset.directory / MANIFEST).write_text(text)
+    again = load(dataset.directory)
+    assert len(again) == 3
+    assert "manifest.json is damaged" in again.note
+    assert "without a census" in again.note
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data.pop("files"),
+        lambda data: data.pop("captures"),
+        lambda data: data["captures"][0].update(model_of="?"),
+    ],
+)
+def test_a_manifest_with_something_missing_is_rebuilt(
+    dataset: Dataset, change: Callable[[Any], Any]
+) -> None:
+    edit_manifest(dataset, lambda data: (change(data), data)[1])
+    again = load(dataset.directory)
+    assert [entry.header.shape for entry in again.entries] == [
+        entry.header.shape for entry in dataset.entries
+    ]
+    assert "is damaged" in again.note
+
+
+def test_a_manifest_of_the_first_version_is_read(true_dataset: Dataset) -> None:
+    def as_version_1(data: Any) -> Any:
+        for item in data["files"]:
+            del item["checksum"]
+            content = (true_dataset.directory / item["file"]).read_bytes()
+            item["sha256"] = hashlib.sha256(content).hexdigest()
+        return {**data, "format": "attention-replay/1"}
+
+    edit_manifest(true_dataset, as_version_1)
+    again = load(true_dataset.directory)
+    assert not findings_of(again)
+    again.save_manifest()  # what another capture into this directory does
+    assert json.loads((again.directory / MANIFEST).read_text())["format"] == FORMAT
+    assert not findings_of(load(true_dataset.directory))
+    alter(again.entries[1].path)
+    assert (
+        "checksum differs" in findings_of(load(true_dataset.directory))[again.entries[1].path.name]
+    )
+
+
+def test_a_file_of_the_first_version_is_read(tmp_path: Path, make_call: MakeCall) -> None:
+    """It has the values in the tensor's own order of dimensions, and says nothing of an order."""
+    query = torch.randn(1, 5, 2, 8).transpose(1, 2)
+    call = make_call(query=query, key=query.expand(1, 2, 5, 8))
+    header = json.loads(json.dumps(asdict(PackedCall.of(call).header)))
+    for layout in header["layouts"].values():
+        del layout["order"]
+    values = {name: tensor.contiguous() for name, tensor in call.tensors().items()}
+    path = tmp_path / "model-000000.safetensors"
+    save_file(values, path, {"attention-replay": json.dumps(header)})
+    assert same(FileEntry.read(path).load(), call)
+
+
+@pytest.mark.parametrize("version", ["attention-replay/3", None, 1])
+def test_a_manifest_of_another_format_is_not_guessed_at(dataset: Dataset, version: Any) -> None:
+    edit_manifest(dataset, lambda data: {**data, "format": version})
+    with pytest.raises(
+        DatasetError, match=rf"format {version!r}, but this version reads '{FORMAT}'"
+    ):
+        load(dataset.directory)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda item: item.pop("call"),
+        lambda item: item["call"].pop("layouts"),
+        lambda item: item["call"]["layouts"].pop("query"),
+        lambda item: item["call"].update(scale="large"),
+        lambda item: item["call"].update(scale=1e999),
+        lambda item: item["call"]["origin"].update(module=[]),
+        lambda item: item.update(bytes="many"),
+        lambda item: item.update(checksum="md5:0"),
+        lambda item: item.pop("checksum"),
+        lambda item: item.update(sha256=7),
+    ],
+)
+def test_a_damaged_entry_costs_one_file(
+    dataset: Dataset, change: Callable[[dict[str, Any]], Any]
+) -> None:
+    edit_manifest(dataset, lambda data: (change(data["files"][1]), data)[1])
+    again = load(dataset.directory)
+    assert [call.origin.call_index for call in again] == [0, 2]
+    [damaged] = again.damaged
+    path = dataset.entries[1].path
+    assert damaged.path == path
+    assert damaged.reason.startswith(f"{path}: its entry in the manifest is damaged (")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../evil.safetensors",
+        "{absolute}",
+        "a/../../evil.safetensors",
+        "a/b.safetensors",
+        *("..", ".", "", "/", "...safetensors", ".hidden.safetensors", "a\0.safetensors"),
+        "x" * 300,
+        3,
+        None,
+    ],
+)
+def test_a_manifest_cannot_point_outside_its_directory(
+    dataset: Dataset, tmp_path: Path, name: Any
+) -> None:
+    outside = tmp_path / "evil.safetensors"
+    shutil.copy(dataset.entries[0].path, outside)
+    if isinstance(name, str):
+        name = name.format(absolute=outside)
+    edit_manifest(dataset, lambda data: data["files"][0].update(file=name))
+    again = load(dataset.directory)
+    assert [call.origin.call_index for call in again] == [1, 2]
+    [damaged] = again.damaged
+    assert damaged.path == dataset.directory / MANIFEST
+
+
+def test_a_file_is_listed_once(dataset: Dataset) -> None:
+    edit_manifest(dataset, lambda data: data["files"].append(data["files"][0]))
+    again = load(dataset.directory)
+    assert len(again) == 3
+    [damaged] = again.damaged
+    assert damaged.reason.startswith(str(dataset.entries[0].path))
+    assert "listed twice" in damaged.reason
+
+
+def test_what_a_manifest_cannot_check_is_said(dataset: Dataset) -> None:
+    def without_checksum(data: Any) -> None:
+        data["files"][1].update(checksum=None)
+
+    edit_manifest(dataset, without_checksum)
+    assert "no checksum of 1 of its files: if they were altered" in load(dataset.directory).note
+
+
+def test_the_manifest_and_the_files_agree(dataset: Dataset) -> None:
+    def other_module(data: Any) -> None:
+        data["files"][1]["call"]["origin"]["module"] = "another"
+
+    edit_manifest(dataset, other_module)
+    again = load(dataset.directory)
+    assert again[0].origin.module == again[2].origin.module == "attention"
+    with pytest.raises(DatasetError, match="its header is not what the manifest says of it"):
+        again[1]
+
+
+def test_checksums_are_compared_unless_told_otherwise(true_dataset: Dataset) -> None:
+    alter(true_dataset.entries[1].path)
+    with pytest.raises(DatasetError, match="checksum differs"):
+        list(load(true_dataset.directory))
+    unchecked = load(true_dataset.directory, check=False)
+    assert [call.origin.call_index for call in unchecked] == [0, 1, 2]
+    assert unchecked[1:][0].origin.call_index == 1
+
+
+def test_the_checksum_is_that_of_the_values_that_are_loaded(
+    dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file is read once, so that none can change between its check and its use."""
+    read = []
+    preadv = os.preadv
+
+    def counted(descriptor: int, buffers: Any, offset: int) -> int:
+        read.append(sum(buffer.nbytes for buffer in buffers))
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", counted)
+    call = dataset[0]
+    assert sum(read) == sum(t.numel() * t.element_size() for t in call.tensors().values())
+
+
+def test_directories_without_calls(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="no such directory; record into it with `capture"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(DatasetError, match="holds no recorded calls; record some with `capture"):
+        load(tmp_path)
+    save_file({"weight": torch.zeros(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(DatasetError, match=r"holds no recorded calls .*model.safetensors: not a"):
+        load(tmp_path)
+    (tmp_path / MANIFEST).write_text("{")
+    with pytest.raises(DatasetError, match="holds no recorded call"):
+        load(tmp_path)
+
+
+def test_leftovers_of_a_killed_run_are_not_read(dataset: Dataset) -> None:
+    (dataset.directory / ".model-000009.safetensors.tmp").write_bytes(b"half a fi")
+    (dataset.directory / ".manifest.json.tmp").write_text("{")
+    assert len(load(dataset.directory)) == 3
+    (dataset.directory / MANIFEST).unlink()
+    assert len(load(dataset.directory)) == 3

@@ -1,0 +1,353 @@
+"""A directory that somebody else wrote: nothing is believed, followed or waited for."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from capture import load
+from capture.call import AttentionCall
+from capture.cli.verify import verify
+from capture.errors import DatasetError
+from capture.storage.call_file import FileEntry, PackedCall
+from capture.storage.capture_record import CaptureRecord
+from capture.storage.dataset import MANIFEST, Dataset
+from capture.storage.journal import Journal
+from capture.storage.tensor_file import write_safetensors
+
+MakeCall = Callable[..., AttentionCall]
+RunCli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def dataset(tmp_path: Path, make_call: MakeCall) -> Dataset:
+    """Two calls; the tests harm the second."""
+    directory = tmp_path / "data"
+    directory.mkdir()
+    entries = [
+        PackedCall.of(make_call(call_index=index)).write(directory / f"model-{index}.safetensors")
+        for index in range(2)
+    ]
+    Dataset(directory, entries, [CaptureRecord("model", "random")]).save_manifest()
+    return load(directory)
+
+
+def refused(dataset: Dataset, match: str) -> None:
+    """The second file is refused in one sentence that names it, and costs nothing else."""
+    path = dataset.entries[1].path
+    again = load(dataset.directory)
+    assert again[0].origin.call_index == 0
+    with pytest.raises(DatasetError, match=match) as told:
+        again.entries[1].load()
+    assert str(told.value).startswith(f"{path}: ")
+    assert "\n" not in str(told.value)
+    [finding] = [finding for finding in verify(again) if finding.path == path]
+    assert not finding.good
+    (dataset.directory / MANIFEST).unlink()
+    rebuilt = load(dataset.directory)
+    assert [entry.path for entry in rebuilt.entries] == [again.entries[0].path]
+    assert [damaged.path for damaged in rebuilt.damaged] == [path]
+
+
+def rewrite(entry: FileEntry, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change a call's header, in its file and in the manifest: both tell the same."""
+    header = json.loads(json.dumps(asdict(entry.header)))
+    change(header)
+    metadata = {"attention-replay": json.dumps(header)}
+    checksum = write_safetensors(entry.path, load_file(entry.path), metadata)
+    manifest = entry.path.parent / MANIFEST
+    data = json.loads(manifest.read_text())
+    for item in data["files"]:
+        if item["file"] == entry.path.name:
+            item.update(call=header, bytes=entry.path.stat().st_size, checksum=checksum)
+    manifest.write_text(json.dumps(data))
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        ("link", "a symbolic link; put the file itself here"),
+        ("broken link", "a symbolic link"),
+        ("link to a device", "a symbolic link"),
+        ("fifo", "not a regular file"),
+        ("directory", "not a regular file"),
+    ],
+)
+def test_only_regular_files_are_opened(dataset: Dataset, kind: str, sentence: str) -> None:
+    path = dataset.entries[1].path
+    kept = path.rename(path.parent.parent / "elsewhere")
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        path.symlink_to({"link": kept, "broken link": "nowhere"}.get(kind, "/dev/zero"))
+    refused(dataset, sentence)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["link", "fifo", "directory"])
+def test_a_manifest_that_is_no_file_is_not_read(dataset: Dataset, kind: str) -> None:
+    manifest = dataset.directory / MANIFEST
+    kept = manifest.rename(dataset.directory.parent / "elsewhere")
+    if kind == "link":
+        manifest.symlink_to(kept)
+    elif kind == "fifo":
+        os.mkfifo(manifest)
+    else:
+        manifest.mkdir()
+    again = load(dataset.directory)
+    assert len(again) == 2
+    assert "read the files instead, without a census or checksums" in again.note
+
+
+def test_writing_follows_no_link(dataset: Dataset, tmp_path: Path, make_call: MakeCall) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    for name in (".manifest.json.tmp", "model-2.safetensors"):
+        (dataset.directory / name).symlink_to(victim)
+    PackedCall.of(make_call(call_index=2)).write(dataset.directory / "model-2.safetensors")
+    dataset.save_manifest()
+    assert victim.read_text() == "precious"
+    assert len(load(dataset.directory)) == 2
+
+
+@pytest.mark.timeout(20)
+def test_writing_waits_for_no_fifo(dataset: Dataset, make_call: MakeCall) -> None:
+    os.mkfifo(dataset.directory / ".manifest.json.tmp")
+    os.mkfifo(dataset.directory / "model-2.safetensors")
+    dataset.save_manifest()
+    PackedCall.of(make_call(call_index=2)).write(dataset.directory / "model-2.safetensors")
+    assert len(load(dataset.directory)) == 2
+
+
+@pytest.mark.parametrize("name", ["query", "output"])
+def test_a_stride_reserves_no_memory_that_the_file_does_not_account_for(
+    dataset: Dataset, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def far_apart(header: dict[str, Any]) -> None:
+        header["layouts"][name]["stride"][2] = 200_000_000
+
+    rewrite(dataset.entries[1], far_apart)
+
+    def reserve(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("2.4 GB are reserved")
+
+    monkeypatch.setattr(torch, "empty_strided", reserve)
+    refused(dataset, r"take \d+ bytes of memory for a file of \d+: no more than 64 times the file")
+
+
+def test_expanded_dimensions_make_no_work_that_the_file_does_not_account_for(
+    dataset: Dataset,
+) -> None:
+    def expand(header: dict[str, Any]) -> None:
+        for name, layout in header["layouts"].items():
+            layout["size"][2] = 2**20
+            layout["stride"] = [0, 0, 0, layout["stride"][3]]
+            layout["size"][:2] = [1, 2]
+            del name
+
+    entry = dataset.entries[1]
+    values = {name: values[:, :1, :1] for name, values in load_file(entry.path).items()}
+    write_safetensors(entry.path, {n: v.contiguous() for n, v in values.items()}, {})
+    rewrite(entry, expand)
+    refused(dataset, r"2199023255552 attention scores in a file of \d+ bytes: no more than 16384")
+
+
+def test_heads_without_scores_make_no_work_either(dataset: Dataset) -> None:
+    def expand(header: dict[str, Any]) -> None:
+        for layout in header["layouts"].values():
+            layout["size"][0] = 2**20
+            layout["stride"][0] = 0
+            layout["size"][2] = 0
+
+    entry = dataset.entries[1]
+    values = {name: values[:, :, :0] for name, values in load_file(entry.path).items()}
+    write_safetensors(entry.path, {n: v.contiguous() for n, v in values.items()}, {})
+    rewrite(entry, expand)
+    refused(dataset, r"1048576 × 2 heads in a file of \d+ bytes: no more than one per byte")
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda h: h["layouts"]["key"]["size"].__setitem__(0, 2), "key of shape .* where"),
+        (lambda h: h["layouts"]["value"]["size"].__setitem__(2, 4), "value of shape .* where"),
+        (lambda h: h["layouts"]["query"]["size"].pop(), "four dimensions"),
+        (lambda h: h["layouts"]["query"]["size"].__setitem__(0, -1), "size is not a list of sizes"),
+        (lambda h: h["layouts"]["query"]["size"].__setitem__(0, 2**62), "not a list of sizes"),
+        (lambda h: h["layouts"]["query"]["size"].__setitem__(0, 1.5), "not a list of sizes"),
+        (lambda h: h["layouts"]["query"]["size"].__setitem__(0, True), "not a list of sizes"),
+        (lambda h: h["layouts"]["query"].update(stride="1"), "stride is not a list of sizes"),
+        (lambda h: h["layouts"]["query"].update(order=[0, 1, 1, 3]), "four dimensions"),
+        (lambda h: [h["layouts"][n]["size"].__setitem__(3, 0) for n in ("query", "key")], "be 0"),
+        (lambda h: h["layouts"].update(bias=h["layouts"]["key"]), "tensors"),
+        (lambda h: h["dtypes"].update(query="int64"), "query of dtype 'int64'"),
+        (lambda h: h["dtypes"].update(query="__class__"), "query of dtype '__class__'"),
+        (lambda h: h["dtypes"].update(query="float64"), "not those of its header"),
+        (lambda h: h.update(dropout_p=7.0), "dropout_p 7.0"),
+        (lambda h: h.update(is_causal="yes"), "is_causal is 'yes'"),
+        (lambda h: h["origin"].update(call_index="3"), "call_index is '3'"),
+        (lambda h: h["origin"].update(versions={"torch": 2}), "versions is a dict"),
+    ],
+)
+def test_a_header_says_what_an_attention_call_can_be(
+    dataset: Dataset, change: Callable[[dict[str, Any]], Any], sentence: str
+) -> None:
+    rewrite(dataset.entries[1], change)
+    path = dataset.entries[1].path
+    again = load(dataset.directory)
+    told = [each.reason for each in again.damaged]
+    if not told:
+        with pytest.raises(DatasetError) as raised:
+            again[1]
+        told = [str(raised.value)]
+    assert told[0].startswith(f"{path}: ")
+    with pytest.raises(DatasetError, match=sentence):
+        FileEntry.read(path)
+
+
+def with_tensor_header(entry: FileEntry, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the safetensors header, its length and all that follows as before."""
+    content = entry.path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    changed = change(header)
+    text = json.dumps(header if changed is None else changed).encode()
+    entry.path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda h: h["query"].update(data_offsets=[0, 2**40]),
+        lambda h: h["query"].update(data_offsets=h["key"]["data_offsets"]),  # overlap
+        lambda h: h["query"].update(data_offsets=[-320, 0]),
+        lambda h: h["query"].update(data_offsets=[0]),
+        lambda h: h["query"].update(data_offsets="0"),
+        lambda h: h["query"].update(shape=[2**20, 2**20]),
+        lambda h: h["query"].update(shape=[-1]),
+        lambda h: h["query"].update(shape=[[1]]),
+        lambda h: h["query"].update(dtype="F7"),
+        lambda h: h["query"].update(dtype=None),
+        lambda h: h.update(query=[]),
+        lambda h: h.clear(),
+        lambda h: h["__metadata__"].update(x=1),
+        lambda h: h.update(__metadata__=[]),
+        lambda h: [],
+    ],
+)
+def test_the_header_of_tensors_fits_the_file(
+    dataset: Dataset, change: Callable[[dict[str, Any]], Any]
+) -> None:
+    with_tensor_header(dataset.entries[1], change)
+    with pytest.raises(DatasetError, match="not a readable safetensors file"):
+        FileEntry.read(dataset.entries[1].path)
+
+
+@pytest.mark.parametrize("length", [0, 1, 2**20 + 1, 2**62, 2**64 - 1])
+def test_no_header_is_longer_than_any_call_has(dataset: Dataset, length: int) -> None:
+    path = dataset.entries[1].path
+    path.write_bytes(struct.pack("<Q", length) + path.read_bytes()[8:])
+    with pytest.raises(DatasetError, match=f"not a readable safetensors file .*{length} bytes"):
+        FileEntry.read(path)
+
+
+@pytest.mark.parametrize("depth", [500, 100_000])
+def test_deep_json_is_damage(dataset: Dataset, depth: int) -> None:
+    deep = "[" * depth + "]" * depth
+    manifest = dataset.directory / MANIFEST
+    text = manifest.read_text().replace('"settings": {}', f'"settings": {{"a": {deep}}}')
+    manifest.write_text(text)
+    assert deep in manifest.read_text()
+    again = load(dataset.directory)
+    assert "manifest.json is damaged" in again.note
+    with_tensor_header(
+        dataset.entries[1], lambda header: header["__metadata__"].update({"attention-replay": deep})
+    )
+    with pytest.raises(DatasetError, match="its header is damaged"):
+        FileEntry.read(dataset.entries[1].path)
+
+
+@pytest.mark.parametrize("device", ["", " ", "meta", "cuda:99 (x)", "mps", "\x00"])
+def test_no_device_is_believed(dataset: Dataset, device: str) -> None:
+    rewrite(dataset.entries[1], lambda header: header["origin"].update(device=device))
+    again = load(dataset.directory)
+    assert not again.damaged
+    assert len(verify(again)) == 2
+
+
+@pytest.mark.parametrize(
+    "census",
+    [
+        {"rows": []},
+        {"signatures": [], "rows": [{"module": "a", "phase": "b", "signature": 0, "calls": 1}]},
+        {"signatures": [{}], "rows": []},
+        {"signatures": 3, "rows": 3},
+        {"rows": "many", "signatures": []},
+    ],
+)
+def test_a_damaged_census_is_left_out_and_said(dataset: Dataset, census: object) -> None:
+    manifest = dataset.directory / MANIFEST
+    data = json.loads(manifest.read_text())
+    data["captures"][0]["census"] = census
+    manifest.write_text(json.dumps(data))
+    again = load(dataset.directory)
+    assert len(again) == 2
+    assert "manifest.json is damaged" in again.note
+
+
+@pytest.mark.parametrize("line", [{"sampled": 1e999}, {"dropped": 1}, {"call": 3}, 7, {}])
+def test_a_journal_is_read_up_to_its_first_damaged_line(dataset: Dataset, line: object) -> None:
+    journal = Journal.begin(
+        dataset.directory / "other.journal",
+        asdict(CaptureRecord("other", "random")),
+        replaces=False,
+    )
+    journal.append(sampled=1)
+    journal.close()
+    with journal.path.open("a") as file:
+        file.write(json.dumps(line) + "\n" + json.dumps({"sampled": 2}) + "\n")
+    assert "0 calls are complete, 1 more were only in memory" in load(dataset.directory).note
+
+
+ESCAPES = "\x1b[2J\x1b]0;owned\x07\x9b31m\ud800\u202e"
+
+
+@pytest.mark.parametrize("command", ["--show", "--verify"])
+def test_a_recording_says_nothing_to_the_terminal(
+    dataset: Dataset, run_cli: RunCli, command: str
+) -> None:
+    manifest = dataset.directory / MANIFEST
+    data = json.loads(manifest.read_text())
+    for name in ("model", "weights", "device"):
+        data["captures"][0][name] = f"{name} {ESCAPES}"
+    for item in data["files"]:
+        item["call"]["origin"].update(model=f"model {ESCAPES}", module=ESCAPES, phase=ESCAPES)
+    data["files"].append({**data["files"][0], "file": f"x{ESCAPES[:-2]}.safetensors"})
+    data["files"].append({**data["files"][0], "file": "y.safetensors", "call": ESCAPES})
+    data["files"][1]["checksum"] = None
+    manifest.write_text(json.dumps(data))
+    code, out, err = run_cli(command, str(dataset.directory))
+    assert code in (0, 1)
+    told = out + err
+    assert "y.safetensors" in told.replace("\n", "")
+    assert all(line.isprintable() for line in told.replace("\r", "\n").splitlines())
+
+
+def test_errors_say_nothing_to_the_terminal(tmp_path: Path, run_cli: RunCli) -> None:
+    directory = tmp_path / "a\x1b[2Jb"
+    directory.mkdir()
+    code, out, err = run_cli("--show", str(directory))
+    assert (code, out) == (2, "")
+    assert "\x1b" not in err

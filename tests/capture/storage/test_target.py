@@ -1,0 +1,196 @@
+"""What a capture finds in its directory, and what it leaves there."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from capture import load
+from capture.call import AttentionCall
+from capture.errors import CaptureError
+from capture.storage.call_file import PackedCall
+from capture.storage.capture_record import CaptureRecord
+from capture.storage.dataset import MANIFEST
+from capture.storage.journal import Journal
+from capture.storage.repair import repair
+from capture.storage.target import Target, rank_name, slug
+
+MakeCall = Callable[..., AttentionCall]
+
+
+@pytest.fixture
+def started(make_call: MakeCall) -> Callable[..., tuple[Target, Journal]]:
+    """`started(directory, model, indices)`: a capture with these calls, in progress."""
+
+    def start(
+        directory: Path, model: str, indices: range, *, overwrite: bool = False
+    ) -> tuple[Target, Journal]:
+        target = Target.check(directory, model, overwrite=overwrite)
+        journal = target.begin(CaptureRecord(model, "random"))
+        for index in indices:
+            call = PackedCall.of(make_call(model=model, call_index=index))
+            path = directory / f"{journal.stem}-{index:06d}.safetensors"
+            journal.append(sampled=index)
+            journal.append(**call.write(path).to_json())
+        return target, journal
+
+    return start
+
+
+def ended(model: str, *, complete: bool = True) -> CaptureRecord:
+    return CaptureRecord(model, "random", complete=complete)
+
+
+def calls(directory: Path) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for entry in load(directory).entries:
+        entry.check()
+        found.setdefault(entry.origin.model, []).append(entry.origin.call_index)
+    return found
+
+
+Started = Callable[..., tuple[Target, Journal]]
+
+
+def test_an_earlier_capture_is_replaced_when_the_new_one_is_complete(
+    tmp_path: Path, started: Started
+) -> None:
+    started(tmp_path, "model", range(3))[0].end(ended("model"))
+    target, _ = started(tmp_path, "model", range(1, 3), overwrite=True)
+    assert calls(tmp_path) == {"model": [0, 1, 2]}
+    assert target.end(ended("model")) == []
+    assert calls(tmp_path) == {"model": [1, 2]}
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        MANIFEST,
+        "model_2-000001.safetensors",
+        "model_2-000002.safetensors",
+    ]
+
+
+def test_an_earlier_capture_stays_if_the_new_one_does_not_end(
+    tmp_path: Path, started: Started
+) -> None:
+    started(tmp_path, "model", range(3))[0].end(ended("model"))
+    target, _ = started(tmp_path, "model", range(7, 9), overwrite=True)
+    [told] = target.end(ended("model", complete=False))
+    assert "its earlier capture stays; the 2 calls of the new one" in told
+    assert calls(tmp_path) == {"model": [0, 1, 2]}
+    assert calls(tmp_path / "unfinished-model_2") == {"model": [7, 8]}
+
+
+def test_a_killed_capture_is_read_told_and_finished(tmp_path: Path, started: Started) -> None:
+    started(tmp_path, "zebra", range(1))[0].end(ended("zebra"))
+    _, journal = started(tmp_path, "model", range(3))
+    journal.append(sampled=3)
+    partial = tmp_path / "model-000003.safetensors"
+    partial.write_bytes(bytes(100))
+    with journal.path.open("ab") as file:
+        file.write(b'{"file": "torn')
+    journal.close()
+
+    data = load(tmp_path)
+    assert calls(tmp_path) == {"zebra": [0], "model": [0, 1, 2]}
+    assert "the capture of model was killed: 3 calls are complete, 1 more were only" in data.note
+    [told] = repair(tmp_path)
+    assert told == "model: listed 3 calls of a killed capture; 1 more had been only in memory"
+    assert calls(tmp_path) == {"zebra": [0], "model": [0, 1, 2]}
+    assert load(tmp_path).note == ""
+    assert not partial.exists()
+    assert not journal.path.exists()
+    assert repair(tmp_path) == []
+
+
+def test_the_next_capture_finishes_a_killed_one(tmp_path: Path, started: Started) -> None:
+    _, journal = started(tmp_path, "model", range(2))
+    journal.close()
+    started(tmp_path, "zebra", range(1))[0].end(ended("zebra"))
+    assert calls(tmp_path) == {"model": [0, 1], "zebra": [0]}
+    assert load(tmp_path).note == ""
+    with pytest.raises(CaptureError, match="already contains a capture of model"):
+        Target.check(tmp_path, "model", overwrite=False)
+
+
+def test_a_file_that_the_journal_does_not_list_goes(
+    tmp_path: Path, started: Started, make_call: MakeCall
+) -> None:
+    """It may be one that was dropped, or one whose values never reached the disk."""
+    _, journal = started(tmp_path, "model", range(1))
+    unlisted = tmp_path / "model-000001.safetensors"
+    PackedCall.of(make_call(call_index=1)).write(unlisted)
+    journal.close()
+    assert calls(tmp_path) == {"model": [0]}
+    repair(tmp_path)
+    assert calls(tmp_path) == {"model": [0]}
+    assert not unlisted.exists()
+
+
+def test_a_manifest_that_is_gone_is_written_anew(tmp_path: Path, started: Started) -> None:
+    started(tmp_path, "model", range(2))[0].end(ended("model"))
+    (tmp_path / MANIFEST).unlink()
+    assert "wrote" in repair(tmp_path)[0]
+    data = load(tmp_path)
+    assert data.note == ""
+    assert all(entry.checksum for entry in data.entries)
+    assert calls(tmp_path) == {"model": [0, 1]}
+
+
+def test_models_whose_names_begin_alike_keep_their_files(tmp_path: Path, started: Started) -> None:
+    for model in ("llama", "llama-3", "llama-3.2"):
+        started(tmp_path, model, range(2))[0].end(ended(model))
+    started(tmp_path, "llama", range(1), overwrite=True)[0].end(ended("llama"))
+    assert calls(tmp_path) == {"llama": [0], "llama-3": [0, 1], "llama-3.2": [0, 1]}
+    assert len(list(tmp_path.glob("*.safetensors"))) == 5
+
+
+def test_a_manifest_that_cannot_be_written_is_told_and_the_calls_stay(
+    tmp_path: Path, started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, _ = started(tmp_path, "model", range(2))
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        [told] = target.end(ended("model"))
+    assert re.search(r"could not write the manifest .*No space.*capture --repair", told)
+    assert calls(tmp_path) == {"model": [0, 1]}
+    repair(tmp_path)
+    assert load(tmp_path).captures[0].complete
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("cogvideo-5b", "cogvideo-5b"),
+        ("llama-3.1-8b", "llama-3.1-8b"),
+        ("my_model.py:build", "my-model.py-build"),
+        ("../../etc/passwd", "etc-passwd"),
+        ("…", "model"),
+        ("", "model"),
+    ],
+)
+def test_a_name_becomes_the_beginning_of_a_file_name(name: str, expected: str) -> None:
+    assert slug(name) == expected
+
+
+def test_long_names_become_short_and_stay_different() -> None:
+    names = {slug("a" * 300), slug("a" * 301)}
+    assert len(names) == 2
+    assert max(map(len, names)) < 120
+
+
+@pytest.mark.parametrize(
+    ("rank", "ranks", "expected"),
+    [("0", "2", "model.rank0"), ("1", "2", "model.rank1"), ("0", "1", "model"), ("", "", "model")],
+)
+def test_a_rank_has_a_capture_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, rank: str, ranks: str, expected: str
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    assert rank_name("model") == expected

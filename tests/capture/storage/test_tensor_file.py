@@ -1,0 +1,33 @@
+"""A file of tensors is complete, or has no header."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from capture.storage import tensor_file
+from capture.storage.checksums import CHUNK
+from capture.storage.tensor_file import write_safetensors
+
+
+def test_a_file_that_is_cut_while_it_is_written_has_no_header(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks are written by several threads, so that a whole length says nothing."""
+    path = tmp_path / "file.safetensors"
+    tensors = {"query": torch.ones(3 * CHUNK // 4)}
+    original = tensor_file._write_at
+
+    def killed_at_the_first(descriptor: int, offset: int, pieces: list[memoryview]) -> None:
+        if offset == 0:
+            raise KeyboardInterrupt
+        original(descriptor, offset, pieces)
+
+    monkeypatch.setattr(tensor_file, "_write_at", killed_at_the_first)
+    with pytest.raises(KeyboardInterrupt):
+        write_safetensors(path, tensors, {})
+    content = path.read_bytes()
+    assert len(content) > 2 * CHUNK
+    assert content[:8] == bytes(8)
