@@ -68,7 +68,8 @@ def _group_report(
                 lines = [
                     [cell(path, group, name, errors_against) for path in paths] for name in ran
                 ]
-                parts.append(_table(group, ran, headings, lines))
+                if any(text != "-" for line in lines for text in line):
+                    parts.append(_table(group, ran, headings, lines))
         if compare_stats:
             parts.append(_stats(group, ran))
         parts.extend(_programs(group, ran))

@@ -113,6 +113,11 @@ def test_no_line_is_longer_than_the_terminal_and_no_name_is_lost() -> None:
         assert unwrapped(module) in unwrapped(text)
 
 
+def test_metrics_that_nobody_has_make_no_table() -> None:
+    text = report([row("base"), row("mine")], metrics=["energy"])
+    assert not re.search(r"^kernel *$", text, re.MULTILINE)
+
+
 def test_the_worst_call_is_named() -> None:
     rows = [
         row("base", call("a")),
