@@ -16,7 +16,6 @@ per figure.
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import random
 import statistics
@@ -127,7 +126,7 @@ def main() -> None:
         not_kept(Path(scratch), arguments.rounds, figures)
         for count in map(int, arguments.small_calls.split(",")):
             small_calls(Path(scratch), count, figures)
-    write(figures.lines, arguments.out)
+    results.write_lines(figures.lines, COLUMNS, arguments.out)
 
 
 def of_model(
@@ -305,16 +304,6 @@ def cpu_seconds(function: Callable[[], object]) -> float:
     start = time.thread_time()
     function()
     return time.thread_time() - start
-
-
-def write(lines: list[dict[str, Any]], path: Path) -> None:
-    """Write lines as CSV with `COLUMNS`, floats to six digits."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n", restval="")
-        writer.writeheader()
-        for line in lines:
-            writer.writerow({name: results.cell(value) for name, value in line.items()})
 
 
 if __name__ == "__main__":

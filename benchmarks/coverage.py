@@ -12,7 +12,6 @@ this machine's lines of `benchmarks/results/coverage.csv`.
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import os
 import time
@@ -197,12 +196,7 @@ def write(lines: list[dict[str, Any]], path: Path) -> None:
     machine = (lines[0]["device"], lines[0]["threads"])
     written = results.read(path) if path.exists() else []
     others = [each for each in written if (each["device"], each["threads"]) != machine]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        for line in [*others, *lines]:
-            writer.writerow({name: results.cell(value) for name, value in line.items()})
+    results.write_lines([*others, *lines], COLUMNS, path)
 
 
 if __name__ == "__main__":

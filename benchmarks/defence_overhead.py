@@ -13,7 +13,6 @@ says wall and processor time of all of them. Replaces this machine's lines of
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import resource
 import sys
@@ -165,11 +164,7 @@ def write(lines: list[dict[str, object]], path: Path) -> None:
     of_this = tuple(results.cell(lines[0][name]) for name in key)
     written = results.read(path) if path.exists() else []
     others = [each for each in written if tuple(each[name] for name in key) != of_this]
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        for line in (*others, *lines):
-            writer.writerow({name: results.cell(value) for name, value in line.items()})
+    results.write_lines([*others, *lines], COLUMNS, path)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ output next to it as `.txt`.
 from __future__ import annotations
 
 import argparse
-import csv
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,7 +81,7 @@ def main() -> None:
                 for checked in results.read_jsonl(checks)
                 for line in spans(checked)
             ]
-            write(lines, arguments.out)  # now, in case the run is interrupted
+            results.write_lines(lines, COLUMNS, arguments.out)
             arguments.out.with_suffix(".txt").write_text(printed)
 
 
@@ -102,16 +101,6 @@ def spans(checked: dict[str, Any]) -> Iterator[dict[str, Any]]:
             **{f"measured.{name}": leaf(measured, name) for name in (*SPAN, "speedup.high")},
             **{f"predicted.{name}": leaf(predicted or {}, name) for name in PREDICTED},
         }
-
-
-def write(lines: list[dict[str, Any]], path: Path) -> None:
-    """Write lines as CSV with `COLUMNS`, floats to six digits."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n", restval="")
-        writer.writeheader()
-        for line in lines:
-            writer.writerow({name: results.cell(value) for name, value in line.items()})
 
 
 if __name__ == "__main__":

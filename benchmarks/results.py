@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,20 @@ def write(rows: Iterable[dict[str, Any]], path: Path) -> None:
         writer.writerow(COLUMNS)
         for row in rows:
             writer.writerow(cell(leaf(row, column)) for column in COLUMNS)
+
+
+def write_lines(lines: Iterable[Mapping[str, Any]], columns: Sequence[str], path: Path) -> None:
+    """Write lines as CSV with columns of their own, floats to six digits; what is missing is empty.
+
+    Raises:
+        ValueError: a line has a key that is no column.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n", restval="")
+        writer.writeheader()
+        for line in lines:
+            writer.writerow({name: cell(value) for name, value in line.items()})
 
 
 def read(path: Path) -> list[dict[str, str]]:

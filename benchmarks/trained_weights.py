@@ -10,7 +10,6 @@ values of the same shapes through every kernel, and runs the trained models with
 from __future__ import annotations
 
 import argparse
-import csv
 import statistics
 import tempfile
 from collections import defaultdict
@@ -83,7 +82,7 @@ def main() -> None:
                 f"--max-seconds 0.1 --model-rounds 3 --e2e-json {checks}"
             )
             lines += summary(rows, {each["kernel"]: each for each in results.read_jsonl(checks)})
-            write(lines, arguments.out)  # now, in case the run is interrupted
+            results.write_lines(lines, COLUMNS, arguments.out)
 
 
 def summary(
@@ -121,16 +120,6 @@ def summary(
             **{f"drift.{name}": drift.get(name) for name in DRIFT},
             **{f"machine.{name}": machine.get(name) for name in MACHINE},
         }
-
-
-def write(lines: list[dict[str, Any]], path: Path) -> None:
-    """Write lines as CSV with `COLUMNS`, floats to six digits."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n", restval="")
-        writer.writeheader()
-        for line in lines:
-            writer.writerow({name: results.cell(value) for name, value in line.items()})
 
 
 if __name__ == "__main__":

@@ -123,7 +123,7 @@ class Writer:
 
         Raises:
             OSError: the journal cannot be written; the call is not taken, its buffer is free, and
-                those in `drop` stay for now.
+                those in `drop` stay until the next `put`.
         """
         with self._changed:
             dropped = self._undone = [*self._undone, *drop]

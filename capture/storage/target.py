@@ -92,10 +92,7 @@ class Target:
         problems = []
         try:
             CaptureRecord.from_json(json.loads(json.dumps(capture.to_json())))
-        except (
-            TypeError,
-            ValueError,
-        ) as error:  # a model's call that has no JSON, say with a scale of infinity
+        except (TypeError, ValueError) as error:  # a call has no JSON, say a scale of infinity
             problems.append(f"the manifest will lack the census: {error}")
             capture.census = {}
         try:
