@@ -1,0 +1,56 @@
+"""Attention calls of one's own choice, recorded, and what must hold of every dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from capture import load, record
+from capture.cli.verify import verify
+from capture.storage.dataset import Dataset
+
+MakeLayers = Callable[..., Any]
+
+
+class Caller(nn.Module):
+    """Makes SDPA calls of one's own choice."""
+
+    def forward(self, *calls: Callable[[], Tensor]) -> list[Tensor]:
+        return [call() for call in calls]
+
+
+def attend(*args: Any, **kwargs: Any) -> Callable[[], Tensor]:
+    return lambda: F.scaled_dot_product_attention(*args, **kwargs)
+
+
+def recorded(out: Path, *calls: Callable[[], Tensor], **options: Any) -> Dataset:
+    model = Caller()
+    with record(model, out, **options):
+        model(*calls)
+    return load(out)
+
+
+def assert_good(data: Dataset) -> None:
+    """Checksums hold, SDPA repeats every output, the census agrees with the files."""
+    texts = {finding.text for finding in verify(data)}
+    assert texts <= {"intact; output bit-identical", "intact; no output recorded"}
+    for capture in data.captures:
+        kept = [entry for entry in data.entries if entry.origin.model == capture.model]
+        rows = capture.census["rows"]
+        assert sum(row["kept"] for row in rows) == len(kept)
+        assert sum(row["calls"] for row in rows) == capture.calls_seen
+        for row in rows:
+            signature = capture.census["signatures"][row["signature"]]
+            here = [
+                entry
+                for entry in kept
+                if (entry.origin.module, entry.origin.phase) == (row["module"], row["phase"])
+                and signature["query"][-2:] == list(entry.header.layouts["query"].size[-2:])
+                and signature["key"][-2:] == list(entry.header.layouts["key"].size[-2:])
+            ]
+            assert len(here) >= row["kept"]
+            assert row["first_step"] <= row["last_step"]

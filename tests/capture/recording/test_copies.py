@@ -1,0 +1,39 @@
+"""A call is stored as it was when it was made, whatever the model does afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.capture.recording.callers import assert_good, recorded
+
+
+def test_a_buffer_updated_in_place_is_recorded_as_it_was(tmp_path: Path) -> None:
+    """As in a StaticCache: the same memory at every step, with other values."""
+    cache = torch.zeros(1, 2, 16, 8)
+    queries = torch.randn(4, 1, 2, 1, 8)
+
+    def step(index: int) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            cache[:, :, index] = index + 1.0
+            keys = cache[:, :, : index + 1]
+            return F.scaled_dot_product_attention(queries[index], keys, keys)
+
+        return run
+
+    data = recorded(tmp_path, *map(step, range(4)))
+    cache.zero_()
+    assert_good(data)
+    for index, call in enumerate(data):
+        assert call.key[0, 0, :, 0].tolist() == [float(n + 1) for n in range(index + 1)]
+        assert call.key.stride() == (256, 128, 8, 1)
+
+
+def test_an_output_changed_in_place_by_the_model_is_recorded_as_it_was(tmp_path: Path) -> None:
+    query = torch.randn(1, 2, 5, 8)
+    data = recorded(tmp_path, lambda: F.scaled_dot_product_attention(query, query, query).zero_())
+    assert_good(data)

@@ -1,0 +1,107 @@
+"""A recording that kept nothing says why, with the remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from capture import load, record
+from capture.errors import CaptureError, RecordingWarning
+from tests.capture.recording.callers import Caller, assert_good, attend
+from tests.factories import tiny_llama
+
+
+def test_a_glob_that_matches_no_module_is_refused_before_the_run(
+    layers: nn.Module, tmp_path: Path
+) -> None:
+    with (
+        pytest.raises(CaptureError, match=r"no module matches 'attn\*'; available: "),
+        record(layers, tmp_path, modules="attn*"),
+    ):
+        pytest.fail("ran")
+
+
+def test_a_glob_that_matches_no_caller_names_the_callers(
+    layers: nn.Module, states: Tensor, tmp_path: Path
+) -> None:
+    with (
+        pytest.warns(RecordingWarning, match=r"none of the 2 attention calls came .*layers\.0, "),
+        record(layers, tmp_path, modules="*.qkv"),
+    ):
+        layers(states)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_calls_outside_the_watched_modules_are_said_to_be_outside(
+    layers: nn.Module, tmp_path: Path
+) -> None:
+    query = torch.randn(1, 2, 5, 8)
+    with (
+        pytest.warns(RecordingWarning, match=r"came from: \(outside all watched modules\)"),
+        record(layers, tmp_path),
+    ):
+        F.scaled_dot_product_attention(query, query, query)
+
+
+def test_a_model_that_made_no_call_is_told_what_to_look_for(
+    layers: nn.Module, tmp_path: Path
+) -> None:
+    with (
+        pytest.warns(RecordingWarning, match="another attention kernel directly"),
+        record(layers, tmp_path),
+    ):
+        pass
+
+
+def test_eager_attention_is_named(tmp_path: Path) -> None:
+    model = tiny_llama(attn_implementation="eager")
+    with (
+        pytest.warns(RecordingWarning, match="it uses attn_implementation='eager'; load it with"),
+        record(model, tmp_path),
+    ):
+        model(torch.arange(5)[None])
+
+
+def test_what_has_no_values_is_counted_and_never_kept(tmp_path: Path) -> None:
+    ragged = torch.nested.nested_tensor(
+        [torch.randn(3, 2, 8), torch.randn(5, 2, 8)], layout=torch.jagged
+    ).transpose(1, 2)
+    query = torch.randn(4, 2, 5, 8)
+    meta = torch.randn(1, 2, 5, 8, device="meta")
+    strange = [
+        attend(ragged, ragged, ragged),
+        lambda: torch.vmap(F.scaled_dot_product_attention)(query, query, query),
+        attend(meta, meta, meta),
+    ]
+    model = Caller()
+    for name, call in zip(("nested", "vmap", "meta"), strange, strict=True):
+        with (
+            pytest.warns(RecordingWarning, match="none of the 1 attention calls can be stored"),
+            record(model, tmp_path / name),
+        ):
+            model(call)
+    with record(model, tmp_path / "all") as recording:
+        model(*strange, attend(query, query, query))
+    assert (recording.seen, recording.kept) == (4, 1)
+    assert_good(load(tmp_path / "all"))
+
+
+def test_fake_tensors_are_counted_and_never_kept(tmp_path: Path) -> None:
+    from torch._subclasses import FakeTensorMode
+
+    model = Caller()
+
+    def run() -> None:
+        query = torch.randn(1, 2, 5, 8)
+        model(attend(query, query, query))
+
+    with (
+        pytest.warns(RecordingWarning, match="can be stored"),
+        record(model, tmp_path),
+        FakeTensorMode(),
+    ):
+        run()

@@ -1,0 +1,177 @@
+"""What a recording sees, keeps and loses, and how it ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from capture import load, record
+from capture.errors import RecordingWarning
+from capture.hooks.interceptor import TORCH_SDPA
+from capture.recording.recording import Recording
+from tests.capture.recording.callers import MakeLayers, assert_good, attend, recorded
+
+
+@pytest.mark.parametrize("sample", ["spread", "first"])
+def test_exactly_max_files_and_a_census_of_all(
+    make_layers: MakeLayers, states: Tensor, tmp_path: Path, sample: str
+) -> None:
+    model = make_layers(3)
+    with record(model, tmp_path, max=5, sample=sample) as recording:
+        for _ in range(7):
+            model(states)
+    assert (recording.seen, recording.kept) == (21, 5)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 5
+    data = load(tmp_path)
+    assert_good(data)
+    assert data.captures[0].calls_seen == 21
+    rows = data.captures[0].census["rows"]
+    assert [(row["module"], row["calls"], row["first_step"], row["last_step"]) for row in rows] == [
+        (f"layers.{layer}", 7, 0, 6) for layer in range(3)
+    ]
+    if sample == "first":
+        assert [call.origin.call_index for call in data] == list(range(5))
+    else:
+        assert Counter(call.origin.module for call in data).keys() == {
+            "layers.0",
+            "layers.1",
+            "layers.2",
+        }
+
+
+def test_max_bytes_counts_what_is_stored(layers: nn.Module, states: Tensor, tmp_path: Path) -> None:
+    with record(layers, tmp_path / "all", max=1) as recording:
+        layers(states)
+    one = recording.nbytes
+    assert one == 4 * 5 * 16 * 4
+    with record(layers, tmp_path / "some", max_bytes=3 * one + 1) as recording:
+        for _ in range(5):
+            layers(states)
+    assert recording.kept == len(load(tmp_path / "some")) == 3
+    assert recording.refused_for_bytes
+    with (
+        pytest.warns(RecordingWarning, match="no call fits in `max_bytes=`"),
+        record(layers, tmp_path / "none", max_bytes=one - 1),
+    ):
+        layers(states)
+
+
+def test_two_threads_with_two_models(
+    make_layers: MakeLayers, states: Tensor, tmp_path: Path
+) -> None:
+    models = {"left": make_layers(2), "right": make_layers(2)}
+    with record(models, tmp_path, max=6) as recording:
+        threads = [
+            threading.Thread(target=lambda model=model: [model(states) for _ in range(30)])
+            for model in models.values()
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert (recording.seen, recording.kept) == (120, 6)
+    data = load(tmp_path)
+    assert len(data) == len(list(tmp_path.glob("*.safetensors"))) == 6
+    assert_good(data)
+    for call in data:
+        side, _, path = call.origin.module.partition(".")
+        layer = models[side].get_submodule(path)
+        # The tensors are those of the module named: its projection of this input.
+        if path == "layers.0":
+            with torch.no_grad():
+                expected = layer.qkv(states).view(1, 5, 3, 2, 8)[:, :, 0].transpose(1, 2)
+            assert torch.equal(call.query, expected)
+
+
+@pytest.mark.timeout(30)
+def test_threads_that_go_on_after_the_recording_are_left_alone(
+    make_layers: MakeLayers, states: Tensor, tmp_path: Path
+) -> None:
+    model = make_layers(2)
+    stop = threading.Event()
+    failures: list[BaseException] = []
+
+    def go_on() -> None:
+        try:
+            while not stop.is_set():
+                model(states)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=go_on)
+    with record(model, tmp_path, max=50) as recording:
+        thread.start()
+        while recording.seen < 20:
+            time.sleep(0.001)
+    seen = recording.seen
+    data = load(tmp_path)
+    assert_good(data)
+    for _ in range(20):
+        model(states)
+    stop.set()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert not failures
+    assert recording.seen == seen
+    assert_good(load(tmp_path))
+
+
+def test_a_call_that_fails_is_not_counted(tmp_path: Path) -> None:
+    """A model may retry with smaller pieces: what failed holds no place among those kept."""
+    query = torch.randn(1, 2, 5, 8)
+
+    def fails() -> Tensor:
+        with pytest.raises(RuntimeError):
+            F.scaled_dot_product_attention(query, query[..., :4], query)
+        return query
+
+    calls = [fails, attend(query, query, query)] * 10
+    data = recorded(tmp_path, *calls, max=3)
+    assert len(data) == len(list(tmp_path.glob("*.safetensors"))) == 3
+    assert data.captures[0].calls_seen == 10
+    assert_good(data)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_what_an_interrupted_run_recorded_is_readable(
+    layers: nn.Module, states: Tensor, tmp_path: Path, error: type[BaseException]
+) -> None:
+    with pytest.raises(error), record(layers, tmp_path):  # noqa: PT012
+        layers(states)
+        raise error
+    data = load(tmp_path)
+    assert len(data) == 2
+    assert not data.captures[0].complete
+    assert_good(data)
+
+
+def test_a_full_disk_is_told_once_and_the_model_goes_on(
+    make_layers: MakeLayers, states: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    model = make_layers(8)
+    expected = model(states)
+    monkeypatch.setattr("capture.storage.call_file.write_safetensors", full)
+
+    def run_recorded() -> tuple[list[Tensor], Recording]:
+        with record(model, tmp_path, max=5) as recording:
+            return [model(states) for _ in range(3)], recording
+
+    with pytest.warns(RecordingWarning, match="No space left on device") as warned:
+        outputs, recording = run_recorded()
+    assert all(torch.equal(output, expected) for output in outputs)
+    assert len(warned) == len(recording.problems) == 1
+    assert recording.kept == 0
+    assert recording.seen == 24
+    assert list(tmp_path.iterdir()) == []
+    assert F.scaled_dot_product_attention is TORCH_SDPA

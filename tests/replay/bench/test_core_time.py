@@ -1,0 +1,106 @@
+"""The core alone, timed beside the drop-in call, and judged like it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from capture.call import AttentionCall
+from replay.bench.settings import Settings
+from tests.replay.bench.small_kernels import (
+    MakeCall,
+    MakeWorkload,
+    Register,
+    raising,
+    rows_of,
+    sdpa,
+)
+
+
+def test_core_time(
+    make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
+) -> None:
+    def prepare(call: AttentionCall) -> Callable[[], Tensor]:
+        arguments = call.arguments()
+        return lambda: sdpa(**arguments)
+
+    def failing(call: AttentionCall) -> Callable[[], Tensor]:
+        raise RuntimeError("no core")
+
+    bad = raising(RuntimeError("bad core"))
+    rows = rows_of(
+        make_call(),
+        workload,
+        quick,
+        kernels("with-core", sdpa, prepare=prepare),
+        kernels("no-core", sdpa, prepare=failing),
+        kernels("bad-core", sdpa, prepare=lambda call: partial(bad, *[call.query] * 3)),
+    )
+    core = rows["with-core"].core_time_ms
+    assert core is not None
+    assert core.n == 3
+    assert rows["with-core"].time_ms is not None
+    for name, reason in (("no-core", "no core"), ("bad-core", "bad core")):
+        assert rows[name].status == "ok"
+        assert rows[name].time_ms is not None
+        assert rows[name].core_time_ms is None
+        assert rows[name].flags == (f"no core time: RuntimeError: {reason}",)
+
+
+def test_a_core_that_changes_the_inputs_spoils_nobody_elses(
+    make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
+) -> None:
+    def prepare(call: AttentionCall, changes: bool) -> Callable[[], Tensor]:
+        def core() -> Tensor:
+            output = sdpa(**call.arguments())
+            if changes:
+                call.value.add_(1.0)
+            return output
+
+        return core
+
+    rows = rows_of(
+        make_call(),
+        workload,
+        quick,
+        kernels("changing", sdpa, prepare=partial(prepare, changes=True)),
+        kernels("clean", sdpa, prepare=partial(prepare, changes=False)),
+    )
+    for name in ("changing", "clean"):
+        assert rows[name].flags == ()
+        assert rows[name].core_time_ms is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (lambda output: output.double(), None),
+        (lambda output: output * 1.01, "it is wrong: max abs error .* exceeds"),
+        (torch.empty_like, "it is wrong: "),
+        (lambda output: output.transpose(1, 2), r"returned shape \(1, 9, 2, 32\) where"),
+        (lambda output: (output, None), "returned tuple, not a tensor"),
+    ],
+)
+def test_a_core_that_returns_something_else_has_no_time(
+    make_call: MakeCall,
+    workload: MakeWorkload,
+    kernels: Register,
+    quick: Settings,
+    change: Callable[[Tensor], Tensor],
+    fault: str | None,
+) -> None:
+    def prepare(call: AttentionCall) -> Callable[[], Tensor]:
+        arguments = call.arguments()
+        return lambda: change(sdpa(**arguments))
+
+    rows = rows_of(make_call(), workload, quick, kernels("cored", sdpa, prepare=prepare))
+    row = rows["cored"]
+    assert row.status == "ok"
+    assert (row.core_time_ms is None) == bool(row.flags) == (fault is not None)
+    if fault is not None:
+        assert re.match(f"no core time: {fault}", row.flags[0]), row.flags

@@ -1,0 +1,56 @@
+"""`--save-output`: one file for each kernel, in the folder named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from replay.bench.check import file_name
+from replay.bench.settings import Settings
+from tests.replay.bench.small_kernels import MakeCall, MakeWorkload, Register, rows_of, sdpa
+
+
+def test_outputs_are_kept(
+    make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings, tmp_path: Path
+) -> None:
+    call = make_call(dtype=torch.bfloat16)
+    transposed = kernels("mine", lambda **a: sdpa(**a).transpose(1, 2).contiguous().transpose(1, 2))
+    rows_of(call, workload, replace(quick, save_output=tmp_path), transposed)
+    saved = load_file(tmp_path / "call" / "mine.safetensors")["output"]
+    assert torch.equal(saved, sdpa(**call.arguments()))
+    assert (tmp_path / "call" / "torch-default.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    "name", ["../../up", "a/b.py:f", "x" * 300, "/etc/x", "[red]", "=1+1", ".."]
+)
+def test_whatever_a_kernel_is_called_its_file_is_in_the_folder(
+    make_call: MakeCall,
+    workload: MakeWorkload,
+    kernels: Register,
+    quick: Settings,
+    tmp_path: Path,
+    name: str,
+) -> None:
+    kept = tmp_path / "in" / "kept"
+    rows_of(make_call(), workload, replace(quick, save_output=kept), kernels(name, sdpa))
+    assert len(list(kept.glob("call/*"))) == 2
+    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 2
+
+
+def test_no_two_kernels_share_a_file() -> None:
+    names = ["a/b", "a-b", "a:b", "a%2Fb", "x" * 300, "x" * 299, "triton-fa2[block=64]"]
+    assert len({file_name(name) for name in names}) == len(names)
+    assert file_name("triton-fa2[block=64]") == "triton-fa2[block=64]"
+
+
+def test_a_folder_that_cannot_be_written_is_no_kernels_error(
+    make_call: MakeCall, workload: MakeWorkload, quick: Settings, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        rows_of(make_call(), workload, replace(quick, save_output=tmp_path / "file"))
