@@ -5,13 +5,15 @@
 
 Loads every call of a recording with and without checksums and reads the same files plainly, in
 shuffled rounds, cold (out of the page cache) and warm. Then replays the recording with the command
-and once more stage by stage, and compares the whole with its timed rounds and their warm-up. Writes
+(`benchmarks.marked_replay`), and compares the whole with its timed rounds and their warm-up. Writes
 `benchmarks/results/replay_overhead.csv`, one line per figure.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import os
 import random
 import subprocess
@@ -21,28 +23,25 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import results
-from benchmarks.capture_overhead import GIB, MACHINE, Figures, write
+from benchmarks.capture_overhead import COLUMNS, GIB, MACHINE, Figures
+from benchmarks.defence_overhead import KERNELS
 from capture import load, record
 from capture.storage.dataset import Dataset
 from replay.bench.runner import LOADING, REFERENCE, TIMING
-from replay.bench.settings import Settings
-from replay.kernels.registry import select
-from replay.rows.row import Row
-from replay.timing.defaults import CPU_SECONDS, SECONDS
 from replay.timing.machine import describe
-from replay.workers.execution import execution
-from replay.workloads.recorded import Workload, from_directory
 
-START = "start of workers"
+START = "start of the command and its workers"
 CHECKS = "checking outputs"
 ROUNDS = "timed rounds and warm-up"
 AGAIN = "checking what was timed"
+END = "tables and the end of workers"
 
 
 def main() -> None:
@@ -51,7 +50,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=4, help="calls made here (default 4)")
     parser.add_argument("--length", type=int, default=4096, help="their length (default 4096)")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--kernels", default="torch-default,torch-flash,torch-math")
+    parser.add_argument("--kernels", help="default: some that everybody has")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "replay_overhead.csv")
     arguments = parser.parse_args()
@@ -66,8 +65,8 @@ def main() -> None:
             {f"machine.{name}": getattr(machine, name) for name in MACHINE},
         )
         loading(directory, arguments.rounds, figures)
-        whole(directory, arguments.kernels, device, figures)
-    write(figures.lines, arguments.out)
+        whole(directory, arguments.kernels or KERNELS[device.type], device, figures)
+    results.write_lines(figures.lines, COLUMNS, arguments.out)
 
 
 class Attention(nn.Module):
@@ -142,54 +141,43 @@ def drop(paths: list[Path]) -> None:
 
 
 def whole(directory: Path, kernels: str, device: torch.device, figures: Figures) -> None:
-    """Time the command, and each stage of the same replay."""
-    command = [sys.executable, "-m", "replay", "--dir", str(directory), "--kernels", kernels]
-    start = time.perf_counter()
-    subprocess.run([*command, "--device", str(device)], check=True, stdout=subprocess.DEVNULL)
-    seconds = time.perf_counter() - start
-    stages, rows = by_stage(directory, kernels, device)
-    timed = sum((row.time_ms.n * row.time_ms.p50) / 1e3 for row in rows if row.time_ms)
+    """Time the command, and its stages."""
+    with tempfile.TemporaryDirectory() as scratch:
+        said, json_file = Path(scratch) / "marks.json", Path(scratch) / "rows.jsonl"
+        command = [sys.executable, "-m", "benchmarks.marked_replay", str(said)]
+        command += ["--dir", str(directory), "--kernels", kernels, "--device", str(device)]
+        begin = time.perf_counter()
+        subprocess.run([*command, "--json", str(json_file)], check=True, stdout=subprocess.DEVNULL)
+        seconds = time.perf_counter() - begin
+        marks = json.loads(said.read_text())
+        rows = list(results.read_jsonl(json_file))
+    stages = by_stage(begin, marks, rows)
+    samples = [row["time_ms"] for row in rows if row["time_ms"]]
     figures.add("replay: the command", "s", [seconds])
     for stage, spent in stages.items():
         figures.add(f"replay: {stage}", "s", [spent])
-    figures.add("replay: samples in these rounds", "s", [timed])
-    rest = seconds - sum(stages.values())
-    figures.add("replay: the command's own start, imports and tables", "s", [rest])
+    in_samples = sum(each["n"] * each["p50"] for each in samples) / 1e3
+    figures.add("replay: samples in these rounds", "s", [in_samples])
+    figures.add(f"replay: {END}", "s", [seconds - sum(stages.values())])
     figures.add("replay: the command / timed rounds and warm-up", "×", [seconds / stages[ROUNDS]])
 
 
 def by_stage(
-    directory: Path, kernels: str, device: torch.device
-) -> tuple[dict[str, float], list[Row]]:
-    """Replay in workers, and return the seconds of each stage."""
-    workloads, _ = from_directory(directory)
-    chosen, _ = select(kernels)
-    on_gpu = device.type == "cuda"
-    settings = Settings(
-        device=device,
-        cache="cold" if on_gpu else "warm",
-        max_seconds=SECONDS if on_gpu else CPU_SECONDS,
-    )
-    marks: dict[str, list[tuple[float, str]]] = defaultdict(list)
+    begin: float, marks: list[tuple[float, str, str]], rows: list[dict[str, Any]]
+) -> dict[str, float]:
+    """Return the seconds of each stage of a command until its last row.
 
-    def report(workload: Workload, stage: str) -> None:
-        marks[workload.name].append((time.perf_counter(), stage))
-
-    rows: list[Row] = []
-    ends: dict[str, float] = {}
-    with execution(in_process=False, interpreters={}, timeout=300.0) as where:
-        begin = time.perf_counter()
-        assigned = where.assign(chosen, device)
-        for row in where.replay(workloads, assigned, settings, report):
-            rows.append(row)
-            ends[row.call.name] = time.perf_counter()
+    Args:
+        marks: time, call and stage of each report; the last has neither.
+    """
     stages: dict[str, float] = defaultdict(float)
-    stages[START] = marks[workloads[0].name][0][0] - begin
-    for name, seen in marks.items():
-        timed = sum(row.call.name == name and row.time_ms is not None for row in rows)
-        for stage, spent in _spent(seen, ends[name], timed):
+    stages[START] = marks[0][0] - begin
+    of_calls = [list(each) for _, each in itertools.groupby(marks, key=lambda mark: mark[1])]
+    for seen, after in itertools.pairwise(of_calls):
+        timed = sum(row["call"]["name"] == seen[0][1] and bool(row["time_ms"]) for row in rows)
+        for stage, spent in _spent([(at, stage) for at, _, stage in seen], after[0][0], timed):
             stages[stage] += spent
-    return dict(stages), rows
+    return dict(stages)
 
 
 def _spent(seen: list[tuple[float, str]], end: float, timed: int) -> list[tuple[str, float]]:

@@ -7,6 +7,7 @@ returned, looks at settings and functions, and the block of calls by another clo
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,7 +50,7 @@ def _timed_finding(checker: Checker, timed: Timed) -> Finding:
     return timed.checked.finding
 
 
-def _block_finding(checker: Checker, checked: Checked) -> Finding:
+def _block_finding(checker: Checker, checked: Checked, call_ms: float) -> Finding:
     return checked.finding
 
 
@@ -61,4 +62,8 @@ replaced: list[tuple[Any, str, Any]] = [
 ]
 for owner, name, stub in replaced:
     assert hasattr(owner, name), f"{name} has another name now"
+    original = getattr(owner, name)
+    if not isinstance(original, type):
+        takes, took = (list(inspect.signature(each).parameters)[1:] for each in (stub, original))
+        assert takes == took, f"{name} takes {took} now"
     setattr(owner, name, stub)
