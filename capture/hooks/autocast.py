@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,14 +10,13 @@ from torch import Tensor
 
 from capture.hooks.interceptor import Arguments
 
-_is_any_enabled = torch._C._is_any_autocast_enabled
+is_any_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+"""Whether autocast is on in this thread, for any type of device."""
 
 
-def autocast_dtype(arguments: Arguments) -> torch.dtype | None:
+def autocast_dtype(query: Tensor) -> torch.dtype | None:
     """Return the dtype that SDPA casts its arguments to in this thread; None if it does not."""
-    if not _is_any_enabled():
-        return None
-    device = arguments.query.device.type
+    device = query.device.type
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return None
     return torch.get_autocast_dtype(device)

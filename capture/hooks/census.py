@@ -6,7 +6,6 @@ As JSON a census is `{"signatures": [...], "rows": [{"module", "phase", "signatu
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -76,55 +75,30 @@ class Count:
 class Census:
     """Call counts by module × phase × signature."""
 
-    calls: int = 0
     _counts: dict[tuple[str, str, Signature], Count] = field(default_factory=dict)
-    _found: dict[tuple[object, ...], Count] = field(default_factory=dict)
-    """The same by what is quickly read from a call."""
 
-    def add(self, site: Site, arguments: Arguments, cast_to: torch.dtype | None = None) -> Count:
-        """Count a call, and return the count of its like.
+    @property
+    def calls(self) -> int:
+        """Calls counted so far."""
+        return sum(count.calls for count in [*self._counts.values()])  # threads may add others
+
+    def add(self, site: Site, arguments: Arguments) -> None:
+        """Count a call."""
+        count = self.count_of(site, arguments)
+        count.calls += 1
+        count.last_step = site.step
+
+    def count_of(
+        self, site: Site, arguments: Arguments, cast_to: torch.dtype | None = None
+    ) -> Count:
+        """Return the count of calls like this one, which itself is not counted yet.
 
         Args:
             cast_to: the dtype that autocast casts the arguments to.
         """
-        self.calls += 1
-        query, key, value, mask, _, is_causal, scale, enable_gqa = arguments
-        like = None
-        try:
-            like = (  # what tells calls apart, without a conversion of each size and dtype
-                site.module,
-                site.phase,
-                query.shape,
-                key.shape,
-                value.shape,
-                query.dtype,
-                None if mask is None else (mask.shape, mask.dtype),
-                is_causal,
-                scale,
-                enable_gqa,
-                cast_to,
-            )
-            count = self._found[like]
-        except (KeyError, RuntimeError, TypeError):  # not every tensor has a shape to compare
-            count = self._find(site, arguments, cast_to, like)
-        count.calls += 1
-        count.last_step = site.step
-        return count
-
-    def _find(
-        self,
-        site: Site,
-        arguments: Arguments,
-        cast_to: torch.dtype | None,
-        like: tuple[object, ...] | None,
-    ) -> Count:
         signature = Signature.of(cast(arguments, cast_to))
         key = site.module, site.phase, signature
-        count = self._counts.setdefault(key, Count(signature, site.step, site.step))
-        if like is not None and not arguments.query.is_nested:  # each of those is unlike any other
-            with contextlib.suppress(TypeError):  # symbolic sizes have no hash
-                self._found[like] = count
-        return count
+        return self._counts.setdefault(key, Count(signature, site.step, site.step))
 
     def modules(self) -> list[str]:
         """Return the paths of the modules that called attention, in order of their first call."""

@@ -69,16 +69,29 @@ Traced = Callable[[Arguments, Callable[[], Tensor]], Tensor]
 compiled earlier is recompiled if the code of this function, or a value it reads, has changed since
 it was traced."""
 
+Observer = Callable[..., None]
+"""`observer(output, sdpa, *args, **kwargs)`: told what the function `sdpa` returned for these
+arguments. Its own parameters after the first two are SDPA's."""
+
 _active = threading.Lock()
 
 
-class _Inside(threading.local):
-    """Whether the calling thread is inside a handled call."""
+class _Position:
+    """Where a thread is."""
 
-    call = False
+    __slots__ = ("inside",)
+
+    def __init__(self) -> None:
+        self.inside = False
+        """A handled or observed call."""
 
 
-_inside = _Inside()
+class _PerThread(threading.local):
+    def __init__(self) -> None:
+        self.position = _Position()  # looking that up takes longer than all that is done with it
+
+
+_thread = _PerThread()
 
 
 @contextlib.contextmanager
@@ -94,6 +107,46 @@ def intercept(handler: Handler, traced: Traced | None = None) -> Iterator[None]:
     Raises:
         RuntimeError: another interception is active; each would count the other's calls.
     """
+
+    def replacement(sdpa: Callable[..., Tensor], state: _State) -> Callable[..., Tensor]:
+        return _handled(sdpa, handler, traced, state)
+
+    with _intercepted(replacement, eagerly=traced is None):
+        yield
+
+
+@contextlib.contextmanager
+def observe(observer: Observer) -> Iterator[None]:
+    """Tell `observer` of every SDPA call that has returned, as `intercept` would see it.
+
+    A third of the time that `intercept` takes for a call: what the caller passed is passed on.
+
+    Raises:
+        RuntimeError: an interception is active; each would count the other's calls.
+    """
+
+    def replacement(sdpa: Callable[..., Tensor], state: _State) -> Callable[..., Tensor]:
+        return _observed(sdpa, observer, state)
+
+    with _intercepted(replacement, eagerly=True):
+        yield
+
+
+class _State:
+    """Of an interception; read in every call."""
+
+    __slots__ = ("is_over",)
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+
+_Replacing = Callable[[Callable[..., Tensor], _State], Callable[..., Tensor]]
+"""`replacing(sdpa, state)`: the function to put in place of `sdpa`."""
+
+
+@contextlib.contextmanager
+def _intercepted(replacing: _Replacing, *, eagerly: bool) -> Iterator[None]:
     if not _active.acquire(blocking=False):
         raise RuntimeError(
             "scaled_dot_product_attention is already intercepted; "
@@ -101,10 +154,10 @@ def intercept(handler: Handler, traced: Traced | None = None) -> Iterator[None]:
         )
     try:
         with contextlib.ExitStack() as stack:
-            if traced is None:
+            if eagerly:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(_everything_through_sdpa())
-            stack.enter_context(_replaced_everywhere(handler, traced))
+            stack.enter_context(_replaced_everywhere(replacing))
             yield
     finally:
         _active.release()
@@ -117,20 +170,21 @@ def answer(
     sdpa: Callable[..., Tensor],
 ) -> Tensor:
     """Pass a call to `handler`, unless this thread is already inside a handled call."""
-    if _inside.call:
+    position = _thread.position
+    if position.inside:
         return proceed()
-    _inside.call = True
+    position.inside = True
     try:
         return handler(arguments, proceed, sdpa)
     finally:
-        _inside.call = False
+        position.inside = False
 
 
-def _replacement(
+def _handled(
     sdpa: Callable[..., Tensor],
     handler: Handler,
     traced: Traced | None,
-    is_over: threading.Event,
+    state: _State,
 ) -> Callable[..., Tensor]:
     @functools.wraps(TORCH_SDPA, assigned=("__name__", "__doc__"))
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
@@ -138,7 +192,8 @@ def _replacement(
         if traced is not None and torch.compiler.is_compiling():
             return traced(bind(*args, **kwargs), lambda: sdpa(*args, **kwargs))
         # A caller may still hold this function after the interception ended, e.g. in a closure.
-        if is_over.is_set() or _inside.call:
+        position = _thread.position
+        if state.is_over or position.inside:
             return sdpa(*args, **kwargs)
         try:
             arguments = bind(*args, **kwargs)
@@ -146,28 +201,52 @@ def _replacement(
             arguments = None
         if arguments is None:
             return sdpa(*args, **kwargs)  # let SDPA raise its own error
-        _inside.call = True  # as in `answer`, without one more function on every call's path
+        position.inside = True  # as in `answer`, without one more function on every call's path
         try:
             return handler(arguments, lambda: sdpa(*args, **kwargs), sdpa)
         finally:
-            _inside.call = False
+            position.inside = False
+
+    return scaled_dot_product_attention
+
+
+def _observed(
+    sdpa: Callable[..., Tensor], observer: Observer, state: _State
+) -> Callable[..., Tensor]:
+    thread = _thread
+
+    @functools.wraps(TORCH_SDPA, assigned=("__name__", "__doc__"))
+    def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
+        position = thread.position
+        if position.inside or state.is_over:
+            return sdpa(*args, **kwargs)
+        position.inside = True
+        try:
+            output = sdpa(*args, **kwargs)
+            try:
+                observer(output, sdpa, *args, **kwargs)
+            except TypeError as error:
+                # Somebody's function in SDPA's place may take arguments that SDPA does not.
+                if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                    raise
+            return output
+        finally:
+            position.inside = False
 
     return scaled_dot_product_attention
 
 
 @contextlib.contextmanager
-def _replaced_everywhere(handler: Handler, traced: Traced | None) -> Iterator[None]:
-    is_over = threading.Event()
+def _replaced_everywhere(replacing: _Replacing) -> Iterator[None]:
+    state = _State()
     # F may already hold another replacement, which is then what models call.
     originals = {id(sdpa): sdpa for sdpa in (TORCH_SDPA, F.scaled_dot_product_attention)}
-    replacements = {
-        key: _replacement(sdpa, handler, traced, is_over) for key, sdpa in originals.items()
-    }
+    replacements = {key: replacing(sdpa, state) for key, sdpa in originals.items()}
     try:
         _swap_references(replacements)
         yield
     finally:
-        is_over.set()
+        state.is_over = True
         # Everywhere, because modules imported meanwhile may have imported the replacement.
         _swap_references({id(replacements[key]): sdpa for key, sdpa in originals.items()})
 

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from capture.hooks.signals import is_of_signal_handler
+
 
 class Site(NamedTuple):
     """Where in the model a call was made."""
@@ -27,7 +29,7 @@ OUTSIDE = Site()
 """Outside all watched modules."""
 
 
-class _Running(threading.local):
+class Running(threading.local):
     """The modules that the calling thread is in, from the outermost."""
 
     def __init__(self) -> None:
@@ -54,7 +56,7 @@ class ModuleTracker:
                 self._paths.setdefault(module, ".".join(parts) or type(module).__name__)
         self._steps = dict.fromkeys(self._roots, 0)
         self._lock = threading.Lock()
-        self._running = _Running()
+        self.running = Running()
 
     @property
     def paths(self) -> list[str]:
@@ -64,7 +66,7 @@ class ModuleTracker:
     @property
     def site(self) -> Site:
         """The current position of the calling thread."""
-        stack = self._running.stack
+        stack = self.running.stack
         return stack[-1][1] if stack else OUTSIDE
 
     @contextlib.contextmanager
@@ -94,12 +96,15 @@ class ModuleTracker:
             with self._lock:
                 step = self._steps[module]
                 self._steps[module] += 1
-            with contextlib.suppress(Exception):  # a model's own classes answer, and may not
+            try:
                 phase = phase_of(module, args, kwargs, step)
-        self._running.stack.append((module, Site(path, step, phase)))
+            except Exception as error:  # a model's own classes answer, and may not
+                if is_of_signal_handler(error):
+                    raise
+        self.running.stack.append((module, Site(path, step, phase)))
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        stack = self._running.stack
+        stack = self.running.stack
         if any(entered is module for entered, _ in stack):
             while stack.pop()[0] is not module:
                 pass

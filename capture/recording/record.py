@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from capture.errors import CaptureError
-from capture.hooks.interceptor import intercept
+from capture.hooks.interceptor import observe
 from capture.hooks.modules import ModuleTracker, matches, roots_of
 from capture.recording.description import checked, name_of_weights, plain_settings, versions
 from capture.recording.memory import default_buffer_bytes
@@ -132,7 +132,7 @@ def record(
         )
         stack.enter_context(before_termination(lambda: recording.close(complete=False)))
         stack.enter_context(tracker.watch())
-        stack.enter_context(intercept(recording.handle))
+        stack.enter_context(observe(recording.observer()))
         stack.callback(lambda: recording.close(complete=complete))
         recording.begin()
         yield recording

@@ -12,18 +12,19 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from capture.call import Origin
 from capture.errors import CaptureError, RecordingWarning
-from capture.hooks.autocast import autocast_dtype, cast
+from capture.hooks.autocast import autocast_dtype, cast, is_any_enabled
 from capture.hooks.backends import disabled_backends, function_or_backend
 from capture.hooks.census import Census, Count
-from capture.hooks.interceptor import TORCH_SDPA, Arguments
-from capture.hooks.modules import ModuleTracker, Site, matches
+from capture.hooks.interceptor import TORCH_SDPA, Arguments, Observer, bind
+from capture.hooks.modules import OUTSIDE, ModuleTracker, Site, matches
+from capture.hooks.signals import is_of_signal_handler
 from capture.recording.copies import HostCopier, buffer_size, stored_bytes
 from capture.recording.heads import kv_heads_of, pick
 from capture.recording.sampling import Place, Sampler
@@ -32,10 +33,6 @@ from capture.recording.writer import Waiting, Writer
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.header import Header
 from capture.storage.target import Target, current_rank
-
-_is_tracing = torch._C._is_tracing
-"""Looked up once, not in every call."""
-
 
 _live: weakref.WeakSet[Recording] = weakref.WeakSet()
 
@@ -52,6 +49,19 @@ def _close_all() -> None:
 
 os.register_at_fork(after_in_child=_abandon_all)
 atexit.register(_close_all)  # of a program that ends inside the block; later, no thread runs
+
+
+@dataclass(eq=False, slots=True)
+class Alike:
+    """Calls that are counted together, and among which the sampler chooses."""
+
+    count: Count
+    place: Place | None
+    """None where calls are not to be stored."""
+    refused_step: int = -1
+    """The step in which the sampler last wanted none of them."""
+    refused_at: int = -1
+    """Its `changes` then."""
 
 
 class Recording:
@@ -93,8 +103,10 @@ class Recording:
         self._writer: Writer | None = None
         self._copier = HostCopier()
         self._kept: dict[int, Count] = {}
+        self._alike: dict[tuple[object, ...], Alike] = {}
+        """By what is quickly read from a call."""
         self._places: dict[Count, Place | None] = {}
-        """None where calls are not to be stored."""
+        self._next_index = itertools.count().__next__
         self._failed: deque[int] = deque()
         """Calls that the writer's thread could not write; it must not wait for our lock."""
         self._told = itertools.count()
@@ -160,35 +172,128 @@ class Recording:
             self._writer, self._closed = writer, False
         _live.add(self)
 
-    def handle(
-        self, arguments: Arguments, proceed: Callable[[], Tensor], sdpa: Callable[..., Tensor]
-    ) -> Tensor:
-        """Make the call and store it if the sampler selects it; the interceptor's handler."""
-        result = proceed()
-        if self._closed:
-            return result
-        # What we do would become part of the trace, of torch.jit or torch.fx.
-        if _is_tracing() or not isinstance(result, Tensor):
-            self.without_values += 1
-            return result
-        try:
-            site = self._tracker.site
-            dtype = autocast_dtype(arguments) if sdpa is TORCH_SDPA else None
-            # Held until the copies are queued, so that files change in the order of the decisions.
-            with self._lock:
-                if not self._closed:
-                    index = self.census.calls
-                    count = self.census.add(site, arguments, dtype)
-                    try:
-                        place = self._places[count]
-                    except KeyError:
-                        place = self._places[count] = self._place(site, count)
-                    if place is not None and self._sampler.wants(place, site.step):
-                        arguments = cast(arguments, dtype)
-                        self._observe(index, site, place, count, arguments, result, sdpa)
-        except Exception as error:
-            self.tell(f"an attention call could not be recorded: {_reason(error)}")
-        return result
+    def observer(self) -> Observer:
+        """Return what counts each call, and stores it if the sampler selects it.
+
+        Every call of the model passes here, and most are to cost as little as possible: one look-up
+        in a dictionary. They take no lock: the GIL is not released within `+= 1`, and what the
+        sampler refused stays refused until it changes.
+        """
+        alike, running, sampler = self._alike, self._tracker.running, self._sampler
+        wants, lock, next_index = sampler.wants, self._lock, self._next_index
+        is_tracing = torch._C._is_tracing
+
+        def observe(
+            output: object,
+            sdpa: Callable[..., Tensor],
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attn_mask: Tensor | None = None,
+            dropout_p: float = 0.0,
+            is_causal: bool = False,
+            *,
+            scale: float | None = None,
+            enable_gqa: bool = False,
+        ) -> None:
+            if self._closed:
+                return
+            # What we do would become part of the trace, of torch.jit or torch.fx.
+            if is_tracing() or not isinstance(output, Tensor):
+                self.without_values += 1
+                return
+            try:
+                stack = running.stack
+                site = stack[-1][1] if stack else OUTSIDE
+                module, step, phase = site
+                dtype = autocast_dtype(query) if is_any_enabled() and sdpa is TORCH_SDPA else None
+                like: tuple[object, ...] | None
+                try:
+                    like = (
+                        module,
+                        phase,
+                        query.shape,
+                        key.shape,
+                        value.shape,
+                        query.dtype,
+                        None if attn_mask is None else (attn_mask.shape, attn_mask.dtype),
+                        is_causal,
+                        scale,
+                        enable_gqa,
+                        dtype,
+                    )
+                    known = alike.get(like)
+                except (RuntimeError, TypeError) as error:
+                    if is_of_signal_handler(error):
+                        raise
+                    like = known = None  # not every tensor has a shape to compare
+                if known is None:
+                    arguments = bind(
+                        query,
+                        key,
+                        value,
+                        attn_mask,
+                        dropout_p,
+                        is_causal,
+                        scale=scale,
+                        enable_gqa=enable_gqa,
+                    )
+                    known = self._find(like, site, arguments, dtype)
+                index = next_index()
+                count, place = known.count, known.place
+                count.calls += 1
+                count.last_step = step
+                if place is None or (
+                    known.refused_step == step and known.refused_at == sampler.changes
+                ):
+                    return
+                # Held until the copies are queued, so that files change in the order of decisions.
+                with lock:
+                    changes = sampler.changes
+                    if not wants(place, step):
+                        known.refused_step, known.refused_at = step, changes
+                    elif not self._closed:
+                        arguments = bind(
+                            query,
+                            key,
+                            value,
+                            attn_mask,
+                            dropout_p,
+                            is_causal,
+                            scale=scale,
+                            enable_gqa=enable_gqa,
+                        )
+                        self._store(index, site, place, count, cast(arguments, dtype), output, sdpa)
+            except Exception as error:
+                if is_of_signal_handler(error):
+                    raise
+                self.tell(f"an attention call could not be recorded: {_reason(error)}")
+
+        return observe
+
+    def _find(
+        self,
+        like: tuple[object, ...] | None,
+        site: Site,
+        arguments: Arguments,
+        dtype: torch.dtype | None,
+    ) -> Alike:
+        """Find out about calls like one that is met for the first time.
+
+        Args:
+            like: what to find it by the next time; None if that cannot be told.
+            dtype: what autocast casts the arguments to.
+        """
+        with self._lock:
+            count = self.census.count_of(site, arguments, dtype)
+            if count not in self._places:
+                self._places[count] = self._place(site, count)
+            found = Alike(count, self._places[count])
+            # A nested tensor is unlike any other; of a tensor as an option, only its identity is.
+            if like and not (arguments.query.is_nested or any(isinstance(e, Tensor) for e in like)):
+                with contextlib.suppress(TypeError):  # symbolic sizes have no hash
+                    found = self._alike.setdefault(like, found)
+            return found
 
     def tell(self, problem: str) -> None:
         """Add to `problems`; the first is warned of at once."""
@@ -199,8 +304,11 @@ class Recording:
             return
         # Neither an exception, if the user turned warnings into them, nor what the user's own way
         # of showing them raises, must reach the model or the thread that writes.
-        with contextlib.suppress(Exception):
+        try:
             warnings.warn(f"recording: {problem}", RecordingWarning, stacklevel=2)
+        except Exception as error:
+            if is_of_signal_handler(error):
+                raise
 
     def close(self, *, complete: bool) -> bool:
         """End the recording: write what is in memory and put it into the manifest.
@@ -219,6 +327,8 @@ class Recording:
         try:
             self._writer.close()
         except Exception as error:
+            if is_of_signal_handler(error):
+                raise
             self.tell(f"{self._target.directory} may not be on the disk yet: {_reason(error)}")
         finally:  # also after Ctrl-C, once more
             self._end(self._writer, complete=complete)
@@ -246,6 +356,8 @@ class Recording:
             for problem in self._target.end(self.capture):
                 self.tell(problem)
         except Exception as error:
+            if is_of_signal_handler(error):
+                raise
             self.tell(
                 f"could not end the recording in {self._target.directory}: {_reason(error)}; "
                 f"finish it with `capture --repair {self._target.directory}`"
@@ -259,7 +371,7 @@ class Recording:
             return None
         return self._sampler.place((site.phase, *count.signature.stratum), site.module)
 
-    def _observe(
+    def _store(
         self,
         index: int,
         site: Site,
@@ -306,6 +418,8 @@ class Recording:
                 self._forget(dropped)
         except Exception as error:
             self._call_failed(index, error)
+            if is_of_signal_handler(error):
+                raise
 
     def _call_failed(self, index: int, error: Exception) -> None:
         """Note a call that could not be stored; also called by the writer's thread."""

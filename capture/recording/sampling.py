@@ -1,7 +1,7 @@
 """Samples calls from a run of unknown length.
 
-A sampler is first asked whether it `wants` a call, once for each call and before anything is
-computed from its tensors, and is then `offer`ed those that it wants.
+A sampler is first asked whether it `wants` a call, before anything is computed from its tensors,
+and is then `offer`ed those that it wants.
 
 `spread` decides call by call and may drop a kept call for a new one, so that the kept calls are
 always spread evenly over the calls seen so far:
@@ -77,6 +77,8 @@ class Sampler(Protocol):
 
     is_final: ClassVar[bool]
     """It never drops a call that it kept."""
+    changes: int
+    """Grows when the answer of `wants` may have changed."""
     kept: int
     nbytes: int
     refused_for_bytes: int
@@ -85,7 +87,11 @@ class Sampler(Protocol):
         """Return the place of a module's calls of one stratum: phase and shape."""
 
     def wants(self, place: Place, step: int) -> bool:
-        """Whether to offer the next call; asked once for each call."""
+        """Whether to offer the next call.
+
+        Asked for each call, except those of a place and step of which it did not want one while
+        `changes` was what it is now.
+        """
 
     def offer(self, call_index: int, place: Place, step: int, nbytes: int) -> Decision:
         """Decide whether to keep a wanted call; the caller deletes the dropped ones.
@@ -104,6 +110,7 @@ class _Limited:
 
     max_calls: int
     max_bytes: int | None = None
+    changes: int = 0
     kept: int = 0
     nbytes: int = 0
     refused_for_bytes: int = 0
@@ -148,6 +155,7 @@ class EverySampler(_Limited):
 
     def wants(self, place: Place, step: int) -> bool:
         self._seen += 1
+        self.changes += 1  # every call is to be asked for
         return self.kept < self.max_calls and self._seen % self.every == 1 % self.every
 
     def offer(self, call_index: int, place: Place, step: int, nbytes: int) -> Decision:
@@ -174,6 +182,7 @@ class ReservoirSampler(_Limited):
 
     def wants(self, place: Place, step: int) -> bool:
         self._seen += 1
+        self.changes += 1  # every call is to be asked for
         self._drawn = int(self._random.random() * self._seen)
         return self.kept < self.max_calls or self._drawn < self.max_calls
 
@@ -343,6 +352,7 @@ class SpreadSampler(_Limited):
         self._changed()
 
     def _changed(self) -> None:
+        self.changes += 1
         self._grid = len(self._steps) / (self._last_step + 1)
         for stratum in self.strata.values():
             stratum.worst = None

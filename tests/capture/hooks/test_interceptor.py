@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from capture.hooks.interceptor import TORCH_SDPA, Arguments, intercept
+from capture.hooks.interceptor import TORCH_SDPA, Arguments, intercept, observe
 
 Q, K, V = torch.randn(3, 1, 4, 6, 8)
 
@@ -369,3 +369,67 @@ def test_diffusers_dispatcher_uses_sdpa_meanwhile(seen: Seen) -> None:
             assert registry._active_backend == dispatch.AttentionBackendName.NATIVE
         assert registry._active_backend == chosen
     assert len(seen.calls) == 1
+
+
+class Told:
+    """An observer that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[object, ...]] = []
+
+    def __call__(
+        self,
+        output: Tensor,
+        sdpa: Callable[..., Tensor],
+        query: Tensor,
+        *rest: object,
+        scale: Any = 1,
+    ) -> None:
+        self.calls.append((output, sdpa, query, *rest, scale))
+
+
+def test_an_observer_is_told_of_a_call_that_has_returned() -> None:
+    told = Told()
+    with observe(told):
+        kept = F.scaled_dot_product_attention
+        output = kept(Q, K, V, None, scale=0.5)
+        with pytest.raises(TypeError, match="scaled_dot_product_attention"):
+            kept(Q, K)
+    kept(Q, K, V)
+    assert len(told.calls) == 1
+    for found, expected in zip(
+        told.calls[0], (output, TORCH_SDPA, Q, K, V, None, 0.5), strict=True
+    ):
+        assert found is expected
+
+
+def test_an_observer_is_told_once_of_a_call_within_a_call(
+    imported_by_name: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not of one with an argument that SDPA does not have."""
+    told = Told()
+
+    def theirs(*tensors: Tensor, window: int = 0) -> Tensor:
+        return imported_by_name.attend(*tensors) + window
+
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "scaled_dot_product_attention", theirs)
+        with observe(told):
+            assert torch.equal(F.scaled_dot_product_attention(Q, K, V), TORCH_SDPA(Q, K, V))
+            output = F.scaled_dot_product_attention(Q, K, V, window=1)
+    assert torch.equal(output, TORCH_SDPA(Q, K, V) + 1)
+    assert [call[1] for call in told.calls] == [theirs]
+
+
+def test_an_observer_s_exception_passes_and_the_next_call_is_seen() -> None:
+    calls = []
+
+    def observer(output: Tensor, sdpa: object, *tensors: Tensor) -> None:
+        calls.append(tensors)
+        raise TypeError("the observer's own")
+
+    with observe(observer):
+        for _ in range(2):
+            with pytest.raises(TypeError, match="the observer's own"):
+                F.scaled_dot_product_attention(Q, K, V)
+    assert len(calls) == 2

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections import Counter
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -175,3 +177,43 @@ def test_a_full_disk_is_told_once_and_the_model_goes_on(
     assert recording.seen == 24
     assert list(tmp_path.iterdir()) == []
     assert F.scaled_dot_product_attention is TORCH_SDPA
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        "capture.hooks.census.Census.count_of",
+        "capture.recording.recording.as_call",
+        "capture.recording.copies.HostCopier.copy",
+        "capture.recording.writer.Writer.put",
+        "capture.hooks.modules.phase_of",
+        "capture.recording.writer.Writer.close",
+        "capture.storage.target.Target.end",
+    ],
+)
+def test_what_a_signal_handler_of_the_program_raises_reaches_it(
+    function: str,
+    layers: nn.Module,
+    states: Tensor,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A time limit that expires while the recorder works still ends the program's work."""
+
+    def expire(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError("the program's own limit")
+
+    def interrupted(*args: object, **kwargs: object) -> None:
+        signal.raise_signal(signal.SIGUSR1)
+
+    def run() -> None:
+        with record(layers, tmp_path, max=2):
+            monkeypatch.setattr(function, interrupted)
+            layers(states)
+
+    before = signal.signal(signal.SIGUSR1, expire)
+    try:
+        with pytest.raises(TimeoutError, match="the program's own limit"):
+            run()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
