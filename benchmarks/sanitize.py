@@ -50,7 +50,7 @@ def run(kernel: Kernel, device: torch.device) -> tuple[int, int]:
     """Return how many calls the kernel supports, and how many outputs were not finite."""
     taken = wrong = 0
     for call in calls(device):
-        if kernel.unsupported(call) is None:
+        if kernel.refuses(call) is None:
             output = kernel.attention(**call.arguments())
             torch.cuda.synchronize(device)
             taken += 1

@@ -1,4 +1,4 @@
-"""The vocabulary: one call of `scaled_dot_product_attention`, and where it came from."""
+"""The vocabulary: one attention call, and where it came from."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from capture.shape import Shape
 from capture.strides import copy_with_strides
+from capture.variant import PLAIN, Span, Variant, features, spans
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Origin:
     module: str = ""
     """Dotted path of the innermost watched module: `transformer.transformer_blocks.0.attn1`."""
     call_index: int = 0
-    """Position among *all* SDPA calls of the recording, from 0."""
+    """Position among *all* attention calls of the recording, from 0."""
     step: int = 0
     """Number of forward passes of the module's root before the one that made this call."""
     phase: str = ""
@@ -33,6 +34,8 @@ class Origin:
     seed: int | None = None
     rank: int | None = None
     """Of the process that made the call, where there were several."""
+    road: str = "sdpa"
+    """How the model called attention: `sdpa`, or a library's function or registry."""
     backend: str = ""
     """The torch backend that produced the output, as a kernel name: `torch-flash` …"""
     disabled_backends: list[str] = field(default_factory=list)
@@ -45,12 +48,15 @@ class Origin:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One call of SDPA: the arguments the model passed, and the output it got back.
+    """One attention call: the arguments the model passed, and the output it got back.
 
     `query` is (B, Hq, Sq, D), `key` (B, Hkv, Sk, D), `value` (B, Hkv, Sk, Dv) and `output`
     (B, Hq, Sq, Dv). Tensors have the model's own shapes, dtypes **and strides**. `attn_mask`
     broadcasts to (B, Hq, Sq, Sk): bool (True = attend) or float (added to the scores). `scale=None`
     means 1/sqrt(D). `output` is None for synthetic calls and captures made with `output=False`.
+
+    Everything after `enable_gqa` is beyond SDPA (`capture.variant` has the formula). Of a packed
+    call, whose sequences lie behind one another, B is 1 and Sq and Sk are the totals.
     """
 
     query: Tensor
@@ -62,7 +68,35 @@ class AttentionCall:
     scale: float | None = None
     enable_gqa: bool = False
     dropout_p: float = 0.0
+    sinks: Tensor | None = None
+    """(Hq,): a logit for each head that takes weight from the keys and has no value."""
+    cu_seqlens_q: Tensor | None = None
+    """(N + 1,) int32, of a packed call: where each sequence's queries begin, and the total."""
+    cu_seqlens_k: Tensor | None = None
+    """The same of its keys."""
+    seqused_k: Tensor | None = None
+    """(B,) or, packed, (N,) int32: how many keys of each sequence count, from its first."""
+    variant: Variant = PLAIN
     origin: Origin = field(default_factory=Origin)
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What a kernel must know beyond SDPA, of `capture.variant.FEATURES`."""
+        return features(self)
+
+    @property
+    def spans(self) -> Span:
+        """Which keys each query sees, before any `attn_mask`."""
+        return spans(
+            self.query.shape[2],
+            self.key.shape[2],
+            self.device,
+            is_causal=self.is_causal,
+            variant=self.variant,
+            cu_seqlens_q=self.cu_seqlens_q,
+            cu_seqlens_k=self.cu_seqlens_k,
+            seqused_k=self.seqused_k,
+        )
 
     @property
     def shape(self) -> Shape:
@@ -84,7 +118,10 @@ class AttentionCall:
         return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments that repeat the call: `F.scaled_dot_product_attention(**arguments)`."""
+        """Keyword arguments that repeat the call: `F.scaled_dot_product_attention(**arguments)`.
+
+        Those beyond SDPA are there if the call has them.
+        """
         arguments: dict[str, Any] = {
             "query": self.query,
             "key": self.key,
@@ -96,7 +133,9 @@ class AttentionCall:
         }
         if self.enable_gqa:
             arguments["enable_gqa"] = True
-        return arguments
+        beyond = {name: getattr(self, name) for name in VARIANT_TENSORS}
+        arguments.update((name, each) for name, each in beyond.items() if each is not None)
+        return {**arguments, **self.variant.arguments()}
 
     def to(self, device: str | torch.device) -> AttentionCall:
         """Return the same call with every tensor on `device`, strides preserved."""
@@ -114,4 +153,7 @@ class AttentionCall:
         return replace(self, **tensors)  # type: ignore[arg-type]
 
 
-TENSOR_FIELDS = ("query", "key", "value", "attn_mask", "output")
+VARIANT_TENSORS = ("sinks", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+"""Tensors beyond SDPA's, of one dimension each."""
+
+TENSOR_FIELDS = ("query", "key", "value", "attn_mask", "output", *VARIANT_TENSORS)

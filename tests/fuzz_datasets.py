@@ -2,7 +2,7 @@
 
     python -m tests.fuzz_datasets --count 10000
 
-`HARMS` are applied to the same five calls, once or several times. What the command lines do with
+`HARMS` are applied to the same six calls, once or several times. What the command lines do with
 a dataset is then done with it, in a process of little memory, with an alarm. A failure is printed
 with the seed and number that make it again: `--seed 7 --first 123 --count 1`.
 """
@@ -42,6 +42,7 @@ from capture.storage.dataset import MANIFEST, Dataset
 from capture.storage.journal import Journal
 from capture.storage.repair import repair
 from capture.storage.tensor_file import write_safetensors
+from capture.variant import Variant
 from replay.accuracy.reference import attention
 from replay.plan.matching import match
 from replay.workloads.recorded import from_directory
@@ -67,7 +68,7 @@ class Hung(BaseException):
 
 
 def make(directory: Path) -> None:
-    """Write the dataset that is harmed: three calls of a capture, two of a killed one."""
+    """Write the dataset that is harmed: four calls of a capture, two of a killed one."""
     directory.mkdir()
     expanded = normal(1, 1, 9, 32).expand(1, 2, 9, 32)
     calls = [
@@ -82,6 +83,15 @@ def make(directory: Path) -> None:
         ),
         random_call(kv_len=9, origin={"module": "a.2", "call_index": 2}).with_tensors(
             {"query": normal(1, 9, 2, 32).transpose(1, 2), "key": expanded, "value": expanded}
+        ),
+        random_call(
+            is_causal=True,
+            sinks=normal(2),
+            cu_seqlens_q=torch.tensor([0, 4, 9], dtype=torch.int32),
+            cu_seqlens_k=torch.tensor([0, 6, 13], dtype=torch.int32),
+            seqused_k=torch.tensor([5, 7], dtype=torch.int32),
+            variant=Variant(bottom_right=True, window=(3, None), softcap=2.0, max_seqlen_q=5),
+            origin={"module": "a.3", "road": "flash_attn", "call_index": 6},
         ),
     ]
     entries = [

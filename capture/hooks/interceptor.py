@@ -20,12 +20,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from capture.variant import PLAIN, Variant, features
+
 TORCH_SDPA: Callable[..., Tensor] = F.scaled_dot_product_attention
 """PyTorch's own function, saved at import, before it is replaced."""
 
 
 class Arguments(NamedTuple):
-    """SDPA's arguments by name, positional or keyword in the original call."""
+    """An attention call's arguments by name, as `capture.call.AttentionCall` has them.
+
+    SDPA's, positional or keyword in the original call, and what other functions take beside them.
+    """
 
     query: Tensor
     key: Tensor
@@ -35,6 +40,16 @@ class Arguments(NamedTuple):
     is_causal: bool
     scale: float | None
     enable_gqa: bool
+    sinks: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqused_k: Tensor | None = None
+    variant: Variant = PLAIN
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What a kernel must know beyond SDPA, of `capture.variant.FEATURES`."""
+        return features(self)
 
 
 def bind(
@@ -52,12 +67,13 @@ def bind(
     # SDPA also accepts numpy and tensor scalars; the census and headers need plain numbers.
     scale = None if scale is None else float(scale)
     # Three times as fast as the class itself, and this is on the path of every call.
-    return _tuple(
-        Arguments, (query, key, value, attn_mask, float(dropout_p), is_causal, scale, enable_gqa)
-    )
+    sdpas = (query, key, value, attn_mask, float(dropout_p), is_causal, scale, enable_gqa)
+    return _tuple(Arguments, sdpas + _BEYOND)
 
 
 _tuple = tuple.__new__
+_BEYOND = tuple(Arguments._field_defaults.values())
+"""What no call of SDPA has."""
 
 
 Handler = Callable[[Arguments, Callable[[], Tensor], Callable[..., Tensor]], Tensor]

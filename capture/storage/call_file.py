@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall, Origin
+from capture.call import VARIANT_TENSORS, AttentionCall, Origin
 from capture.errors import DatasetError
 from capture.storage import checksums
-from capture.storage.header import Header, dtype_name
+from capture.storage.header import Header, as_four_dimensional, dtype_name
 from capture.storage.json_data import parsed, required
 from capture.storage.tensor_file import TensorFile, write_safetensors
 from capture.strides import pack, unpack
@@ -36,7 +36,8 @@ class PackedCall:
     @classmethod
     def of(cls, call: AttentionCall) -> PackedCall:
         """Copy `call`'s tensors to the CPU, so that later changes do not affect the file."""
-        packed = {name: pack(tensor) for name, tensor in call.tensors().items()}
+        tensors = as_four_dimensional(call.tensors())
+        packed = {name: pack(tensor) for name, tensor in tensors.items()}
         layouts = {name: layout for name, (_, layout) in packed.items()}
         return cls.with_values(
             replace(Header.of(call), layouts=layouts),
@@ -146,18 +147,21 @@ class FileEntry:
             name: unpack(values.pop(name), layout, device)
             for name, layout in self.header.layouts.items()
         }
-        return AttentionCall(
-            query=tensors["query"],
-            key=tensors["key"],
-            value=tensors["value"],
-            attn_mask=tensors.get("attn_mask"),
-            output=tensors.get("output"),
+        tensors.update(
+            (name, tensors[name].flatten()) for name in VARIANT_TENSORS if name in tensors
+        )
+        call = AttentionCall(
+            **tensors,
             is_causal=self.header.is_causal,
             scale=self.header.scale,
             enable_gqa=self.header.enable_gqa,
             dropout_p=self.header.dropout_p,
+            variant=self.header.variant,
             origin=self.origin,
         )
+        if fault := _sequences_fault(call):
+            raise DatasetError(f"{self.path}: {fault}")
+        return call
 
     def _read(self, *, check: bool) -> dict[str, Tensor]:
         with TensorFile.opened(self.path, self.nbytes) as file:
@@ -210,6 +214,22 @@ def _recorded_checksum(data: dict[str, Any]) -> str | None:
     if checksum is not None and not checksums.PATTERN.fullmatch(checksum):
         raise ValueError(f"a checksum of an unknown kind: {checksum[:40]!r}")
     return checksum
+
+
+def _sequences_fault(call: AttentionCall) -> str:
+    """Why the lengths of a call's sequences are none; empty if they are, or there are none."""
+    for name, total in (("cu_seqlens_q", call.shape.q_len), ("cu_seqlens_k", call.shape.kv_len)):
+        starts = getattr(call, name)
+        if starts is None:
+            continue
+        if starts[0] != 0 or starts[-1] != total or bool((starts.diff() < 0).any()):
+            return f"{name} does not rise from 0 to {total}"
+    used = call.seqused_k
+    if used is not None:
+        given = call.shape.kv_len if call.cu_seqlens_k is None else call.cu_seqlens_k.diff()
+        if bool(((used < 0) | (used > given)).any()):
+            return "seqused_k counts keys that are not there"
+    return ""
 
 
 def _masks_nothing(mask: Tensor) -> bool:

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from capture.call import TENSOR_FIELDS, AttentionCall, Origin
+from capture.call import TENSOR_FIELDS, VARIANT_TENSORS, AttentionCall, Origin
 from capture.shape import Shape
 from capture.storage.json_data import fields_of, required
 from capture.strides import Layout
+from capture.variant import PLAIN, Variant
 
 SCORES_PER_BYTE = 1 << 14
 """Of a file. Calls of the longest videos have some 100, one of a million tokens some 4,000."""
@@ -22,6 +24,13 @@ GAPS, GAPS_AT_LEAST = 64, 2 << 30
 first tokens in a cache for 32,768 have gaps of a gigabyte."""
 
 _NUMBERS = {"float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"}
+_LENGTHS = {"int32", "int64"}
+_DTYPES = {
+    "attn_mask": _NUMBERS | {"bool"},
+    "cu_seqlens_q": _LENGTHS,
+    "cu_seqlens_k": _LENGTHS,
+    "seqused_k": _LENGTHS,
+}
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,7 @@ class Header:
     layouts: dict[str, Layout]
     mask_is_noop: bool = False
     """The mask masks nothing (all True, or all zero): it costs time but changes no value."""
+    variant: Variant = PLAIN
 
     @property
     def shape(self) -> Shape:
@@ -52,13 +62,11 @@ class Header:
 
     @classmethod
     def of(cls, call: AttentionCall) -> Header:
-        """Describe a call in memory; a mask of fewer than four dimensions has those that it lacks.
+        """Describe a call in memory.
 
         The layouts are those of the tensors, in the tensors' own order of dimensions.
         """
-        tensors = call.tensors()
-        if "attn_mask" in tensors:
-            tensors["attn_mask"] = tensors["attn_mask"][(None,) * (4 - tensors["attn_mask"].ndim)]
+        tensors = as_four_dimensional(call.tensors())
         return cls(
             origin=call.origin,
             is_causal=call.is_causal,
@@ -67,6 +75,7 @@ class Header:
             dropout_p=call.dropout_p,
             dtypes={name: dtype_name(tensor.dtype) for name, tensor in tensors.items()},
             layouts={name: Layout.of(tensor) for name, tensor in tensors.items()},
+            variant=call.variant,
         )
 
     @classmethod
@@ -88,6 +97,7 @@ class Header:
             dtypes=required(data, "dtypes", dict[str, str]),
             layouts={name: Layout.from_json(layout) for name, layout in layouts.items()},
             mask_is_noop=required(data, "mask_is_noop", bool),
+            variant=Variant.from_json(data.get("variant", {})),
         )
         if fault := header.fault():
             raise ValueError(fault)
@@ -99,7 +109,12 @@ class Header:
         Ten times as fast as `dataclasses.asdict`, which copies every value.
         """
         layouts = {name: vars(layout) for name, layout in self.layouts.items()}
-        return {**vars(self), "origin": vars(self.origin), "layouts": layouts}
+        return {
+            **vars(self),
+            "origin": vars(self.origin),
+            "layouts": layouts,
+            "variant": self.variant.arguments(),
+        }
 
     def excess(self, nbytes: int) -> str:
         """Say what is out of proportion to a file of so many bytes; empty if nothing is.
@@ -141,7 +156,7 @@ class Header:
         if names != self.dtypes.keys():
             return f"dtypes of {sorted(self.dtypes)} for tensors {sorted(names)}"
         for name, dtype in self.dtypes.items():
-            if dtype not in _NUMBERS and not (name == "attn_mask" and dtype == "bool"):
+            if dtype not in _DTYPES.get(name, _NUMBERS):
                 return f"{name} of dtype {dtype[:40]!r}"
         sizes = {name: layout.size for name, layout in self.layouts.items()}
         if any(math.prod(max(each, 1) for each in size) >= 2**62 for size in sizes.values()):
@@ -167,7 +182,32 @@ class Header:
             return f"scale {self.scale}"
         if not 0 <= self.dropout_p <= 1:
             return f"dropout_p {self.dropout_p}"
+        return self._variant_fault(sizes)
+
+    def _variant_fault(self, sizes: dict[str, tuple[int, ...]]) -> str:
+        """Why the tensors beyond SDPA's do not fit the others; empty if they do."""
+        given = {name: sizes[name] for name in VARIANT_TENSORS if name in sizes}
+        for name, size in given.items():
+            if size[:3] != (1, 1, 1):
+                return f"{name} of shape {size}: it has one dimension"
+        lengths = {name: size[3] for name, size in given.items()}
+        batch, q_heads = self.shape[:2]
+        if lengths.get("sinks", q_heads) != q_heads:
+            return f"{lengths['sinks']} sinks for {q_heads} query heads"
+        packed = [name in lengths for name in ("cu_seqlens_q", "cu_seqlens_k")]
+        if any(packed) and not (all(packed) and batch == 1):
+            return "packed sequences have a batch of 1, cu_seqlens_q and cu_seqlens_k"
+        sequences = lengths["cu_seqlens_q"] - 1 if any(packed) else batch
+        if sequences < 1 or lengths.get("cu_seqlens_k", sequences + 1) != sequences + 1:
+            return "cu_seqlens_q and cu_seqlens_k of different lengths"
+        if lengths.get("seqused_k", sequences) != sequences:
+            return f"{lengths['seqused_k']} lengths of keys for {sequences} sequences"
         return ""
+
+
+def as_four_dimensional(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a call with leading dimensions of 1, as files store them."""
+    return {name: tensor[(None,) * (4 - tensor.ndim)] for name, tensor in tensors.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -169,12 +169,15 @@ def _of_one_key_head(call: AttentionCall, batch: int, heads: slice, kv_head: int
         mask = mask[(None,) * (4 - mask.ndim)]
         mask = mask if mask.shape[0] == 1 else mask[batch : batch + 1]
         mask = mask if mask.shape[1] == 1 else mask[:, heads]
+    used, packed = call.seqused_k, call.cu_seqlens_q is not None
     return replace(
         call,
         query=call.query[batch : batch + 1, heads].to(torch.float32),
         key=call.key[batch : batch + 1, kv_head : kv_head + 1].to(torch.float32),
         value=call.value[batch : batch + 1, kv_head : kv_head + 1].to(torch.float32),
         attn_mask=mask,
+        sinks=None if call.sinks is None else call.sinks[heads],
+        seqused_k=None if used is None else used if packed else used[batch : batch + 1],
         output=None,
     )
 

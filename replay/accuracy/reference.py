@@ -1,6 +1,6 @@
 """The oracle: attention by the textbook formula, in high precision, in bounded memory.
 
-    output = softmax(scale · QKᵀ + mask) · V
+    output = softmax(cap(scale · QKᵀ) + mask) · V,    cap(s) = softcap · tanh(s / softcap)
 
 computed a block of query rows at a time, so that a score matrix of 75,600 × 75,600 never exists.
 Kernels are judged by this file and therefore share nothing with it: they do not import it, and it
@@ -11,6 +11,10 @@ Semantics are those of torch's math backend: `is_causal` is aligned top left; a 
 non-finite key or value reaches every query whose score row contains it, masked or not (-inf + inf
 and 0 · NaN are both NaN). Dropout is ignored: a reference must be the same each time. A mask
 together with `is_causal` means both, as torch's CPU flash backend has it.
+
+Beyond SDPA (`capture.variant`): a key outside the window, in another packed sequence or past the
+keys that count contributes nothing, whatever its values; a sink's weight is dropped after the
+softmax. `tests/replay/accuracy/test_variants.py` compares each with its library's own definition.
 """
 
 from __future__ import annotations
@@ -153,21 +157,42 @@ def _weights_of_group(
     key = call.key[batch, kv_head].to(dtype) * root
     value = call.value[batch, kv_head].to(dtype)
     signed_root = math.copysign(root, call.softmax_scale)
-    # A key to the right of the diagonal contributes nothing, unless it is NaN or infinite.
-    may_skip = call.is_causal and bool(key.isfinite().all() and value.isfinite().all())
+    softcap = call.variant.softcap
+    sinks = None if call.sinks is None else call.sinks[heads].to(dtype)
+    restricts = call.is_causal or bool(call.features)
+    first, end = call.spans.of(batch)
+    # SDPA's causal mask is added to scores: a key past it contributes a NaN if it is NaN or
+    # infinite, and nothing otherwise.
+    added = call.is_causal and not call.features
+    reaches = added and not bool(key.isfinite().all() and value.isfinite().all())
 
     rows_per_block = max(1, block_elements // (group * kv_len))
-    for first in range(0, q_len, rows_per_block):
-        rows = slice(first, min(first + rows_per_block, q_len))
-        keys = slice(0, min(rows.stop, kv_len) if may_skip else kv_len)
+    for begin in range(0, q_len, rows_per_block):
+        rows = slice(begin, min(begin + rows_per_block, q_len))
+        firsts, ends = first[rows], end[rows]
+        keys = _union(firsts, ends) if restricts and not reaches else slice(0, kv_len)
         query = call.query[batch, heads, rows].to(dtype) * signed_root
         scores = query @ key[keys].mT
+        if softcap is not None:
+            scores = scores.div_(softcap).tanh_().mul_(softcap)
         if call.attn_mask is not None:
             scores += _mask_block(call.attn_mask, batch, heads, rows, keys, dtype)
-        if call.is_causal:
-            right_of_first = scores[..., first:]
-            right_of_first += torch.full_like(right_of_first[0], -math.inf).triu(diagonal=1)
-        yield Block(batch, heads, rows, _softmax(scores), value[keys])
+        if restricts:
+            position = torch.arange(keys.start, keys.stop, device=call.device)
+            outside = (position < firsts[:, None]) | (position >= ends[:, None])
+            if reaches:
+                scores += torch.zeros_like(scores[0]).masked_fill_(outside, -math.inf)
+            else:
+                scores.masked_fill_(outside, -math.inf)
+        yield Block(batch, heads, rows, _softmax(scores, sinks), value[keys])
+
+
+def _union(firsts: Tensor, ends: Tensor) -> slice:
+    """The keys from the first to the last that any of some queries sees."""
+    some = ends > firsts
+    if not bool(some.any()):
+        return slice(0, 1)  # none is seen: all weights are zero
+    return slice(int(firsts[some].min()), int(ends[some].max()))
 
 
 def _mask_block(
@@ -187,9 +212,17 @@ def _mask_block(
     return torch.zeros_like(block, dtype=dtype).masked_fill_(~block, -math.inf)
 
 
-def _softmax(scores: Tensor) -> Tensor:
-    """Softmax over the keys; zeros, not NaN, where every key is masked."""
+def _softmax(scores: Tensor, sinks: Tensor | None = None) -> Tensor:
+    """Softmax over the keys, and a head's sink; zeros, not NaN, where every key is masked.
+
+    Args:
+        scores: (G, rows, keys).
+        sinks: (G,).
+    """
     fully_masked = scores.amax(dim=-1, keepdim=True) == -math.inf
+    if sinks is not None:
+        column = sinks[:, None, None].expand(*scores.shape[:2], 1)
+        return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
     return torch.softmax(scores, dim=-1).masked_fill_(fully_masked, 0.0)
 
 

@@ -43,7 +43,7 @@ def refusal(kernel: Kernel, call: AttentionCall, device: torch.device) -> Findin
         kernel = kernel.loaded()
         if reason := kernel.unavailable(device):
             return Finding("unavailable", reason)
-        if reason := kernel.unsupported(call):
+        if reason := kernel.refuses(call):
             return Finding("unsupported", reason)
     except BaseException as error:  # somebody's predicate is wrong, which costs its row only
         return classify(error)

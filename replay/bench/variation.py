@@ -17,6 +17,7 @@ from torch import Tensor
 
 from capture.call import AttentionCall
 from capture.strides import narrow_expanded
+from capture.variant import Variant
 
 VALUE_SHARE = 4
 """One value in four of a head is flipped, which moves every output that attends to them."""
@@ -70,7 +71,7 @@ class Flip:
         self._views = [_part(draw, tensor, batch, head, rows) for tensor, head, rows in parts]
         self.changed = Rows(
             [batch] * JUDGED_ROWS,
-            draw.choices(heads, k=JUDGED_ROWS),
+            _draw_heads(draw, call, heads),
             draw.choices(range(shape.q_len), k=JUDGED_ROWS),
         )
         """Rows of the head that changed most."""
@@ -82,7 +83,7 @@ class Flip:
         others = range(other_kv_head * group, (other_kv_head + 1) * group)
         self.others = Rows(
             [other_batch] * JUDGED_ROWS,
-            draw.choices(others, k=JUDGED_ROWS),
+            _draw_heads(draw, call, others),
             draw.choices(range(shape.q_len), k=JUDGED_ROWS),
         )
         """Rows of any head, of which little changed."""
@@ -161,6 +162,13 @@ class Variation:
         self._flip = None
 
 
+def _draw_heads(draw: random.Random, call: AttentionCall, heads: range) -> list[int]:
+    """Of each row to judge; all the same where each head has a sink of its own."""
+    if call.sinks is not None:
+        return [draw.choice(heads)] * JUDGED_ROWS
+    return draw.choices(heads, k=JUDGED_ROWS)
+
+
 def _rows_of_one_head(draw: random.Random, call: AttentionCall) -> Rows:
     shape = call.shape
     batch, head = draw.randrange(shape.batch), draw.randrange(shape.q_heads)
@@ -187,8 +195,10 @@ def some_rows(call: AttentionCall, rows: Rows) -> AttentionCall:
         whole = call.attn_mask[(None,) * (4 - call.attn_mask.ndim)]
         places = (each.clamp(max=size - 1) for each, size in zip(at, whole.shape[:3], strict=True))
         mask = whole[tuple(places)].expand(-1, shape.kv_len)[None, None]
-    if call.is_causal:
-        visible = (torch.arange(shape.kv_len, device=call.device) <= at[2][:, None])[None, None]
+    if call.is_causal or call.features:
+        first, end = (each[at[2], None] for each in call.spans.of(batch))
+        position = torch.arange(shape.kv_len, device=call.device)
+        visible = ((position >= first) & (position < end))[None, None]
         if mask is None:
             mask = visible
         elif mask.dtype == torch.bool:
@@ -203,6 +213,11 @@ def some_rows(call: AttentionCall, rows: Rows) -> AttentionCall:
         attn_mask=mask,
         is_causal=False,
         enable_gqa=False,
+        sinks=None if call.sinks is None else call.sinks[rows.head[0] : rows.head[0] + 1],
+        cu_seqlens_q=None,
+        cu_seqlens_k=None,
+        seqused_k=None,
+        variant=Variant(softcap=call.variant.softcap),
         output=None,
     )
 

@@ -6,13 +6,15 @@ and what it cannot do becomes an error instead of another output.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
+from capture.call import VARIANT_TENSORS, AttentionCall
 from capture.hooks.interceptor import Arguments
+from capture.variant import FEATURES, Variant
 from replay.kernels.constraints import ASKED_AT_EVERY_CALL, Constraint, all_of
 from replay.kernels.library import Library
 from replay.kernels.registry import Attention, Kernel
@@ -25,12 +27,15 @@ Prepare = Callable[[AttentionCall], Callable[[], Tensor]]
 """What `Kernel.prepare` is: all that comes before the core, and the core."""
 
 
-def drop_in(attend: Attend, limits: Sequence[Constraint]) -> Attention:
-    """`attend` with SDPA's own signature.
+def drop_in(
+    attend: Attend, limits: Sequence[Constraint], features: Collection[str] = ()
+) -> Attention:
+    """`attend` with SDPA's own signature, and what a call may have beyond it.
 
     It raises NotImplementedError where an argument has no counterpart, of those limits that can be
-    asked at every call (`ASKED_AT_EVERY_CALL`).
+    asked at every call (`ASKED_AT_EVERY_CALL`), and for a feature that it does not know.
     """
+    known = frozenset(features)
     asked = sorted((each for each in ASKED_AT_EVERY_CALL if each in limits), key=limits.index)
 
     def attention(
@@ -43,14 +48,25 @@ def drop_in(attend: Attend, limits: Sequence[Constraint]) -> Attention:
         *,
         scale: float | None = None,
         enable_gqa: bool = False,
+        **beyond: Any,
     ) -> Tensor:
         call = Arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if beyond:
+            call = _extended(call, beyond)
+            if unknown := set(call.features) - known:
+                raise NotImplementedError(f"has no {FEATURES[min(unknown)]}")
         for constraint in asked:
             if (reason := constraint(call)) is not None:
                 raise NotImplementedError(reason)
         return attend(call)
 
     return attention
+
+
+def _extended(call: Arguments, beyond: dict[str, Any]) -> Arguments:
+    """The call with arguments beyond SDPA's, as `AttentionCall.arguments` names them."""
+    tensors = {name: beyond.pop(name) for name in VARIANT_TENSORS if name in beyond}
+    return call._replace(**tensors, variant=Variant(**beyond))
 
 
 def at_once(prepare: Callable[[Arguments], Callable[[], Tensor]]) -> Attend:
@@ -73,6 +89,7 @@ def adapt(
     own_process: bool = False,
     chosen: Callable[[AttentionCall], Tensor] | None = None,
     options: Callable[..., Kernel] | None = None,
+    features: Collection[str] = (),
 ) -> Kernel:
     """A kernel of `library`; what is not said here, `Kernel` says.
 
@@ -82,7 +99,7 @@ def adapt(
     """
     return Kernel(
         name,
-        drop_in(attend, limits),
+        drop_in(attend, limits, features),
         accuracy_class,
         unavailable or library.unavailable,
         all_of(*limits),
@@ -95,4 +112,5 @@ def adapt(
         own_process=own_process,
         chosen=chosen,
         options=options,
+        features=frozenset(features),
     )

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 
 class CompiledPerSignature:
@@ -59,6 +60,8 @@ class CompiledPerSignature:
 def _facts(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape), value.stride(), value.dtype, value.device)
+    if isinstance(value, BlockMask):  # a new object for every call of packed sequences
+        return value.shape
     return value if isinstance(value, Hashable) else id(value)
 
 

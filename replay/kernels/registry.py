@@ -25,7 +25,7 @@ import inspect
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from torch import Tensor
 
 from attention_replay import Error
 from capture.call import AttentionCall
+from capture.variant import FEATURES
 from replay.rows.row import AccuracyClass
 
 Attention = Callable[..., Tensor]
@@ -67,7 +68,7 @@ class Kernel:
     unavailable: Callable[[torch.device], str | None] = _always
     """Why it cannot run on a device at all (not installed, wrong architecture), found by trying."""
     unsupported: Callable[[AttentionCall], str | None] = _always
-    """Why it cannot run one call (mask, head_dim, dtype …)."""
+    """Why it cannot run one call (mask, head_dim, dtype …); `refuses` asks."""
     prepare: Callable[[AttentionCall], Callable[[], Tensor]] | None = None
     """The core alone: everything before the kernel done once, the returned callable the rest. Its
     output is laid out and judged as the kernel's own; the dtype may be another."""
@@ -93,6 +94,11 @@ class Kernel:
     of the type that a value must have. `name[option=value,…]` is then a name, and it raises
     ValueError, in a sentence, for a value that makes no sense."""
 
+    features: frozenset[str] = frozenset()
+    """What it knows beyond SDPA, of `capture.variant.FEATURES`: `attention` gets what a call has of
+    `sinks`, `cu_seqlens_q`, `cu_seqlens_k`, `seqused_k`, `window`, `softcap`, `bottom_right`,
+    `max_seqlen_q` and `max_seqlen_k` as keyword arguments."""
+
     load: Callable[[], Kernel] | None = None
     """Brings the real kernel, where importing it runs somebody else's code: a user's file or an
     installed package's entry point. It runs when the kernel is first asked for anything."""
@@ -102,6 +108,16 @@ class Kernel:
             raise ValueError(f"a kernel's name must be one printable line, not {self.name!r}")
         if (self.accuracy_class == "sparse") != (self.chosen is not None):
             raise ValueError(f"{self.name}: a sparse kernel, and no other, says what is `chosen`")
+        if unknown := self.features - FEATURES.keys():
+            raise ValueError(
+                f"{self.name}: {', '.join(sorted(unknown))} is no feature; "
+                f"there are {', '.join(FEATURES)}"
+            )
+
+    def refuses(self, call: AttentionCall) -> str | None:
+        """Why it cannot run a call, in a sentence; None if it can."""
+        unknown = [FEATURES[name] for name in call.features if name not in self.features]
+        return f"has no {' and no '.join(unknown)}" if unknown else self.unsupported(call)
 
     def loaded(self) -> Kernel:
         """The kernel itself, imported if need be. Raises what the import raises."""
@@ -135,6 +151,7 @@ def register_kernel(
     library: str = "",
     install: str = "",
     chosen: Callable[[AttentionCall], Tensor] | None = None,
+    features: Collection[str] = (),
 ) -> Callable[[Attention], Attention]:
     """Decorator that registers a function with SDPA's arguments as a kernel; see `Kernel`."""
 
@@ -153,6 +170,7 @@ def register_kernel(
                 library,
                 install,
                 chosen=chosen,
+                features=frozenset(features),
             )
         )
         return attention

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from capture.call import AttentionCall
+from capture.call import VARIANT_TENSORS, AttentionCall
 from capture.hooks.interceptor import Arguments, answer, intercept
 from replay.kernels.registry import Kernel, KernelNameError, find
 from replay.patch.custom_op import answering, calling_operator, costs_reshape, laid_out
@@ -293,11 +293,16 @@ class _Dispatcher:
                 self._swap.kernels[name].layout_copies += 1
 
 
+_OPTIONAL = {"enable_gqa": False, **dict.fromkeys(VARIANT_TENSORS)}
+
+
 def _keywords(arguments: Arguments) -> dict[str, Any]:
-    """Convert to keywords, without `enable_gqa` if it is off: not every function accepts it."""
+    """Convert to keywords, without those that are off: not every function accepts them."""
     keywords = arguments._asdict()
-    if not arguments.enable_gqa:
-        del keywords["enable_gqa"]
+    keywords.update(keywords.pop("variant").arguments())
+    for name, off in _OPTIONAL.items():
+        if keywords[name] is off:
+            del keywords[name]
     return keywords
 
 
@@ -326,20 +331,20 @@ def _raised_recompile_limit(kernels: Iterable[str]) -> Iterator[None]:
 def _cached_unsupported(kernel: Kernel) -> Callable[[Arguments], str | None]:
     """Cache the kernel's `unsupported` for calls that differ only in values.
 
-    A mask's values can matter (padding), so calls with a mask are checked every time.
+    Values of masks and lengths can matter (padding), so calls with these are checked every time.
     """
     known: dict[object, str | None] = {}
 
     def unsupported(arguments: Arguments) -> str | None:
-        query, key, value, mask, *options = arguments
+        query, key, value, mask, *options = arguments[:8]
         if query.ndim != 4 or (query.requires_grad and torch.is_grad_enabled()):
             return "not four-dimensional" if query.ndim != 4 else "gradients are needed"
-        if mask is not None:
-            return kernel.unsupported(AttentionCall(**arguments._asdict()))
+        if mask is not None or arguments.features:
+            return kernel.refuses(AttentionCall(**arguments._asdict()))
         facts = tuple((each.shape, each.stride(), each.dtype) for each in (query, key, value))
         signature = (facts, *options)
         if signature not in known:
-            known[signature] = kernel.unsupported(AttentionCall(**arguments._asdict()))
+            known[signature] = kernel.refuses(AttentionCall(**arguments._asdict()))
         return known[signature]
 
     return unsupported

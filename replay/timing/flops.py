@@ -14,21 +14,29 @@ from torch import Tensor
 from capture.call import AttentionCall
 from capture.strides import narrow_expanded
 
+ROWS_AT_A_TIME = 256
+
 
 def valid_pairs(call: AttentionCall) -> int:
     """(query, key) pairs that take part in the softmax, over batch and query heads.
 
-    `is_causal` is aligned top left as in PyTorch: query i sees keys 0…i, whatever Sq and Sk are. A
-    bool mask counts its True entries, a float mask those that are not -inf. With both, a pair must
-    be allowed by both: torch's math backend refuses that combination, its CPU flash backend
-    computes it.
+    Causal masks, windows and packed sequences leave each query a span of keys
+    (`capture.variant.spans`). A bool mask counts its True entries, a float mask those that are not
+    -inf. With both, a pair must be allowed by both: torch's math backend refuses a mask with
+    `is_causal`, its CPU flash backend computes it.
     """
     shape = call.shape
     heads = shape.batch * shape.q_heads
+    restricts = call.is_causal or bool(call.features)
     if call.attn_mask is not None:
+        if restricts:
+            return _pairs_in_mask_and_spans(call, call.attn_mask)
         return _pairs_in_mask(call, call.attn_mask)
-    if call.is_causal:
+    if call.is_causal and not call.features:
         return heads * _causal_pairs(shape.q_len, shape.kv_len)
+    if restricts:
+        first, end = call.spans
+        return heads * int((end - first).sum()) // first.shape[0]
     return heads * shape.q_len * shape.kv_len
 
 
@@ -81,21 +89,22 @@ def _pairs_in_mask(call: AttentionCall, attn_mask: Tensor) -> int:
     mask = narrow_expanded(attn_mask)
     mask = mask[(None,) * (4 - mask.ndim)]
     per_head = shape.batch * shape.q_heads // (mask.shape[0] * mask.shape[1])
-    if call.is_causal:
-        return per_head * _pairs_in_causal_mask(mask, shape.q_len, shape.kv_len)
     per_entry = shape.q_len * shape.kv_len // (mask.shape[2] * mask.shape[3])
     return per_head * per_entry * int(_allowed(mask).count_nonzero())
 
 
-def _pairs_in_causal_mask(mask: Tensor, q_len: int, kv_len: int) -> int:
-    mask = mask.expand(-1, -1, -1, kv_len)
-    if mask.shape[2] == q_len:
-        return sum(
-            int(_allowed(mask[:, :, row, : row + 1]).count_nonzero()) for row in range(q_len)
-        )
-    # The mask is the same for all queries, of which j…Sq-1 come at or after key j.
-    queries = (q_len - torch.arange(kv_len, device=mask.device)).clamp(min=0)
-    return int((_allowed(mask).sum(dim=(0, 1, 2)) * queries).sum())
+def _pairs_in_mask_and_spans(call: AttentionCall, attn_mask: Tensor) -> int:
+    shape, (first, end) = call.shape, call.spans
+    mask = narrow_expanded(attn_mask)
+    mask = mask[(None,) * (4 - mask.ndim)]
+    position = torch.arange(shape.kv_len, device=mask.device)
+    pairs = 0
+    for rows in torch.arange(shape.q_len, device=mask.device).split(ROWS_AT_A_TIME):
+        inside = (position >= first[:, rows, None]) & (position < end[:, rows, None])
+        allowed = _allowed(mask if mask.shape[2] == 1 else mask[:, :, rows])
+        pairs += int((allowed & inside[:, None]).count_nonzero())
+    counted = max(mask.shape[0], first.shape[0]) * mask.shape[1]
+    return pairs * (shape.batch * shape.q_heads // counted)
 
 
 def _allowed(attn_mask: Tensor) -> Tensor:

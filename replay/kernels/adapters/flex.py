@@ -1,13 +1,15 @@
 """FlexAttention, compiled.
 
-A causal call uses a block mask, which depends on the lengths alone and is kept between calls as a
-model would. A recorded mask becomes a `score_mod`: its values are data, and building a block mask
-from them would have to be repeated whenever they change.
+Causal masks, windows and sequences become a block mask. Where it depends on lengths and options
+alone it is kept between calls, as a model would; that of packed sequences is made anew. A recorded
+mask becomes part of the `score_mod`: its values are data, and building a block mask from them would
+have to be repeated whenever they change.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import FunctionType
 from typing import cast
 
@@ -15,83 +17,148 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from capture.hooks.interceptor import Arguments
-from replay.kernels.adapter import drop_in
+from capture.variant import FEATURES, Window
+from replay.kernels.adapter import at_once, drop_in
 from replay.kernels.compiling import CompiledPerSignature
-from replay.kernels.constraints import all_of, mask_or_causal, no_dropout, up_to_float32
+from replay.kernels.constraints import AnyCall, all_of, no_dropout, up_to_float32
 from replay.kernels.registry import Kernel, register
 
+Mod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""`mask_mod(batch, head, query, key)`: whether the query sees the key."""
 
-def _plain(
+
+def _flex(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     block_mask: BlockMask | None,
+    attn_mask: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
     scale: float | None,
     enable_gqa: bool,
+    options: object,
 ) -> Tensor:
-    output = flex_attention(
-        query, key, value, block_mask=block_mask, scale=scale, enable_gqa=enable_gqa
-    )
-    assert isinstance(output, Tensor)
-    return output
+    """Args: options: what the block mask was made from, which keeps compiled functions apart."""
 
-
-def _masked(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Tensor:
-    if attn_mask.dtype == torch.bool:
-
-        def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
+        if attn_mask is None:
+            return score
+        if attn_mask.dtype == torch.bool:
             return torch.where(attn_mask[b, h, q, k], score, -float("inf"))
-    else:
+        return score + attn_mask[b, h, q, k]
 
-        def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return score + attn_mask[b, h, q, k]
-
-    output = flex_attention(
-        query, key, value, score_mod=score_mod, scale=scale, enable_gqa=enable_gqa
+    changed = score_mod if softcap is not None or attn_mask is not None else None
+    if sinks is None:
+        output = flex_attention(
+            query, key, value, changed, block_mask, scale=scale, enable_gqa=enable_gqa
+        )
+        assert isinstance(output, Tensor)
+        return output
+    output, lse = flex_attention(
+        query, key, value, changed, block_mask, scale, enable_gqa, return_lse=True
     )
-    assert isinstance(output, Tensor)
-    return output
+    # A sink takes its share of the weight, and has no value.
+    return output * torch.sigmoid(lse - sinks[:, None])[..., None].to(output.dtype)
 
 
-_compiled_plain = CompiledPerSignature(cast(FunctionType, _plain))
-_compiled_masked = CompiledPerSignature(cast(FunctionType, _masked))
+_compiled = CompiledPerSignature(cast(FunctionType, _flex))
+
+
+def _on_diagonal(is_causal: bool, window: Window, shift: int | Tensor) -> Mod:
+    left, right = window
+    if is_causal:
+        right = 0 if right is None else min(right, 0)
+
+    def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        diagonal = q + shift
+        seen = k >= 0
+        if left is not None:
+            seen = seen & (k >= diagonal - left)
+        if right is not None:
+            seen = seen & (k <= diagonal + right)
+        return seen
+
+    return sees
 
 
 @functools.lru_cache(maxsize=64)
-def _causal_block_mask(q_len: int, kv_len: int, device: torch.device) -> BlockMask:
-    def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return q >= k
-
-    return create_block_mask(causal, None, None, q_len, kv_len, device=str(device))
-
-
-def _attend(call: Arguments) -> Tensor:
-    query, key, value, attn_mask, _, is_causal, scale, enable_gqa = call
-    if attn_mask is not None:
-        mask = attn_mask.expand(*query.shape[:3], key.shape[2])
-        return _compiled_masked(query, key, value, mask, scale, enable_gqa)
-    block_mask = None
-    if is_causal:
-        block_mask = _causal_block_mask(query.shape[2], key.shape[2], query.device)
-    return _compiled_plain(query, key, value, block_mask, scale, enable_gqa)
+def _block_mask(
+    is_causal: bool, window: Window, shift: int, q_len: int, kv_len: int, device: torch.device
+) -> BlockMask:
+    sees = _on_diagonal(is_causal, window, shift)
+    return create_block_mask(sees, None, None, q_len, kv_len, device=str(device))
 
 
-_limits = (no_dropout, mask_or_causal, up_to_float32)
+def _block_mask_of_lengths(call: AnyCall) -> BlockMask:
+    """Of a call whose sequences have lengths of their own."""
+    q_len, kv_len, device = call.query.shape[2], call.key.shape[2], call.query.device
+    window, bottom_right = call.variant.window, call.variant.bottom_right
+    used = call.seqused_k
+    if call.cu_seqlens_q is None or call.cu_seqlens_k is None:
+        assert used is not None
+        lengths = used.to(device)
+
+        def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            shift = lengths[b] - q_len if bottom_right else 0
+            return (k < lengths[b]) & _on_diagonal(call.is_causal, window, shift)(b, h, q, k)
+
+        return create_block_mask(sees, call.query.shape[0], None, q_len, kv_len, device=str(device))
+    starts_q, starts_k = call.cu_seqlens_q.to(device), call.cu_seqlens_k.to(device)
+    of_query, of_key = (
+        torch.repeat_interleave(starts.diff(), output_size=total)
+        for starts, total in ((starts_q, q_len), (starts_k, kv_len))
+    )
+    ends_k = starts_k[1:] if used is None else starts_k[:-1] + used.to(starts_k)
+    shifts = starts_k[:-1] - starts_q[:-1]
+    if bottom_right:
+        shifts = ends_k - starts_q[1:]
+
+    def sees_packed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        sequence = of_query[q]
+        near = _on_diagonal(call.is_causal, window, shifts[sequence])(b, h, q, k)
+        return (sequence == of_key[k]) & (k < ends_k[sequence]) & near
+
+    return create_block_mask(sees_packed, None, None, q_len, kv_len, device=str(device))
+
+
+def _prepare(call: AnyCall) -> Callable[[], Tensor]:
+    query, key, value, variant = call.query, call.key, call.value, call.variant
+    q_len, kv_len = query.shape[2], key.shape[2]
+    block_mask, options = None, None
+    if call.cu_seqlens_q is not None or call.seqused_k is not None:
+        block_mask = _block_mask_of_lengths(call)
+        options = (call.is_causal, variant.window, variant.bottom_right)
+    elif call.is_causal or variant.window != (None, None):
+        shift = kv_len - q_len if variant.bottom_right else 0
+        block_mask = _block_mask(call.is_causal, variant.window, shift, q_len, kv_len, query.device)
+        options = (call.is_causal, variant.window, variant.bottom_right)
+    mask = call.attn_mask
+    if mask is not None:
+        mask = mask.expand(*query.shape[:3], kv_len)
+    sinks, gqa = call.sinks, call.enable_gqa
+    return lambda: _compiled(
+        query, key, value, block_mask, mask, variant.softcap, sinks, call.scale, gqa, options
+    )
+
+
+def _sinks_on_gpu(call: AnyCall) -> str | None:
+    if call.sinks is None or call.query.device.type != "cpu":
+        return None
+    return "attention sinks on a CPU: FlexAttention compiled for one returns no log-sum-exp"
+
+
+_limits = (no_dropout, up_to_float32, _sinks_on_gpu)
 
 register(
     Kernel(
         "flex",
-        drop_in(_attend, _limits),
+        drop_in(at_once(_prepare), _limits, FEATURES),
         unsupported=all_of(*_limits),
         about="FlexAttention under torch.compile",
         library="torch",
+        features=frozenset(FEATURES),
     )
 )

@@ -1,0 +1,188 @@
+"""What an attention call can ask that SDPA has no argument for, and which keys it then sees.
+
+The score of query i and key j is `scale · q·k`, then `softcap · tanh(score / softcap)`, then plus
+`attn_mask`. Causality and window follow a diagonal, i + δ: δ is 0, as in SDPA, or with
+`bottom_right`, as in FlashAttention, Sk - Sq, which puts the last query beside the last key. A
+causal query sees keys up to the diagonal, a window (left, right) those from `left` before it to
+`right` after it. A sink is one more score of its head, without a value: it only takes weight. In a
+packed call the sequences lie behind one another, and none sees another's keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+Window = tuple[int | None, int | None]
+"""Keys that a query sees before and after the diagonal; None for all of that side."""
+
+FEATURES = {
+    "bottom-right": "causal mask aligned bottom right",
+    "window": "sliding window",
+    "softcap": "soft cap",
+    "sinks": "attention sinks",
+    "packed": "packed sequences",
+    "key-lengths": "number of valid keys per sequence",
+}
+"""What a kernel may know beyond SDPA, in words."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The plain options of a call beyond SDPA's arguments; the default asks for nothing."""
+
+    bottom_right: bool = False
+    window: Window = (None, None)
+    softcap: float | None = None
+    max_seqlen_q: int | None = None
+    """The longest sequence of a packed call, as its caller stated it."""
+    max_seqlen_k: int | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """The options that are set, by name."""
+        return {name: value for name, value in vars(self).items() if value != _DEFAULTS[name]}
+
+    def __str__(self) -> str:
+        """`window 1023/0, soft cap 50`; the longest sequences are left out."""
+        left, right = ("∞" if side is None else str(side) for side in self.window)
+        return ", ".join(
+            part
+            for part, is_set in (
+                ("bottom right", self.bottom_right),
+                (f"window {left}/{right}", self.window != (None, None)),
+                (f"soft cap {self.softcap:g}" if self.softcap else "", self.softcap),
+            )
+            if is_set
+        )
+
+    @classmethod
+    def from_json(cls, data: Any) -> Variant:
+        """Read what `arguments` gave.
+
+        Raises:
+            ValueError: it is no such thing.
+        """
+        if not isinstance(data, dict) or not data.keys() <= _DEFAULTS.keys():
+            raise ValueError("a variant of attention that this version does not know")
+        window = data.get("window", [None, None])
+        lengths = [data.get("max_seqlen_q"), data.get("max_seqlen_k")]
+        softcap = data.get("softcap")
+        if not isinstance(window, list | tuple) or len(window) != 2:
+            raise ValueError("a window has a left and a right side")
+        if any(type(each) not in (int, type(None)) for each in (*window, *lengths)):
+            raise ValueError("window and lengths are whole numbers or null")
+        if any(each is not None and not 0 <= each < 2**48 for each in (*window, *lengths)):
+            raise ValueError("a window or length is out of range")
+        if softcap is not None and not (type(softcap) in (int, float) and 0 < softcap < 1e30):
+            raise ValueError("a soft cap is a positive number")
+        if type(data.get("bottom_right", False)) is not bool:
+            raise ValueError("bottom_right is true or false")
+        return cls(**{**data, "window": tuple(window)})
+
+
+_DEFAULTS = vars(Variant())
+
+PLAIN = Variant()
+"""SDPA itself."""
+
+
+class Asking(Protocol):
+    """A call, made or recorded."""
+
+    @property
+    def query(self) -> Tensor: ...
+    @property
+    def key(self) -> Tensor: ...
+    @property
+    def is_causal(self) -> bool: ...
+    @property
+    def sinks(self) -> Tensor | None: ...
+    @property
+    def cu_seqlens_q(self) -> Tensor | None: ...
+    @property
+    def seqused_k(self) -> Tensor | None: ...
+    @property
+    def variant(self) -> Variant: ...
+
+
+def features(call: Asking) -> tuple[str, ...]:
+    """What a kernel must know beyond SDPA to answer a call, of `FEATURES`."""
+    variant, packed = call.variant, call.cu_seqlens_q is not None
+    if variant is PLAIN and call.sinks is None and call.seqused_k is None and not packed:
+        return ()
+    has_window = variant.window != (None, None)
+    unequal = packed or call.seqused_k is not None or call.query.shape[-2] != call.key.shape[-2]
+    asked = {
+        "bottom-right": variant.bottom_right and unequal and (call.is_causal or has_window),
+        "window": has_window,
+        "softcap": variant.softcap is not None,
+        "sinks": call.sinks is not None,
+        "packed": packed,
+        "key-lengths": call.seqused_k is not None,
+    }
+    return tuple(name for name, is_asked in asked.items() if is_asked)
+
+
+class Span(NamedTuple):
+    """The keys that causality, window and sequences leave each query: those from first to end."""
+
+    first: Tensor
+    """(1, Sq) or (B, Sq) int64."""
+    end: Tensor
+    """The same; not after `first` where no key is left."""
+
+    def of(self, batch: int) -> tuple[Tensor, Tensor]:
+        """Both of one batch element, (Sq,)."""
+        row = min(batch, self.first.shape[0] - 1)
+        return self.first[row], self.end[row]
+
+
+def spans(
+    q_len: int,
+    kv_len: int,
+    device: torch.device,
+    *,
+    is_causal: bool = False,
+    variant: Variant = PLAIN,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+) -> Span:
+    """Which keys each query sees, before any `attn_mask`.
+
+    Args:
+        q_len: queries in all; `kv_len` keys in all.
+        cu_seqlens_q: (N + 1,) where each of N packed sequences begins; `cu_seqlens_k` its keys.
+        seqused_k: (B,), or (N,) if packed: keys of each sequence that count, from the first.
+    """
+    rows = torch.arange(q_len, device=device)
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        starts_q, starts_k = (each.to(device, torch.int64) for each in (cu_seqlens_q, cu_seqlens_k))
+        sequence = torch.searchsorted(starts_q[1:-1].contiguous(), rows, right=True)
+        begin, lengths_q, lengths_k = starts_k[:-1], starts_q.diff(), starts_k.diff()
+        if seqused_k is not None:
+            lengths_k = torch.minimum(lengths_k, seqused_k.to(lengths_k))
+        position = (rows - starts_q[sequence])[None]
+        begin, lengths_q, lengths_k = (
+            each[sequence][None] for each in (begin, lengths_q, lengths_k)
+        )
+    else:
+        position = rows[None]
+        lengths_k = torch.tensor([[kv_len]], device=device)
+        if seqused_k is not None:
+            lengths_k = seqused_k.to(device, torch.int64)[:, None]
+        lengths_q, begin = torch.full_like(lengths_k, q_len), torch.zeros_like(lengths_k)
+    diagonal = position + (lengths_k - lengths_q if variant.bottom_right else 0)
+    end, diagonal = torch.broadcast_tensors(lengths_k, diagonal)
+    first = torch.zeros_like(diagonal)
+    left, right = variant.window
+    if is_causal:
+        right = 0 if right is None else min(right, 0)
+    if left is not None:
+        first = (diagonal - left).clamp(min=0)
+    if right is not None:
+        end = torch.minimum(end, diagonal + right + 1)
+    return Span(begin + first, begin + torch.maximum(end, first))

@@ -1,0 +1,126 @@
+"""What models do without a fused kernel, in plain PyTorch, with everything a call can ask.
+
+`eager` is the attention of a model's own code: a matrix of all scores, a softmax in float32, a
+second product. `torch-masked` is SDPA given causality, window and sequences as a mask, which is how
+models reach SDPA with what it has no argument for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from capture.variant import FEATURES
+from replay.kernels.adapter import at_once, drop_in
+from replay.kernels.constraints import AnyCall, all_of, no_dropout
+from replay.kernels.registry import Kernel, register
+
+
+def _seen(call: AnyCall) -> Tensor | None:
+    """(B or 1, 1, Sq, Sk) bool: what causality, window and sequences leave; None for everything."""
+    q_len, kv_len, device = call.query.shape[2], call.key.shape[2], call.query.device
+    if not (call.is_causal or call.features):
+        return None
+    query, key = torch.arange(q_len, device=device)[:, None], torch.arange(kv_len, device=device)
+    shift: int | Tensor = kv_len - q_len if call.variant.bottom_right else 0
+    seen = torch.ones(1, 1, q_len, kv_len, dtype=torch.bool, device=device)
+    used = call.seqused_k
+    if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
+        starts_q, starts_k = call.cu_seqlens_q.to(device), call.cu_seqlens_k.to(device)
+        of_query = torch.repeat_interleave(starts_q.diff(), output_size=q_len)
+        of_key = torch.repeat_interleave(starts_k.diff(), output_size=kv_len)
+        ends = starts_k[1:] if used is None else starts_k[:-1] + used.to(starts_k)
+        seen &= (of_query[:, None] == of_key) & (key < ends[of_key])
+        shifts = ends - starts_q[1:] if call.variant.bottom_right else (starts_k - starts_q)[:-1]
+        shift = shifts[of_query][:, None]
+    elif used is not None:
+        lengths = used.to(device)[:, None, None, None]
+        seen = seen & (key < lengths)
+        shift = lengths - q_len if call.variant.bottom_right else 0
+    left, right = call.variant.window
+    if call.is_causal:
+        right = 0 if right is None else min(right, 0)
+    if left is not None:
+        seen = seen & (key >= query + shift - left)
+    if right is not None:
+        seen = seen & (key <= query + shift + right)
+    return seen
+
+
+def _mask(call: AnyCall) -> Tensor | None:
+    """The call's mask and `_seen` in one."""
+    seen, mask = _seen(call), call.attn_mask
+    if seen is None or mask is None:
+        return mask if seen is None else seen
+    return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -math.inf)
+
+
+def _eager(call: AnyCall) -> Tensor:
+    query, key, value = call.query, call.key, call.value
+    if query.shape[1] != key.shape[1]:
+        group = query.shape[1] // key.shape[1]
+        key, value = (each.repeat_interleave(group, dim=1) for each in (key, value))
+    scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
+    scores = query @ key.mT * scale
+    if call.variant.softcap is not None:
+        scores = torch.tanh(scores / call.variant.softcap) * call.variant.softcap
+    mask = _mask(call)
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -math.inf)
+    elif mask is not None:
+        scores = scores + mask
+    if call.sinks is not None:
+        column = call.sinks.to(scores)[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = F.softmax(scores, dim=-1, dtype=torch.float32)
+    if mask is not None and call.sinks is None:
+        weights = weights.masked_fill((scores == -math.inf).all(dim=-1, keepdim=True), 0.0)
+    return weights[..., : key.shape[2]].to(value.dtype) @ value
+
+
+def _prepare_masked(call: AnyCall) -> Callable[[], Tensor]:
+    mask = _mask(call)
+
+    def run() -> Tensor:
+        return F.scaled_dot_product_attention(
+            call.query,
+            call.key,
+            call.value,
+            mask,
+            scale=call.scale,
+            **({"enable_gqa": True} if call.enable_gqa else {}),
+        )
+
+    return run
+
+
+def _is_beyond_sdpa(call: AnyCall) -> str | None:
+    return None if call.features else "for calls beyond SDPA: this one is torch-default's"
+
+
+register(
+    Kernel(
+        "eager",
+        drop_in(_eager, (no_dropout,), FEATURES),
+        unsupported=no_dropout,
+        default=False,
+        about="matmul, softmax, matmul in plain PyTorch, as models' own code has it",
+        library="torch",
+        features=frozenset(FEATURES),
+    )
+)
+register(
+    Kernel(
+        "torch-masked",
+        drop_in(at_once(_prepare_masked), (no_dropout,), FEATURES.keys() - {"softcap", "sinks"}),
+        unsupported=all_of(no_dropout, _is_beyond_sdpa),
+        prepare=_prepare_masked,
+        about="SDPA with window and sequences written out as a mask",
+        library="torch",
+        features=frozenset(FEATURES.keys() - {"softcap", "sinks"}),
+    )
+)

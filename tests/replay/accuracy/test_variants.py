@@ -1,0 +1,211 @@
+"""What calls ask beyond SDPA: the reference against one dense formula, and against libraries."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from capture.call import AttentionCall
+from capture.variant import Variant
+from replay.accuracy.judge import Expected
+from replay.accuracy.quantised import QuantisedNoise
+from replay.accuracy.reference import attention
+from replay.bench.variation import Flip, some_rows
+from replay.timing.flops import valid_pairs
+from tests.factories import normal, random_call
+
+
+def visible(call: AttentionCall) -> Tensor:
+    """(B, Sq, Sk) bool, one pair at a time by the definitions."""
+    batch, q_len, kv_len = call.shape.batch, call.shape.q_len, call.shape.kv_len
+    cu_q = [0, q_len] if call.cu_seqlens_q is None else call.cu_seqlens_q.tolist()
+    cu_k = [0, kv_len] if call.cu_seqlens_k is None else call.cu_seqlens_k.tolist()
+    left, right = call.variant.window
+    seen = torch.zeros(batch, q_len, kv_len, dtype=torch.bool)
+    for b in range(batch):
+        for n in range(len(cu_q) - 1):
+            queries, keys = cu_q[n + 1] - cu_q[n], cu_k[n + 1] - cu_k[n]
+            if call.seqused_k is not None:
+                keys = int(call.seqused_k[n if call.cu_seqlens_q is not None else b])
+            shift = keys - queries if call.variant.bottom_right else 0
+            for i in range(queries):
+                for j in range(keys):
+                    seen[b, cu_q[n] + i, cu_k[n] + j] = (
+                        (not call.is_causal or j <= i + shift)
+                        and (left is None or j >= i + shift - left)
+                        and (right is None or j <= i + shift + right)
+                    )
+    return seen
+
+
+def dense(call: AttentionCall) -> Tensor:
+    """The whole formula at once in float64."""
+    group = call.shape.q_heads // call.shape.kv_heads
+    key, value = (each.double().repeat_interleave(group, 1) for each in (call.key, call.value))
+    scores = call.query.double() @ key.mT * call.softmax_scale
+    if (cap := call.variant.softcap) is not None:
+        scores = cap * torch.tanh(scores / cap)
+    if call.attn_mask is not None:
+        mask = call.attn_mask
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    scores = scores.masked_fill(~visible(call)[:, None], -math.inf)
+    if call.sinks is not None:
+        sinks = call.sinks.double()[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sinks], -1)
+    weights = scores.softmax(-1).nan_to_num(0.0)
+    return weights[..., : call.shape.kv_len] @ value
+
+
+@st.composite
+def calls(draw: Any) -> AttentionCall:
+    """Every combination of what calls may ask."""
+    kv_heads, group = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    packed = draw(st.booleans())
+    side = st.one_of(st.none(), st.integers(0, 6))
+    fields: dict[str, Any] = {}
+    if packed:
+        lengths = draw(
+            st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=3)
+        )
+        batch, q_len, kv_len = 1, sum(q for q, _ in lengths), sum(k for _, k in lengths)
+        for name, each in zip(
+            ("cu_seqlens_q", "cu_seqlens_k"), zip(*lengths, strict=True), strict=True
+        ):
+            fields[name] = torch.tensor([0, *each]).cumsum(0, dtype=torch.int32)
+        most = [k for _, k in lengths]
+    else:
+        batch, q_len, kv_len = (draw(st.integers(1, n)) for n in (2, 9, 9))
+        most = [kv_len] * batch
+    if draw(st.booleans()):
+        fields["seqused_k"] = torch.tensor([draw(st.integers(0, n)) for n in most]).int()
+    if draw(st.booleans()):
+        fields["sinks"] = normal(kv_heads * group, seed=3)
+    if draw(st.booleans()):
+        fields["attn_mask"] = normal(q_len, kv_len, seed=4) > -1
+    variant = Variant(
+        bottom_right=draw(st.booleans()),
+        window=draw(st.tuples(side, side)),
+        softcap=draw(st.sampled_from([None, 0.7])),
+    )
+    return random_call(
+        batch=batch,
+        q_heads=kv_heads * group,
+        kv_heads=kv_heads,
+        q_len=q_len,
+        kv_len=kv_len,
+        head_dim=8,
+        is_causal=draw(st.booleans()),
+        variant=variant,
+        **fields,
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(calls(), st.sampled_from([1, 7, 2**24]))
+def test_the_reference_is_the_formula(call: AttentionCall, block_elements: int) -> None:
+    expected = dense(call)
+    assert torch.allclose(attention(call, block_elements=block_elements), expected)
+    allowed = visible(call)
+    if call.attn_mask is not None:
+        allowed = allowed & call.attn_mask
+    assert valid_pairs(call) == int(allowed.sum()) * call.shape.q_heads
+
+
+@settings(max_examples=60, deadline=None)
+@given(calls(), st.integers(0, 1000))
+def test_rows_of_a_timed_sample_are_judged_as_calls_of_their_own(
+    call: AttentionCall, number: int
+) -> None:
+    flip = Flip(call, 0, number)
+    whole = dense(call)
+    for rows in (flip.changed, flip.others):
+        assert torch.allclose(attention(some_rows(call, rows))[0, 0], rows.of(whole))
+
+
+@settings(max_examples=25, deadline=None)
+@given(calls())
+def test_8_bit_noise_is_small_beside_the_output(call: AttentionCall) -> None:
+    expected = Expected.of(call)
+    lengths = torch.linalg.vector_norm(expected.reference, dim=-1)
+    assert expected.spread is not None
+    noise = QuantisedNoise.of(call, expected.reference, torch.hypot(lengths, expected.spread))
+    if lengths.sum() > 0:
+        assert noise.whole[0].max() < 0.15
+
+
+def test_a_key_out_of_sight_never_reaches_an_output() -> None:
+    call = random_call(q_len=8, kv_len=8, is_causal=True, variant=Variant(window=(2, None)))
+    call.key[:, :, 7] = math.nan
+    output = attention(call)
+    assert output[:, :, :7].isfinite().all()
+    assert output[:, :, 7].isnan().all()
+
+
+def test_features_are_what_a_kernel_must_know() -> None:
+    square = random_call(q_len=8, kv_len=8, is_causal=True, variant=Variant(bottom_right=True))
+    assert square.features == ()
+    assert random_call(is_causal=True, variant=Variant(bottom_right=True)).features == (
+        "bottom-right",
+    )
+    assert random_call(variant=Variant(bottom_right=True)).features == ()
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("window", [(3, 0), (None, 2), (0, 0)])
+def test_agrees_with_flex_attention(window: tuple[int | None, int], softcap: float | None) -> None:
+    left, right = window
+    variant = Variant(window=window, softcap=softcap)
+    call = random_call(q_len=16, kv_len=16, head_dim=16, variant=variant)
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q + right) & (k >= q - (left if left is not None else 99))
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score if softcap is None else softcap * torch.tanh(score / softcap)
+
+    block_mask = create_block_mask(mask_mod, None, None, 16, 16, device="cpu")
+    found = flex_attention(call.query, call.key, call.value, score_mod, block_mask)
+    assert isinstance(found, Tensor)
+    assert torch.allclose(attention(call), found.double(), atol=1e-5)
+
+
+def test_agrees_with_gemma_2_and_gpt_oss() -> None:
+    from transformers.models.gemma2 import modeling_gemma2
+    from transformers.models.gpt_oss import modeling_gpt_oss
+
+    call = random_call(q_len=6, kv_len=6, head_dim=16, is_causal=True)
+    mask = torch.full((1, 1, 6, 6), torch.finfo(torch.float32).min).triu(1)
+    module = torch.nn.Module().eval()
+    module.num_key_value_groups = 1  # type: ignore[assignment]
+    module.sinks = torch.nn.Parameter(normal(2, seed=5))
+    given = (module, call.query, call.key, call.value, mask)
+
+    capped, _ = modeling_gemma2.eager_attention_forward(*given, scaling=0.5, softcap=2.0)
+    expected = attention(
+        AttentionCall(*(given[1:4]), is_causal=True, scale=0.5, variant=Variant(softcap=2.0))
+    )
+    assert torch.allclose(capped.transpose(1, 2).double(), expected, atol=1e-5)
+
+    sunk, _ = modeling_gpt_oss.eager_attention_forward(*given, scaling=0.5)
+    expected = attention(
+        AttentionCall(*(given[1:4]), is_causal=True, scale=0.5, sinks=module.sinks.detach())
+    )
+    assert torch.allclose(sunk.transpose(1, 2).double(), expected, atol=1e-5)
+
+
+def test_agrees_with_causal_lower_right() -> None:
+    from torch.nn.attention.bias import causal_lower_right
+
+    call = random_call(q_len=5, kv_len=9, is_causal=True, variant=Variant(bottom_right=True))
+    bias: Any = causal_lower_right(5, 9)
+    found = torch.nn.functional.scaled_dot_product_attention(
+        call.query, call.key, call.value, attn_mask=bias
+    )
+    assert torch.allclose(attention(call), found.double(), atol=1e-5)

@@ -1,0 +1,51 @@
+"""Kernels on what calls ask beyond SDPA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from capture.call import AttentionCall
+from capture.variant import FEATURES
+from replay.accuracy.reference import attention
+from replay.kernels.registry import Kernel, catalogue, find
+from tests.variant_calls import CALLS
+
+
+@pytest.mark.parametrize("name", ["eager", "torch-masked", "flex"])
+@pytest.mark.parametrize("call", CALLS.values(), ids=list(CALLS))
+def test_a_kernel_gives_what_the_reference_gives(name: str, call: AttentionCall) -> None:
+    kernel = find(name)
+    if reason := kernel.refuses(call):
+        assert set(call.features) - kernel.features or "on a CPU" in reason
+        return
+    expected = attention(call)
+    found = [kernel.attention(**call.arguments())]
+    if kernel.prepare is not None:
+        found.append(kernel.prepare(call)())
+    for output in found:
+        assert torch.allclose(output.double(), expected, atol=1e-5)
+
+
+def test_every_feature_has_a_call_here() -> None:
+    assert {name for call in CALLS.values() for name in call.features} == FEATURES.keys()
+
+
+@pytest.mark.parametrize("kernel", catalogue().values(), ids=list(catalogue()))
+def test_what_a_kernel_does_not_know_is_refused_by_name(kernel: Kernel) -> None:
+    """Its `refuses` says it, and its drop-in raises it rather than to answer something else."""
+    for call in CALLS.values():
+        unknown = [FEATURES[name] for name in call.features if name not in kernel.features]
+        if not unknown:
+            continue
+        assert kernel.refuses(call) == f"has no {' and no '.join(unknown)}"
+        with pytest.raises((NotImplementedError, TypeError, ImportError)):
+            kernel.attention(**call.arguments())
+
+
+def test_an_unknown_feature_is_refused_at_registration() -> None:
+    options: dict[str, Any] = {"features": frozenset({"windows"})}
+    with pytest.raises(ValueError, match="windows is no feature"):
+        Kernel("mine", lambda **arguments: torch.zeros(1), **options)
