@@ -126,6 +126,18 @@ def features(call: Asking) -> tuple[str, ...]:
     return tuple(name for name, is_asked in asked.items() if is_asked)
 
 
+def beyond(call: Asking) -> str:
+    """What a call asks beyond SDPA, in a phrase: `window 1023/0, sinks`; empty for nothing."""
+    packed = call.cu_seqlens_q
+    parts = [
+        str(call.variant),
+        "sinks" if call.sinks is not None else "",
+        f"{packed.shape[0] - 1} packed sequences" if packed is not None else "",
+        "key lengths" if call.seqused_k is not None else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
 class Span(NamedTuple):
     """The keys that causality, window and sequences leave each query: those from first to end."""
 

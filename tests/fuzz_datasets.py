@@ -253,7 +253,7 @@ def reshaped(directory: Path, path: Path, chance: Random) -> None:
     values = {}
     for name, layout in header["layouts"].items():
         if chance.random() < 0.9:
-            layout["size"] = sizes[name]
+            layout["size"] = sizes.get(name, layout["size"])
         stride = [
             0 if size == 2**20 else chance.choice([0, 1, 2, 5, 2**30]) for size in layout["size"]
         ]

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from capture.call import VARIANT_TENSORS
 from capture.cli.verify import Finding
 from capture.printable import printable
 from capture.storage.call_file import FileEntry
@@ -91,11 +92,14 @@ def _summary(capture: CaptureRecord, entries: list[FileEntry]) -> str:
 
 
 def _mask(header: Header) -> str:
+    asked = [str(header.variant), *(name for name in VARIANT_TENSORS if name in header.layouts)]
     if "attn_mask" not in header.layouts:
-        return "causal" if header.is_causal else "no mask"
+        asked.insert(0, "causal" if header.is_causal else "")
+        return ", ".join(filter(None, asked)) or "no mask"
     kind = "bool" if header.dtypes["attn_mask"] == "bool" else "float"
     size = "×".join(map(str, header.layouts["attn_mask"].size))
-    return f"{kind} mask {size}{' that masks nothing' if header.mask_is_noop else ''}"
+    noop = " that masks nothing" if header.mask_is_noop else ""
+    return ", ".join(filter(None, [f"{kind} mask {size}{noop}", *asked]))
 
 
 def _strides(header: Header) -> str:

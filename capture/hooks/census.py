@@ -16,6 +16,7 @@ from capture.hooks.autocast import cast
 from capture.hooks.interceptor import Arguments
 from capture.hooks.modules import Site
 from capture.storage.header import dtype_name
+from capture.variant import beyond
 
 
 class Signature(NamedTuple):
@@ -30,6 +31,11 @@ class Signature(NamedTuple):
     is_causal: bool
     scale: float | None
     enable_gqa: bool
+    beyond: str = ""
+    """What the call asks beyond SDPA, in a phrase (`capture.variant.beyond`)."""
+    road: str = "sdpa"
+    refusal: str = ""
+    """Why calls like this cannot be stored."""
 
     @classmethod
     def of(cls, arguments: Arguments) -> Signature:
@@ -44,6 +50,9 @@ class Signature(NamedTuple):
             is_causal=bool(arguments.is_causal),
             scale=arguments.scale,
             enable_gqa=bool(arguments.enable_gqa),
+            beyond=beyond(arguments),
+            road=arguments.road,
+            refusal=arguments.refusal,
         )
 
     @property
@@ -57,6 +66,8 @@ class Signature(NamedTuple):
             self.dtype,
             self.mask is None,
             self.is_causal,
+            self.beyond,
+            self.road,
         )
 
 

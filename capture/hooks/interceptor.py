@@ -45,11 +45,23 @@ class Arguments(NamedTuple):
     cu_seqlens_k: Tensor | None = None
     seqused_k: Tensor | None = None
     variant: Variant = PLAIN
+    road: str = "sdpa"
+    """How the model made the call."""
+    backend: str = ""
+    """What computed it, as a kernel's name, where it was not SDPA."""
+    refusal: str = ""
+    """Why it is no `AttentionCall`; then it can only be counted."""
 
     @property
     def features(self) -> tuple[str, ...]:
         """What a kernel must know beyond SDPA, of `capture.variant.FEATURES`."""
         return features(self)
+
+    def fields(self) -> dict[str, Any]:
+        """By name, those that an `AttentionCall` has too."""
+        fields = self._asdict()
+        del fields["road"], fields["backend"], fields["refusal"]
+        return fields
 
 
 def bind(

@@ -34,6 +34,7 @@ def pick(call: AttentionCall, heads: Sequence[int], kv_heads: Sequence[int]) -> 
         key=_picked(call.key, kv_heads),
         value=_picked(call.value, kv_heads),
         attn_mask=mask if mask is None or mask.shape[1] == 1 else _picked(mask, heads),
+        sinks=None if call.sinks is None else call.sinks[list(heads)],
         output=None if call.output is None else _picked(call.output, heads),
     )
 

@@ -25,10 +25,10 @@ from capture.hooks.census import Census, Count
 from capture.hooks.interceptor import TORCH_SDPA, Arguments, Observer, bind
 from capture.hooks.modules import OUTSIDE, ModuleTracker, Site, matches
 from capture.hooks.signals import is_of_signal_handler
+from capture.recording.attention_call import as_call, can_be_copied
 from capture.recording.copies import HostCopier, buffer_size, stored_bytes
 from capture.recording.heads import kv_heads_of, pick
 from capture.recording.sampling import Place, Sampler
-from capture.recording.sdpa_call import as_call, can_be_copied
 from capture.recording.writer import Waiting, Writer
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.header import Header
@@ -455,7 +455,8 @@ class Recording:
             device=described,
             seed=self._seed,
             rank=self._rank,
-            backend=function_or_backend(arguments, sdpa),
+            road=arguments.road,
+            backend=arguments.backend or function_or_backend(arguments, sdpa),
             disabled_backends=disabled_backends(),
             heads=self.capture.heads,
             versions=self.capture.versions,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from capture.storage.json_data import fields_of, required
+from capture.storage.json_data import fields_of, required, typed
 
 
 @dataclass
@@ -62,6 +62,8 @@ def _check_census(census: dict[str, Any]) -> None:
         required(signature, "is_causal", bool)
         required(signature, "scale", float | None)
         required(signature, "enable_gqa", bool)
+        for name in ("beyond", "road", "refusal"):  # not in older manifests
+            typed(str, signature.get(name, ""), name)
     for row in required(census, "rows", list[Any]):
         required(row, "module", str)
         required(row, "phase", str)

@@ -16,6 +16,7 @@ from capture.call import AttentionCall
 from capture.errors import DatasetError
 from capture.hooks.backends import BACKENDS, chosen_backend
 from capture.storage.header import dtype_name
+from capture.variant import beyond
 from replay.bench.check import Checker, output_of, refusal, stderr_apart
 from replay.bench.energy import with_energy
 from replay.bench.failures import ContextLost, classify
@@ -33,6 +34,8 @@ from replay.timing.rounds import measure
 from replay.workloads.recorded import Workload
 
 DEFAULT_BASELINE = "torch-default"
+BEYOND_SDPA = ("torch-masked", "eager")
+"""What models call where a call asks for more than SDPA takes."""
 
 LOADING = "loading the call"
 REFERENCE = "computing the reference"
@@ -167,11 +170,17 @@ def _baseline(
 
     That is plain SDPA, whatever backend PyTorch chose then. Where the model had switched backends
     off, and PyTorch now chooses another than was left to it, it is the recorded backend; plain SDPA
-    again if that cannot run here.
+    again if that cannot run here. For what SDPA has no argument for it is the recorded function,
+    or the first of `BEYOND_SDPA` that knows it.
     """
     if settings.baseline is not None:
         return settings.baseline
     origin = call.origin
+    if call.features:
+        asked = [origin.backend, *BEYOND_SDPA]
+        known = [kernel for name in asked if (kernel := catalogue().get(name))]
+        able = (each.name for each in known if not refusal(each, call, settings.device))
+        return next(able, DEFAULT_BASELINE)
     if not origin.disabled_backends or chosen_backend(call) == origin.backend:
         return DEFAULT_BASELINE
     kernel = catalogue().get(origin.backend)
@@ -183,6 +192,8 @@ def _baseline(
 
 def _other_choice(call: AttentionCall) -> tuple[str, ...]:
     """A flag for plain SDPA if it is another backend than on the like device of the recording."""
+    if call.features:
+        return ()
     recorded, here = call.origin.backend, chosen_backend(call)
     alike = call.origin.device.startswith(call.device.type)
     if not alike or recorded not in BACKENDS.values() or here in ("", recorded):
@@ -300,4 +311,6 @@ def _facts(workload: Workload, call: AttentionCall) -> CallFacts:
         dtype=dtype_name(call.dtype),
         is_causal=call.is_causal,
         mask=described,
+        beyond=beyond(call),
+        road=origin.road,
     )

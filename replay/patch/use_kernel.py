@@ -298,7 +298,7 @@ _OPTIONAL = {"enable_gqa": False, **dict.fromkeys(VARIANT_TENSORS)}
 
 def _keywords(arguments: Arguments) -> dict[str, Any]:
     """Convert to keywords, without those that are off: not every function accepts them."""
-    keywords = arguments._asdict()
+    keywords = arguments.fields()
     keywords.update(keywords.pop("variant").arguments())
     for name, off in _OPTIONAL.items():
         if keywords[name] is off:
@@ -340,11 +340,11 @@ def _cached_unsupported(kernel: Kernel) -> Callable[[Arguments], str | None]:
         if query.ndim != 4 or (query.requires_grad and torch.is_grad_enabled()):
             return "not four-dimensional" if query.ndim != 4 else "gradients are needed"
         if mask is not None or arguments.features:
-            return kernel.refuses(AttentionCall(**arguments._asdict()))
+            return kernel.refuses(AttentionCall(**arguments.fields()))
         facts = tuple((each.shape, each.stride(), each.dtype) for each in (query, key, value))
         signature = (facts, *options)
         if signature not in known:
-            known[signature] = kernel.refuses(AttentionCall(**arguments._asdict()))
+            known[signature] = kernel.refuses(AttentionCall(**arguments.fields()))
         return known[signature]
 
     return unsupported

@@ -87,7 +87,7 @@ class Replayed:
 
 
 def _kind_of_call(call: CallFacts) -> tuple[object, ...]:
-    return _kind(call.phase, call.shape, call.dtype, call.is_causal, call.mask)
+    return _kind(call.phase, call.shape, call.dtype, call.is_causal, call.mask, call.beyond)
 
 
 def _kind_of_signature(phase: str, signature: Mapping[str, Any]) -> tuple[object, ...] | None:
@@ -100,7 +100,9 @@ def _kind_of_signature(phase: str, signature: Mapping[str, Any]) -> tuple[object
     if signature["mask"] is not None:
         is_bool = signature["mask_dtype"] == "bool"
         mask = Mask("bool" if is_bool else "float", tuple(signature["mask"]))
-    return _kind(phase, shape, signature["dtype"], signature["is_causal"], mask)
+    return _kind(
+        phase, shape, signature["dtype"], signature["is_causal"], mask, signature.get("beyond", "")
+    )
 
 
 def _kind(
@@ -109,11 +111,12 @@ def _kind(
     dtype: str,
     is_causal: bool,
     mask: Mask | None,
+    beyond: str,
 ) -> tuple[object, ...]:
     """Return all that determines cost except key length, which a mask's last size may equal."""
     if mask is not None and mask.sizes and mask.sizes[-1] == shape.kv_len:
         mask = mask._replace(sizes=(*mask.sizes[:-1], 0))
-    return (phase, shape._replace(kv_len=0), dtype, is_causal, mask)
+    return (phase, shape._replace(kv_len=0), dtype, is_causal, mask, beyond)
 
 
 def _shares(pools: Sequence[Sequence[CallFacts]], kv_len: int) -> dict[str, float]:

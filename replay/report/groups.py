@@ -174,6 +174,7 @@ def _kind(call: CallFacts) -> tuple[object, ...]:
         call.dtype,
         call.is_causal,
         call.mask and call.mask.kind,
+        call.beyond,
     )
 
 
@@ -195,6 +196,8 @@ def _title(calls: list[CallFacts]) -> str:
         growing = f"/{lengths[0]}…{lengths[-1]}×"
         shape = str(first.shape._replace(kv_len=0)).replace("/0×", growing)
     mask = "causal" if first.is_causal else f"{first.mask} mask" if first.mask else "no mask"
+    if first.beyond:
+        mask = first.beyond if mask == "no mask" else f"{mask}, {first.beyond}"
     parts = [first.model, first.phase, shape, first.dtype, mask]
     if len(calls) == 1 and first.module:
         parts.append(place(first))

@@ -84,8 +84,12 @@ class CallFacts:
     call_index: Annotated[int, "position among all attention calls of the run"] = 0
     shape: Annotated[Shape, "{}"] = UNKNOWN_SHAPE
     dtype: Annotated[str, "of query, key and value"] = ""
-    is_causal: Annotated[bool, "whether PyTorch's top-left causal mask applied"] = False
+    is_causal: Annotated[
+        bool, "whether a causal mask applied, aligned top left unless `beyond` says otherwise"
+    ] = False
     mask: Annotated[Mask | None, "attn_mask: {}; empty without one"] = None
+    beyond: Annotated[str, "what it asks that SDPA has no argument for; empty for nothing"] = ""
+    road: Annotated[str, "how the model called attention: sdpa, or a library or registry"] = "sdpa"
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def test_every_option_is_seen_positional_and_by_keyword(seen: Seen) -> None:
         F.scaled_dot_product_attention(Q, K, V, is_causal=True, scale=0.5)
         F.scaled_dot_product_attention(Q, K[:, :2], V[:, :2], enable_gqa=True, attn_mask=mask)
         F.scaled_dot_product_attention(Q, K, V, dropout_p=0.5)
-    options = [call[3:] for call in seen.calls]
+    options = [call[3:8] for call in seen.calls]
     assert options == [
         (None, 0.0, True, None, False),
         (mask, 0.25, False, None, False),

@@ -14,11 +14,13 @@ from capture.call import AttentionCall
 from capture.errors import DatasetError
 from replay.bench.runner import replay
 from replay.bench.settings import Settings, WorkerOptions
-from replay.kernels.registry import catalogue
+from replay.kernels.registry import catalogue, find
 from replay.rows.row import Mask, Row
 from replay.timing.rounds import Samples, measure
 from replay.workloads.recorded import Workload
+from tests.factories import settings
 from tests.replay.bench.small_kernels import MakeCall, MakeWorkload, Register, rows_of, sdpa
+from tests.variant_calls import CALLS
 
 
 def test_how_samples_were_taken_is_in_the_row(
@@ -202,3 +204,16 @@ def test_facts_of_the_call(make_call: MakeCall, workload: MakeWorkload, quick: S
     assert (facts.name, facts.model, facts.module, facts.step) == ("call", "model", "layers.0", 3)
     assert (facts.mask, facts.dtype) == (Mask("bool", (1, 1, 9, 13)), "float32")
     assert facts.shape == call.shape
+
+
+def test_a_call_beyond_sdpa_has_rows_of_the_kernels_that_know_it() -> None:
+    call = CALLS["window"]
+    workload = Workload("call", lambda device: call, {})
+    kernels = [find(name) for name in ("torch-flash", "torch-masked", "eager")]
+    rows = {row.kernel: row for row in replay([workload], kernels, settings())}
+    assert rows["torch-flash"].status == "unsupported"
+    assert rows["torch-flash"].reason == "has no sliding window"
+    assert rows["eager"].status == rows["torch-masked"].status == "ok"
+    assert rows["eager"].speedup is not None
+    assert rows["eager"].speedup.vs == "torch-masked"
+    assert rows["eager"].call.beyond == "window 3/∞"

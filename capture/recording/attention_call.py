@@ -1,4 +1,4 @@
-"""Turns the arguments of a call to SDPA into an `AttentionCall`."""
+"""Turns the arguments of a call into an `AttentionCall`."""
 
 from __future__ import annotations
 
@@ -36,18 +36,16 @@ def as_call(arguments: Arguments, output: Tensor | None, origin: Origin) -> Atte
     leading = torch.broadcast_shapes(*(tensor.shape[:-3] for tensor in tensors))
     query, key, value = (_four_dims(tensor, leading) for tensor in tensors)
     mask = arguments.attn_mask
-    return AttentionCall(
+    given = arguments._replace(
         query=query,
         key=key,
         value=value,
         attn_mask=None if mask is None else _four_dims(mask, leading if len(leading) > 1 else ()),
-        output=None if output is None else _four_dims(output, leading),
         is_causal=bool(arguments.is_causal),
-        scale=arguments.scale,
         enable_gqa=bool(arguments.enable_gqa),
-        dropout_p=arguments.dropout_p,
-        origin=origin,
     )
+    output = None if output is None else _four_dims(output, leading)
+    return AttentionCall(**given.fields(), output=output, origin=origin)
 
 
 def _four_dims(tensor: Tensor, leading: Sequence[int]) -> Tensor:
