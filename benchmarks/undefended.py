@@ -8,8 +8,11 @@ returned, looks at settings and functions, and the block of calls by another clo
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from replay.bench import runner
 from replay.bench.check import Checker
@@ -17,7 +20,9 @@ from replay.bench.failures import Finding
 from replay.bench.guard import Guard
 from replay.bench.referee import Sample
 from replay.bench.stages import Checked, Timed
+from replay.timing.rounds import Samples
 from replay.workers.kernel_server import handle
+from replay.workers.remote_referee import RemoteReferee
 
 __all__ = ["handle"]
 
@@ -50,15 +55,25 @@ def _timed_finding(checker: Checker, timed: Timed) -> Finding:
     return timed.checked.finding
 
 
-def _block_finding(checker: Checker, checked: Checked, call_ms: float) -> Finding:
+def _outlived(checker: Checker, checked: Checked, samples: Samples) -> Finding:
     return checked.finding
+
+
+def _clock(
+    referee: RemoteReferee,
+    kernel: str,
+    run: Callable[[], Tensor],
+    device: torch.device,
+    call_ms: float,
+) -> None: ...
 
 
 replaced: list[tuple[Any, str, Any]] = [
     (runner, "Witness", Blind),
     (Guard, "settle", _settle),
     (Checker, "_timed_finding", _timed_finding),
-    (Checker, "_block_finding", _block_finding),
+    (Checker, "_outlived", _outlived),
+    (RemoteReferee, "clock", _clock),
 ]
 for owner, name, stub in replaced:
     assert hasattr(owner, name), f"{name} has another name now"

@@ -31,6 +31,7 @@ from replay.bench.stages import Checked, Confirmed, Timed
 from replay.kernels.registry import Kernel
 from replay.rows.row import Accuracy
 from replay.timing.gpu_state import gpu_is_lost
+from replay.timing.rounds import Samples
 from replay.timing.timer import first_call, work_left
 
 LONGEST_FILE_NAME = 200
@@ -132,9 +133,8 @@ class Checker:
             if timed.samples is not None and finding.status == "ok":
                 while_timed = self._timed_finding(timed)
                 if while_timed.status == "ok":
-                    call_ms = statistics.median(timed.samples.ms)
-                    while_timed = self._block_finding(checked, call_ms)
-                finding, accuracy = self._judged_again(checked)
+                    while_timed = self._outlived(checked, timed.samples)
+                finding, accuracy = self._judged_again(checked, timed.samples)
                 finding = finding if while_timed.status == "ok" else while_timed
             core_fault = self._core_fault(timed, finding)
         self._guard.settle(kernel)
@@ -202,7 +202,7 @@ class Checker:
     def _called_again(self, checked: Checked, output: Tensor, alive: Callable[[], None]) -> Checked:
         """Whether outputs differ between calls, or show what their memory held before."""
         others = []
-        for poison in (0.0, POISON, POISON):
+        for poison in (0.0, POISON):
             alive()
             self._inputs.poison(checked.call, poison)
             again = checked.run()
@@ -248,21 +248,21 @@ class Checker:
             return False
         return True
 
-    def _block_finding(self, checked: Checked, call_ms: float) -> Finding:
-        """Whether work outlives the call, and how long a block of calls takes by another clock."""
+    def _outlived(self, checked: Checked, samples: Samples) -> Finding:
+        """Whether work outlives the call."""
+        device, call_ms = self._settings.device, statistics.median(samples.ms)
         try:
-            if left := work_left(checked.run, self._settings.device):
+            if left := work_left(checked.run, device, call_ms, samples.host_ms or 0.0):
                 reason = f"{left:.3g} ms of its work outlive the call, on a stream nobody waits for"
                 return Finding("error", reason)
-            device = self._settings.device
-            self._referee.clock(checked.kernel.name, checked.run, device, call_ms)
         except BaseException as error:
             return classify(error)
         finally:
             self._inputs.restore(checked.call)
         return checked.finding
 
-    def _judged_again(self, checked: Checked) -> tuple[Finding, Accuracy | None]:
+    def _judged_again(self, checked: Checked, samples: Samples) -> tuple[Finding, Accuracy | None]:
+        """What a call returns now, in a block by another clock where one such call is a block."""
         kernel, run = checked.kernel, checked.run
         try:
             self._inputs.restore(checked.call)
@@ -272,7 +272,12 @@ class Checker:
             del output
             self._inputs.restore(checked.call)
             self._inputs.poison(checked.call)
-            output = run()
+            call_ms, device = statistics.median(samples.ms), self._settings.device
+            clocked = self._referee.clock(kernel.name, run, device, call_ms)
+            if clocked is None:
+                self._inputs.restore(checked.call)
+                self._inputs.poison(checked.call)
+            output = run() if clocked is None else clocked
             if wrong := malformed(output, self._call):
                 return Finding("error", f"{wrong} after it was timed"), checked.accuracy
             judged = self._referee.judge(kernel.name, kernel.accuracy_class, output, checked.chosen)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from replay.accuracy.tolerance import Tolerance
 from replay.bench.failures import Finding
 from replay.bench.variation import Flip, Walk, some_rows
 from replay.rows.row import Accuracy, AccuracyClass, Errors, Summary
+
+T = TypeVar("T")
 
 SLACK = 2.0
 """Factor on the tolerance of the few rows of a timed sample, whose inputs are not the recorded
@@ -76,9 +78,12 @@ class Referee(Protocol):
         """What is wrong with rows of timed samples; empty for nothing."""
 
     def clock(
-        self, kernel: str, run: Callable[[], object], device: torch.device, call_ms: float
-    ) -> None:
+        self, kernel: str, run: Callable[[], Tensor], device: torch.device, call_ms: float
+    ) -> Tensor | None:
         """Let a block of calls run by a clock that the kernel cannot reach, if there is one.
+
+        Returns:
+            what `run` returned, if it was called exactly once.
 
         Args:
             call_ms: what a call took when it was timed.
@@ -89,12 +94,14 @@ BLOCK_MS = 30.0
 MOST_CALLS = 1000
 
 
-def block_of_calls(run: Callable[[], object], device: torch.device, calls: int) -> None:
-    """Calls one after another, until the last one's work is done."""
-    for _ in range(calls):
+def block_of_calls(run: Callable[[], T], device: torch.device, calls: int) -> T:
+    """Calls one after another, until the last one's work is done; what that one returned."""
+    for _ in range(calls - 1):
         run()
+    result = run()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    return result
 
 
 class LocalReferee:
@@ -188,7 +195,7 @@ class LocalReferee:
         return ""
 
     def clock(
-        self, kernel: str, run: Callable[[], object], device: torch.device, call_ms: float
+        self, kernel: str, run: Callable[[], Tensor], device: torch.device, call_ms: float
     ) -> None:
         """In this process there is no clock that a kernel could not reach."""
 

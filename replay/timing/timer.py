@@ -50,7 +50,9 @@ LONGEST_HEAD_START_MS = 100.0
 
 TRIES = 3
 CALLS_TO_LEAVE_WORK = 20
-"""In a row, so that what each leaves behind adds up."""
+"""In a row at most, so that what each leaves behind adds up."""
+ENOUGH_TO_LEAVE_MS = 5.0
+"""Of calls in a row: what goes unnoticed whatever they take is then a hundredth of them."""
 UNNOTICED_MS = 0.05
 UNNOTICED_SHARE = 0.1
 """What may be left without being noticed: asking takes as long, and varies as much."""
@@ -255,31 +257,40 @@ class CpuTimer:
         return False
 
 
-def work_left(function: Function, device: torch.device) -> float:
+def work_left(function: Function, device: torch.device, call_ms: float, host_ms: float) -> float:
     """How many milliseconds of work each call leaves behind on other streams; 0 on a CPU.
 
     A call's time ends with the stream that it was made on. What it left on another, without making
     this one wait, would not be in it. Some calls are made in a row, so that what they leave adds
     up; then the stream is waited for, and after it the device. The second takes long where work was
     left, and otherwise no longer than after an equally long wait on the stream alone.
+
+    Args:
+        call_ms: what a call took when it was timed.
+        host_ms: what the host took to enqueue it.
     """
     if device.type != "cuda":
         return 0.0
+    number = min(int(ENOUGH_TO_LEAVE_MS / max(call_ms, 1e-3)) + 1, CALLS_TO_LEAVE_WORK)
 
     def calls() -> None:
-        for _ in range(CALLS_TO_LEAVE_WORK):
+        for _ in range(number):
             function()
 
     # The host must be done with all calls before the GPU begins; else what they leave is over
     # before the stream is.
-    torch.cuda.synchronize(device)
-    ahead_ms = min(MAXIMUM_WAIT_MS + 2 * _wall_ms(calls), LONGEST_HEAD_START_MS)
-    waits = [_waits_ms(calls, device, ahead_ms) for _ in range(TRIES)]
-    stream_ms, left_ms = (min(each) for each in zip(*waits, strict=True))
+    ahead_ms = min(MAXIMUM_WAIT_MS + 2 * number * host_ms, LONGEST_HEAD_START_MS)
+    waits = []
+    for _ in range(TRIES):
+        stream_ms, left_ms = _waits_ms(calls, device, ahead_ms)
+        unnoticed_ms = UNNOTICED_MS + UNNOTICED_SHARE * max(stream_ms - ahead_ms, 0.0)
+        if left_ms <= unnoticed_ms:
+            return 0.0
+        waits.append((left_ms, unnoticed_ms))
     controls = [_waits_ms(lambda: None, device, ahead_ms) for _ in range(TRIES)]
+    left_ms, unnoticed_ms = (min(each) for each in zip(*waits, strict=True))
     beyond_ms = left_ms - min(control for _, control in controls)
-    unnoticed_ms = UNNOTICED_MS + UNNOTICED_SHARE * max(stream_ms - ahead_ms, 0.0)
-    return beyond_ms / CALLS_TO_LEAVE_WORK if beyond_ms > unnoticed_ms else 0.0
+    return beyond_ms / number if beyond_ms > unnoticed_ms else 0.0
 
 
 def _waits_ms(function: Function, device: torch.device, ahead_ms: float) -> tuple[float, float]:

@@ -88,6 +88,17 @@ class Environment:
         self._apart: dict[str, Environment] = {}
         """The same interpreter with another worker, by the kernel that it is for."""
 
+    def start(self) -> None:
+        """Start the worker, which imports PyTorch until it is asked something.
+
+        Raises:
+            WorkerError: its interpreter does not run.
+        """
+        try:
+            self._process.start()
+        except CannotStart as error:
+            raise self._unusable(error) from error
+
     def close(self) -> None:
         self._process.close()
         for each in self._apart.values():

@@ -66,9 +66,8 @@ class InProcess:
 class Workers:
     """A process per environment; what a kernel breaks there stays there."""
 
-    def __init__(self, environments: dict[str, Environment], judge: Judge) -> None:
+    def __init__(self, environments: dict[str, Environment]) -> None:
         self._environments = environments
-        self._judge = judge
 
     def probe(self, kernels: Sequence[Kernel], device: torch.device) -> Findings:
         return {
@@ -88,7 +87,6 @@ class Workers:
         settings: Settings,
         report: Progress,
     ) -> Iterator[Row]:
-        self._judge.start()
         return replay_in_workers(workloads, assigned, settings, self._environments, report)
 
 
@@ -111,7 +109,9 @@ def execution(
         name: Environment(name, python, timeout, judge=judge) for name, python in pythons.items()
     }
     try:
-        yield Workers(environments, judge)
+        judge.start()
+        environments[HERE].start()
+        yield Workers(environments)
     finally:
         judge.close()
         for environment in environments.values():

@@ -6,7 +6,6 @@ import shutil
 import sys
 import tempfile
 import time
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,14 +24,14 @@ class Judge:
         self.spool = tempfile.mkdtemp(prefix="attention-replay-")
         """Where workers put what is to be judged."""
         self._process = Process(sys.executable, timeout, "replay.workers.judge_server")
-        self._starting: Future[None] | None = None
 
     def start(self) -> None:
-        """Start the process, which imports PyTorch while the first worker does."""
-        if self._starting is None:
-            threads = ThreadPoolExecutor(max_workers=1)
-            self._starting = threads.submit(self._process.start)
-            threads.shutdown(wait=False)
+        """Start the process, which imports PyTorch while the first worker does.
+
+        Raises:
+            CannotStart: the interpreter does not run.
+        """
+        self._process.start()
 
     def answer(
         self, question: dict[str, Any], workload: Workload, settings: Settings
@@ -42,9 +41,6 @@ class Judge:
         Raises:
             CannotStart, Died: the process does not work.
         """
-        self.start()
-        assert self._starting is not None
-        self._starting.result()
         if question["do"] == "open":
             question = {**question, "workload": workload.source}
         try:
@@ -55,8 +51,6 @@ class Judge:
 
     def close(self) -> None:
         """End the process."""
-        if self._starting is not None:
-            wait([self._starting])
         self._process.close()
         shutil.rmtree(self.spool, ignore_errors=True)
 

@@ -87,6 +87,7 @@ class Process:
         self._requests = -1
         self._replies = -1
         self._selector: selectors.BaseSelector | None = None
+        self._is_ready = False
         self._unread = b""
         self._log = b""
         self._at = ""
@@ -96,7 +97,7 @@ class Process:
         """Send a request and yield the replies until the child says it is done.
 
         Raises:
-            CannotStart: there is no working child to ask.
+            CannotStart: the interpreter does not run, or lacks what the worker imports.
             Died: the child crashed, hung, or lost its GPU.
         """
         self._at, done = "", False
@@ -104,6 +105,7 @@ class Process:
             if self._child is not None and self._child.poll() is not None:
                 self.close()  # it died while nobody asked anything, which is nobody's fault now
             self.start()
+            self._wait_until_ready()
             self._send(request)
             while True:
                 message = self._receive(self.timeout)
@@ -120,10 +122,10 @@ class Process:
                 self.close()
 
     def start(self) -> None:
-        """Start the child, if there is none.
+        """Start the child, if there is none; nobody waits until it has imported PyTorch.
 
         Raises:
-            CannotStart: the interpreter does not run, or lacks what the worker imports.
+            CannotStart: the interpreter does not run.
         """
         if self._child is None:
             self._start()
@@ -191,9 +193,15 @@ class Process:
         self._selector = selectors.DefaultSelector()
         self._selector.register(replies, selectors.EVENT_READ)
         self._selector.register(child.stdout, selectors.EVENT_READ)
+        self._is_ready = False
+
+    def _wait_until_ready(self) -> None:
+        if self._is_ready:
+            return
         try:
             if "answers" in self._receive(max(self.timeout, ANSWERING_SECONDS)):
                 self._receive(STARTING_SECONDS)
+            self._is_ready = True
         except Died as death:
             last = death.log.strip().splitlines()[-1:]
             raise CannotStart(": ".join([death.reason, *last])) from death

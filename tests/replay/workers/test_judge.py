@@ -132,8 +132,23 @@ def test_clocks_are_compared_again_before_one_is_not_believed(
         return {"agree": next(answers)} if asked[-1] == "stop clock" else {}
 
     referee = RemoteReferee(lambda *, judge: asked.append(judge["do"]), hear, "")
-    referee.clock("mine", lambda: None, torch.device("cpu"), 0.1)
+    assert referee.clock("mine", lambda: torch.ones(1), torch.device("cpu"), 0.1) is None
     assert asked == ["start clock", "stop clock"] * blocks
+
+
+@pytest.mark.parametrize("agree", [[True], [False, True]])
+def test_the_only_call_of_a_block_can_be_judged(agree: list[bool]) -> None:
+    answers = iter([answer for each in agree for answer in ({}, {"agree": each})])
+    outputs: list[Tensor] = []
+
+    def run() -> Tensor:
+        outputs.append(torch.ones(1))
+        return outputs[-1]
+
+    referee = RemoteReferee(lambda *, judge: None, lambda: next(answers), "")
+    output = referee.clock("mine", run, torch.device("cpu"), 100.0)
+    assert len(outputs) == len(agree)
+    assert (output is outputs[0]) == (len(agree) == 1)
 
 
 CALL = synthetic_workload("call", "random", Spec(1, 2, 2, 16, 90, 32, 32, dtype=torch.float32), 0)
