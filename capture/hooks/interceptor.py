@@ -284,7 +284,11 @@ def _swap_references(functions: dict[int, Callable[..., Tensor]]) -> None:
     for module in list(sys.modules.values()):
         if not isinstance(module, types.ModuleType) or vars(module) is globals():
             continue
-        for name, held in list(vars(module).items()):
+        namespace = vars(module)
+        # Lists are copied at once, whatever other threads import meanwhile.
+        if functions.keys().isdisjoint(map(id, list(namespace.values()))):
+            continue
+        for name, held in list(namespace.items()):
             if id(held) in functions and name != "TORCH_SDPA":
                 setattr(module, name, functions[id(held)])
 

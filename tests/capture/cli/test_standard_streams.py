@@ -22,7 +22,15 @@ def run(command: str, cwd: Path, **environment: str) -> subprocess.CompletedProc
     return subprocess.run(command, shell=True, cwd=cwd, env=variables, capture_output=True)
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&- 2>&-"])
+# One after another the closed ones' numbers go to pipes of the worker and the judge.
+@pytest.mark.parametrize(
+    "closed",
+    [
+        pytest.param("<&-", marks=pytest.mark.slow),
+        pytest.param(">&-", marks=pytest.mark.slow),
+        "<&- >&- 2>&-",
+    ],
+)
 def test_streams_that_are_closed(tmp_path: Path, closed: str) -> None:
     done = run(f"exec {sys.executable} -m {REPLAY} --json rows.jsonl {closed}", tmp_path)
     assert done.returncode == 0, done.stderr
@@ -35,11 +43,11 @@ def test_a_wrong_argument_without_streams(tmp_path: Path) -> None:
 
 
 def test_reports_in_ascii(tmp_path: Path) -> None:
-    ascii_only = {"PYTHONIOENCODING": "ascii"}
-    done = run(f"exec {sys.executable} -m {REPLAY} --metric all", tmp_path, **ascii_only)
+    ascii_only, command = {"PYTHONIOENCODING": "ascii"}, f"{REPLAY} --in-process"
+    done = run(f"exec {sys.executable} -m {command} --metric all", tmp_path, **ascii_only)
     assert done.returncode == 0, done.stderr
     assert b"random - synthetic - 1x1x8x8 - bfloat16" in done.stdout
-    done = run(f"exec {sys.executable} -m {REPLAY} --json -", tmp_path, **ascii_only)
+    done = run(f"exec {sys.executable} -m {command} --json -", tmp_path, **ascii_only)
     assert len(list(map(json.loads, done.stdout.splitlines()))) == 2
 
 

@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
+from capture import record
 from capture.cli.verify import verify
+from capture.errors import RecordingWarning
 from capture.hooks.interceptor import TORCH_SDPA
-from tests.capture.recording.callers import assert_good, attend, recorded
+from tests.capture.recording.callers import Caller, assert_good, attend, recorded
 
 
 def test_three_dimensions_become_four(tmp_path: Path) -> None:
@@ -93,3 +97,34 @@ def test_autocast_records_what_reaches_the_kernel(tmp_path: Path) -> None:
     assert torch.equal(data[0].query, query.bfloat16())
     assert data[0].value.stride() == value.stride()
     assert data.captures[0].census["signatures"][0]["dtype"] == "bfloat16"
+
+
+def test_complex_numbers_fail_as_without_a_recording(tmp_path: Path) -> None:
+    query = torch.randn(1, 2, 5, 8, dtype=torch.complex128)
+
+    def fails() -> Tensor:
+        with pytest.raises(NotImplementedError, match="ComplexDouble"):
+            attend(query, query, query)()
+        return query
+
+    data = recorded(tmp_path, fails, attend(*[query.real] * 3))
+    assert_good(data)
+    assert [call.dtype for call in data] == [torch.float64]
+
+
+def test_complex_numbers_that_a_replacement_takes_are_not_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def their_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return (query @ key.mT).abs().softmax(-1).to(value.dtype) @ value
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", their_attention)
+    query = torch.randn(1, 2, 5, 8, dtype=torch.complex128)
+    model = Caller()
+    with (
+        pytest.warns(RecordingWarning, match="complex128"),
+        record(model, tmp_path) as recording,
+    ):
+        [output] = model(attend(query, query, query))
+    assert torch.equal(output, their_attention(query, query, query))
+    assert (recording.seen, recording.kept) == (1, 0)

@@ -89,11 +89,6 @@ def segfaults(*args, **kwargs):
         os.kill(os.getpid(), signal.SIGSEGV)
     return sdpa(*args, **kwargs)
 
-def exits(*args, **kwargs):
-    if _in_model():
-        os._exit(3)
-    return sdpa(*args, **kwargs)
-
 def hangs(*args, **kwargs):
     if _in_model():
         time.sleep(600)

@@ -442,6 +442,7 @@ SCRIPTS = {
         "begin(); print('x' * 2**20); print('the last words', flush=True); os._exit(1)"
     ),
     "shuts-its-mouth": "begin(); os.close(replies); rest()",
+    "leaves-a-child-with-its-pipes": "begin(); os.fork() and os._exit(6); rest()",
 }
 PRELUDE = """
 import json, os, signal, sys, time
@@ -507,6 +508,13 @@ def test_deaths(
         assert log in died.value.log
         assert len(died.value.log) <= LOG_BYTES
     assert open_descriptors() == before
+
+
+@pytest.mark.timeout(60)
+def test_a_death_is_noticed_long_before_the_timeout(worker: Callable[..., Process]) -> None:
+    """The pipes stay open: nothing but a look at the process can tell."""
+    with pytest.raises(Died, match="exited with code 6"):
+        list(worker("leaves-a-child-with-its-pipes", 3600).ask(do="something"))
 
 
 def test_a_death_while_idle_is_nobodys(worker: Callable[..., Process]) -> None:
