@@ -31,7 +31,7 @@ from replay.timing.defaults import CPU_SECONDS, SECONDS
 from replay.timing.machine import describe
 from replay.workers.environments import Environment
 from replay.workers.judge import Judge
-from replay.workers.process import Process
+from replay.workers.process import Process, judge_process
 from replay.workloads.random_calls import Spec, workloads
 from replay.workloads.recorded import Workload, from_directory
 
@@ -142,13 +142,15 @@ def replay_once(
 ) -> tuple[float, float, list[Row]]:
     """Wall and processor seconds of a replay, its processes' start and end included."""
     began, began_cpu = time.perf_counter(), _cpu_seconds()
-    judge = None if arm == "without" else Judge(TIMEOUT)
-    environment = Environment("this", sys.executable, TIMEOUT, judge=judge)
+    worker, judges = Process(sys.executable, TIMEOUT), judge_process(TIMEOUT)
     if arm != "as it is":
-        environment._process = Process(sys.executable, TIMEOUT, "benchmarks.undefended")
+        worker = Process(sys.executable, TIMEOUT, "benchmarks.undefended")
+    judge = None if arm == "without" else Judge(judges)
+    environment = Environment("this", sys.executable, TIMEOUT, judge=judge, worker=worker)
     try:
+        worker.start()
         if judge is not None:
-            judge.start()
+            judges.start()
         rows: list[Row] = []
         for call in calls:
             rows += environment.replay(call, kernels, settings, lambda stage: None)

@@ -17,6 +17,7 @@ from replay.rows.files import row_to_json
 from replay.timing.timer import Cache
 from replay.workers.environments import interpreters
 from replay.workers.execution import execution
+from replay.workers.process import first_processes
 from replay.workloads.recorded import Workload
 
 
@@ -47,9 +48,10 @@ def sweep(
     """
     device = torch.device("cuda")
     kernels, _ = select(names)
-    with execution(
-        in_process=False, interpreters=interpreters(arguments.env, None), timeout=300.0
-    ) as where:
+    with (
+        first_processes(timeout=300.0) as first,
+        execution(first, interpreters(arguments.env, None), timeout=300.0) as where,
+    ):
         assigned = where.assign(kernels, device)
         for call, cache in calls:
             settings = Settings(device, cache, max_seconds=arguments.max_seconds)

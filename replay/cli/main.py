@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from replay.rows.row import Row
     from replay.timing.timer import Cache
     from replay.workers.execution import Assignment, Execution
+    from replay.workers.process import First
     from replay.workloads.recorded import Workload
 
 
@@ -68,9 +69,20 @@ def _dispatch(arguments: argparse.Namespace) -> int:
         raise UsageError("--resume requires a file to continue: give --json FILE")
     if wrong := misuse(arguments) or _shared_file(arguments):
         raise UsageError(wrong)
-    device = _device(arguments.device)
     if arguments.selftest:
-        return _selftest(arguments, device)
+        return _selftest(arguments, _device(arguments.device))
+    if arguments.in_process:
+        return _replay(arguments, metrics, None)
+
+    from replay.workers.process import first_processes
+
+    # PyTorch is imported by these and by this process at the same time.
+    with first_processes(arguments.timeout) as first:
+        return _replay(arguments, metrics, first)
+
+
+def _replay(arguments: argparse.Namespace, metrics: list[str], first: First | None) -> int:
+    device = _device(arguments.device)
 
     from replay.workers.environments import interpreters
     from replay.workers.execution import execution
@@ -81,9 +93,7 @@ def _dispatch(arguments: argparse.Namespace) -> int:
     options = _model_options(arguments, device)
     # Opened first, like the other files: an hour-long run must not fail on a missing directory.
     with _opened(arguments.e2e_json) as models_file:
-        with execution(
-            in_process=arguments.in_process, interpreters=pythons, timeout=arguments.timeout
-        ) as where:
+        with execution(first, pythons, arguments.timeout) as where:
             if arguments.list_kernels:
                 _list_kernels(where, device)
                 return 0

@@ -66,6 +66,7 @@ class Environment:
     Args:
         process: the kernel that this worker alone is for, if it is.
         judge: who judges what kernels return; the worker itself where there is none.
+        worker: the first one; one is started when it is needed where there is none.
     """
 
     def __init__(
@@ -75,11 +76,12 @@ class Environment:
         timeout: float,
         process: str = "",
         judge: Judge | None = None,
+        worker: Process | None = None,
     ) -> None:
         self.name = name
         self._judge = judge
         self._own_kernel = process
-        self._process = Process(python, timeout)
+        self._process = worker or Process(python, timeout)
         self._last: dict[str, Died] = {}
         self._deaths: dict[str, int] = {}
         self._can_run: dict[str, bool] = {}
@@ -87,17 +89,6 @@ class Environment:
         """Kernels after which settings or functions of the worker were not what they had been."""
         self._apart: dict[str, Environment] = {}
         """The same interpreter with another worker, by the kernel that it is for."""
-
-    def start(self) -> None:
-        """Start the worker, which imports PyTorch until it is asked something.
-
-        Raises:
-            WorkerError: its interpreter does not run.
-        """
-        try:
-            self._process.start()
-        except CannotStart as error:
-            raise self._unusable(error) from error
 
     def close(self) -> None:
         self._process.close()
@@ -244,7 +235,10 @@ class Environment:
             "settings": settings.to_json(),
             "options": options.to_json(),
         }
-        hearing = None if self._judge is None else Hearing(self._judge, workload, settings)
+        hearing = None
+        if self._judge is not None:
+            self._judge.expect(workload, settings)
+            hearing = Hearing(self._judge, workload, settings)
         for message in self._process.ask(do="replay", **request):
             if "call" in message:
                 facts = rebuilt(CallFacts, message["call"])

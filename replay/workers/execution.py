@@ -16,6 +16,7 @@ from replay.kernels.registry import Kernel
 from replay.rows.row import HERE, Row
 from replay.workers.environments import Environment, Found, assign, replay_in_workers
 from replay.workers.judge import Judge
+from replay.workers.process import First
 from replay.workloads.recorded import Workload
 
 Findings = dict[str, dict[str, Found]]
@@ -92,25 +93,25 @@ class Workers:
 
 @contextlib.contextmanager
 def execution(
-    *, in_process: bool, interpreters: dict[str, str], timeout: float
+    first: First | None, interpreters: dict[str, str], timeout: float
 ) -> Iterator[Execution]:
     """The way to run kernels; workers end with the `with` block.
 
     Args:
+        first: the processes that run and judge them; None to do all in this process.
         interpreters: other Python environments by name.
         timeout: seconds without a sign of life after which a worker is ended.
     """
-    if in_process:
+    if first is None:
         yield InProcess()
         return
-    pythons = {HERE: sys.executable, **interpreters}
-    judge = Judge(timeout)
+    judge = Judge(first.judge)
     environments = {
-        name: Environment(name, python, timeout, judge=judge) for name, python in pythons.items()
+        HERE: Environment(HERE, sys.executable, timeout, judge=judge, worker=first.worker)
     }
+    for name, python in interpreters.items():
+        environments[name] = Environment(name, python, timeout, judge=judge)
     try:
-        judge.start()
-        environments[HERE].start()
         yield Workers(environments)
     finally:
         judge.close()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,20 +18,30 @@ from replay.workloads.recorded import Workload
 
 
 class Judge:
-    """A process that no kernel runs in, started when first asked."""
+    """A process that no kernel runs in, started when first asked if it was not before.
 
-    def __init__(self, timeout: float) -> None:
+    Args:
+        process: of `replay.workers.process.judge_process`.
+    """
+
+    def __init__(self, process: Process) -> None:
         self.spool = tempfile.mkdtemp(prefix="attention-replay-")
         """Where workers put what is to be judged."""
-        self._process = Process(sys.executable, timeout, "replay.workers.judge_server")
+        self._process = process
+        self._expecting: Iterator[dict[str, Any]] = iter(())
+        """What the process still answers to `expect`."""
 
-    def start(self) -> None:
-        """Start the process, which imports PyTorch while the first worker does.
+    def expect(self, workload: Workload, settings: Settings) -> None:
+        """Let it load a call, while a worker does; nobody waits.
 
         Raises:
-            CannotStart: the interpreter does not run.
+            CannotStart, Died: the process does not work.
         """
-        self._process.start()
+        self._finish_expecting()
+        self._expecting = self._process.ask(
+            do="expect", workload=workload.source, settings=settings.to_json()
+        )
+        next(self._expecting)
 
     def answer(
         self, question: dict[str, Any], workload: Workload, settings: Settings
@@ -41,6 +51,7 @@ class Judge:
         Raises:
             CannotStart, Died: the process does not work.
         """
+        self._finish_expecting()
         if question["do"] == "open":
             question = {**question, "workload": workload.source}
         try:
@@ -48,6 +59,10 @@ class Judge:
         finally:
             for path in Path(self.spool).iterdir():
                 path.unlink()
+
+    def _finish_expecting(self) -> None:
+        for _ in self._expecting:
+            pass
 
     def close(self) -> None:
         """End the process."""

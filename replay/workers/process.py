@@ -8,10 +8,11 @@ import os
 import selectors
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from replay.rows.row import Status
 
@@ -276,6 +277,37 @@ class Process:
         # A group of which only a zombie is left refuses on macOS.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._child.pid, signal.SIGKILL)
+
+
+class First(NamedTuple):
+    """The processes that every replay in workers needs."""
+
+    worker: Process
+    judge: Process
+
+
+def judge_process(timeout: float) -> Process:
+    """The process that judges, not started yet."""
+    return Process(sys.executable, timeout, "replay.workers.judge_server")
+
+
+@contextlib.contextmanager
+def first_processes(timeout: float) -> Iterator[First]:
+    """A worker of this Python and the judge, not waited for; both end with the `with` block.
+
+    This module imports no torch: a command that has not imported it yet does so meanwhile.
+
+    Raises:
+        CannotStart: the interpreter does not run.
+    """
+    first = First(Process(sys.executable, timeout), judge_process(timeout))
+    try:
+        for process in first:
+            process.start()
+        yield first
+    finally:
+        for process in first:
+            process.close()
 
 
 def _how_it_ended(code: int | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +18,7 @@ from replay.bench.variation import Flip, Walk
 from replay.rows.row import AccuracyClass
 from replay.workers import judge, judge_server
 from replay.workers.judge import Hearing, Judge
+from replay.workers.process import Process
 from replay.workers.remote_referee import RemoteReferee
 from replay.workloads.random_calls import Spec
 from replay.workloads.random_calls import workload as synthetic_workload
@@ -197,6 +198,56 @@ def test_only_a_sparse_kernel_says_which_keys_it_chose(court: Court) -> None:
         each: referee.judge(each, each, on_few, few).finding.status for each in ("exact", "sparse")
     }
     assert found == {"exact": "inaccurate", "sparse": "ok"}
+
+
+def test_a_call_that_is_expected_is_loaded_once(
+    court: Court, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+
+    def workload_of(source: dict[str, Any]) -> Workload:
+        loaded.append(source["name"])
+        return CALL
+
+    monkeypatch.setattr(judge_server, "workload_of", workload_of)
+    monkeypatch.setattr(judge_server, "_referees", {})
+    request = {"do": "expect", "workload": CALL.source, "settings": settings().to_json()}
+    answers: list[dict[str, Any]] = []
+    for _ in range(2):  # its worker dies and begins again
+        judge_server.handle(request, lambda **answer: answers.append(answer), answers.pop)
+        assert answers.pop() == {"expecting": True}
+        output = scaled_dot_product_attention(**CALL.load(torch.device("cpu")).arguments())
+        assert court(settings()).judge("mine", "exact", output, None).finding.status == "ok"
+    assert loaded == ["call"]
+
+
+def test_what_goes_wrong_with_an_expected_call_is_said_when_it_is_opened() -> None:
+    """And its answers are not taken for those to later questions."""
+
+    class Answering:
+        """A process that reports a failure to whoever expects a call."""
+
+        def __init__(self) -> None:
+            self.asked: list[str] = []
+
+        def ask(self, *, do: str, **_: object) -> Iterator[dict[str, Any]]:
+            yield {"expecting": True}
+            self.asked.append(f"{do}: failed")
+            yield {"failed": "no such file"}
+
+        def answer(self, *, do: str, **_: object) -> dict[str, Any]:
+            self.asked.append(do)
+            return {"opened": True}
+
+        def close(self) -> None: ...
+
+    process = Answering()
+    judge = Judge(cast("Process", process))
+    judge.expect(CALL, settings())
+    assert process.asked == []
+    assert judge.answer({"do": "open"}, CALL, settings()) == {"opened": True}
+    assert process.asked == ["expect: failed", "open"]
+    judge.close()
 
 
 def off(output: Tensor, by: float) -> Tensor:

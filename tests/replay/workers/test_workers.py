@@ -554,3 +554,8 @@ def test_a_worker_that_cannot_start(worker: Callable[..., Process], tmp_path: Pa
         with pytest.raises(CannotStart, match="Exec format error"):
             list(Process(str(tmp_path / "text"), 5).ask(do="something"))
     assert open_descriptors() == before
+
+
+def test_workers_can_start_before_this_process_imports_torch() -> None:
+    program = "import replay.workers.process, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
