@@ -7,6 +7,7 @@ without gaps in the order of the memory, each expanded dimension once, and the l
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,7 +30,7 @@ class Layout:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Layout:
-        return cls(tuple(tensor.shape), tuple(tensor.stride()))
+        return _layout(tuple(tensor.shape), tensor.stride())
 
     @classmethod
     def from_json(cls, data: Any) -> Layout:
@@ -44,7 +45,7 @@ class Layout:
         order = _numbers(data.get("order", []), "order")
         if not len(size) == len(stride) == 4 or (order and sorted(order) != [0, 1, 2, 3]):
             raise ValueError(f"not a layout of four dimensions: {size}, {stride}, {order}")
-        return cls(size, stride, order)
+        return _layout(size, stride, order)
 
     @property
     def unexpanded(self) -> tuple[int, ...]:
@@ -124,7 +125,7 @@ def pack(tensor: Tensor) -> tuple[Tensor, Layout]:
 
 def as_stored(tensor: Tensor) -> tuple[Tensor, Layout]:
     """Return a view of `tensor`, on its device, whose values in their order are to be stored."""
-    layout = Layout.of(tensor).in_memory_order()
+    layout = _in_memory_order(tuple(tensor.shape), tensor.stride())
     values = narrow_expanded(tensor.detach())
     return (values.permute(layout.order) if layout.order else values), layout
 
@@ -156,6 +157,18 @@ def narrow_expanded(tensor: Tensor) -> Tensor:
         if stride == 0 and size > 1:
             tensor = tensor.narrow(dim, 0, 1)
     return tensor
+
+
+# Cached because the calls of a model have few layouts: thousands of calls then share them, which
+# also saves the garbage collector from visiting as many objects.
+@functools.lru_cache(maxsize=1024)
+def _layout(size: tuple[int, ...], stride: tuple[int, ...], order: tuple[int, ...] = ()) -> Layout:
+    return Layout(size, stride, order)
+
+
+@functools.lru_cache(maxsize=1024)
+def _in_memory_order(size: tuple[int, ...], stride: tuple[int, ...]) -> Layout:
+    return Layout(size, stride).in_memory_order()
 
 
 def _copied(values: Tensor, layout: Layout, device: str | torch.device) -> Tensor:

@@ -70,7 +70,7 @@ except ImportError:
 FAULTS = [
     Fault.of_system("open", errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT, errno.EMFILE),
     Fault.of_system("write", errno.ENOSPC, errno.EIO, errno.EDQUOT),
-    Fault.of_system("pwrite", errno.ENOSPC, errno.EIO, errno.EFBIG),
+    Fault.of_system("pwritev", errno.ENOSPC, errno.EIO, errno.EFBIG),
     Fault.of_system("fsync", errno.EIO, errno.ENOSPC),
     Fault.of_system("replace", errno.EIO, errno.EROFS, errno.ENOSPC),
     Fault.of_system("unlink", errno.EIO, errno.EROFS),

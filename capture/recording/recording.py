@@ -345,7 +345,7 @@ class Recording:
         """Put what is stored into the manifest."""
         try:
             self._forget_failed(writer)
-            if given_up := [index for index in self._kept if index not in writer.entries]:
+            if given_up := [index for index in self._kept if index not in writer.completed]:
                 self.tell(f"gave up {len(given_up)} calls that were only in memory")
                 self.lost += len(given_up)
                 for index in given_up:
@@ -429,7 +429,7 @@ class Recording:
     def _forget_failed(self, writer: Writer) -> None:
         while self._failed:
             index = self._failed.popleft()
-            if index not in writer.entries:
+            if index not in writer.completed:
                 self.lost += 1
                 self._forget(index)
 

@@ -21,7 +21,7 @@ from capture.recording.copies import HostCopy
 from capture.recording.memory import Buffer, BufferPool
 from capture.recording.termination import started
 from capture.storage import plain_files
-from capture.storage.call_file import FileEntry, PackedCall
+from capture.storage.call_file import PackedCall
 from capture.storage.header import Header
 from capture.storage.journal import Journal
 
@@ -64,8 +64,8 @@ class Writer:
         failed: Callable[[int, Exception], None],
     ) -> None:
         self.pool = BufferPool()
-        self.entries: dict[int, FileEntry] = {}
-        """Completed files, by call index."""
+        self.completed: set[int] = set()
+        """The calls whose files are complete."""
         self.waited_seconds = 0.0
         """Time that the model waited for memory."""
         self.written_bytes = 0
@@ -161,13 +161,17 @@ class Writer:
                 self._closing = self._dropped = True
                 self._changed.notify_all()
             raise
-        for index, entry in [*self.entries.items()]:
-            if not entry.path.is_file():
-                del self.entries[index]
+        for index in sorted(self.completed):
+            if not self.path(index).is_file():
+                self.completed.remove(index)
                 self._journal.append(dropped=[index])
                 self._failed(index, FileNotFoundError(errno.ENOENT, "its file is gone"))
-        if self.entries:
+        if self.completed:
             _sync_file_system(self._journal.path.parent)
+
+    def path(self, index: int) -> Path:
+        """Where a call's file is, if it is complete."""
+        return self._journal.path.with_name(f"{self._journal.stem}-{index:06d}.safetensors")
 
     @property
     def _is_busy(self) -> bool:
@@ -178,13 +182,14 @@ class Writer:
         return index not in self._waiting and index != self._writing
 
     def _drop(self, index: int) -> None:
-        held, entry = self._waiting.pop(index, None), self.entries.pop(index, None)
+        held = self._waiting.pop(index, None)
         if held is not None:
             self.release(held.copy.buffer)
         self._dropped = self._dropped or self._writing == index
-        if entry is not None:
+        if index in self.completed:
+            self.completed.remove(index)
             with contextlib.suppress(OSError):  # it is not listed, and goes when the capture ends
-                entry.path.unlink()
+                self.path(index).unlink()
 
     def _next(self) -> Waiting | None:
         """Wait until a call is due and take it; None when nothing is left to do."""
@@ -217,7 +222,7 @@ class Writer:
 
     def _write(self, call: Waiting) -> None:
         call.copy.wait()
-        path = self._journal.path.with_name(f"{self._journal.stem}-{call.index:06d}.safetensors")
+        path = self.path(call.index)
         entry = PackedCall.with_values(call.header, call.copy.values).write(path)
         self.written_bytes += entry.nbytes
         try:
@@ -230,7 +235,7 @@ class Writer:
                         path.unlink()
                     return
                 self._journal.append(**entry.to_json())
-                self.entries[call.index] = entry
+                self.completed.add(call.index)
         except BaseException:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)

@@ -110,19 +110,22 @@ class Dataset(Sequence[AttentionCall]):
         return dataset
 
     @classmethod
-    def listed(cls, directory: Path) -> Dataset:
+    def listed(cls, directory: Path, unfinished: Sequence[Journalled] | None = None) -> Dataset:
         """Read the manifest alone, without the journals of captures that have not ended.
+
+        Args:
+            unfinished: these journals, if they have been read.
 
         Raises:
             DatasetError: the manifest has another format.
         """
         manifest = directory / MANIFEST
         if not plain_files.is_there(manifest):
-            return cls._rebuilt(directory, f"{manifest} is missing")
+            return cls._rebuilt(directory, f"{manifest} is missing", unfinished)
         try:
             captures, items = _read_manifest(manifest)
         except ValueError as error:
-            return cls._rebuilt(directory, f"{manifest} is damaged ({error})")
+            return cls._rebuilt(directory, f"{manifest} is damaged ({error})", unfinished)
         entries: dict[Path, FileEntry] = {}
         damaged = []
         for item in items:
@@ -148,16 +151,32 @@ class Dataset(Sequence[AttentionCall]):
         Raises:
             ValueError: the journal is damaged.
         """
+        listed = Dataset.journalled(self.directory, journalled)
+        self.merge(listed)
+        return listed.captures[0]
+
+    @classmethod
+    def journalled(cls, directory: Path, journalled: Journalled) -> Dataset:
+        """Return the calls that a journal lists, as a dataset with this one capture.
+
+        Raises:
+            ValueError: the journal is damaged.
+        """
         capture = CaptureRecord.from_json(journalled.capture)
         entries = {}
         for item in journalled.files:
-            entry = FileEntry.from_json(self.directory, item)
+            entry = FileEntry.from_json(directory, item)
             entries[entry.path] = entry
-        self.captures = [each for each in self.captures if each.model != capture.model]
-        self.entries = [each for each in self.entries if each.origin.model != capture.model]
-        self.captures.append(capture)
-        self.entries += sorted(entries.values(), key=lambda entry: entry.origin.call_index)
-        return capture
+        ordered = sorted(entries.values(), key=lambda entry: entry.origin.call_index)
+        return cls(directory, ordered, [capture])
+
+    def merge(self, other: Dataset) -> None:
+        """Add another's calls, in place of earlier captures of the same models."""
+        models = {capture.model for capture in other.captures}
+        self.captures = [each for each in self.captures if each.model not in models]
+        self.entries = [each for each in self.entries if each.origin.model not in models]
+        self.captures += other.captures
+        self.entries += other.entries
 
     def _add_unfinished(self, journalled: Journalled) -> None:
         try:
@@ -188,14 +207,16 @@ class Dataset(Sequence[AttentionCall]):
         self.note = "; ".join(filter(None, (self.note, text)))
 
     @classmethod
-    def _rebuilt(cls, directory: Path, why: str) -> Dataset:
+    def _rebuilt(
+        cls, directory: Path, why: str, unfinished: Sequence[Journalled] | None
+    ) -> Dataset:
         entries, damaged = [], []
-        unfinished = {
+        elsewhere = {
             path
-            for journalled in journals(directory)
+            for journalled in (journals(directory) if unfinished is None else unfinished)
             for path in call_files(directory, journalled.stem)
         }
-        for path in sorted({*directory.glob("[!.]*.safetensors")} - unfinished):
+        for path in sorted({*directory.glob("[!.]*.safetensors")} - elsewhere):
             try:
                 entries.append(FileEntry.read(path))
             except DatasetError as error:
@@ -226,15 +247,10 @@ class Dataset(Sequence[AttentionCall]):
             DatasetError: a file without a checksum cannot be read.
         """
         self.entries = [entry.with_checksum() for entry in self.entries]
-        data = {
-            "format": FORMAT,
-            "captures": [capture.to_json() for capture in self.captures],
-            "files": [entry.to_json() for entry in self.entries],
-        }
         temporary = self.directory / f".{MANIFEST}.tmp"
         try:
             with os.fdopen(plain_files.create(temporary), "w") as file:
-                file.write(json.dumps(data, indent=1))
+                file.writelines(self._manifest())
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, self.directory / MANIFEST)
@@ -243,6 +259,14 @@ class Dataset(Sequence[AttentionCall]):
                 temporary.unlink()
             raise
         plain_files.sync(self.directory)
+
+    def _manifest(self) -> Iterator[str]:
+        """The manifest, each capture and file on a line: `indent=` takes ten times as long."""
+        yield f'{{"format": {json.dumps(FORMAT)},\n"captures": [\n'
+        yield ",\n".join(json.dumps(capture.to_json()) for capture in self.captures)
+        yield '\n],\n"files": [\n'
+        yield ",\n".join(json.dumps(entry.to_json()) for entry in self.entries)
+        yield "\n]}\n"
 
     def __len__(self) -> int:
         return len(self.entries)

@@ -81,19 +81,24 @@ def required(data: Any, name: str, hint: Any) -> Any:
 
 
 def _fits(hint: Any, value: Any) -> bool:
-    if get_origin(hint) in (Union, UnionType):
-        return any(_fits(option, value) for option in get_args(hint))
     if hint is Any:
         return True
-    if get_origin(hint) in (dict, list):
+    origin, arguments = _analysed(hint)
+    if origin in (Union, UnionType):
+        return any(_fits(option, value) for option in arguments)
+    if origin in (dict, list):
         parts = value.values() if isinstance(value, dict) else value
-        kind = get_args(hint)[-1]
-        return isinstance(value, get_origin(hint)) and all(_fits(kind, part) for part in parts)
+        return isinstance(value, origin) and all(_fits(arguments[-1], part) for part in parts)
     if hint is float and type(value) is float:
         return math.isfinite(value)
     if hint in (int, float) and type(value) is int:
         return -(2**63) <= value < 2**64
     return type(value) is hint
+
+
+@functools.cache
+def _analysed(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    return get_origin(hint), get_args(hint)
 
 
 def _is_shallow(value: Any) -> bool:

@@ -65,16 +65,16 @@ def finish(directory: Path, *, ended: str = "", certain: bool = False) -> dict[s
         if each.active is False or (each.active is None and (certain or each.stem == ended))
     ]
     writing = {each.stem for each in found if each not in over}
-    dataset = Dataset.listed(directory)
+    dataset = Dataset.listed(directory, found)
     done: dict[str, str] = {}
     added: list[Journalled] = []
     for journalled in over:
-        listing = Dataset(directory, [], [])
         try:
-            capture = listing.add(journalled)
+            listing = Dataset.journalled(directory, journalled)
         except ValueError as error:
             done[journalled.stem] = f"left {journalled.path}, which is damaged ({error})"
             continue
+        [capture] = listing.captures
         count, lost = len(listing.entries), journalled.in_memory
         if not count:
             _delete_unlisted(journalled, set())
@@ -86,7 +86,7 @@ def finish(directory: Path, *, ended: str = "", certain: bool = False) -> dict[s
         elif journalled.replaces and not capture.complete:
             done[journalled.stem] = _set_aside(listing, journalled)
         else:
-            dataset.add(journalled)
+            dataset.merge(listing)
             added.append(journalled)
         if count and not capture.complete and journalled.stem not in done:
             done[journalled.stem] = f"{capture.model}: listed {count} calls of a killed capture" + (

@@ -75,10 +75,15 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[
 
 
 def _write_at(descriptor: int, offset: int, pieces: list[memoryview]) -> None:
-    for piece in pieces:
-        while piece.nbytes:
-            written = plain_files.written(os.pwrite(descriptor, piece, offset))
-            piece, offset = piece[written:], offset + written
+    rest = pieces
+    while rest:
+        written = plain_files.written(os.pwritev(descriptor, rest, offset))
+        offset += written
+        while rest and written >= rest[0].nbytes:
+            written -= rest[0].nbytes
+            rest = rest[1:]
+        if written:
+            rest = [rest[0][written:], *rest[1:]]
 
 
 def _parts(tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> Iterator[bytes | memoryview]:
