@@ -109,6 +109,13 @@ def _parser() -> argparse.ArgumentParser:
     store.add_argument(
         "--out", default="captured_inputs", metavar="DIR", help="default: captured_inputs"
     )
+    store.add_argument(
+        "--rank",
+        type=natural,
+        metavar="N",
+        help="rank of this process: ranks share DIR (default: from the environment, as torchrun "
+        "sets it)",
+    )
     store.add_argument("--overwrite", action="store_true", help="replace this model's capture")
 
     store.add_argument(
@@ -157,12 +164,13 @@ def _capture(arguments: argparse.Namespace) -> int:
     from capture.cli.show import human_bytes
     from capture.errors import CaptureError
     from capture.recording.record import record
-    from capture.storage.target import Target, rank_name
+    from capture.storage.target import Target, current_rank, rank_name
 
     name = _capture_name(arguments.model)
     progress = Console(stderr=True)
     # A full-size model takes minutes to load, so fail early.
-    Target.check(arguments.out, rank_name(name), overwrite=arguments.overwrite)
+    rank = current_rank() if arguments.rank is None else arguments.rank
+    Target.check(arguments.out, rank_name(name, rank), overwrite=arguments.overwrite)
     with progress.status(Text(f"loading {arguments.model} …")):
         runnable = import_models().load(
             arguments.model,
@@ -191,6 +199,7 @@ def _capture(arguments: argparse.Namespace) -> int:
         modules=arguments.modules or runnable.sampled,
         weights=runnable.weights,
         seed=arguments.seed,
+        rank=rank,
         settings={"model": arguments.model, "given": given, **runnable.settings},
         max_bytes=arguments.max_bytes,
         buffer_bytes=arguments.buffer_bytes,

@@ -55,6 +55,8 @@ class Buffer:
     memory: Tensor
     """uint8, (bytes,)."""
     pinned: bool
+    for_pinned: bool = False
+    """Pinned, or used instead where memory cannot be pinned."""
     filled: torch.cuda.Event | None = None
     """When the last copy into it is over, if a GPU makes it."""
 
@@ -92,11 +94,11 @@ class BufferPool:
         began = time.perf_counter()
         with torch.inference_mode(False):  # else it could not be written to outside of one
             try:
-                buffer = Buffer(_allocate(nbytes, pinned=pinned), pinned)
+                buffer = Buffer(_allocate(nbytes, pinned=pinned), pinned, pinned)
             except (RuntimeError, OSError):
                 if not pinned:
                     raise
-                buffer = Buffer(_allocate(nbytes, pinned=False), False)
+                buffer = Buffer(_allocate(nbytes, pinned=False), False, for_pinned=True)
         self.allocation_seconds += time.perf_counter() - began
         self.nbytes += nbytes
         self._taken.add(buffer)
@@ -106,7 +108,7 @@ class BufferPool:
         """Make a buffer free again; small ones are not worth keeping."""
         self._taken.discard(buffer)
         if buffer.nbytes >= _LARGE:
-            self._free[buffer.nbytes, buffer.pinned].append(buffer)
+            self._free[buffer.nbytes, buffer.for_pinned].append(buffer)
         else:
             self.nbytes -= buffer.nbytes
 

@@ -19,7 +19,7 @@ from capture.recording.recording import Recording
 from capture.recording.sampling import PHASES, make_sampler
 from capture.recording.termination import before_termination
 from capture.storage.capture_record import CaptureRecord
-from capture.storage.target import Target, no_empty_directory, rank_name
+from capture.storage.target import Target, current_rank, no_empty_directory, rank_name
 
 
 @contextlib.contextmanager
@@ -35,6 +35,7 @@ def record(
     heads: Sequence[int] | None = None,
     weights: str | None = None,
     seed: int | None = None,
+    rank: int | None = None,
     settings: dict[str, Any] | None = None,
     max_bytes: int | None = None,
     buffer_bytes: int | None = None,
@@ -52,9 +53,8 @@ def record(
         module: what to watch: a `torch.nn.Module`, a diffusers pipeline, or a dict of name →
             module. Calls made elsewhere are counted but not stored.
         max: number of calls to store.
-        name: the capture's name in the dataset; by default the class name. In a process of several
-            ranks (`torch.distributed`, or the environment's RANK and WORLD_SIZE) `.rankN` follows,
-            so that all ranks can share a directory.
+        name: the capture's name in the dataset; by default the class name. With a rank, `.rankN`
+            follows, so that all ranks can share a directory.
         sample: `spread` over layers, steps, phases and shapes; the `first` ones; `every:N`, the
             first of every N; or `reservoir`, at random by `seed`, each with equal probability.
         modules: comma-separated globs of the module paths whose calls may be stored. By default a
@@ -65,6 +65,8 @@ def record(
         weights: a phrase saying which weights produced the values; by default the model's
             `name_or_path`, if it has one.
         seed: the seed of the run, stored for reference; also that of `reservoir`.
+        rank: the rank of this process, stored for reference. By default that of
+            `torch.distributed`, or the environment's RANK, if there are several.
         settings: what is needed to rebuild the run, stored in the manifest (plain JSON).
         max_bytes: limit on the total size of the stored calls.
         buffer_bytes: host memory for calls that wait to be written; when it is full, the model
@@ -79,7 +81,7 @@ def record(
         A `Recording` with live counts.
 
     Raises:
-        ValueError: `sample`, `phase`, `heads` or a limit is none.
+        ValueError: `sample`, `phase`, `heads`, `rank` or a limit is none.
         CaptureError: before the block begins: `out` is not writable or already contains a capture
             of that name, `settings` are not JSON, or no module matches.
         RuntimeError: another recording is active.
@@ -91,6 +93,10 @@ def record(
     """
     if phase is not None and phase not in PHASES:
         raise ValueError(f"phase must be {', '.join(PHASES)} or None, not {phase!r}")
+    if rank is None:
+        rank = current_rank()
+    elif rank < 0:
+        raise ValueError(f"rank must be at least 0, not {rank}")
     if heads is not None:
         heads = parse_ranges(",".join(map(str, heads)))
     roots = roots_of(module)
@@ -99,7 +105,7 @@ def record(
         modules = f"{main[0]},{main[0]}.*" if main else "*"
     capture = checked(
         CaptureRecord(
-            model=rank_name(name or type(module).__name__),
+            model=rank_name(name or type(module).__name__, rank),
             weights=weights or name_of_weights(module),
             settings=plain_settings(settings or {}),
             versions=versions(),
@@ -125,6 +131,7 @@ def record(
             target,
             capture,
             seed=seed,
+            rank=rank,
             keeps_output=output,
             heads=heads,
             buffer_bytes=default_buffer_bytes() if buffer_bytes is None else buffer_bytes,

@@ -32,7 +32,7 @@ from capture.recording.sampling import Place, Sampler
 from capture.recording.writer import Waiting, Writer
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.header import Header
-from capture.storage.target import Target, current_rank
+from capture.storage.target import Target
 
 _live: weakref.WeakSet[Recording] = weakref.WeakSet()
 
@@ -75,6 +75,7 @@ class Recording:
         capture: CaptureRecord,
         *,
         seed: int | None,
+        rank: int | None,
         keeps_output: bool,
         heads: Sequence[int] | None,
         buffer_bytes: int,
@@ -94,9 +95,9 @@ class Recording:
         """How long it took, after the model had returned, until everything was on the disk."""
         self.without_heads = 0
         """Calls that cannot be stored because there is no call of just the wanted heads."""
-        self._seed, self._keeps_output, self._heads = seed, keeps_output, heads
+        self._seed, self._rank = seed, rank
+        self._keeps_output, self._heads = keeps_output, heads
         self._durable = durable
-        self._rank = current_rank()
         self._tracker = tracker
         self._sampler = sampler
         self._target = target

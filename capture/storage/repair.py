@@ -38,7 +38,9 @@ def repair(directory: str | Path) -> list[str]:
                 dataset.save_manifest()
                 done.append(f"wrote {directory / MANIFEST} anew: {before.note}")
     except OSError as error:
-        raise DatasetError(f"cannot repair {directory}: {error}") from error
+        raise DatasetError(
+            f"cannot repair {directory}: {error.filename or directory}: {error.strerror or error}"
+        ) from error
     return done
 
 

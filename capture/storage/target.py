@@ -104,9 +104,10 @@ class Target:
             with locked(self.directory):
                 told = finish(self.directory, ended=self._journal.stem)
         except (OSError, DatasetError) as error:
+            reason = (error.strerror if isinstance(error, OSError) else None) or error
             problems.append(
-                f"could not write the manifest ({error}): once that is mended, list the calls with "
-                f"`capture --repair {self.directory}`"
+                f"could not write the manifest ({reason}): once that is mended, list the calls "
+                f"with `capture --repair {self.directory}`"
             )
         else:
             if self._replaced and self._journal.stem in told:
@@ -175,9 +176,8 @@ def current_rank() -> int | None:
     return rank if ranks > 1 else None
 
 
-def rank_name(name: str) -> str:
-    """Return the capture's name in this process: with its rank, if there are several."""
-    rank = current_rank()
+def rank_name(name: str, rank: int | None) -> str:
+    """Return the name of a rank's capture; of the only process, the name itself."""
     return name if rank is None else f"{name}.rank{rank}"
 
 

@@ -371,8 +371,12 @@ def _from_toml(path: Path) -> dict[str, str]:
         import tomli as tomllib
     try:
         data: dict[str, Any] = tomllib.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise WorkerError(f"{path}: {error}") from error
+    except OSError as error:
+        raise WorkerError(
+            f"cannot read {path} ({error.strerror}): give --env-file a TOML file"
+        ) from error
+    except ValueError as error:
+        raise WorkerError(f"{path} is not TOML: {error}") from error
     table = data.get("environments")
     if not isinstance(table, dict) or not all(isinstance(value, str) for value in table.values()):
         raise WorkerError(f'{path}: needs [environments] with lines name = "path/to/python"')

@@ -498,3 +498,14 @@ def test_workers_of_a_data_loader_leave_the_recording_alone(tmp_path: Path) -> N
     assert kept_in(tmp_path) == recording.kept == recording.seen == 4
     assert [output[0, 0, 0, 0].item() for output in outputs] == [0.0, 1.0, 2.0, 3.0]
     assert load(tmp_path).captures[0].complete
+
+
+def test_ranks_that_are_given_share_a_directory(tmp_path: Path) -> None:
+    model = Model()
+    for rank in (3, 0):
+        with record(model, tmp_path, name="model", rank=rank):
+            model(STATES)
+    origins = [(call.origin.model, call.origin.rank) for call in load(tmp_path)]
+    assert sorted(origins) == [("model.rank0", 0), ("model.rank3", 3)]
+    with pytest.raises(ValueError, match="rank must be at least 0, not -1"), record(model, rank=-1):
+        pass

@@ -109,6 +109,7 @@ def test_help_answers_without_torch(start_python: Start, tmp_path: Path) -> None
             ["--sample", "random"],
             "must be spread, first, every:N or reservoir (N at least 1), not 'random'",
         ),
+        (["--rank", "-1", "--model", "llama"], "must be an integer of at least 0, not -1"),
         (["--modle", "llama"], "unrecognized arguments: --modle"),
         (["--show", "a", "--verify", "b"], "--show and --verify are different jobs"),
         (["--model", "llama", "--show", "a"], "--model and --show are different jobs"),
@@ -181,6 +182,9 @@ def test_a_user_s_function_and_the_same_name_twice(
     code, _, _ = run_cli(*command, "--overwrite", "--no-output", "--sample", "first")
     assert code == 0
     assert [call.output for call in load(out)] == [None] * 3
+    code, _, _ = run_cli(*command, "--rank", "5")
+    assert code == 0
+    assert [call.origin.rank for call in load(out)] == [None] * 3 + [5] * 3
 
 
 def test_a_model_that_changes_the_directory(

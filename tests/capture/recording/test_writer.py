@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from capture.call import AttentionCall
+from capture.recording import memory
 from capture.recording.copies import HostCopier, stored_bytes
 from capture.recording.writer import Waiting, Writer
 from capture.storage import call_file
@@ -182,3 +184,18 @@ def test_values_are_those_of_the_moment(wanted: Callable[..., Wanted], tmp_path:
     to.writer.close()
     loaded = FileEntry.read(to.writer.path(0)).load()
     assert all(torch.equal(loaded.tensors()[name], tensor) for name, tensor in before.items())
+
+
+def test_memory_that_could_not_be_pinned_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def allocate(nbytes: int, *, pinned: bool) -> Tensor:
+        if pinned:
+            raise RuntimeError("nothing more can be pinned")
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(memory, "_allocate", allocate)
+    pool, size = memory.BufferPool(), 1 << 20
+    buffer = pool.take(size, pinned=True, limit=4 * size)
+    assert not buffer.pinned
+    pool.give_back(buffer)
+    assert pool.take(size, pinned=True, limit=4 * size) is buffer
+    assert pool.take(size, pinned=False, limit=4 * size) is not buffer

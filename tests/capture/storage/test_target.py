@@ -17,7 +17,7 @@ from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import MANIFEST
 from capture.storage.journal import Journal
 from capture.storage.repair import repair
-from capture.storage.target import Target, rank_name, slug
+from capture.storage.target import Target, current_rank, rank_name, slug
 
 MakeCall = Callable[..., AttentionCall]
 
@@ -193,4 +193,4 @@ def test_a_rank_has_a_capture_of_its_own(
 ) -> None:
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", ranks)
-    assert rank_name("model") == expected
+    assert rank_name("model", current_rank()) == expected

@@ -264,8 +264,8 @@ def test_interpreters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ([], "environments = 3", r"needs \[environments\] with lines"),
         ([], "[environments]\nfa4 = 3", r"needs \[environments\] with lines"),
         ([], "[elsewhere]\nfa4 = 'x'", r"needs \[environments\] with lines"),
-        ([], "not TOML", r"kernels.toml: "),
-        ([], None, "kernels.toml: .*No such file"),
+        ([], "not TOML", r"kernels.toml is not TOML: "),
+        ([], None, r"^cannot read .*kernels.toml \(No such file or directory\): give --env-file"),
     ],
 )
 def test_interpreters_that_are_not_as_they_should_be(
@@ -276,6 +276,11 @@ def test_interpreters_that_are_not_as_they_should_be(
         file.write_text(text)
     with pytest.raises(WorkerError, match=sentence):
         interpreters(options, None if text == "" else str(file))
+
+
+def test_a_directory_is_no_file_of_interpreters(tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match=r"^cannot read .* \(Is a directory\): give --env-file"):
+        interpreters([], str(tmp_path))
 
 
 def test_kernels_run_where_their_library_is() -> None:
