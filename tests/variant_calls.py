@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from capture.call import AttentionCall
@@ -48,3 +50,52 @@ CALLS: dict[str, AttentionCall] = {
         variant=Variant(bottom_right=True),
     ),
 }
+
+
+def _calls(head_dim: int, dtype: torch.dtype) -> dict[str, AttentionCall]:
+    sizes = {"head_dim": head_dim, "dtype": dtype, "q_heads": 4, "kv_heads": 2}
+    even = torch.tensor([0, 5, 16]).int()
+    packed = {"q_len": 16, "kv_len": 24, "cu_seqlens_q": LENGTHS_Q, "cu_seqlens_k": LENGTHS_K}
+    same = {"q_len": 16, "kv_len": 16, "cu_seqlens_q": even, "cu_seqlens_k": even.clone()}
+    lengths = {"batch": 2, "kv_len": 40, "seqused_k": torch.tensor([17, 40]).int()}
+    mask = torch.arange(16) < torch.tensor([[5], [16]])
+    padded = {"batch": 2, "kv_len": 16, "attn_mask": mask[:, None, None]}
+    bottom_right = Variant(bottom_right=True)
+    left = Variant(window=(4, None), bottom_right=True)
+    sinks = {"sinks": normal(4, seed=7, dtype=torch.bfloat16)}
+    asked: dict[str, dict[str, Any]] = {
+        "bottom right": {"q_len": 9, "kv_len": 21, "is_causal": True, "variant": bottom_right},
+        "bottom right, batch": {"batch": 2, "is_causal": True, "variant": bottom_right},
+        "bottom right, decode": {"q_len": 1, "is_causal": True, "variant": bottom_right},
+        "top left": {"is_causal": True, "variant": Variant(softcap=2.0)},
+        "window, causal": {"q_len": 16, "kv_len": 16, "is_causal": True, "variant": left},
+        "window, causal, longer keys": {"is_causal": True, "variant": left},
+        "window, decode": {"q_len": 1, "kv_len": 21, "is_causal": True, "variant": left},
+        "window, left": {"variant": left},
+        "window, both ways": {"variant": Variant(window=(3, 2), bottom_right=True)},
+        "window, left and none after": {"variant": Variant(window=(3, 0), bottom_right=True)},
+        "window, top left": {"variant": Variant(window=(3, 2))},
+        "window, padded": {**padded, "variant": left},
+        "soft cap, padded": {**padded, "variant": Variant(softcap=0.5)},
+        "soft cap": {"variant": Variant(softcap=0.5)},
+        "soft cap, scale, batch": {"batch": 2, "scale": 0.3, "variant": Variant(softcap=2.0)},
+        "soft cap, decode": {"q_len": 1, "variant": Variant(softcap=0.5)},
+        "sinks": sinks,
+        "sinks, window": {**sinks, "is_causal": True, "variant": left},
+        "packed": packed,
+        "packed, bottom right": {**packed, "is_causal": True, "variant": bottom_right},
+        "packed, top left": {**packed, "is_causal": True},
+        "packed, even": {**same, "is_causal": True},
+        "packed, window": {**packed, "is_causal": True, "variant": left},
+        "packed, soft cap": {**packed, "variant": Variant(softcap=0.5, max_seqlen_q=11)},
+        "packed, key lengths": {**packed, "seqused_k": torch.tensor([7, 15]).int()},
+        "key lengths": lengths,
+        "key lengths, decode": {**lengths, "q_len": 1},
+        "key lengths, bottom right": {**lengths, "is_causal": True, "variant": bottom_right},
+        "key lengths, window": {**lengths, "is_causal": True, "variant": left},
+    }
+    return {kind: random_call(**{**sizes, **changes}) for kind, changes in asked.items()}
+
+
+LIBRARY_CALLS = _calls(64, torch.float16)
+"""In half precision, for kernels of other libraries; some are aligned as none of them is."""

@@ -68,13 +68,50 @@ def mask_shared_by_heads(call: AnyCall) -> str | None:
 
 
 def causal_only_square(call: AnyCall) -> str | None:
-    """SDPA's causal mask is aligned top left, that of nearly every other library bottom right."""
-    if not call.is_causal or call.query.shape[2] == call.key.shape[2]:
+    """For kernels whose diagonal ends bottom right, as that of nearly every library but SDPA.
+
+    A call aligned top left is the same where there are as many queries as keys. Comparing packed
+    lengths waits for the GPU.
+    """
+    variant = call.variant
+    if variant.bottom_right or not (call.is_causal or variant.window != (None, None)):
         return None
-    return (
-        f"causal with {call.query.shape[2]} queries and {call.key.shape[2]} keys: "
-        "its mask is aligned bottom right, SDPA's top left"
-    )
+    what = "causal" if call.is_causal else "a window"
+    if call.seqused_k is not None:
+        lengths = "a number of valid keys per sequence"
+    elif call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
+        same = call.cu_seqlens_q is call.cu_seqlens_k
+        if same or torch.equal(call.cu_seqlens_q, call.cu_seqlens_k):
+            return None
+        lengths = "packed queries and keys of other lengths"
+    elif call.query.shape[2] == call.key.shape[2]:
+        return None
+    else:
+        lengths = f"{call.query.shape[2]} queries and {call.key.shape[2]} keys"
+    return f"{what} with {lengths}: its mask is aligned bottom right, SDPA's top left"
+
+
+def window_only_square(call: AnyCall) -> str | None:
+    """For kernels with causal masks of both alignments, and all else bottom right."""
+    is_plain = call.variant.window == (None, None) and call.cu_seqlens_q is None
+    return None if is_plain else causal_only_square(call)
+
+
+def mask_alone(call: AnyCall) -> str | None:
+    """For kernels that turn a mask into lengths, or windows and lengths into a mask."""
+    if call.attn_mask is None:
+        return None
+    if not {"window", "packed", "key-lengths"}.intersection(call.features):
+        return None
+    return "attn_mask beside a window or lengths of sequences"
+
+
+def left_window_only(call: AnyCall) -> str | None:
+    """For kernels that count the keys before the diagonal and end after it, or nowhere."""
+    _, right = call.variant.window
+    if not right or call.is_causal:
+        return None
+    return f"a window to {right} keys after the query: none or all that follow"
 
 
 def no_gqa(call: AttentionCall) -> str | None:
@@ -240,15 +277,27 @@ def needs_mask(call: AnyCall) -> str | None:
     return None if call.attn_mask is not None else "for padded batches: this call has no attn_mask"
 
 
+def needs_lengths(call: AnyCall) -> str | None:
+    """For variable-length kernels that take padded and packed batches and lengths of keys."""
+    given = (call.attn_mask, call.cu_seqlens_q, call.seqused_k)
+    if all(each is None for each in given):
+        return "for sequences of different lengths: this call has no attn_mask, and is not packed"
+    return None
+
+
 ASKED_AT_EVERY_CALL: tuple[Callable[[AnyCall], str | None], ...] = (
     no_dropout,
     no_mask,
     needs_mask,
+    needs_lengths,
     mask_or_causal,
     bool_mask_only,
     mask_shared_by_heads,
     no_causal,
+    mask_alone,
     causal_only_square,
+    window_only_square,
+    left_window_only,
     default_scale,
 )
 """Arguments that a kernel would ignore or read in another way. Each looks at no tensor's values."""

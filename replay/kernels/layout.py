@@ -28,6 +28,11 @@ def in_layout(call: AnyCall, layout: Callable[[Tensor], Tensor]) -> Arguments:
         call.is_causal,
         call.scale,
         call.enable_gqa,
+        call.sinks,
+        call.cu_seqlens_q,
+        call.cu_seqlens_k,
+        call.seqused_k,
+        call.variant,
     )
 
 
@@ -78,34 +83,68 @@ def padding_keys(call: AnyCall) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Packed:
-    """A padded batch without its padding: THD tensors and where each batch element begins."""
+    """Sequences one after another: THD tensors and where each begins.
+
+    A packed call as it is, a padded batch without its padding, or a batch whose sequences have as
+    many keys as `seqused_k` says.
+    """
 
     query_THD: Tensor
     key_THD: Tensor
     value_THD: Tensor
     q_offsets: Tensor
-    """(B + 1,) int32, as FlashAttention's `cu_seqlens_q`."""
+    """(N + 1,) int32, as FlashAttention's `cu_seqlens_q`."""
     k_offsets: Tensor
     longest_query: int
     longest_key: int
     batch: int
+    """Batch elements of the call; 1 of a packed one, whatever N is."""
+    seqused_k: Tensor | None = None
 
     @classmethod
     def of(cls, call: AnyCall) -> Packed:
-        """A call under a padding mask, packed.
+        """A packed call, or one with a padding mask or lengths of keys, packed.
 
         SDPA answers every query, those of padding tokens too, so only keys and values are packed.
-        Finding the lengths waits for the GPU once, as it does in every model that does this.
+        Finding lengths that nobody stated waits for the GPU once, as in every model that does this.
         """
-        keys = padding_keys(call)
-        assert keys is not None, "a call without a mask has no padding"
+        if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
+            longest_q, longest_k = call.variant.max_seqlen_q, call.variant.max_seqlen_k
+            return cls(
+                _thd(call.query),
+                _thd(call.key),
+                _thd(call.value),
+                call.cu_seqlens_q,
+                call.cu_seqlens_k,
+                int(call.cu_seqlens_q.diff().max()) if longest_q is None else longest_q,
+                int(call.cu_seqlens_k.diff().max()) if longest_k is None else longest_k,
+                1,
+                call.seqused_k,
+            )
         batch, _, q_len, _ = call.query.shape
+        q_offsets = _even_offsets(batch, q_len, call.query.device)
+        query = _thd(call.query)
+        if call.seqused_k is not None:
+            kv_len = call.key.shape[2]
+            return cls(
+                query,
+                _thd(call.key),
+                _thd(call.value),
+                q_offsets,
+                _even_offsets(batch, kv_len, call.query.device),
+                q_len,
+                kv_len,
+                batch,
+                call.seqused_k,
+            )
+        keys = padding_keys(call)
+        assert keys is not None, "a call without lengths has no padding"
         lengths = keys.sum(dim=1, dtype=torch.int32)
         return cls(
-            call.query.transpose(1, 2).flatten(0, 1),
+            query,
             call.key.transpose(1, 2)[keys],
             call.value.transpose(1, 2)[keys],
-            torch.arange(batch + 1, dtype=torch.int32, device=keys.device) * q_len,
+            q_offsets,
             torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)),
             q_len,
             int(lengths.max()),
@@ -114,4 +153,25 @@ class Packed:
 
     def unpack(self, output_THD: Tensor) -> Tensor:
         """The output as (B, H, S, D)."""
-        return output_THD.unflatten(0, (self.batch, self.longest_query)).transpose(1, 2)
+        return output_THD.unflatten(0, (self.batch, -1)).transpose(1, 2)
+
+
+def on_packed(
+    run: Callable[[AnyCall, Packed], Tensor],
+) -> Callable[[AnyCall], Callable[[], Tensor]]:
+    """The core of a function that takes and returns THD."""
+
+    def prepare(call: AnyCall) -> Callable[[], Tensor]:
+        packed = Packed.of(call)
+        return lambda: packed.unpack(run(call, packed))
+
+    return prepare
+
+
+def _thd(tensor_BHSD: Tensor) -> Tensor:
+    """A view where the memory allows it."""
+    return unit_stride(tensor_BHSD).transpose(1, 2).flatten(0, 1)
+
+
+def _even_offsets(batch: int, length: int, device: torch.device) -> Tensor:
+    return torch.arange(batch + 1, dtype=torch.int32, device=device) * length

@@ -1,8 +1,9 @@
 """FlashAttention 2: the package `flash-attn` (`flash_attn.flash_attn_func` and its siblings).
 
-It takes BSHD, fewer key heads than query heads, a scale, and a causal mask aligned bottom right
-(SDPA's is top left, so causal calls need as many queries as keys). It takes no mask; `fa2-varlen`
-and `fa2-kvcache` serve those that only hide padding.
+It takes BSHD, fewer key heads than query heads, a scale, a window, a soft cap, and a causal mask
+aligned bottom right (SDPA's is top left, so its causal calls need as many queries as keys). It
+takes no mask: `fa2-varlen` and `fa2-kvcache` serve those that only hide padding, and `fa2-varlen`
+packed sequences, `fa2-kvcache` lengths of keys.
 """
 
 from __future__ import annotations
@@ -20,21 +21,24 @@ from replay.kernels.constraints import (
     causal_only_square,
     decode_only,
     half_precision,
+    mask_alone,
     mask_or_causal,
     max_head_dim,
     multiple_of_8,
-    needs_mask,
+    needs_lengths,
     no_dropout,
     no_mask,
     padding_mask_only,
     same_value_dim,
 )
+from replay.kernels.flash_attention import KNOWN, options, varlen_arguments
 from replay.kernels.layout import (
     Packed,
     bshd,
     contiguous_bshd,
     in_layout,
     on_bshd,
+    on_packed,
     padding_keys,
 )
 from replay.kernels.library import Library
@@ -52,34 +56,21 @@ _limits = (no_dropout, half_precision, same_value_dim, max_head_dim(256), multip
 
 
 def _run(call: Arguments) -> Tensor:
-    return LIBRARY.load().flash_attn_func(
-        call.query, call.key, call.value, softmax_scale=call.scale, causal=call.is_causal
-    )
+    return LIBRARY.load().flash_attn_func(call.query, call.key, call.value, **options(call))
 
 
-def _prepare_varlen(call: AnyCall) -> Callable[[], Tensor]:
-    """`flash_attn_varlen_func` on a padded batch, packed."""
-    packed = Packed.of(call)
+def _run_varlen(call: AnyCall, packed: Packed) -> Tensor:
+    return LIBRARY.load().flash_attn_varlen_func(**varlen_arguments(call, packed))
 
-    def run() -> Tensor:
-        output = LIBRARY.load().flash_attn_varlen_func(
-            packed.query_THD,
-            packed.key_THD,
-            packed.value_THD,
-            packed.q_offsets,
-            packed.k_offsets,
-            packed.longest_query,
-            packed.longest_key,
-            softmax_scale=call.scale,
-            causal=False,
-        )
-        return packed.unpack(output)
 
-    return run
+def _one_query_or_lengths(call: AttentionCall) -> str | None:
+    return None if call.seqused_k is not None else decode_only(call)
 
 
 def _key_limits(call: AnyCall) -> dict[str, Tensor]:
     """Where the keys of each batch element begin and end."""
+    if call.seqused_k is not None:
+        return {"cache_seqlens": call.seqused_k}
     keys = padding_keys(call)
     if keys is None:
         return {}
@@ -89,14 +80,9 @@ def _key_limits(call: AnyCall) -> dict[str, Tensor]:
 
 
 def _run_cached(call: Arguments, key_limits: dict[str, Tensor]) -> Tensor:
-    """`flash_attn_with_kvcache`: one new query over a cache, split over keys."""
+    """`flash_attn_with_kvcache`: a few new queries over a cache, split over keys."""
     output = LIBRARY.load().flash_attn_with_kvcache(
-        call.query,
-        call.key,
-        call.value,
-        softmax_scale=call.scale,
-        causal=call.is_causal,
-        **key_limits,
+        call.query, call.key, call.value, **options(call), **key_limits
     )
     return output.transpose(1, 2)
 
@@ -111,6 +97,7 @@ def _prepare_cached(call: AttentionCall) -> Callable[[], Tensor]:
 
 
 _attend, _prepare = on_bshd(_run)
+_prepare_varlen = on_packed(_run_varlen)
 register(
     adapt(
         "fa2",
@@ -119,6 +106,7 @@ register(
         (*_limits, no_mask, causal_only_square),
         "FlashAttention 2",
         prepare=_prepare,
+        features=KNOWN,
     )
 )
 register(
@@ -126,9 +114,17 @@ register(
         "fa2-varlen",
         LIBRARY,
         at_once(_prepare_varlen),
-        (*_limits, mask_or_causal, needs_mask, padding_mask_only),
-        "FlashAttention 2 on a padded batch, packed by its padding mask",
+        (
+            *_limits,
+            mask_or_causal,
+            mask_alone,
+            needs_lengths,
+            padding_mask_only,
+            causal_only_square,
+        ),
+        "FlashAttention 2 on packed sequences, and on padded batches, packed by their mask",
         prepare=_prepare_varlen,
+        features=(*KNOWN, "packed"),
     )
 )
 register(
@@ -136,8 +132,16 @@ register(
         "fa2-kvcache",
         LIBRARY,
         _attend_cached,
-        (*_limits, decode_only, mask_or_causal, causal_only_square, padding_mask_only),
+        (
+            *_limits,
+            _one_query_or_lengths,
+            mask_or_causal,
+            mask_alone,
+            causal_only_square,
+            padding_mask_only,
+        ),
         "FlashAttention 2's decode over a key/value cache",
         prepare=_prepare_cached,
+        features=(*KNOWN, "key-lengths"),
     )
 )

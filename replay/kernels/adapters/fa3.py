@@ -1,5 +1,8 @@
 """FlashAttention 3: the module `flash_attn_interface`, built from `hopper/` of its repository.
 
+Beyond SDPA it knows the bottom-right diagonal, windows and soft caps; `fa3-varlen` packed sequences
+and lengths of keys; `fa3-kvcache` lengths of keys.
+
 `fa3-fp8` quantises query, key and value to float8_e4m3fn, with one scale for every batch element
 and key head (the shape its `q_descale`, `k_descale` and `v_descale` have). The drop-in includes
 that; the core does not. Its output is bfloat16, converted here to the dtype that SDPA would return.
@@ -8,24 +11,31 @@ that; the core does not. Its output is bfloat16, converted here to the dtype tha
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from capture.call import AttentionCall
 from capture.hooks.interceptor import Arguments
-from replay.kernels.adapter import adapt
+from replay.kernels.adapter import adapt, at_once
 from replay.kernels.constraints import (
     AnyCall,
     causal_only_square,
     half_precision,
     head_dim_multiple_of,
+    mask_alone,
+    mask_or_causal,
     max_head_dim,
     multiple_of_8,
+    needs_lengths,
     no_dropout,
     no_mask,
+    padding_mask_only,
     same_value_dim,
 )
-from replay.kernels.layout import bshd, in_layout, on_bshd
+from replay.kernels.flash_attention import KNOWN, options, output_of, varlen_arguments
+from replay.kernels.layout import Packed, bshd, in_layout, on_bshd, on_packed
 from replay.kernels.library import Library
 from replay.kernels.registry import register
 
@@ -42,15 +52,30 @@ LIBRARY = Library(
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = torch.finfo(FP8).max
 
-_limits = (no_dropout, half_precision, same_value_dim, max_head_dim(256), no_mask)
+_limits = (no_dropout, half_precision, same_value_dim, max_head_dim(256))
 
 
 def _run(call: Arguments, **descale: Tensor) -> Tensor:
-    output = LIBRARY.load().flash_attn_func(
-        call.query, call.key, call.value, softmax_scale=call.scale, causal=call.is_causal, **descale
-    )
     # Before 3.0.0b1's last months it returned the log-sum-exp too.
-    return output[0] if isinstance(output, tuple) else output
+    return output_of(
+        LIBRARY.load().flash_attn_func(call.query, call.key, call.value, **options(call), **descale)
+    )
+
+
+def _run_varlen(call: AnyCall, packed: Packed) -> Tensor:
+    return output_of(LIBRARY.load().flash_attn_varlen_func(**varlen_arguments(call, packed)))
+
+
+def _run_cached(call: Arguments) -> Tensor:
+    return output_of(
+        LIBRARY.load().flash_attn_with_kvcache(
+            call.query, call.key, call.value, cache_seqlens=call.seqused_k, **options(call)
+        )
+    )
+
+
+def _needs_key_lengths(call: AttentionCall) -> str | None:
+    return None if call.seqused_k is not None else "for caches: this call's keys are all valid"
 
 
 def quantise(tensor_BSHD: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
@@ -83,9 +108,10 @@ register(
         "fa3",
         LIBRARY,
         _attend,
-        (*_limits, multiple_of_8, causal_only_square),
+        (*_limits, no_mask, multiple_of_8, causal_only_square),
         "FlashAttention 3 (Hopper)",
         prepare=_prepare,
+        features=KNOWN,
     )
 )
 register(
@@ -93,9 +119,42 @@ register(
         "fa3-fp8",
         LIBRARY,
         _attend_fp8,
-        (*_limits, head_dim_multiple_of(16), causal_only_square),
+        (*_limits, no_mask, head_dim_multiple_of(16), causal_only_square),
         "FlashAttention 3 in float8, a scale for each batch element and key head",
         prepare=_prepare_fp8,
         accuracy_class="quantised",
+        features=KNOWN,
+    )
+)
+_prepare_varlen = on_packed(_run_varlen)
+register(
+    adapt(
+        "fa3-varlen",
+        replace(LIBRARY, functions=("flash_attn_varlen_func",)),
+        at_once(_prepare_varlen),
+        (
+            *_limits,
+            multiple_of_8,
+            mask_or_causal,
+            mask_alone,
+            needs_lengths,
+            padding_mask_only,
+            causal_only_square,
+        ),
+        "FlashAttention 3 on packed sequences, and on padded batches, packed by their mask",
+        prepare=_prepare_varlen,
+        features=(*KNOWN, "packed", "key-lengths"),
+    )
+)
+_attend_cached, _prepare_cached = on_bshd(_run_cached)
+register(
+    adapt(
+        "fa3-kvcache",
+        replace(LIBRARY, functions=("flash_attn_with_kvcache",)),
+        _attend_cached,
+        (*_limits, no_mask, multiple_of_8, _needs_key_lengths, causal_only_square),
+        "FlashAttention 3's decode over a key/value cache",
+        prepare=_prepare_cached,
+        features=(*KNOWN, "key-lengths"),
     )
 )

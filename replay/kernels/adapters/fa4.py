@@ -2,31 +2,42 @@
 
 Its fourth positional argument is not the scale, so everything is passed by keyword; it returns the
 output and the log-sum-exp. It compiles a kernel at the first call of each kind. Masks would have to
-be functions of indices (`mask_mod`), which a recorded mask is not.
+be functions of indices (`mask_mod`), which a recorded mask is not. Sinks are bfloat16 there: calls
+with others are refused rather than rounded.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
 from capture.hooks.interceptor import Arguments
-from replay.kernels.adapter import adapt
+from capture.storage.header import dtype_name
+from replay.kernels.adapter import adapt, at_once
 from replay.kernels.constraints import (
+    AnyCall,
     causal_only_square,
     half_precision,
+    mask_alone,
+    mask_or_causal,
     max_head_dim,
     multiple_of_8,
+    needs_lengths,
     no_dropout,
     no_mask,
+    padding_mask_only,
 )
-from replay.kernels.layout import on_bshd
+from replay.kernels.flash_attention import KNOWN, options, output_of, varlen_arguments
+from replay.kernels.layout import Packed, on_bshd, on_packed
 from replay.kernels.library import Library
 from replay.kernels.registry import register
 
@@ -63,9 +74,9 @@ def _load() -> ModuleType:
     return LIBRARY.load()
 
 
-def _unavailable(device: torch.device) -> str | None:
+def _unavailable(library: Library, device: torch.device) -> str | None:
     find_cutlass()
-    return LIBRARY.unavailable(device)
+    return library.unavailable(device)
 
 
 def _head_dims(call: AttentionCall) -> str | None:
@@ -77,22 +88,65 @@ def _head_dims(call: AttentionCall) -> str | None:
     return max_head_dim(256)(call)
 
 
+def _bfloat16_sinks(call: AnyCall) -> str | None:
+    if call.sinks is None or call.sinks.dtype == torch.bfloat16:
+        return None
+    return f"takes bfloat16 sinks only, not {dtype_name(call.sinks.dtype)}"
+
+
+def _sinks(call: AnyCall) -> dict[str, Any]:
+    return {} if call.sinks is None else {"learnable_sink": call.sinks}
+
+
 def _run(call: Arguments) -> Tensor:
-    output = _load().flash_attn_func(
-        q=call.query, k=call.key, v=call.value, softmax_scale=call.scale, causal=call.is_causal
+    return output_of(
+        _load().flash_attn_func(
+            q=call.query,
+            k=call.key,
+            v=call.value,
+            **options(call, unlimited=None),
+            **_sinks(call),
+        )
     )
-    return output[0] if isinstance(output, tuple) else output
 
 
+def _run_varlen(call: AnyCall, packed: Packed) -> Tensor:
+    arguments = varlen_arguments(call, packed, unlimited=None)
+    return output_of(_load().flash_attn_varlen_func(**arguments, **_sinks(call)))
+
+
+_limits = (no_dropout, half_precision, multiple_of_8, _head_dims, _bfloat16_sinks)
 _attend, _prepare = on_bshd(_run)
 register(
     adapt(
         "fa4",
         LIBRARY,
         _attend,
-        (no_dropout, half_precision, no_mask, causal_only_square, multiple_of_8, _head_dims),
+        (*_limits, no_mask, causal_only_square),
         "FlashAttention 4 (CuTe DSL)",
         prepare=_prepare,
-        unavailable=_unavailable,
+        unavailable=partial(_unavailable, LIBRARY),
+        features=(*KNOWN, "sinks"),
+    )
+)
+_VARLEN = replace(LIBRARY, functions=("flash_attn_varlen_func",))
+_prepare_varlen = on_packed(_run_varlen)
+register(
+    adapt(
+        "fa4-varlen",
+        _VARLEN,
+        at_once(_prepare_varlen),
+        (
+            *_limits,
+            mask_or_causal,
+            mask_alone,
+            needs_lengths,
+            padding_mask_only,
+            causal_only_square,
+        ),
+        "FlashAttention 4 on packed sequences, and on padded batches, packed by their mask",
+        prepare=_prepare_varlen,
+        unavailable=partial(_unavailable, _VARLEN),
+        features=(*KNOWN, "sinks", "packed", "key-lengths"),
     )
 )

@@ -7,8 +7,11 @@ drop-in is plan and run, as for a call that stands alone; the core is run, as fo
 of a model, which share one plan. Decode goes through `BatchDecodeWithPagedKVCacheWrapper`: SDPA's
 key and value are first copied into pages, which the drop-in counts and the core does not.
 
-A bool mask shared by the heads is passed to the FA2 kernels; FA3 takes none. Causal is aligned
-bottom right. Every kind of call is compiled (nvcc, ninja) when it first occurs.
+A bool mask shared by the heads is passed to the FA2 kernels, unless there is a window; FA3 takes
+none. Causal is aligned bottom right, and so are windows, which are counted to the left. Packed
+sequences go through the ragged wrapper as they are; decode takes lengths of keys. Sinks belong to a
+wrapper of their own, over pages, which is not called here. Every kind of call is compiled (nvcc,
+ninja) when it first occurs.
 """
 
 from __future__ import annotations
@@ -32,13 +35,15 @@ from replay.kernels.constraints import (
     decode_only,
     half_precision,
     head_dims,
+    left_window_only,
+    mask_alone,
     mask_or_causal,
     mask_shared_by_heads,
     no_dropout,
     no_mask,
     same_value_dim,
 )
-from replay.kernels.layout import in_layout, unit_stride
+from replay.kernels.layout import Packed, in_layout, unit_stride
 from replay.kernels.library import Library
 from replay.kernels.pages import DEFAULT_PAGE_SIZE, check_page_size
 from replay.kernels.registry import Kernel, register
@@ -58,6 +63,17 @@ WORKSPACE_BYTES = 128 * 2**20
 """What FlashInfer recommends."""
 
 _limits = (no_dropout, half_precision, same_value_dim, head_dims(64, 128, 256))
+
+
+_KNOWN = ("bottom-right", "window", "softcap")
+
+
+def _queries_within_keys(call: AnyCall) -> str | None:
+    """It refuses a bottom-right causal call in which the first queries see no key."""
+    q_len, kv_len = call.query.shape[2], call.key.shape[2]
+    if call.cu_seqlens_q is not None or q_len <= kv_len or not _options(call)["causal"]:
+        return None
+    return f"causal with more queries ({q_len}) than keys ({kv_len})"
 
 
 @functools.lru_cache(maxsize=2)
@@ -96,34 +112,45 @@ def _whole_mask(call: AnyCall) -> Tensor | None:
     return mask[:, 0].expand(call.query.shape[0], call.query.shape[2], call.key.shape[2])
 
 
+def _options(call: AnyCall) -> dict[str, Any]:
+    """What `plan` and the function for one sequence take by the same names."""
+    left, right = call.variant.window
+    found: dict[str, Any] = {"causal": call.is_causal or right == 0, "sm_scale": call.scale}
+    return found | _window_and_cap(left, call.variant.softcap)
+
+
+def _window_and_cap(left: int | None, softcap: float | None) -> dict[str, Any]:
+    found: dict[str, Any] = {} if left is None else {"window_left": left}
+    return found if softcap is None else {**found, "logits_soft_cap": softcap}
+
+
 def _single(call: Arguments, backend: str, **mask: Tensor) -> Tensor:
     """`call` has tensors (S, H, D)."""
     output = LIBRARY.load().single_prefill_with_kv_cache(
         call.query,
         call.key,
         call.value,
-        causal=call.is_causal,
         kv_layout="NHD",
-        sm_scale=call.scale,
         backend=backend,
+        **_options(call),
         **mask,
     )
     return output.transpose(0, 1)[None]
 
 
-def _plan(wrapper: Any, call: AnyCall) -> None:
+def _plan(wrapper: Any, call: AnyCall, packed: Packed | None) -> None:
     """Plan a ragged prefill."""
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = call.query.shape, call.key.shape
     mask = _whole_mask(call)
+    device = call.query.device
     wrapper.plan(
-        _offsets(batch, q_len, call.query.device),
-        _offsets(batch, kv_len, call.query.device),
+        _offsets(batch, q_len, device) if packed is None else packed.q_offsets,
+        _offsets(batch, kv_len, device) if packed is None else packed.k_offsets,
         heads,
         kv_heads,
         head_dim,
-        causal=call.is_causal,
-        sm_scale=call.scale,
         q_data_type=call.query.dtype,
+        **_options(call),
         **({} if mask is None else {"custom_mask": mask.flatten()}),
     )
 
@@ -135,27 +162,32 @@ def _unflat(output: Tensor, batch: int) -> Tensor:
 RAGGED = "BatchPrefillWithRaggedKVCacheWrapper"
 
 
+def _packed(call: AnyCall) -> Packed | None:
+    return None if call.cu_seqlens_q is None else Packed.of(call)
+
+
 def _prefill(call: Arguments, backend: str) -> Tensor:
-    batch, flat = call.query.shape[0], in_layout(call, _flat)
-    if batch > 1:
+    batch, flat, packed = call.query.shape[0], in_layout(call, _flat), _packed(call)
+    if batch > 1 or packed is not None:
         wrapper = _wrapper(RAGGED, call.query.device, call.attn_mask is not None, backend=backend)
-        _plan(wrapper, call)
+        _plan(wrapper, call, packed)
         return _unflat(wrapper.run(flat.query, flat.key, flat.value), batch)
     mask = _whole_mask(call)
     return _single(flat, backend, **({} if mask is None else {"custom_mask": mask[0]}))
 
 
 def _prepare_prefill(call: AttentionCall, backend: str) -> Callable[[], Tensor]:
-    batch, flat = call.shape.batch, in_layout(call, lambda each: _flat(each).contiguous())
-    if batch > 1:
+    flat, packed = in_layout(call, lambda each: _flat(each).contiguous()), _packed(call)
+    batch = call.shape.batch
+    if batch > 1 or packed is not None:
         wrapper = _new_wrapper(RAGGED, call.device, backend=backend)
-        _plan(wrapper, call)
+        _plan(wrapper, call, packed)
         return lambda: _unflat(wrapper.run(flat.query, flat.key, flat.value), batch)
     mask = _whole_mask(call)
     if mask is None:
         return lambda: _single(flat, backend)
-    packed = LIBRARY.load().packbits(mask.contiguous().flatten(), bitorder="little")
-    return lambda: _single(flat, backend, packed_custom_mask=packed)
+    bits = LIBRARY.load().packbits(mask.contiguous().flatten(), bitorder="little")
+    return lambda: _single(flat, backend, packed_custom_mask=bits)
 
 
 def _paged(tensor_BHSD: Tensor, page_size: int) -> Tensor:
@@ -176,12 +208,17 @@ DECODE = "BatchDecodeWithPagedKVCacheWrapper"
 def _plan_decode(wrapper: Any, call: AnyCall, page_size: int) -> None:
     batch, heads, _, head_dim = call.query.shape
     kv_heads, length = call.key.shape[1:3]
-    pages = -(-length // page_size)
     device = call.query.device
+    lengths = torch.full((batch,), length, dtype=torch.int32, device=device)
+    if call.seqused_k is not None:
+        lengths = call.seqused_k
+    pages = (lengths + page_size - 1) // page_size
+    places = torch.arange(-(-length // page_size), dtype=torch.int32, device=device)
+    numbers = torch.arange(batch, dtype=torch.int32, device=device)[:, None] * len(places) + places
     wrapper.plan(
-        _offsets(batch, pages, device),
-        torch.arange(batch * pages, dtype=torch.int32, device=device),
-        torch.full((batch,), length - (pages - 1) * page_size, dtype=torch.int32, device=device),
+        torch.nn.functional.pad(pages.cumsum(0, dtype=torch.int32), (1, 0)),
+        numbers[places < pages[:, None]],
+        lengths - (pages - 1) * page_size,
         heads,
         kv_heads,
         head_dim,
@@ -189,6 +226,7 @@ def _plan_decode(wrapper: Any, call: AnyCall, page_size: int) -> None:
         q_data_type=call.query.dtype,
         kv_data_type=call.key.dtype,
         sm_scale=call.scale,
+        **_window_and_cap(call.variant.window[0], call.variant.softcap),
     )
 
 
@@ -226,9 +264,18 @@ for _backend, _library, _mask in (
             f"flashinfer-{_backend}",
             _library,
             partial(_prefill, backend=_backend),
-            (*_limits, mask_or_causal, *_mask, causal_only_square),
+            (
+                *_limits,
+                mask_or_causal,
+                *_mask,
+                mask_alone,
+                causal_only_square,
+                left_window_only,
+                _queries_within_keys,
+            ),
             f"FlashInfer's {_backend.upper()} prefill",
             prepare=partial(_prepare_prefill, backend=_backend),
+            features=(*_KNOWN, "packed"),
         )
     )
 
@@ -239,10 +286,11 @@ def _decode_kernel(page_size: int = DEFAULT_PAGE_SIZE) -> Kernel:
         "flashinfer-decode",
         LIBRARY,
         partial(_decode, page_size=page_size),
-        (*_limits, decode_only, no_mask, causal_only_square),
+        (*_limits, decode_only, no_mask, causal_only_square, left_window_only),
         f"FlashInfer's decode over a cache of pages of {page_size} keys",
         prepare=partial(_prepare_decode, page_size=page_size),
         options=_decode_kernel,
+        features=(*_KNOWN, "key-lengths"),
     )
 
 

@@ -15,12 +15,12 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from capture.hooks.interceptor import Arguments
+from replay.kernels import flash_attention
 from replay.kernels.adapter import adapt
 from replay.kernels.constraints import (
     Constraint,
@@ -48,10 +48,8 @@ class HubKernel:
 
     repository: str
     function: str
-    scale: str
-    """The names of the function's own arguments."""
-    causal: str
-    bhsd: bool
+    is_flash: bool
+    """Whether it has FlashAttention's arguments, and BSHD; else SageAttention's, and BHSD."""
     about: str
     limits: tuple[Constraint, ...]
     accuracy_class: AccuracyClass = "exact"
@@ -83,11 +81,16 @@ class HubKernel:
         found = _fetch(self.repository)
         if isinstance(found, str):
             raise ImportError(found)
-        options: dict[str, Any] = {self.scale: call.scale, self.causal: call.is_causal}
-        if self.bhsd:
-            options["tensor_layout"] = "HND"
-        output = getattr(found, self.function)(call.query, call.key, call.value, **options)
-        return output[0] if isinstance(output, tuple) else output
+        if self.is_flash:
+            options = flash_attention.options(call)
+        else:
+            options = {
+                "tensor_layout": "HND",
+                "sm_scale": call.scale,
+                "is_causal": call.is_causal,
+            }
+        returned = getattr(found, self.function)(call.query, call.key, call.value, **options)
+        return flash_attention.output_of(returned)
 
 
 @functools.cache
@@ -130,18 +133,14 @@ KNOWN = (
     HubKernel(
         "kernels-community/flash-attn",
         "flash_attn_func",
-        scale="softmax_scale",
-        causal="causal",
-        bhsd=False,
+        is_flash=True,
         about="FlashAttention 2 from the Hugging Face Hub",
         limits=(max_head_dim(256), multiple_of_8),
     ),
     HubKernel(
         "kernels-community/flash-attn3",
         "flash_attn_func",
-        scale="softmax_scale",
-        causal="causal",
-        bhsd=False,
+        is_flash=True,
         about="FlashAttention 3 from the Hugging Face Hub",
         limits=(max_head_dim(256), multiple_of_8),
         runs_on=lambda capability: capability == (9, 0),
@@ -150,9 +149,7 @@ KNOWN = (
     HubKernel(
         "kernels-community/sage_attention",
         "sageattn",
-        scale="sm_scale",
-        causal="is_causal",
-        bhsd=True,
+        is_flash=False,
         about="SageAttention 2 from the Hugging Face Hub",
         limits=(max_head_dim(128),),
         accuracy_class="quantised",
@@ -161,10 +158,10 @@ KNOWN = (
 
 
 def _register(hub_kernel: HubKernel) -> None:
-    if hub_kernel.bhsd:
-        attend, prepare = on_bhsd(hub_kernel.run), None
-    else:
+    if hub_kernel.is_flash:
         attend, prepare = on_bshd(hub_kernel.run)
+    else:
+        attend, prepare = on_bhsd(hub_kernel.run), None
     register(
         adapt(
             f"hub:{hub_kernel.repository}",
@@ -175,6 +172,7 @@ def _register(hub_kernel: HubKernel) -> None:
             prepare=prepare,
             accuracy_class=hub_kernel.accuracy_class,
             unavailable=hub_kernel.unavailable,
+            features=flash_attention.KNOWN if hub_kernel.is_flash else (),
         )
     )
 

@@ -6,7 +6,8 @@ call, and remembered. So one process serves one of the three kernels: each has a
 and without workers the first that is called runs and the others say so. It takes BSHD and returns
 the heads joined, (B, S, Hq · Dv).
 
-No mask is passed, and causal calls need as many queries as keys.
+No mask is passed. Causal is aligned top left or bottom right, as its type says; windows, where a
+call has them, are bottom right, so a call aligned top left needs as many queries as keys.
 """
 
 from __future__ import annotations
@@ -106,17 +107,28 @@ def _module(
     )
 
 
+def _mask_type(call: Arguments) -> str:
+    if not call.is_causal:
+        return "no_mask"
+    return "causal_bottom_right" if call.variant.bottom_right else "causal"
+
+
+def _side(limit: int | None) -> int:
+    return -1 if limit is None else limit
+
+
 def _run(call: Arguments, backend: str) -> Tensor:
     choose(backend)
     _, q_len, heads, head_dim = call.query.shape
     _, kv_len, kv_heads, _ = call.key.shape
-    dims = (head_dim, call.value.shape[3])
+    dims, window = (head_dim, call.value.shape[3]), call.variant.window
     output = _module(heads, dims, kv_heads, call.scale, q_len != kv_len)(
         call.query,
         call.key,
         call.value,
         qkv_format="bshd",
-        attn_mask_type="causal" if call.is_causal else "no_mask",
+        attn_mask_type=_mask_type(call),
+        **({} if window == (None, None) else {"window_size": tuple(map(_side, window))}),
     )
     return output.unflatten(2, (heads, -1))
 
@@ -144,5 +156,6 @@ for _backend, _about in {
             prepare=_prepare,
             unavailable=partial(_unavailable, _backend),
             own_process=True,
+            features=("bottom-right", "window"),
         )
     )

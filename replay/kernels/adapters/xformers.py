@@ -1,7 +1,8 @@
 """xFormers: `xformers.ops.memory_efficient_attention`, which chooses among kernels of its own.
 
 It takes BSHD; grouped heads as views with a fifth dimension; a mask as a bias of the query's dtype;
-and `LowerTriangularMask`, aligned top left as SDPA's causal mask is. A bool mask becomes a bias
+and masks of its own: `LowerTriangularMask`, aligned top left as SDPA's causal mask is, others for
+bottom right, windows and packed sequences (`BlockDiagonalMask`). A bool mask becomes a bias
 inside the timed call. Bias rows must be aligned to 8 elements, so masks over another number of keys
 are refused rather than padded.
 """
@@ -9,6 +10,7 @@ are refused rather than padded.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +20,12 @@ from capture.hooks.interceptor import Arguments
 from replay.kernels.adapter import adapt
 from replay.kernels.constraints import (
     AnyCall,
+    mask_alone,
     mask_or_causal,
     multiple_of_8,
     no_dropout,
     up_to_float32,
+    window_only_square,
 )
 from replay.kernels.layout import bshd, contiguous_bshd, in_layout
 from replay.kernels.library import Library
@@ -43,10 +47,46 @@ def _aligned_mask(call: AttentionCall) -> str | None:
     return f"attn_mask over {call.shape.kv_len} keys: needs a multiple of 8"
 
 
+def _causal_packed_window(call: AnyCall) -> str | None:
+    left, right = call.variant.window
+    if call.cu_seqlens_q is None or (left, right) == (None, None):
+        return None
+    if left is not None and (call.is_causal or right == 0):
+        return None
+    return "a window over packed sequences that is not causal"
+
+
+def _structure(call: AnyCall) -> object:
+    """Causality, window and sequences as a mask of its own; None for none of them."""
+    module: Any = LIBRARY.load()
+    left, right = call.variant.window
+    is_causal = call.is_causal or right == 0
+    if reason := _causal_packed_window(call):
+        raise NotImplementedError(reason)
+    if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
+        blocks = module.fmha.attn_bias.BlockDiagonalMask.from_seqlens(
+            call.cu_seqlens_q.diff().tolist(), call.cu_seqlens_k.diff().tolist()
+        )
+        if left is not None:
+            return blocks.make_local_attention_from_bottomright(left + 1)
+        return blocks.make_causal_from_bottomright() if is_causal else blocks
+    if (left, right) != (None, None):
+        farthest = call.query.shape[2] + call.key.shape[2]
+        return module.fmha.attn_bias.LocalAttentionFromBottomRightMask(
+            window_left=farthest if left is None else left,
+            window_right=0 if is_causal else farthest if right is None else right,
+        )
+    if not is_causal:
+        return None
+    if call.variant.bottom_right:
+        return module.fmha.attn_bias.LowerTriangularFromBottomRightMask()
+    return module.LowerTriangularMask()
+
+
 def _bias(call: AnyCall) -> object:
     """A mask as (B, Hq, Sq, Sk) of the query's dtype, as views where nothing must change."""
-    if call.is_causal:
-        return LIBRARY.load().LowerTriangularMask()
+    if (structure := _structure(call)) is not None:
+        return structure
     mask, dtype = call.attn_mask, call.query.dtype
     if mask is None:
         return None
@@ -91,8 +131,18 @@ register(
         "xformers",
         LIBRARY,
         _attend,
-        (no_dropout, up_to_float32, mask_or_causal, multiple_of_8, _aligned_mask),
+        (
+            no_dropout,
+            up_to_float32,
+            mask_or_causal,
+            multiple_of_8,
+            _aligned_mask,
+            mask_alone,
+            window_only_square,
+            _causal_packed_window,
+        ),
         "xFormers' memory_efficient_attention",
         prepare=_prepare,
+        features=("bottom-right", "window", "packed"),
     )
 )

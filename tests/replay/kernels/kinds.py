@@ -14,6 +14,7 @@ from capture.call import AttentionCall
 from replay.accuracy.judge import Expected, judge
 from replay.kernels.registry import catalogue, find
 from tests.replay.kernels.pairwise import Case, pairwise
+from tests.variant_calls import LIBRARY_CALLS
 
 _generator = torch.Generator().manual_seed(0)
 
@@ -86,6 +87,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 VARIANTS = {
     "fa3": ("a tensor", "a tuple"),
     "fa3-fp8": ("a tensor", "a tuple"),
+    "fa3-varlen": ("a tensor", "a tuple"),
     "sage1": ("", "smooth_k=off"),
     "sage2-varlen": ("", "smooth_k=off"),
     "sage3": ("", "mean=block", "mean=sequence"),
@@ -175,3 +177,43 @@ def verify(name: str, variant: str = "", without_core: Collection[str] = ()) -> 
     unsupported = find(name + option).unsupported
     reasons = {kind: unsupported(call_of(kind)) for kind in KINDS}
     return {kind: reason for kind, reason in reasons.items() if reason is not None}
+
+
+DENSE = {
+    "bottom right",
+    "bottom right, batch",
+    "bottom right, decode",
+    "window, causal",
+    "window, causal, longer keys",
+    "window, decode",
+    "window, left",
+    "window, both ways",
+    "window, left and none after",
+}
+"""Calls beyond SDPA by the feature that a library needs for them: a diagonal bottom right …"""
+CAPPED = {"soft cap", "soft cap, scale, batch", "soft cap, decode"}
+SINKS = {"sinks", "sinks, window"}
+PACKED = {"packed", "packed, bottom right", "packed, even", "packed, window"}
+LENGTHS = {
+    "key lengths",
+    "key lengths, decode",
+    "key lengths, bottom right",
+    "key lengths, window",
+}
+
+
+def verify_variants(name: str) -> set[str]:
+    """Checks a kernel on the calls beyond SDPA that it takes; which those are."""
+    kernel, taken = find(name), set()
+    for kind, call in LIBRARY_CALLS.items():
+        if kernel.refuses(call) is not None:
+            continue
+        taken.add(kind)
+        right = Expected.of(call)
+        outputs = {"drop-in": kernel.attention(**call.to("cpu").arguments())}
+        if kernel.prepare is not None:
+            outputs["core"] = kernel.prepare(call.to("cpu"))()
+        for which, output in outputs.items():
+            verdict = judge(output, right, kernel.accuracy_class)
+            assert verdict.passed, f"{name} {which}, {kind}: {verdict.sentence}"
+    return taken

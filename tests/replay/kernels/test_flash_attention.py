@@ -16,10 +16,23 @@ import torch.nn.attention
 from torch import Tensor
 
 from capture.call import AttentionCall
-from replay.kernels.adapters import fa3, torch_activated
+from replay.kernels.adapters import fa3, torch_activated, torch_varlen
 from replay.kernels.layout import Packed
 from replay.kernels.registry import catalogue
-from tests.replay.kernels.kinds import KINDS, MASKED, call_of, cases, verify
+from tests.replay.kernels.kinds import (
+    CAPPED,
+    DENSE,
+    KINDS,
+    LENGTHS,
+    MASKED,
+    PACKED,
+    SINKS,
+    call_of,
+    cases,
+    verify,
+    verify_variants,
+)
+from tests.variant_calls import LIBRARY_CALLS
 
 Formula = Callable[..., Tensor]
 
@@ -28,6 +41,42 @@ def _readable(*tensors: Tensor) -> None:
     for tensor in tensors:
         assert tensor.stride(-1) == 1
         assert tensor.dtype in (torch.float16, torch.bfloat16)
+
+
+def _each(
+    formula: Formula,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_k: Tensor | None,
+    *arguments: Any,
+    **beyond: Any,
+) -> Tensor:
+    """The formula on each of packed sequences (T, H, D), of which some keys may not count."""
+    q, k, v = tensors
+    outputs = []
+    for i in range(len(cu_seqlens_q) - 1):
+        rows = slice(int(cu_seqlens_q[i]), int(cu_seqlens_q[i + 1]))
+        first, end = int(cu_seqlens_k[i]), int(cu_seqlens_k[i + 1])
+        keys = slice(first, end if seqused_k is None else first + int(seqused_k[i]))
+        parts = (each.transpose(0, 1)[None] for each in (q[rows], k[keys], v[keys]))
+        outputs.append(formula(*parts, *arguments, **beyond)[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def _cached(
+    formula: Formula,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    lengths: Tensor,
+    *arguments: Any,
+    **beyond: Any,
+) -> Tensor:
+    """The formula on each batch element (S, H, D), with as many keys as count."""
+    outputs = []
+    for q, k, v, length in zip(*tensors, lengths.tolist(), strict=True):
+        parts = (each.transpose(0, 1)[None] for each in (q, k[:length], v[:length]))
+        outputs.append(formula(*parts, *arguments, **beyond).transpose(1, 2))
+    return torch.cat(outputs)
 
 
 @pytest.fixture
@@ -48,7 +97,9 @@ def flash_attn(install: Callable[..., ModuleType], formula: Formula) -> None:
         _readable(q, k, v)
         assert dropout_p == 0.0
         heads_first = (each.transpose(1, 2) for each in (q, k, v))
-        return formula(*heads_first, softmax_scale, causal).transpose(1, 2).contiguous()
+        beyond = {"window": window_size, "softcap": softcap}
+        output = formula(*heads_first, softmax_scale, causal, **beyond)
+        return output.transpose(1, 2).contiguous()
 
     def flash_attn_varlen_func(
         q: Tensor,
@@ -73,13 +124,9 @@ def flash_attn(install: Callable[..., ModuleType], formula: Formula) -> None:
         assert isinstance(max_seqlen_k, int)
         assert max_seqlen_q == int(cu_seqlens_q.diff().max())
         assert max_seqlen_k == int(cu_seqlens_k.diff().max())
-        outputs = []
-        for i in range(len(cu_seqlens_q) - 1):
-            rows = slice(int(cu_seqlens_q[i]), int(cu_seqlens_q[i + 1]))
-            keys = slice(int(cu_seqlens_k[i]), int(cu_seqlens_k[i + 1]))
-            parts = (each.transpose(0, 1)[None] for each in (q[rows], k[keys], v[keys]))
-            outputs.append(formula(*parts, softmax_scale, causal)[0].transpose(0, 1))
-        return torch.cat(outputs)
+        beyond = {"window": window_size, "softcap": softcap}
+        offsets = (cu_seqlens_q, cu_seqlens_k)
+        return _each(formula, (q, k, v), *offsets, None, softmax_scale, causal, **beyond)
 
     def flash_attn_with_kvcache(
         q: Tensor,
@@ -106,13 +153,21 @@ def flash_attn(install: Callable[..., ModuleType], formula: Formula) -> None:
         mask = None
         if cache_seqlens is not None:
             assert isinstance(cache_seqlens, Tensor)
-            assert cache_leftpad is not None
-            assert cache_seqlens.dtype == cache_leftpad.dtype == torch.int32
+            assert cache_seqlens.dtype == torch.int32
+            if cache_leftpad is None:
+                beyond = {"window": window_size, "softcap": softcap}
+                caches = (q, k_cache, v_cache)
+                return _cached(formula, caches, cache_seqlens, softmax_scale, causal, **beyond)
+            assert cache_leftpad.dtype == torch.int32
+            assert window_size == (-1, -1), "nobody has looked up where its diagonal then is"
             at = torch.arange(k_cache.shape[1])
             mask = (at >= cache_leftpad[:, None]) & (at < cache_seqlens[:, None])
             mask = mask[:, None, None]
         heads_first = (each.transpose(1, 2) for each in (q, k_cache, v_cache))
-        return formula(*heads_first, softmax_scale, causal, mask).transpose(1, 2)
+        output = formula(
+            *heads_first, softmax_scale, causal, mask, window=window_size, softcap=softcap
+        )
+        return output.transpose(1, 2)
 
     install(
         "flash_attn",
@@ -163,11 +218,75 @@ def flash_attn_interface(
                 heads_first[i] = (full * each_head[:, :, None, None]).to(torch.bfloat16)
         else:
             _readable(q, k, v)
-        output = formula(*heads_first, softmax_scale, causal).transpose(1, 2)
+        beyond = {"window": window_size, "softcap": softcap}
+        return returned(formula(*heads_first, softmax_scale, causal, **beyond).transpose(1, 2))
+
+    def flash_attn_varlen_func(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        seqused_q: Tensor | None = None,
+        seqused_k: Tensor | None = None,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        qv: Tensor | None = None,
+        q_descale: Tensor | None = None,
+        k_descale: Tensor | None = None,
+        v_descale: Tensor | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+        attention_chunk: int = 0,
+        softcap: float = 0.0,
+    ) -> Any:
+        _readable(q, k, v)
+        beyond = {"window": window_size, "softcap": softcap}
+        offsets = (cu_seqlens_q, cu_seqlens_k, seqused_k)
+        return returned(_each(formula, (q, k, v), *offsets, softmax_scale, causal, **beyond))
+
+    def flash_attn_with_kvcache(
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        qv: Tensor | None = None,
+        rotary_cos: Tensor | None = None,
+        rotary_sin: Tensor | None = None,
+        cache_seqlens: Tensor | None = None,
+        cache_batch_idx: Tensor | None = None,
+        cache_leftpad: Tensor | None = None,
+        page_table: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k_new: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        rotary_seqlens: Tensor | None = None,
+        q_descale: Tensor | None = None,
+        k_descale: Tensor | None = None,
+        v_descale: Tensor | None = None,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        attention_chunk: int = 0,
+        softcap: float = 0.0,
+    ) -> Any:
+        _readable(q, k_cache, v_cache)
+        assert cache_seqlens is not None
+        beyond = {"window": window_size, "softcap": softcap}
+        caches = (q, k_cache, v_cache)
+        return returned(_cached(formula, caches, cache_seqlens, softmax_scale, causal, **beyond))
+
+    def returned(output: Tensor) -> Any:
         return output if flash_attn_interface_returns == "a tensor" else (output, torch.empty(0))
 
     install(
-        "flash_attn_interface", version=("flash_attn_3", "3.0.0b1"), flash_attn_func=flash_attn_func
+        "flash_attn_interface",
+        version=("flash_attn_3", "3.0.0b1"),
+        flash_attn_func=flash_attn_func,
+        flash_attn_varlen_func=flash_attn_varlen_func,
+        flash_attn_with_kvcache=flash_attn_with_kvcache,
     )
 
 
@@ -181,16 +300,54 @@ def flash_attn_4(install: Callable[..., ModuleType], formula: Formula) -> None:
         gather_kv_indices: Tensor | None = None,
         softmax_scale: float | None = None,
         causal: bool = False,
-        **options: Any,
+        window_size: tuple[int | None, int | None] = (None, None),
+        learnable_sink: Tensor | None = None,
+        softcap: float = 0.0,
     ) -> tuple[Tensor, Tensor | None]:
         _readable(q, k, v)
         assert qv is None
-        assert not options
         heads_first = (each.transpose(1, 2) for each in (q, k, v))
-        return formula(*heads_first, softmax_scale, causal).transpose(1, 2), None
+        beyond = beyond_sdpa(window_size, learnable_sink, softcap)
+        return formula(*heads_first, softmax_scale, causal, **beyond).transpose(1, 2), None
+
+    def flash_attn_varlen_func(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        qv: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
+        seqused_q: Tensor | None = None,
+        seqused_k: Tensor | None = None,
+        page_table: Tensor | None = None,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int | None, int | None] = (None, None),
+        learnable_sink: Tensor | None = None,
+        softcap: float = 0.0,
+    ) -> tuple[Tensor, Tensor | None]:
+        _readable(q, k, v)
+        assert qv is None
+        assert cu_seqlens_q is not None
+        assert cu_seqlens_k is not None
+        beyond = beyond_sdpa(window_size, learnable_sink, softcap)
+        offsets = (cu_seqlens_q, cu_seqlens_k, seqused_k)
+        return _each(formula, (q, k, v), *offsets, softmax_scale, causal, **beyond), None
+
+    def beyond_sdpa(
+        window: tuple[int | None, int | None], sink: Tensor | None, softcap: float
+    ) -> dict[str, Any]:
+        assert -1 not in window, "None is no limit here"
+        assert sink is None or sink.dtype == torch.bfloat16
+        return {"window": window, "sink": sink, "softcap": softcap}
 
     install(
-        "flash_attn.cute", version=("flash-attn-4", "4.0.0b36"), flash_attn_func=flash_attn_func
+        "flash_attn.cute",
+        version=("flash-attn-4", "4.0.0b36"),
+        flash_attn_func=flash_attn_func,
+        flash_attn_varlen_func=flash_attn_varlen_func,
     )
 
 
@@ -226,23 +383,122 @@ def test_fa4() -> None:
     }
 
 
+NO_PADDING = (
+    "takes a padding mask only: the same for all heads and queries, "
+    "masking keys before or after the rest"
+)
+NO_LENGTHS = "for sequences of different lengths: this call has no attn_mask, and is not packed"
+NOT_PADDED = {
+    **{kind: NO_LENGTHS for kind in KINDS if kind not in MASKED},
+    **{kind: NO_PADDING for kind in MASKED if "padded" not in kind},
+    "float mask": "takes a bool padding mask only, not float16",
+    "float32": FLOAT32,
+    "narrow values": NARROW,
+}
+
+
 @pytest.mark.usefixtures("flash_attn")
-def test_fa2_varlen_is_for_padded_batches() -> None:
-    no_padding = (
-        "takes a padding mask only: the same for all heads and queries, "
-        "masking keys before or after the rest"
+def test_fa2_varlen_on_padded_batches() -> None:
+    assert verify("fa2-varlen") == NOT_PADDED
+
+
+@pytest.mark.usefixtures("flash_attn_interface")
+def test_fa3_varlen_on_padded_batches(flash_attn_interface_returns: str) -> None:
+    assert verify("fa3-varlen", flash_attn_interface_returns) == NOT_PADDED
+
+
+@pytest.mark.usefixtures("flash_attn_4")
+def test_fa4_varlen_on_padded_batches() -> None:
+    assert verify("fa4-varlen") == {**NOT_PADDED, "narrow values": NO_LENGTHS}
+
+
+VARLEN = PACKED | {"packed, soft cap", "soft cap, padded"}
+
+
+@pytest.mark.usefixtures("flash_attn")
+def test_fa2_beyond_sdpa() -> None:
+    assert verify_variants("fa2") == DENSE | CAPPED
+    assert verify_variants("fa2-varlen") == VARLEN
+    decode = {"bottom right, decode", "window, decode", "soft cap, decode"}
+    assert verify_variants("fa2-kvcache") == decode | LENGTHS
+
+
+@pytest.mark.usefixtures("flash_attn_interface")
+def test_fa3_beyond_sdpa() -> None:
+    assert verify_variants("fa3") == verify_variants("fa3-fp8") == DENSE | CAPPED
+    assert verify_variants("fa3-varlen") == VARLEN | LENGTHS | {"packed, key lengths"}
+    assert verify_variants("fa3-kvcache") == LENGTHS
+
+
+@pytest.mark.usefixtures("flash_attn_4")
+def test_fa4_beyond_sdpa() -> None:
+    assert verify_variants("fa4") == DENSE | CAPPED | SINKS
+    assert verify_variants("fa4-varlen") == VARLEN | LENGTHS | {"packed, key lengths"}
+
+
+def test_fa4_rounds_no_sinks() -> None:
+    call = LIBRARY_CALLS["sinks"]
+    assert call.sinks is not None
+    in_float32 = call.with_tensors({"sinks": call.sinks.float()})
+    assert catalogue()["fa4"].refuses(in_float32) == "takes bfloat16 sinks only, not float32"
+
+
+@pytest.fixture
+def varlen_attn(install: Callable[..., ModuleType], formula: Formula) -> None:
+    """PyTorch 2.13's."""
+
+    def varlen_attn(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor | None,
+        max_q: int,
+        max_k: int,
+        *,
+        return_aux: Any = None,
+        scale: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+        enable_gqa: bool = False,
+        seqused_k: Tensor | None = None,
+        block_table: Tensor | None = None,
+        num_splits: int | None = None,
+    ) -> Tensor:
+        _readable(query, key, value)
+        assert cu_seq_k is not None
+        assert enable_gqa == (query.shape[1] != key.shape[1])
+        tensors = (query, key, value)
+        offsets = (cu_seq_q, cu_seq_k, seqused_k)
+        return _each(formula, tensors, *offsets, scale, window=window_size)
+
+    install("torch.nn.attention.varlen", varlen_attn=varlen_attn)
+
+
+@pytest.mark.usefixtures("varlen_attn")
+def test_torchs_varlen_attn(unavailable: Callable[..., str | None]) -> None:
+    assert verify_variants("torch-varlen") == PACKED | LENGTHS | {"packed, key lengths"}
+    assert unavailable("torch-varlen") is None
+
+
+def test_an_older_varlen_attn(
+    install: Callable[..., ModuleType], unavailable: Callable[..., str | None]
+) -> None:
+    """PyTorch 2.10's, and one without grouped heads."""
+
+    def without_windows(query: Tensor, is_causal: bool = False) -> None: ...
+
+    def without_groups(query: Tensor, window_size: tuple[int, int] = (-1, -1)) -> None: ...
+
+    install("torch.nn.attention.varlen", varlen_attn=without_windows)
+    assert unavailable("torch-varlen") == (
+        f"needs PyTorch 2.11, whose varlen_attn has windows (this is {torch.__version__})"
     )
-    assert verify("fa2-varlen") == {
-        **{
-            kind: "for padded batches: this call has no attn_mask"
-            for kind in KINDS
-            if kind not in MASKED
-        },
-        **{kind: no_padding for kind in MASKED if "padded" not in kind},
-        "float mask": "takes a bool padding mask only, not float16",
-        "float32": FLOAT32,
-        "narrow values": NARROW,
-    }
+    install("torch.nn.attention.varlen", varlen_attn=without_groups)
+    torch_varlen._parameters.cache_clear()
+    assert unavailable("torch-varlen") is None
+    assert catalogue()["torch-varlen"].refuses(LIBRARY_CALLS["packed"]) == (
+        f"the varlen_attn of PyTorch {torch.__version__} has no enable_gqa"
+    )
 
 
 @pytest.mark.usefixtures("flash_attn")

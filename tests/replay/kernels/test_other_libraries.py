@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from types import ModuleType
+from dataclasses import dataclass, replace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +18,21 @@ import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
+from capture.variant import Variant
 from replay.kernels.adapters import flashinfer, hub, transformer_engine
 from replay.kernels.registry import catalogue
-from tests.replay.kernels.kinds import KINDS, MASKED, check, verify
+from tests.factories import random_call
+from tests.replay.kernels.kinds import (
+    CAPPED,
+    DENSE,
+    KINDS,
+    MASKED,
+    PACKED,
+    check,
+    verify,
+    verify_variants,
+)
+from tests.variant_calls import LIBRARY_CALLS
 
 Install = Callable[..., ModuleType]
 Formula = Callable[..., Tensor]
@@ -47,6 +60,32 @@ def xformers(install: Install, formula: Formula) -> None:
     class LowerTriangularMask:
         """Aligned top left."""
 
+    class LowerTriangularFromBottomRightMask:
+        pass
+
+    @dataclass
+    class LocalAttentionFromBottomRightMask:
+        window_left: int
+        window_right: int
+
+    @dataclass
+    class BlockDiagonalMask:
+        q_seqlen: list[int]
+        kv_seqlen: list[int]
+        causal: bool = False
+        window_size: int | None = None
+
+        @classmethod
+        def from_seqlens(cls, q_seqlen: list[int], kv_seqlen: list[int]) -> BlockDiagonalMask:
+            return cls(q_seqlen, kv_seqlen)
+
+        def make_causal_from_bottomright(self) -> BlockDiagonalMask:
+            return replace(self, causal=True)
+
+        def make_local_attention_from_bottomright(self, window_size: int) -> BlockDiagonalMask:
+            """Causal: the query beside key j sees the keys after j - window_size, up to j."""
+            return replace(self, causal=True, window_size=window_size)
+
     def memory_efficient_attention(
         query: Tensor,
         key: Tensor,
@@ -62,16 +101,36 @@ def xformers(install: Install, formula: Formula) -> None:
         assert query.shape[2:-1] == key.shape[2:-1] == value.shape[2:-1], "it does not broadcast"
         assert all(each.stride(-1) == 1 for each in (query, key, value))
         causal, mask = isinstance(attn_bias, LowerTriangularMask), None
+        from_bottom_right = isinstance(attn_bias, LowerTriangularFromBottomRightMask)
+        window: tuple[int, int] = (-1, -1)
+        if isinstance(attn_bias, LocalAttentionFromBottomRightMask):
+            window = (attn_bias.window_left, attn_bias.window_right)
         if isinstance(attn_bias, Tensor):
             assert attn_bias.dtype == query.dtype
             heads = query.shape[2:-1]
             assert attn_bias.shape == (query.shape[0], *heads, query.shape[1], key.shape[1])
             assert attn_bias.stride(-2) % 8 == 0
             mask = attn_bias.flatten(1, -3).float()
+        elif not isinstance(attn_bias, BlockDiagonalMask):
+            assert causal or from_bottom_right or window != (-1, -1) or attn_bias is None
+        flat = [each.flatten(2, -2).transpose(1, 2) for each in (query, key, value)]
+        if isinstance(attn_bias, BlockDiagonalMask):
+            lengths = [attn_bias.q_seqlen, attn_bias.kv_seqlen, attn_bias.kv_seqlen]
+            size = attn_bias.window_size
+            window = (-1 if size is None else size - 1, -1)
+            outputs = [
+                formula(
+                    *parts, scale, attn_bias.causal, window=(-1 if size is None else size - 1, -1)
+                )
+                for parts in zip(
+                    *(each.split(sizes, 2) for each, sizes in zip(flat, lengths, strict=True)),
+                    strict=True,
+                )
+            ]
+            output = torch.cat(outputs, dim=2)
         else:
-            assert causal or attn_bias is None
-        flat = (each.flatten(2, -2).transpose(1, 2) for each in (query, key, value))
-        output = formula(*flat, scale, causal, mask, top_left=True)
+            is_causal = causal or from_bottom_right
+            output = formula(*flat, scale, is_causal, mask, top_left=causal, window=window)
         return output.transpose(1, 2).unflatten(2, query.shape[2:-1])
 
     install(
@@ -79,6 +138,13 @@ def xformers(install: Install, formula: Formula) -> None:
         version=("xformers", "0.0.35"),
         memory_efficient_attention=memory_efficient_attention,
         LowerTriangularMask=LowerTriangularMask,
+        fmha=SimpleNamespace(
+            attn_bias=SimpleNamespace(
+                LowerTriangularFromBottomRightMask=LowerTriangularFromBottomRightMask,
+                LocalAttentionFromBottomRightMask=LocalAttentionFromBottomRightMask,
+                BlockDiagonalMask=BlockDiagonalMask,
+            )
+        ),
     )
 
 
@@ -88,6 +154,16 @@ def test_xformers() -> None:
         ("padded right", "padded left", "padded decode", "padded, scale", "bool mask"),
         "attn_mask over 130 keys: needs a multiple of 8",
     )
+
+
+@pytest.mark.usefixtures("xformers")
+def test_xformers_beyond_sdpa() -> None:
+    assert verify_variants("xformers") == DENSE | PACKED
+    sideways = replace(LIBRARY_CALLS["packed"], variant=Variant(window=(3, 2), bottom_right=True))
+    reason = "a window over packed sequences that is not causal"
+    assert catalogue()["xformers"].refuses(sideways) == reason
+    with pytest.raises(NotImplementedError, match=reason):
+        catalogue()["xformers"].attention(**sideways.arguments())
 
 
 class DotProductAttention:
@@ -120,15 +196,22 @@ class DotProductAttention:
         attention_mask: Tensor | None = None,
         qkv_format: str | None = None,
         attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
     ) -> Tensor:
         assert qkv_format == "bshd"
-        assert attn_mask_type in ("no_mask", "causal")
+        assert attn_mask_type in ("no_mask", "causal", "causal_bottom_right")
         assert (query_layer.shape[2], key_layer.shape[2]) == (self.heads, self.groups)
         dims = (key_layer.shape[3], value_layer.shape[3])
         assert self.channels == (dims if dims[0] != dims[1] else dims[0])
         assert self.type == ("self" if query_layer.shape[1] == key_layer.shape[1] else "cross")
         heads_first = (each.transpose(1, 2) for each in (query_layer, key_layer, value_layer))
-        output = type(self).formula(*heads_first, self.scale, attn_mask_type == "causal")
+        output = type(self).formula(
+            *heads_first,
+            self.scale,
+            attn_mask_type != "no_mask",
+            top_left=attn_mask_type == "causal",
+            window=window_size or (-1, -1),
+        )
         return output.transpose(1, 2).flatten(2)
 
 
@@ -156,6 +239,7 @@ def test_transformer_engine(te: Callable[[], None], backend: str) -> None:
     assert verify(f"te-{backend}") == {
         kind: reason for kind, reason in REFUSED.items() if kind != "narrow values"
     }
+    assert verify_variants(f"te-{backend}") == DENSE
     switches = {name: os.environ[switch] for name, switch in transformer_engine.SWITCHES.items()}
     assert switches == {name: str(int(name == backend)) for name in switches}
 
@@ -231,8 +315,11 @@ def planned(install: Install, formula: Formula, monkeypatch: pytest.MonkeyPatch)
             assert not causal
             assert mask.shape == (q.shape[0], k.shape[0])
         log.append(f"single {backend}")
+        assert not causal or q.shape[0] <= k.shape[0]
+        assert mask is None or window_left == -1
         parts = (each.transpose(0, 1)[None] for each in (q, k, v))
-        return formula(*parts, sm_scale, causal, mask)[0].transpose(0, 1)
+        beyond = {"window": (window_left, -1), "softcap": logits_soft_cap}
+        return formula(*parts, sm_scale, causal, mask, **beyond)[0].transpose(0, 1)
 
     class BatchPrefillWithRaggedKVCacheWrapper:
         def __init__(
@@ -257,7 +344,13 @@ def planned(install: Install, formula: Formula, monkeypatch: pytest.MonkeyPatch)
             custom_mask: Tensor | None = None,
             packed_custom_mask: Tensor | None = None,
             causal: bool = False,
+            pos_encoding_mode: str = "NONE",
+            use_fp16_qk_reduction: bool = False,
+            window_left: int = -1,
+            logits_soft_cap: float | None = None,
             sm_scale: float | None = None,
+            rope_scale: float | None = None,
+            rope_theta: float | None = None,
             q_data_type: torch.dtype | str = "float16",
         ) -> None:
             assert qo_indptr.dtype == kv_indptr.dtype == torch.int32
@@ -265,6 +358,7 @@ def planned(install: Install, formula: Formula, monkeypatch: pytest.MonkeyPatch)
             self.q, self.k = qo_indptr.tolist(), kv_indptr.tolist()
             self.heads, self.causal, self.scale = (num_qo_heads, num_kv_heads), causal, sm_scale
             self.dtype = q_data_type
+            self.beyond = {"window": (window_left, -1), "softcap": logits_soft_cap}
             if custom_mask is not None:  # and otherwise the last one stays: so does the real one
                 assert self.backend == "fa2"
                 assert custom_mask.ndim == 1
@@ -282,7 +376,8 @@ def planned(install: Install, formula: Formula, monkeypatch: pytest.MonkeyPatch)
                 if self.mask is not None:
                     mask = self.mask[used : used + size].view(parts[0].shape[2], -1)
                     used += size
-                output = formula(*parts, self.scale, self.causal and mask is None, mask)
+                is_causal = self.causal and mask is None
+                output = formula(*parts, self.scale, is_causal, mask, **self.beyond)
                 outputs.append(output[0].transpose(0, 1))
             return torch.cat(outputs)
 
@@ -323,6 +418,7 @@ def planned(install: Install, formula: Formula, monkeypatch: pytest.MonkeyPatch)
                 indices[int(indptr[i]) : int(indptr[i + 1])] for i in range(len(indptr) - 1)
             ]
             self.last, self.scale = last_page_len.tolist(), sm_scale
+            self.beyond = {"window": (window_left, -1), "softcap": logits_soft_cap}
             self.page_size = page_size
 
         def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor]) -> Tensor:
@@ -334,7 +430,8 @@ def planned(install: Install, formula: Formula, monkeypatch: pytest.MonkeyPatch)
                     cache[pages].flatten(0, 1)[:length].transpose(0, 1)[None]
                     for cache in paged_kv_cache
                 )
-                outputs.append(formula(q[i][None, :, None], key, value, self.scale)[:, :, 0])
+                query = q[i][None, :, None]
+                outputs.append(formula(query, key, value, self.scale, **self.beyond)[:, :, 0])
             return torch.cat(outputs)
 
     def packbits(x: Tensor, bitorder: str = "big") -> Tensor:
@@ -364,6 +461,28 @@ def test_flashinfer_prefill(planned: list[str], backend: str) -> None:
             "float mask": "takes a bool attn_mask only, not float16",
         }
     assert verify(f"flashinfer-{backend}") == refused
+
+
+@pytest.mark.usefixtures("planned")
+def test_flashinfer_beyond_sdpa() -> None:
+    prefill = DENSE - {"window, both ways"} | CAPPED | PACKED | {"packed, soft cap"}
+    assert verify_variants("flashinfer-fa2") == prefill | {"soft cap, padded"}
+    assert verify_variants("flashinfer-fa3") == prefill
+    decode = {"bottom right, decode", "window, decode", "soft cap, decode", "key lengths, decode"}
+    assert verify_variants("flashinfer-decode") == decode
+
+
+def test_flashinfer_refuses_queries_before_all_keys() -> None:
+    call = random_call(
+        q_len=21,
+        head_dim=64,
+        dtype=torch.float16,
+        is_causal=True,
+        variant=Variant(bottom_right=True),
+    )
+    assert catalogue()["flashinfer-fa2"].refuses(call) == (
+        "causal with more queries (21) than keys (13)"
+    )
 
 
 def test_a_plan_is_made_once_for_the_core(
@@ -427,9 +546,12 @@ def kernels_package(
         v: Tensor,
         softmax_scale: float | None = None,
         causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
     ) -> tuple[Tensor, None]:
         heads_first = (each.transpose(1, 2) for each in (q, k, v))
-        return formula(*heads_first, softmax_scale, causal).transpose(1, 2), None
+        beyond = {"window": window_size, "softcap": softcap}
+        return formula(*heads_first, softmax_scale, causal, **beyond).transpose(1, 2), None
 
     def sageattn(
         q: Tensor,
@@ -480,6 +602,8 @@ def kernels_package(
 @pytest.mark.parametrize("repository", [each.repository for each in hub.KNOWN])
 def test_hub_kernels(kernels_package: dict[str, Any], repository: str) -> None:
     assert verify(f"hub:{repository}") == REFUSED
+    known = set() if "sage" in repository else DENSE | CAPPED
+    assert verify_variants(f"hub:{repository}") == known
 
 
 def test_without_a_network_only_the_cache_is_asked(

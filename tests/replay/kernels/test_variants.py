@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.exc import Unsupported
 
 from capture.call import AttentionCall
 from capture.variant import FEATURES
@@ -41,7 +42,7 @@ def test_what_a_kernel_does_not_know_is_refused_by_name(kernel: Kernel) -> None:
         if not unknown:
             continue
         assert kernel.refuses(call) == f"has no {' and no '.join(unknown)}"
-        with pytest.raises((NotImplementedError, TypeError, ImportError)):
+        with pytest.raises((NotImplementedError, TypeError, ImportError, Unsupported)):
             kernel.attention(**call.arguments())
 
 
