@@ -291,21 +291,32 @@ def try_fault(
     return outcomes
 
 
-def kill(scratch: Path, way: str, seconds: float, *, overwrite: bool) -> str:
-    """Kill a recording process after some time, and check what it leaves."""
+def kill(scratch: Path, way: str, seconds: float, *, overwrite: bool, begun: bool = True) -> str:
+    """Kill a recording process, and check what it leaves.
+
+    Args:
+        seconds: after its first call or, unless `begun`, after its start.
+    """
     directory = Path(tempfile.mkdtemp(dir=scratch)) / "recorded"
     model, states = Model(), torch.randn(1, 8, 64, 32)
     if overwrite:
         with record(model, directory, name="model", max=3):
             run(model, states)
+    reads, writes = os.pipe()
     process = os.fork()
     if not process:
         with contextlib.suppress(BaseException):
             options = {**WAYS[way], "max": 40}
             with record(model, directory, name="model", overwrite=True, **options):
+                model(states)
+                os.write(writes, b"begun")
                 for _ in range(100_000):
                     model(states)
         os._exit(1)
+    os.close(writes)
+    if begun:
+        assert os.read(reads, 5) == b"begun"
+    os.close(reads)
     time.sleep(seconds)
     os.kill(process, signal.SIGKILL)
     assert os.WIFSIGNALED(os.waitpid(process, 0)[1])
@@ -354,7 +365,8 @@ def main() -> None:
             for number in range(arguments.kills // 2):
                 way = list(WAYS)[number % len(WAYS)]
                 seconds = random.uniform(0.005, 0.4)
-                outcomes[kill(Path(scratch), way, seconds, overwrite=overwrite)] += 1
+                begun = number % 4 > 0
+                outcomes[kill(Path(scratch), way, seconds, overwrite=overwrite, begun=begun)] += 1
             what = "kill -9, replacing an earlier capture" if overwrite else "kill -9"
             lines.append(line(what, outcomes))
     with arguments.out.open("w", newline="") as file:
