@@ -2,8 +2,8 @@
 
 The function is replaced in every loaded module that refers to it: in `torch.nn.functional` itself,
 where models look it up at call time, and in modules that ran `from torch.nn.functional import
-scaled_dot_product_attention`. Attention that does not go through SDPA (flash-attn's own functions,
-FlexAttention) is not intercepted.
+scaled_dot_product_attention`. Attention that does not begin as a call of SDPA takes one of
+`capture.hooks.roads`.
 """
 
 from __future__ import annotations
@@ -107,11 +107,13 @@ _active = threading.Lock()
 class _Position:
     """Where a thread is."""
 
-    __slots__ = ("inside",)
+    __slots__ = ("handled", "inside")
 
     def __init__(self) -> None:
         self.inside = False
         """A handled or observed call."""
+        self.handled = 0
+        """Calls so far, of those that have begun."""
 
 
 class _PerThread(threading.local):
@@ -127,8 +129,8 @@ def intercept(handler: Handler, traced: Traced | None = None) -> Iterator[None]:
     """Route every SDPA call of this process, from any thread, through `handler`.
 
     While it is active, compiled modules run eagerly or, with `traced`, compiled with `traced` in
-    place of the call. `nn.MultiheadAttention` leaves its fused fast path and diffusers' dispatcher
-    uses its native (SDPA) backend, so that no call is missed. Everything is restored on exit, also
+    place of the call. `nn.MultiheadAttention` leaves its fused fast path, so that no call is
+    missed. Everything is restored on exit, also
     after an exception, and earlier compiled code is used again. SDPA calls made by an SDPA
     implementation are part of the outer call and are not handled again.
 
@@ -184,7 +186,7 @@ def _intercepted(replacing: _Replacing, *, eagerly: bool) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if eagerly:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(_everything_through_sdpa())
+            stack.enter_context(_no_fast_path())
             stack.enter_context(_replaced_everywhere(replacing))
             yield
     finally:
@@ -202,10 +204,21 @@ def answer(
     if position.inside:
         return proceed()
     position.inside = True
+    position.handled += 1
     try:
         return handler(arguments, proceed, sdpa)
     finally:
         position.inside = False
+
+
+def is_inside() -> bool:
+    """Whether the calling thread is inside a handled call."""
+    return _thread.position.inside
+
+
+def calls_handled() -> int:
+    """How many calls of this thread were handled so far."""
+    return _thread.position.handled
 
 
 def _handled(
@@ -230,6 +243,7 @@ def _handled(
         if arguments is None:
             return sdpa(*args, **kwargs)  # let SDPA raise its own error
         position.inside = True  # as in `answer`, without one more function on every call's path
+        position.handled += 1
         try:
             return handler(arguments, lambda: sdpa(*args, **kwargs), sdpa)
         finally:
@@ -249,6 +263,7 @@ def _observed(
         if position.inside or state.is_over:
             return sdpa(*args, **kwargs)
         position.inside = True
+        position.handled += 1
         try:
             output = sdpa(*args, **kwargs)
             try:
@@ -294,13 +309,10 @@ def _swap_references(functions: dict[int, Callable[..., Tensor]]) -> None:
 
 
 @contextlib.contextmanager
-def _everything_through_sdpa() -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        fast_path = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
-        stack.callback(torch.backends.mha.set_fastpath_enabled, fast_path)
-        # Only if the model already imported diffusers: the import takes seconds.
-        dispatch = sys.modules.get("diffusers.models.attention_dispatch")
-        if dispatch is not None:
-            stack.enter_context(dispatch.attention_backend("native"))
+def _no_fast_path() -> Iterator[None]:
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
         yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)

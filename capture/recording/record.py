@@ -11,6 +11,7 @@ from typing import Any
 from capture.errors import CaptureError
 from capture.hooks.interceptor import observe
 from capture.hooks.modules import ModuleTracker, matches, roots_of
+from capture.hooks.roads import on_all_roads
 from capture.recording.description import checked, name_of_weights, plain_settings, versions
 from capture.recording.memory import default_buffer_bytes
 from capture.recording.nothing_kept import no_match, nothing_kept
@@ -140,6 +141,7 @@ def record(
         stack.enter_context(before_termination(lambda: recording.close(complete=False)))
         stack.enter_context(tracker.watch())
         stack.enter_context(observe(recording.observer()))
+        stack.enter_context(on_all_roads(recording.handle))
         stack.callback(lambda: recording.close(complete=complete))
         recording.begin()
         yield recording

@@ -31,7 +31,7 @@ from capture.recording.heads import kv_heads_of, pick
 from capture.recording.sampling import Place, Sampler
 from capture.recording.writer import Waiting, Writer
 from capture.storage.capture_record import CaptureRecord
-from capture.storage.header import Header
+from capture.storage.header import Header, as_four_dimensional
 from capture.storage.target import Target
 
 _live: weakref.WeakSet[Recording] = weakref.WeakSet()
@@ -272,6 +272,47 @@ class Recording:
 
         return observe
 
+    def handle(
+        self,
+        arguments: Arguments,
+        proceed: Callable[[], Tensor],
+        function: Callable[..., Tensor],
+    ) -> Tensor:
+        """Count a call that came by another road than SDPA, and store it if it is selected."""
+        output = proceed()
+        if self._closed:
+            return output
+        if torch._C._is_tracing() or not isinstance(output, Tensor):
+            self.without_values += 1
+            return output
+        try:
+            site = self._tracker.site
+            mask, packed = arguments.attn_mask, arguments.cu_seqlens_q
+            like = (
+                site.module,
+                site.phase,
+                *(each.shape for each in arguments[:3]),
+                arguments.query.dtype,
+                None if mask is None else (mask.shape, mask.dtype),
+                None if packed is None else packed.shape,
+                *(each is None for each in (arguments.sinks, arguments.seqused_k)),
+                arguments[5:8],
+                *arguments[-4:],
+            )
+            known = self._alike.get(like) or self._find(like, site, arguments, None)
+            index = self._next_index()
+            known.count.calls += 1
+            known.count.last_step = site.step
+            with self._lock:
+                place = known.place
+                if place and self._sampler.wants(place, site.step) and not self._closed:
+                    self._store(index, site, place, known.count, arguments, output, function)
+        except Exception as error:
+            if is_of_signal_handler(error):
+                raise
+            self.tell(f"an attention call could not be recorded: {_reason(error)}")
+        return output
+
     def _find(
         self,
         like: tuple[object, ...] | None,
@@ -366,7 +407,11 @@ class Recording:
 
     def _place(self, site: Site, count: Count) -> Place | None:
         """Return where calls like these are sampled; None if they are not to be stored."""
-        if site.module == "" or not matches(site.module, self.capture.modules):
+        if (
+            count.signature.refusal
+            or site.module == ""
+            or not matches(site.module, self.capture.modules)
+        ):
             return None
         if self.capture.phase not in ("", site.phase):
             return None
@@ -396,7 +441,7 @@ class Recording:
                 self.without_heads += 1
                 return
             call = pick(call, self._heads, kv_heads)
-        tensors, header = call.tensors(), Header.of(call)
+        tensors, header = as_four_dimensional(call.tensors()), Header.of(call)
         nbytes = stored_bytes(tensors)
         if fault := header.fault() or header.excess(nbytes):  # nobody could load it
             self.tell(f"a call cannot be stored: {fault}")

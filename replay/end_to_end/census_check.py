@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from capture.hooks.census import Census
 from capture.hooks.interceptor import Arguments, intercept
 from capture.hooks.modules import ModuleTracker
+from capture.hooks.roads import on_all_roads
 
 
 @contextlib.contextmanager
@@ -29,7 +30,7 @@ def counting(roots: Mapping[str, nn.Module]) -> Iterator[Census]:
         census.add(tracker.site, arguments)
         return proceed()
 
-    with tracker.watch(), intercept(handle):
+    with tracker.watch(), intercept(handle), on_all_roads(handle):
         yield census
 
 

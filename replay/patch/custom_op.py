@@ -57,7 +57,7 @@ def calling_operator(choose: Callable[[Arguments], str | None]) -> Traced:
         kernel = choose(arguments) or ""
         reason = _why_not_the_operator(arguments)
         if reason is None:
-            output: Tensor = attend(kernel, *arguments)
+            output: Tensor = attend(kernel, *arguments[:8])
             return output
         _refuse(kernel, reason)
         return proceed()
@@ -142,7 +142,7 @@ def attend(
     arguments = Arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if _answers:
         return _answers[-1].answer(kernel, arguments)
-    return laid_out(TORCH_SDPA(**arguments._asdict()), query)[0]
+    return laid_out(TORCH_SDPA(*arguments[:6], scale=scale, enable_gqa=enable_gqa), query)[0]
 
 
 @attend.register_fake

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from capture.call import VARIANT_TENSORS, AttentionCall
 from capture.hooks.interceptor import Arguments, answer, intercept
+from capture.hooks.roads import on_all_roads
 from replay.kernels.registry import Kernel, KernelNameError, find
 from replay.patch.custom_op import answering, calling_operator, costs_reshape, laid_out
 from replay.patch.routing import NOT_PLANNED, Places, kernel_here
@@ -203,6 +204,7 @@ def _in_place(
     dispatcher = _Dispatcher(swap, kernels, choose, around)
     with (
         intercept(dispatcher.handle, calling_operator(choose)),
+        on_all_roads(dispatcher.handle),
         answering(dispatcher),
         _raised_recompile_limit(kernels),
     ):
@@ -271,7 +273,7 @@ class _Dispatcher:
         if name not in self._attentions:
             self._count_fallback(name, NOT_PLANNED)
             return proceed(), False
-        reason = self._unsupported[name](arguments)
+        reason = arguments.refusal or self._unsupported[name](arguments)
         if reason:
             self._count_fallback(name, reason)
             return proceed(), False

@@ -1,0 +1,59 @@
+"""Replaces a function wherever it is held: in modules, dictionaries, closures, default arguments.
+
+A function written in Python keeps its identity and gets other code, so that no reference to it is
+missed. Of any other, the references in loaded modules are replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+@contextlib.contextmanager
+def replaced(function: Callable[..., Any], wrap: Wrap) -> Iterator[None]:
+    """Put `wrap(original)` in place of a function until the exit."""
+    if isinstance(function, types.FunctionType) and not function.__code__.co_freevars:
+        with _other_code(function, wrap):
+            yield
+        return
+    wrapper = wrap(function)
+    _swap(function, wrapper)
+    try:
+        yield
+    finally:
+        _swap(wrapper, function)
+
+
+@contextlib.contextmanager
+def _other_code(function: types.FunctionType, wrap: Wrap) -> Iterator[None]:
+    code, defaults, keywords = function.__code__, function.__defaults__, function.__kwdefaults__
+    original = types.FunctionType(code, function.__globals__, function.__name__, defaults)
+    original.__kwdefaults__ = keywords
+    original.__qualname__, original.__module__ = function.__qualname__, function.__module__
+    # Code finds its globals in the function's module; a name that no program has.
+    key = f"__attention_replay_{function.__qualname__}__"
+    function.__globals__[key] = wrap(original)
+    template: dict[str, Any] = {}
+    exec(f"def call(*args, **kwargs): return globals()[{key!r}](*args, **kwargs)", template)
+    function.__defaults__ = function.__kwdefaults__ = None
+    function.__code__ = template["call"].__code__
+    try:
+        yield
+    finally:
+        function.__code__ = code
+        function.__defaults__, function.__kwdefaults__ = defaults, keywords
+        del function.__globals__[key]
+
+
+def _swap(old: object, new: object) -> None:
+    for module in list(sys.modules.values()):
+        if isinstance(module, types.ModuleType):
+            for name, held in list(vars(module).items()):
+                if held is old:
+                    setattr(module, name, new)

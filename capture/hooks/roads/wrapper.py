@@ -1,0 +1,89 @@
+"""The wrapper that every road puts around the functions it follows."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from capture.hooks.interceptor import Arguments, Handler, answer, calls_handled, is_inside
+
+
+@dataclass(frozen=True)
+class Form:
+    """How what a function returns becomes SDPA's output (B, Hq, Sq, Dv), and the reverse."""
+
+    to_sdpa: Callable[[Any], Any]
+    from_sdpa: Callable[[Tensor], Any]
+
+
+def _first(result: Any) -> Any:
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _to_bhsd(result: Any) -> Any:
+    output = _first(result)
+    return output.transpose(1, 2) if isinstance(output, Tensor) and output.ndim == 4 else output
+
+
+def _packed_to_bhsd(result: Any) -> Any:
+    output = _first(result)
+    return output.transpose(0, 1)[None] if isinstance(output, Tensor) else output
+
+
+BHSD = Form(_first, lambda output: output)
+BSHD = Form(_to_bhsd, lambda output: output.transpose(1, 2))
+THD = Form(_packed_to_bhsd, lambda output: output[0].transpose(0, 1))
+BSHD_AND_WEIGHTS = Form(_to_bhsd, lambda output: (output.transpose(1, 2).contiguous(), None))
+"""What transformers' attention functions return; no kernel returns the weights."""
+
+Translate = Callable[..., "tuple[Arguments, Form] | None"]
+"""The arguments of one call in SDPA's terms; None if the road leaves it to another."""
+
+
+def followed(
+    function: Callable[..., Any], translate: Translate, handler: Handler
+) -> Callable[..., Any]:
+    """`function`, whose calls pass through `handler`.
+
+    A call that cannot be said in SDPA's terms (`Arguments.refusal`) runs as it is. It is handed to
+    the handler afterwards, to be counted, unless a call inside of it was.
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        # Nothing below can be traced.
+        if torch.compiler.is_compiling() or is_inside():
+            return function(*args, **kwargs)
+        try:
+            translated = translate(*args, **kwargs)
+        except (TypeError, ValueError, AttributeError, IndexError):
+            translated = None  # the function raises its own error, or knows more than we do
+        if translated is None:
+            return function(*args, **kwargs)
+        arguments, form = translated
+        if arguments.refusal:
+            before = calls_handled()
+            result = function(*args, **kwargs)
+            output = form.to_sdpa(result)
+            if calls_handled() == before and isinstance(output, Tensor):
+                answer(handler, arguments, lambda: output, function)
+            return result
+        results: list[tuple[Any, Tensor]] = []
+
+        def proceed() -> Tensor:
+            result = function(*args, **kwargs)
+            results.append((result, form.to_sdpa(result)))
+            return results[0][1]
+
+        output = answer(handler, arguments, proceed, function)
+        for result, own in results:
+            if output is own:
+                return result
+        return form.from_sdpa(output)
+
+    return wrapper

@@ -1,0 +1,97 @@
+"""diffusers' dispatcher: every backend is recorded, and none is exchanged for another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel
+from diffusers.models import attention_dispatch
+from torch import Tensor
+
+from capture import load, record
+from replay.accuracy.reference import attention
+from tests.factories import normal
+
+
+def model() -> Any:
+    torch.manual_seed(0)
+    return FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=(4, 4, 8),
+    ).eval()
+
+
+def step(denoiser: Any) -> Tensor:
+    output: Tensor = denoiser(
+        hidden_states=normal(1, 16, 4),
+        encoder_hidden_states=normal(1, 8, 32, seed=1),
+        pooled_projections=normal(1, 32, seed=2),
+        timestep=torch.tensor([0.5]),
+        img_ids=torch.zeros(16, 3),
+        txt_ids=torch.zeros(8, 3),
+    ).sample
+    return output
+
+
+def mine(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None, **_: Any) -> Tensor:
+    query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return ((query @ key.mT * scale).softmax(-1) @ value).transpose(1, 2)
+
+
+@pytest.fixture
+def _own_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`sage`, which needs a GPU, in plain PyTorch."""
+    backend = attention_dispatch.AttentionBackendName.SAGE
+    monkeypatch.setitem(attention_dispatch._AttentionBackendRegistry._backends, backend, mine)
+
+
+@pytest.mark.usefixtures("_own_backend")
+def test_the_backend_of_a_model_stays(tmp_path: Path) -> None:
+    denoiser = model()
+    for module in denoiser.modules():
+        if hasattr(module, "processor"):
+            module.processor._attention_backend = "sage"
+    with torch.no_grad():
+        expected = step(denoiser)
+        with record(denoiser, tmp_path / "calls") as recording:
+            assert torch.equal(step(denoiser), expected)
+    calls = list(load(tmp_path / "calls"))
+    assert recording.seen == len(calls) == 2
+    for call in calls:
+        assert (call.origin.road, call.origin.backend) == ("diffusers", "diffusers.sage")
+        assert call.output is not None
+        assert torch.allclose(attention(call), call.output.double(), atol=1e-5)
+
+
+@pytest.mark.usefixtures("_own_backend")
+def test_one_block_with_another_backend_is_in_the_census(tmp_path: Path) -> None:
+    denoiser = model()
+    denoiser.transformer_blocks[0].attn.processor._attention_backend = "sage"
+    with torch.no_grad(), record(denoiser, tmp_path / "calls") as recording:
+        step(denoiser)
+    roads = {each["road"] for each in recording.census.to_json()["signatures"]}
+    assert roads == {"sdpa", "diffusers"}
+    assert recording.seen == 2
+
+
+def test_flex_runs_as_flex(tmp_path: Path) -> None:
+    denoiser = model()
+    denoiser.transformer_blocks[0].attn.processor._attention_backend = "flex"
+    with torch.no_grad():
+        expected = step(denoiser)
+        with record(denoiser, tmp_path / "calls") as recording:
+            assert torch.equal(step(denoiser), expected)
+    assert recording.seen == recording.kept == 2
+    backends = {call.origin.road: call.origin.backend for call in load(tmp_path / "calls")}
+    assert backends["diffusers"] == "flex"

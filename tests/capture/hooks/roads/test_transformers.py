@@ -1,0 +1,262 @@
+"""Models that reach attention through transformers' registry: what is recorded is what they ran."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from capture import AttentionCall, load, record
+from capture.recording.recording import Recording
+from replay.accuracy.reference import attention
+from tests.factories import normal
+
+TOKENS = torch.arange(1, 13)[None]
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 64,
+    "intermediate_size": 32,
+    "head_dim": 8,
+}
+
+
+def language_model(kind: str, implementation: str, **config: Any) -> Any:
+    torch.manual_seed(0)
+    made = getattr(transformers, f"{kind}Config")(**{**SIZES, **config})
+    model = getattr(transformers, f"{kind}ForCausalLM")(made).eval()
+    model.set_attn_implementation(implementation)
+    return model
+
+
+def generated(model: Any, tokens: int) -> Tensor:
+    output: Tensor = model.generate(TOKENS, max_new_tokens=tokens, do_sample=False, pad_token_id=0)
+    return output
+
+
+def recorded(
+    model: Any, run: Callable[[], Tensor], out: Path, **options: Any
+) -> tuple[list[AttentionCall], Recording]:
+    """The calls, after a look that recording them changed no bit and that they can be repeated."""
+    with torch.no_grad():
+        expected = run()
+        with record(model, out, max=50, **options) as recording:
+            assert torch.equal(run(), expected)
+        assert torch.equal(run(), expected)
+    calls = list(load(out))
+    assert recording.problems == []
+    assert recording.seen == recording.kept == len(calls)
+    for call in calls:
+        assert call.output is not None
+        assert torch.allclose(attention(call), call.output.double(), atol=1e-5)
+    return calls, recording
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "features"),
+    [
+        ("Llama", {}, ()),
+        ("Gemma2", {"sliding_window": 4}, ("softcap",)),
+        (
+            "GptOss",
+            {"sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
+            ("sinks",),
+        ),
+    ],
+)
+def test_a_models_own_eager_attention(
+    kind: str, config: dict[str, Any], features: tuple[str, ...], tmp_path: Path
+) -> None:
+    model = language_model(kind, "eager", **config)
+    calls, _ = recorded(model, lambda: generated(model, 3), tmp_path / "calls")
+    assert len(calls) == 6
+    for call in calls:
+        assert (call.origin.road, call.origin.backend) == ("transformers", "eager")
+        assert call.features == features
+        assert call.origin.module.endswith("self_attn")
+    assert [call.origin.phase for call in calls] == ["prefill"] * 2 + ["decode"] * 4
+
+
+def test_position_bias_is_part_of_the_mask(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4
+    )
+    model = transformers.T5Model(config).eval()
+    model.set_attn_implementation("eager")
+
+    def run() -> Tensor:
+        output: Tensor = model(input_ids=TOKENS, decoder_input_ids=TOKENS).last_hidden_state
+        return output
+
+    calls, _ = recorded(model, run, tmp_path / "calls")
+    assert len(calls) == 6
+    assert all(call.attn_mask is not None for call in calls)
+
+
+def test_flex_attention_with_a_block_mask(tmp_path: Path) -> None:
+    model = language_model("Llama", "flex_attention")
+    calls, _ = recorded(model, lambda: model(TOKENS).logits, tmp_path / "calls")
+    for call in calls:
+        assert (call.origin.road, call.origin.backend) == ("transformers", "flex")
+        assert call.attn_mask is not None
+        assert torch.equal(call.attn_mask[0, 0], torch.ones(12, 12, dtype=torch.bool).tril())
+
+
+def flash_stand_in(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What flash-attn computes: bottom-right causal, a window of W keys, a cap on the scores."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (each.repeat_interleave(group, 1) for each in (key, value))
+    scores = query @ key.mT * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    q_len, kv_len = scores.shape[-2:]
+    distance = torch.arange(q_len)[:, None] + kv_len - q_len - torch.arange(kv_len)
+    seen = distance >= 0
+    if sliding_window is not None:
+        seen &= distance < sliding_window
+    if (starts := others.get("cu_seq_lens_q")) is not None:
+        sequence = torch.searchsorted(starts[1:].contiguous(), torch.arange(q_len), right=True)
+        seen &= sequence[:, None] == sequence
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    return (weights @ value).transpose(1, 2).contiguous(), None
+
+
+@pytest.fixture
+def _flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(AttentionInterface._global_mapping, "flash_attention_2", flash_stand_in)
+
+
+def with_flash(model: Any) -> Any:
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config._attn_implementation = "flash_attention_2"
+    return model
+
+
+@pytest.mark.usefixtures("_flash")
+@pytest.mark.parametrize("kind", ["Mistral", "Gemma2"])
+def test_flash_attention_2_with_a_window(kind: str, tmp_path: Path) -> None:
+    model = with_flash(language_model(kind, "eager", sliding_window=4))
+    calls, _ = recorded(model, lambda: generated(model, 2), tmp_path / "calls")
+    windowed = [call for call in calls if "window" in call.features]
+    assert windowed
+    for call in windowed:
+        assert call.variant.window == (3, 3)
+        assert call.attn_mask is None
+    assert {call.origin.backend for call in calls} == {"fa2"}
+    assert all(("softcap" in call.features) == (kind == "Gemma2") for call in calls)
+
+
+@pytest.mark.usefixtures("_flash")
+def test_packed_sequences(tmp_path: Path) -> None:
+    model = with_flash(language_model("Llama", "eager"))
+    starts = torch.tensor([0, 5, 12], dtype=torch.int32)
+
+    def run() -> Tensor:
+        output: Tensor = model(
+            TOKENS,
+            position_ids=torch.cat([torch.arange(5), torch.arange(7)])[None],
+            cu_seq_lens_q=starts,
+            cu_seq_lens_k=starts,
+            max_length_q=7,
+            max_length_k=7,
+            use_cache=False,
+        ).logits
+        return output
+
+    calls, _ = recorded(model, run, tmp_path / "calls")
+    for call in calls:
+        assert call.cu_seqlens_q is not None
+        assert call.cu_seqlens_q.tolist() == [0, 5, 12]
+        assert call.variant.max_seqlen_q == 7
+
+
+def test_an_implementation_that_somebody_registered(tmp_path: Path) -> None:
+    def mine(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        scores = query @ key.repeat_interleave(2, 1).mT * scaling
+        if attention_mask is not None:
+            scores = scores.masked_fill(~attention_mask, -torch.inf)
+        else:
+            scores = scores.masked_fill(~torch.ones(12, 12).tril().bool(), -torch.inf)
+        return (scores.softmax(-1) @ value.repeat_interleave(2, 1)).transpose(1, 2), None
+
+    AttentionInterface.register("mine", mine)
+    AttentionMaskInterface.register(
+        "mine", transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    )
+    try:
+        model = language_model("Llama", "mine")
+        calls, _ = recorded(model, lambda: model(TOKENS).logits, tmp_path / "calls")
+    finally:
+        del AttentionInterface._global_mapping["mine"]
+    assert {(call.origin.road, call.origin.backend) for call in calls} == {
+        ("transformers", "transformers.mine")
+    }
+
+
+def test_what_a_road_cannot_say_is_counted_with_its_reason(tmp_path: Path) -> None:
+    def sparse(module: Any, query: Any, key: Any, value: Any, mask: Any, **others: Any) -> Any:
+        return query.transpose(1, 2), None
+
+    sparse.__name__ = "eager_attention_forward"
+    layer = torch.nn.Module()
+    interface = AttentionInterface()
+
+    def forward(query: Tensor) -> Tensor:
+        chosen = interface.get_interface("eager", sparse)
+        output: Tensor = chosen(layer, query, query, query, None, cache=object())[0]
+        return output
+
+    layer.forward = forward  # type: ignore[assignment]
+    with record(torch.nn.Sequential(layer), tmp_path / "calls") as recording:
+        layer(normal(1, 2, 5, 8))
+    (row,) = recording.census.to_json()["rows"]
+    signature = recording.census.to_json()["signatures"][row["signature"]]
+    assert signature["refusal"] == "a paged key/value cache"
+    assert signature["road"] == "transformers"
+    assert recording.kept == 0
+
+
+def test_sdpa_is_recorded_as_sdpa_has_it(tmp_path: Path) -> None:
+    model = language_model("Llama", "sdpa")
+    calls, _ = recorded(model, lambda: model(TOKENS).logits, tmp_path / "calls")
+    assert {call.origin.road for call in calls} == {"sdpa"}
+    assert all(call.is_causal and call.attn_mask is None for call in calls)
+
+
+def test_everything_is_as_it_was_afterwards(tmp_path: Path) -> None:
+    before = vars(AttentionInterface).copy()
+    model = language_model("Llama", "eager")
+    with record(model, tmp_path / "calls"), torch.no_grad():
+        model(TOKENS)
+    assert vars(AttentionInterface) == before
+    assert F.scaled_dot_product_attention.__module__ != "capture.hooks.interceptor"
