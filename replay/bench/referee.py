@@ -90,7 +90,7 @@ class Referee(Protocol):
         """
 
 
-BLOCK_MS = 30.0
+BLOCK_MS = 10.0
 MOST_CALLS = 1000
 
 

@@ -86,8 +86,9 @@ OTHER_CLOCK = 2.0
 """How many times longer a block of calls may be by the parent's clock than by the worker's."""
 OTHER_TIMER = 3.0
 """How many times longer than its row says a call may take on a GPU in a block of them."""
-LATENCY_MS = 20.0
-"""What messages between the processes may take of it, on a busy machine."""
+LATENCY_MS = 5.0
+"""What messages between the processes may take of it. They take longer on a busy machine, and the
+worker then tries longer blocks."""
 
 
 @dataclass
