@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -300,6 +301,30 @@ def coverage() -> str:
     return "\n".join(lines) + "\n"
 
 
+def defence_overhead() -> str:
+    """List what judging what is timed adds to a replay, and the judge's process alone."""
+    rows = results.read(results.DIRECTORY / "defence_overhead.csv")
+    arms: dict[tuple[str, ...], dict[str, dict[str, str]]] = defaultdict(dict)
+    for row in rows:
+        key = (row["device"], row["machine.torch"], row["calls"], row["rows"], row["load"])
+        arms[key][row["arm"]] = row
+    lines = [
+        "| machine | calls | rows | without, wall | without, CPU | all of it, wall | CPU "
+        "| the judge's process alone, wall | CPU | load |",
+        f"|---|{'---:|' * 9}",
+    ]
+    for (device, torch, calls, count, load), found in arms.items():
+        without = [f"{float(found['without'][name]):.1f} s" for name in ("wall_s", "cpu_s")]
+        added = [
+            f"{float(found[arm][name]):+.0%}".replace("%", " %")
+            for arm in ("as it is", "without, and a judge")
+            for name in ("wall", "cpu")
+        ]
+        cells = [f"{device}, torch {torch}", calls, count, *without, *added, load]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def capture_overhead() -> str:
     """List what recording costs, by figure."""
     rows = results.read(results.DIRECTORY / "capture_overhead.csv")
@@ -374,6 +399,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "coverage": coverage,
     "capture_faults": capture_faults,
     "capture_overhead": capture_overhead,
+    "defence_overhead": defence_overhead,
     "glossary": glossary,
     "fields": fields,
     "thresholds": thresholds,

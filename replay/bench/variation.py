@@ -46,7 +46,7 @@ class Rows(NamedTuple):
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """What to index an output on a device with."""
-        batch, head, query = (torch.tensor(each, device=device) for each in self)
+        batch, head, query = torch.tensor(self, device=device)  # one copy: each waits for a GPU
         return batch, head, query
 
 
@@ -189,7 +189,7 @@ def some_rows(call: AttentionCall, rows: Rows) -> AttentionCall:
     shape = call.shape
     group = max(shape.q_heads // shape.kv_heads, 1)
     batch, kv_head = rows.batch[0], rows.head[0] // group
-    at = [torch.tensor(each, device=call.device) for each in rows]
+    at = rows.on(call.device)
     mask = None
     if call.attn_mask is not None:
         whole = call.attn_mask[(None,) * (4 - call.attn_mask.ndim)]
@@ -207,7 +207,7 @@ def some_rows(call: AttentionCall, rows: Rows) -> AttentionCall:
             mask = mask.masked_fill(~visible, float("-inf"))
     return replace(
         call,
-        query=call.query[tuple(at)][None, None],
+        query=call.query[at][None, None],
         key=call.key[batch, kv_head][None, None],
         value=call.value[batch, kv_head][None, None],
         attn_mask=mask,

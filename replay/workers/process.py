@@ -10,8 +10,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from replay.rows.row import Status
@@ -76,13 +77,19 @@ class Process:
         python: the interpreter; it needs torch and safetensors, and gets this package's source.
         timeout: seconds without a sign of life after which the child is killed.
         handler: the module that answers in the child, with `handle(request, say, hear)`.
+        environment: variables of the child that differ from this process's.
     """
 
     def __init__(
-        self, python: str, timeout: float, handler: str = "replay.workers.kernel_server"
+        self,
+        python: str,
+        timeout: float,
+        handler: str = "replay.workers.kernel_server",
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.python = python
         self._handler = handler
+        self._environment = environment
         self.timeout = timeout
         self._child: subprocess.Popen[bytes] | None = None
         self._requests = -1
@@ -177,7 +184,12 @@ class Process:
                 stderr=subprocess.STDOUT,
                 pass_fds=(child_reads, child_writes),
                 # What it printed, and where it was, must be out before it dies.
-                env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"},
+                env={
+                    **os.environ,
+                    "PYTHONUNBUFFERED": "1",
+                    "PYTHONFAULTHANDLER": "1",
+                    **self._environment,
+                },
                 # A group of its own, so that compilers it started die with it; and Ctrl-C is ours.
                 start_new_session=True,
             )
@@ -287,8 +299,12 @@ class First(NamedTuple):
 
 
 def judge_process(timeout: float) -> Process:
-    """The process that judges, not started yet."""
-    return Process(sys.executable, timeout, "replay.workers.judge_server")
+    """The process that judges, not started yet.
+
+    Its threads sleep while they wait: it runs in turns with kernels, on the same processors.
+    """
+    asleep = {"OMP_WAIT_POLICY": "PASSIVE"}
+    return Process(sys.executable, timeout, "replay.workers.judge_server", asleep)
 
 
 @contextlib.contextmanager

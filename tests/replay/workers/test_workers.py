@@ -23,7 +23,7 @@ from capture.storage.dataset import Dataset
 from replay.bench.settings import Settings
 from replay.kernels.registry import Kernel, find
 from replay.workers.environments import Environment
-from replay.workers.process import LOG_BYTES, CannotStart, Died, Process
+from replay.workers.process import LOG_BYTES, CannotStart, Died, Process, judge_process
 from replay.workloads.random_calls import Spec
 from replay.workloads.random_calls import workload as synthetic_workload
 
@@ -559,3 +559,19 @@ def test_a_worker_that_cannot_start(worker: Callable[..., Process], tmp_path: Pa
 def test_workers_can_start_before_this_process_imports_torch() -> None:
     program = "import replay.workers.process, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def test_only_the_judge_waits_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How a kernel's threads wait is part of what is timed."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    started: list[dict[str, str]] = []
+
+    def popen(*_: object, env: dict[str, str], **__: object) -> None:
+        started.append(env)
+        raise OSError("enough")
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    for process in (Process(sys.executable, 1.0), judge_process(1.0)):
+        with pytest.raises(CannotStart):
+            process.start()
+    assert [env.get("OMP_WAIT_POLICY") for env in started] == [None, "PASSIVE"]
