@@ -148,9 +148,7 @@ def of_model(
     def recorded(limit: int, sample: str) -> Callable[[], Run]:
         def run() -> Run:
             with tempfile.TemporaryDirectory(dir=scratch) as out:
-                with record(
-                    runnable.roots, out, max=limit, sample=sample, modules=runnable.sampled
-                ) as recording:
+                with record(runnable.roots, out, max=limit, sample=sample) as recording:
                     found = plain()
                     start = time.perf_counter()
                 found.flush = time.perf_counter() - start

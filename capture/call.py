@@ -26,9 +26,9 @@ class Origin:
     call_index: int = 0
     """Position among *all* attention calls of the recording, from 0."""
     step: int = 0
-    """Number of forward passes of the module's root before the one that made this call."""
+    """Forward passes of the module that decides the phase before the one that made this call."""
     phase: str = ""
-    """`denoise`, `prefill`, `decode` or `encode`."""
+    """`denoise`, `prefill`, `decode` or `encode` (`capture.hooks.phases`)."""
     device: str = "cpu"
     """Device the model ran on, with the name of a GPU: `cpu`, `cuda (NVIDIA H200)`."""
     seed: int | None = None

@@ -162,7 +162,6 @@ def _forward_runnable(
     return Runnable(
         name=request.name,
         roots={"": model},
-        sampled="*",
         run=repeatable(infer, seed=request.seed, device=request.device),
         outputs=of_anything,
         weights=weights,

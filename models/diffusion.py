@@ -98,11 +98,9 @@ def pipeline_runnable(
             result.latents = latest["latents"]
         return result
 
-    main = next((name for name in ("transformer", "unet") if name in roots), None)
     return Runnable(
         name=request.name,
         roots=roots,
-        sampled=f"{main}.*" if main else "*",
         run=repeatable(infer, seed=request.seed, device=request.device),
         outputs=partial(of_pipeline, decoded=arguments.get("output_type") != "latent"),
         weights=weights,

@@ -114,7 +114,6 @@ def generation_runnable(
     return Runnable(
         name=request.name,
         roots={"": model},
-        sampled="*",
         run=repeatable(infer, seed=request.seed, device=request.device),
         outputs=of_generation,
         weights=weights,

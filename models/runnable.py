@@ -21,8 +21,6 @@ class Runnable:
         name: The model as the user gave it.
         roots: The modules to watch, by name: ``{"transformer": …, "text_encoder": …, "vae": …}``
             for a pipeline, ``{"": model}`` for a single model.
-        sampled: Glob (``fnmatch``) over dotted module paths, starting with the root's name, of
-            the modules that matter most: ``"transformer.*"``, or ``"*"`` for all.
         run: Runs one full inference without gradients, the same on every call: noise is redrawn
             from the seed and the key/value cache starts empty. Returns the pipeline's own result:
             diffusers' output object (``frames`` or ``images``, and the last ``latents``), or
@@ -36,7 +34,6 @@ class Runnable:
 
     name: str
     roots: dict[str, nn.Module]
-    sampled: str
     run: Callable[[], Any]
     outputs: Callable[[Any], Outputs]
     weights: str

@@ -63,7 +63,6 @@ def build(request: Request) -> Runnable:
     return Runnable(
         name=request.name,
         roots=roots,
-        sampled="*",
         run=infer,
         outputs=of_anything,
         weights=f"user's own: {request.name}",

@@ -96,7 +96,6 @@ def per_layer(runnable: models.Runnable) -> dict[str, Structure]:
             runnable.roots,
             out=out,
             max=MOST_CALLS,
-            modules=runnable.sampled,
             weights=runnable.weights,
             output=False,
         ):

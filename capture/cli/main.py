@@ -196,7 +196,7 @@ def _capture(arguments: argparse.Namespace) -> int:
         sample=arguments.sample,
         phase=arguments.phase,
         heads=arguments.heads,
-        modules=arguments.modules or runnable.sampled,
+        modules=arguments.modules,
         weights=runnable.weights,
         seed=arguments.seed,
         rank=rank,

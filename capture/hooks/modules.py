@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import functools
-import inspect
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from capture.hooks.phases import RECOMPUTE, Role, in_backward, roles, takes_time_step
 from capture.hooks.signals import is_of_signal_handler
 
 
@@ -21,12 +22,26 @@ class Site(NamedTuple):
     module: str = ""
     """Dotted path of the innermost watched module; empty outside all watched modules."""
     step: int = 0
-    """Forward passes of the module's root before the current one."""
+    """Forward passes, before the current one, of the module that decides the phase."""
     phase: str = "encode"
 
 
 OUTSIDE = Site()
 """Outside all watched modules."""
+
+
+@dataclass(eq=False, slots=True)
+class Watched:
+    """A module whose forward passes are tracked."""
+
+    path: str
+    module: nn.Module
+    role: Role | None
+    """None if its phase is always its caller's."""
+    forwards: int = 0
+    """Forward passes so far, without those that a backward pass repeated."""
+    step: int = 0
+    """Of the latest forward pass."""
 
 
 class Running(threading.local):
@@ -39,8 +54,8 @@ class Running(threading.local):
 class ModuleTracker:
     """Tracks the forward passes of every module below some roots, per thread.
 
-    The phase of a root's forward pass is `denoise` when the root takes a timestep; `prefill` or
-    `decode` when it generates text, by whether its cache already holds tokens; `encode` otherwise.
+    The phase of a forward pass (`capture.hooks.phases`) is that of the innermost module around it
+    that decides phases: a denoiser, a language model, or the outermost watched module.
 
     Args:
         roots: modules by the prefix of their paths; with an empty prefix, the path of the root
@@ -48,35 +63,44 @@ class ModuleTracker:
     """
 
     def __init__(self, roots: Mapping[str, nn.Module]) -> None:
-        self._roots = {_uncompiled(root): name for name, root in roots.items()}
-        self._paths: dict[nn.Module, str] = {}
-        for root, name in self._roots.items():
+        self._watched: dict[nn.Module, Watched] = {}
+        for name, root in roots.items():
+            root = _uncompiled(root)
+            known = roles(root)
             for path, module in root.named_modules():
-                parts = [part for part in (name, *path.split(".")) if part not in ("", "_orig_mod")]
-                self._paths.setdefault(module, ".".join(parts) or type(module).__name__)
-        self._steps = dict.fromkeys(self._roots, 0)
-        self._lock = threading.Lock()
+                if module not in self._watched:
+                    parts = [
+                        part for part in (name, *path.split(".")) if part not in ("", "_orig_mod")
+                    ]
+                    role = known[module] if known[module].decides else None
+                    self._watched[module] = Watched(
+                        ".".join(parts) or type(module).__name__, module, role
+                    )
         self.running = Running()
+
+    @property
+    def watched(self) -> list[Watched]:
+        return list(self._watched.values())
 
     @property
     def paths(self) -> list[str]:
         """Paths of all watched modules."""
-        return list(self._paths.values())
+        return [watched.path for watched in self._watched.values()]
 
     @property
     def site(self) -> Site:
         """The current position of the calling thread."""
         stack = self.running.stack
-        return stack[-1][1] if stack else OUTSIDE
+        return stack[-1][1] if stack else outside()
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
         """Hook every module, and unhook on exit."""
         handles = []
         try:
-            for module, path in self._paths.items():
-                # The hook carries the path: DataParallel runs replicas that are not in our table.
-                enter = functools.partial(self._enter, path)
+            for module, watched in self._watched.items():
+                # The hook carries what is known of the module: DataParallel runs replicas.
+                enter = functools.partial(self._enter, watched)
                 handles.append(
                     module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
                 )
@@ -88,26 +112,39 @@ class ModuleTracker:
                 handle.remove()
 
     def _enter(
-        self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, watched: Watched, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        outer = self.site
-        step, phase = outer.step, outer.phase
-        if module in self._roots:
-            with self._lock:
-                step = self._steps[module]
-                self._steps[module] += 1
-            try:
-                phase = phase_of(module, args, kwargs, step)
-            except Exception as error:  # a model's own classes answer, and may not
-                if is_of_signal_handler(error):
-                    raise
-        self.running.stack.append((module, Site(path, step, phase)))
+        stack = self.running.stack
+        outer = stack[-1][1] if stack else None
+        if in_backward():
+            site = Site(watched.path, watched.step, RECOMPUTE)
+        else:
+            forwards = watched.forwards
+            watched.forwards = forwards + 1
+            phase = None if outer else "encode"
+            if watched.role is not None:
+                try:
+                    phase = watched.role.phase(outer and outer.phase, args, kwargs, forwards)
+                except Exception as error:  # a model's own classes answer, and may not
+                    if is_of_signal_handler(error):
+                        raise
+            if phase is None and outer is not None:
+                site = Site(watched.path, outer.step, outer.phase)
+            else:
+                site = Site(watched.path, forwards, phase or "encode")
+            watched.step = site.step
+        stack.append((module, site))
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         stack = self.running.stack
         if any(entered is module for entered, _ in stack):
             while stack.pop()[0] is not module:
                 pass
+
+
+def outside() -> Site:
+    """The position of a thread that is in no watched module."""
+    return OUTSIDE._replace(phase=RECOMPUTE) if in_backward() else OUTSIDE
 
 
 def roots_of(watched: Any) -> dict[str, nn.Module]:
@@ -135,29 +172,13 @@ def _uncompiled(module: nn.Module) -> nn.Module:
     return inner if isinstance(inner, nn.Module) else module
 
 
-def phase_of(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> str:
-    """Return the phase of a root's forward pass with these arguments; see `ModuleTracker`.
+def denoisers(roots: Mapping[str, nn.Module]) -> list[str]:
+    """Return the names of the components whose forward takes a time step.
 
-    Args:
-        step: forward passes of the root before this one.
+    Without one, a `transformer` or `unet`.
     """
-    try:
-        given = inspect.signature(root.forward).bind_partial(*args, **kwargs).arguments
-    except (TypeError, ValueError):
-        given = kwargs
-    if isinstance(more := given.get("kwargs"), Mapping):
-        given = {**given, **more}
-    if any(given.get(name) is not None for name in ("timestep", "timesteps")):
-        return "denoise"
-    cache = given.get("past_key_values")
-    generates = cache is not None or bool(getattr(root, "can_generate", lambda: False)())
-    if not generates:
-        return "encode"
-    if cache is not None and hasattr(cache, "get_seq_length"):
-        return "decode" if int(cache.get_seq_length()) > 0 else "prefill"
-    tokens = given.get("input_ids")
-    one_token = tokens is not None and tokens.ndim == 2 and tokens.shape[1] == 1
-    return "decode" if step > 0 and one_token else "prefill"
+    found = [name for name, root in roots.items() if takes_time_step(_uncompiled(root))]
+    return found or [name for name in ("transformer", "unet") if name in roots][:1]
 
 
 def matches(path: str, globs: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from capture.errors import CaptureError
 from capture.hooks.interceptor import observe
-from capture.hooks.modules import ModuleTracker, matches, roots_of
+from capture.hooks.modules import ModuleTracker, denoisers, matches, roots_of
 from capture.hooks.roads import on_all_roads
 from capture.recording.description import checked, name_of_weights, plain_settings, versions
 from capture.recording.memory import default_buffer_bytes
@@ -58,8 +58,9 @@ def record(
             follows, so that all ranks can share a directory.
         sample: `spread` over layers, steps, phases and shapes; the `first` ones; `every:N`, the
             first of every N; or `reservoir`, at random by `seed`, each with equal probability.
-        modules: comma-separated globs of the module paths whose calls may be stored. By default a
-            pipeline's `transformer` or `unet`, otherwise every watched module.
+        modules: comma-separated globs of the module paths whose calls may be stored. By default
+            those of a pipeline's denoisers (all components that take a time step: transformers,
+            UNets, priors, ControlNets), otherwise every watched module.
         phase: store only calls of this phase: `denoise`, `prefill`, `decode` or `encode`.
         heads: store only these query heads, from 0, with the key/value heads that they attend to.
             Of a call with grouped heads, as many query heads of each of those.
@@ -102,8 +103,7 @@ def record(
         heads = parse_ranges(",".join(map(str, heads)))
     roots = roots_of(module)
     if modules is None:
-        main = [part for part in ("transformer", "unet") if part in roots]
-        modules = f"{main[0]},{main[0]}.*" if main else "*"
+        modules = ",".join(f"{name},{name}.*" for name in denoisers(roots) if name) or "*"
     capture = checked(
         CaptureRecord(
             model=rank_name(name or type(module).__name__, rank),

@@ -23,7 +23,8 @@ from capture.hooks.autocast import autocast_dtype, cast, is_any_enabled
 from capture.hooks.backends import disabled_backends, function_or_backend
 from capture.hooks.census import Census, Count
 from capture.hooks.interceptor import TORCH_SDPA, Arguments, Observer, bind
-from capture.hooks.modules import OUTSIDE, ModuleTracker, Site, matches
+from capture.hooks.modules import ModuleTracker, Site, matches, outside
+from capture.hooks.phases import RECOMPUTE
 from capture.hooks.signals import is_of_signal_handler
 from capture.recording.attention_call import as_call, can_be_copied
 from capture.recording.copies import HostCopier, buffer_size, stored_bytes
@@ -205,7 +206,7 @@ class Recording:
                 return
             try:
                 stack = running.stack
-                site = stack[-1][1] if stack else OUTSIDE
+                site = stack[-1][1] if stack else outside()
                 module, step, phase = site
                 dtype = autocast_dtype(query) if is_any_enabled() and sdpa is TORCH_SDPA else None
                 like: tuple[object, ...] | None
@@ -413,7 +414,7 @@ class Recording:
             or not matches(site.module, self.capture.modules)
         ):
             return None
-        if self.capture.phase not in ("", site.phase):
+        if site.phase == RECOMPUTE or self.capture.phase not in ("", site.phase):
             return None
         return self._sampler.place((site.phase, *count.signature.stratum), site.module)
 

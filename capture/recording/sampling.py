@@ -37,7 +37,7 @@ _GOLDEN = 1.618033988749895
 SAMPLES = "spread, first, every:N or reservoir"
 
 PHASES = ("denoise", "prefill", "decode", "encode")
-"""What a forward pass may be; see `capture.hooks.modules.ModuleTracker`."""
+"""What a forward pass whose calls are stored may be; see `capture.hooks.phases`."""
 
 
 class Decision(NamedTuple):

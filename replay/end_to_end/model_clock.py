@@ -1,8 +1,8 @@
-"""Time a model's runs, and each forward of its main module by phase.
+"""Time a model's runs, and each forward of its main modules by phase.
 
-Only the watched roots carry hooks, two per forward, to keep the overhead small. On CUDA, a
-forward's time is the time between two events on its stream, including waits for the host; on a CPU
-it is wall time.
+Only the modules that take the model's steps carry hooks, two per forward, to keep the overhead
+small. On CUDA, a forward's time is the time between two events on its stream, including waits for
+the host; on a CPU it is wall time.
 
 A run can also be inspected: every attention call is then timed, at a small cost. On CUDA, each
 forward also waits at its first attention call until the host has enqueued the rest, so that its
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from capture.hooks.modules import phase_of
+from capture.hooks.phases import stepping
 from replay.timing.timer import CYCLES_PER_MS
 
 OUTSIDE = ""
@@ -76,7 +76,9 @@ class Clock:
         device: torch.device,
         alive: Callable[[], None] = lambda: None,
     ) -> None:
-        self._roots = list(roots.values())
+        self._modules = {
+            module: role for root in roots.values() for module, role in stepping(root).items()
+        }
         self._device = device
         self._on_gpu = device.type == "cuda"
         self._alive = alive
@@ -93,12 +95,12 @@ class Clock:
         """
         times = RunTimes()
         marks: list[tuple[str, Any, Any, list[tuple[Any, Any]]]] = []
-        counts = dict.fromkeys(self._roots, 0)
+        counts = dict.fromkeys(self._modules, 0)
         self._inside, self._calls = _Inside(), []
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._alive()
-            phase = phase_of(module, args, kwargs, counts[module])
+            phase = self._modules[module].phase(None, args, kwargs, counts[module]) or "encode"
             counts[module] += 1
             tokens = kwargs.get("input_ids")
             if phase in ("prefill", "decode") and isinstance(tokens, Tensor):
@@ -113,9 +115,9 @@ class Clock:
             marks.append((phase, start, self._now(), self._inside.waited))
 
         with contextlib.ExitStack() as hooks:
-            for root in self._roots:
-                hooks.callback(root.register_forward_pre_hook(enter, with_kwargs=True).remove)
-                hooks.callback(root.register_forward_hook(leave, always_call=True).remove)
+            for module in self._modules:
+                hooks.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+                hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
             self._synchronize()
             start = time.perf_counter()
             yield times

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from capture.cli.models_package import import_models
+from capture.hooks.modules import denoisers
 from replay.bench.failures import classify
 from replay.end_to_end.census_check import counting
 from replay.end_to_end.model_clock import Clock
@@ -159,7 +160,6 @@ def _device(runnable: Any) -> torch.device:
 
 
 def _main_roots(runnable: Any) -> dict[str, torch.nn.Module]:
-    """Return the modules whose forwards are the model's steps: the sampled one, or else all."""
-    main = runnable.sampled.partition(".")[0]
+    """Return the modules whose forwards are the model's steps: the denoisers, or else all."""
     roots: dict[str, torch.nn.Module] = runnable.roots
-    return {main: roots[main]} if main in roots else roots
+    return {name: roots[name] for name in denoisers(roots)} or roots

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import inspect
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +25,8 @@ from torch import nn
 
 from attention_replay import Error
 from capture.hooks.interceptor import Arguments
-from capture.hooks.modules import ModuleTracker, phase_of, roots_of
+from capture.hooks.modules import ModuleTracker, roots_of
+from capture.hooks.phases import Role, deciding
 
 Choices = Mapping[str, str]
 """The kernel of each phase at one module."""
@@ -40,7 +40,7 @@ class _Running(threading.local):
 
     def __init__(self) -> None:
         self.choices: list[Choices] = []
-        self.phase = "encode"
+        self.phase: str | None = None
 
 
 _running = _Running()
@@ -53,7 +53,7 @@ def kernel_here(arguments: Arguments) -> str | None:
     """
     if not _running.choices:
         return None
-    phase = _running.phase
+    phase = _running.phase or "encode"
     if phase == BY_LENGTH:
         one_query = arguments.query.shape[-2] == 1 and arguments.key.shape[-2] > 1
         phase = "decode" if one_query else "prefill"
@@ -104,8 +104,11 @@ class Places:
         with contextlib.ExitStack() as stack:
             for module, choices in self._following().items():
                 stack.enter_context(_wrapped(module, functools.partial(_choosing, choices)))
-            for root in self._roots:
-                stack.enter_context(_wrapped(root, functools.partial(_in_phase, root)))
+            found = {
+                module: role for root in self._roots for module, role in deciding(root).items()
+            }
+            for module, role in found.items():
+                stack.enter_context(_wrapped(module, functools.partial(_in_phase, role)))
             yield
 
     def _following(self) -> dict[nn.Module, Choices]:
@@ -139,17 +142,17 @@ def _choosing(choices: Choices, forward: Callable[..., Any]) -> Callable[..., An
     return choosing
 
 
-def _in_phase(root: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _in_phase(role: Role, forward: Callable[..., Any]) -> Callable[..., Any]:
     steps = itertools.count()
-    when_traced = _traced_phase(root)
+    when_traced = _traced_phase(role)
 
     @functools.wraps(forward)
     def in_phase(*args: Any, **kwargs: Any) -> Any:
         outer = _running.phase
-        if torch.compiler.is_compiling():
-            _running.phase = when_traced
-        else:
-            _running.phase = phase_of(root, args, kwargs, next(steps))
+        phase: str | None = when_traced
+        if not torch.compiler.is_compiling():
+            phase = role.phase(outer, args, kwargs, next(steps))
+        _running.phase = outer if phase is None else phase
         try:
             return forward(*args, **kwargs)
         finally:
@@ -158,11 +161,11 @@ def _in_phase(root: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any
     return in_phase
 
 
-def _traced_phase(root: nn.Module) -> str:
-    takes = inspect.signature(root.forward).parameters
-    if "timestep" in takes or "timesteps" in takes:
+def _traced_phase(role: Role) -> str:
+    """The phase of a forward pass whose arguments cannot be asked."""
+    if role.time_steps:
         return "denoise"
-    generates = "past_key_values" in takes or getattr(root, "can_generate", lambda: False)()
+    generates = not role.encodes and (role.generates or role.caches)
     return BY_LENGTH if generates else "encode"
 
 
@@ -186,7 +189,7 @@ def _matching(
     choices: Mapping[str, Choices], roots: Mapping[str, nn.Module]
 ) -> dict[nn.Module, str]:
     """Map the modules below the roots that a plan names to the plan's paths."""
-    paths = ModuleTracker(roots)._paths
+    paths = {watched.module: watched.path for watched in ModuleTracker(roots).watched}
     components = tuple(f"{name}." for name in roots if name)
     ways: list[dict[str, str]] = [
         {path: path for path in choices},

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from attention_replay import Error
+from capture.hooks.phases import RECOMPUTE
+from capture.recording.sampling import PHASES
 from capture.shape import Shape
 from replay.rows.row import CallFacts, KernelId, Mask, Row
 
@@ -63,7 +65,13 @@ def match(
     counted = []
     for row in census["rows"]:
         signature = census["signatures"][row["signature"]]
-        pool = by_kind.get(_kind_of_signature(row["phase"], signature), [])
+        # A call that a backward pass repeats costs what it cost the first time.
+        phases = PHASES if row["phase"] == RECOMPUTE else (row["phase"],)
+        pool = [
+            call
+            for phase in phases
+            for call in by_kind.get(_kind_of_signature(phase, signature), [])
+        ]
         own = [call for call in pool if call.module == row["module"]]
         pools = (own, pool) if own_first else (pool,)
         shares = _shares(pools, signature["key"][-2]) if pool else {}

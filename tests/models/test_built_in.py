@@ -33,7 +33,6 @@ def build(request):
     return Runnable(
         name=request.name,
         roots={"": layer},
-        sampled="*",
         run=lambda: layer(ones(2, width)),
         outputs=of_anything,
         weights="random",

@@ -19,6 +19,7 @@ from capture import load, record
 from capture.errors import RecordingWarning
 from capture.hooks.interceptor import TORCH_SDPA
 from capture.recording.recording import Recording
+from tests.capture.hooks.test_modules import Denoiser
 from tests.capture.recording.callers import MakeLayers, assert_good, attend, recorded
 
 
@@ -186,7 +187,7 @@ def test_a_full_disk_is_told_once_and_the_model_goes_on(
         "capture.recording.recording.as_call",
         "capture.recording.copies.HostCopier.copy",
         "capture.recording.writer.Writer.put",
-        "capture.hooks.modules.phase_of",
+        "capture.hooks.phases.Role.phase",
         "capture.recording.writer.Writer.close",
         "capture.storage.target.Target.end",
     ],
@@ -207,9 +208,10 @@ def test_what_a_signal_handler_of_the_program_raises_reaches_it(
         signal.raise_signal(signal.SIGUSR1)
 
     def run() -> None:
-        with record(layers, tmp_path, max=2):
+        model = Denoiser(layers)
+        with record(model, tmp_path, max=2):
             monkeypatch.setattr(function, interrupted)
-            layers(states)
+            model(states, torch.tensor(0))
 
     before = signal.signal(signal.SIGUSR1, expire)
     try:

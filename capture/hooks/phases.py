@@ -1,0 +1,213 @@
+"""What a forward pass does, told by what its module is and what it is given.
+
+- `denoise`: its forward takes a time step.
+- `decode`: a language model reads at most `FEW` tokens on a cache that already holds some.
+- `prefill`: a language model reads anything else, later chunks of a prompt included.
+- `encode`: any other module, also an encoder inside a language model.
+- `recompute`: a backward pass runs it once more (gradient checkpointing).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from capture.hooks.signals import is_of_signal_handler
+
+RECOMPUTE = "recompute"
+
+FEW = 8
+"""Tokens of a decoding step: one, or as many as are guessed and verified together."""
+
+_TIME_STEPS = ("t", "sigma", "time_step", "noise_level", "decoder_noise_time")
+"""Names of a time step beside those that contain `timestep`."""
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
+_TOKENS = (
+    "decoder_input_ids",
+    "decoder_inputs_embeds",
+    "input_ids",
+    "inputs_embeds",
+    "hidden_states",
+)
+"""Names of what a language model or one of its layers reads, (B, S) or (B, S, width)."""
+
+
+class Role:
+    """What a module is, as far as that decides phases."""
+
+    def __init__(self, module: nn.Module) -> None:
+        places = _places(module)
+        self.time_steps = {
+            name: place for name, place in places.items() if _is_time_step(name, module)
+        }
+        self.caches = {name: places[name] for name in _CACHES if name in places}
+        self.tokens = {name: places[name] for name in _TOKENS if name in places}
+        self.is_cross_attention = "key_value_states" in places
+        self.generates = _can_generate(module)
+        self.encodes = False
+        """It is an encoder inside a language model."""
+        self.layer = getattr(module, "layer_idx", None)
+        """Which layer's part of a cache is its own."""
+        if self.caches and self.layer is None:
+            own = (getattr(part, "layer_idx", None) for part in module.modules())
+            self.layer = next((layer for layer in own if layer is not None), None)
+
+    @property
+    def decides(self) -> bool:
+        """Whether the phase may be another than that of the module it is called by."""
+        return bool(self.time_steps or self.caches or self.generates or self.encodes)
+
+    def phase(
+        self, outer: str | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], step: int
+    ) -> str | None:
+        """Return the phase of a forward pass with these arguments; None if it is its caller's.
+
+        Args:
+            outer: the caller's phase; None if no watched module calls it.
+            step: forward passes of the module before this one.
+        """
+        if outer != "denoise" and any(
+            _given(name, place, args, kwargs) is not None for name, place in self.time_steps.items()
+        ):
+            return "denoise"
+        if outer in ("prefill", "decode"):
+            return "encode" if self.encodes else None
+        if outer in (None, "encode") and not self.encodes:
+            caches = (_given(name, place, args, kwargs) for name, place in self.caches.items())
+            cache = next((each for each in caches if each is not None), None)
+            if cache is not None or self.generates:
+                return self._text_phase(cache, args, kwargs, step)
+        return "encode" if outer is None else None
+
+    def _text_phase(
+        self, cache: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], step: int
+    ) -> str:
+        tokens = self._new_tokens(args, kwargs)
+        if cache is not None:
+            # Of cross-attention, the cache holds what the encoder wrote, not tokens.
+            crosses = self.is_cross_attention and kwargs.get("key_value_states") is not None
+            is_filled = _tokens_in(cache, self.layer, crosses=crosses) > 0
+            return "decode" if is_filled and tokens <= FEW else "prefill"
+        # Where there is no cache to see, the model may keep one to itself.
+        return "decode" if not self.caches and step > 0 and tokens == 1 else "prefill"
+
+    def _new_tokens(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+        named = [_given(name, place, args, kwargs) for name, place in self.tokens.items()]
+        for tensor in (*named, *args):
+            if isinstance(tensor, Tensor) and tensor.ndim > 1:
+                return int(tensor.shape[1])
+        return 1
+
+
+def roles(root: nn.Module) -> dict[nn.Module, Role]:
+    """Return the role of a module and of every module below it."""
+    found = {module: Role(module) for module in root.modules()}
+    for module, role in found.items():
+        if role.generates and role.caches:
+            for inner in module.modules():
+                # Another of transformers' models, which keeps no cache.
+                is_model = hasattr(inner, "can_generate") and not found[inner].generates
+                is_encoder = not found[inner].caches or getattr(inner, "is_decoder", True) is False
+                found[inner].encodes = found[inner].encodes or (is_model and is_encoder)
+    return found
+
+
+def deciding(root: nn.Module) -> dict[nn.Module, Role]:
+    """Return the modules where the phase may change, and the root itself first."""
+    known = roles(root)
+    found = {root: known[root]}
+
+    def look(module: nn.Module, around: Role) -> None:
+        if around.time_steps:  # nothing in a denoiser is anything else
+            return
+        for inner in module.children():
+            role = known[inner]
+            is_text = role.caches or role.generates
+            within_text = around.caches or around.generates
+            decides = role.time_steps or role.encodes or (is_text and not within_text)
+            if decides:
+                found[inner] = role
+            look(inner, role if decides else around)
+
+    look(root, known[root])
+    return found
+
+
+def stepping(root: nn.Module) -> dict[nn.Module, Role]:
+    """Return the modules whose forward passes are a model's steps: itself, or those it wraps."""
+    found = deciding(root)
+    wrapped = {module: role for module, role in found.items() if module is not root}
+    return {root: found[root]} if found[root].decides or not wrapped else wrapped
+
+
+def takes_time_step(module: nn.Module) -> bool:
+    """Whether a module is a denoiser: its forward takes a time step."""
+    return any(_is_time_step(name, module) for name in _places(module))
+
+
+def in_backward() -> bool:
+    """Whether a backward pass runs this code: it recomputes what was not kept."""
+    # The same in both variants of torch.utils.checkpoint, and on every thread of autograd's.
+    return torch._C._current_graph_task_id() != -1
+
+
+def _places(module: nn.Module) -> Mapping[str, int]:
+    """The position of every parameter of a module's forward, by name."""
+    if "forward" in vars(module):  # accelerate and diffusers wrap it on the instance
+        return _parameters(module.forward, 0)
+    return _parameters_of_method(type(module).forward)
+
+
+def _parameters(forward: Any, skipped: int) -> Mapping[str, int]:
+    try:
+        parameters = [*inspect.signature(forward).parameters.values()][skipped:]
+    except (TypeError, ValueError):
+        return {}
+    return {
+        each.name: place if each.kind is each.POSITIONAL_OR_KEYWORD else sys.maxsize
+        for place, each in enumerate(parameters)
+    }
+
+
+@functools.lru_cache(maxsize=4096)
+def _parameters_of_method(forward: Any) -> Mapping[str, int]:
+    return _parameters(forward, 1)
+
+
+def _is_time_step(name: str, module: nn.Module) -> bool:
+    # Würstchen's name is too short to mean a time step anywhere else.
+    wuerstchen = name == "r" and type(module).__module__.startswith("diffusers.")
+    return "timestep" in name or name in _TIME_STEPS or wuerstchen
+
+
+def _given(name: str, place: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return args[place] if place < len(args) else kwargs.get(name)
+
+
+def _can_generate(module: nn.Module) -> bool:
+    try:
+        return bool(getattr(module, "can_generate", lambda: False)())
+    except Exception as error:  # a model's own classes answer, and may not
+        if is_of_signal_handler(error):
+            raise
+        return False
+
+
+def _tokens_in(cache: Any, layer: int | None, *, crosses: bool) -> int:
+    """Return how many tokens a cache holds: in one layer's part, if it has parts."""
+    if crosses and isinstance(updated := getattr(cache, "is_updated", None), Mapping):
+        return int(updated.get(layer or 0, False))
+    if hasattr(cache, "get_seq_length"):
+        try:
+            return int(cache.get_seq_length(layer or 0))
+        except (TypeError, ValueError):  # no part of its own, as of a layer of linear attention
+            return int(cache.get_seq_length())
+    while isinstance(cache, tuple | list):  # ((key, value), …), or one layer's (key, value)
+        cache = cache[0] if cache else None
+    return int(cache.shape[-2]) if isinstance(cache, Tensor) and cache.ndim > 1 else 0

@@ -1,0 +1,276 @@
+"""What a forward pass does, told by what its module is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from capture.hooks.modules import denoisers
+from capture.hooks.phases import stepping, takes_time_step
+from tests.capture.hooks.test_modules import sites_of
+from tests.factories import tiny_llama
+
+
+def tokens(count: int) -> Tensor:
+    return torch.arange(count)[None] + 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "FluxTransformer2DModel",
+        "HiDreamImageTransformer2DModel",
+        "ZImageTransformer2DModel",
+        "StableCascadeUNet",
+        "PriorTransformer",
+        "UniDiffuserModel",
+        "SD3ControlNetModel",
+        "SD3MultiControlNetModel",
+        "UNet2DConditionModel",
+    ],
+)
+def test_denoisers_of_diffusers_take_a_time_step_under_any_name(name: str) -> None:
+    kind = getattr(diffusers, name)
+    assert takes_time_step(kind.__new__(kind))
+
+
+def test_other_parts_of_pipelines_take_none() -> None:
+    for kind in (diffusers.AutoencoderKL, diffusers.AutoencoderKLWan, nn.Linear):
+        assert not takes_time_step(kind.__new__(kind))
+
+
+def test_every_component_that_takes_a_time_step_is_a_denoiser() -> None:
+    def part(kind: Any) -> Any:
+        return kind.__new__(kind)
+
+    parts = {
+        "text_encoder": nn.Linear(1, 1),
+        "transformer": part(diffusers.WanTransformer3DModel),
+        "transformer_2": part(diffusers.WanTransformer3DModel),
+        "controlnet": part(diffusers.SD3ControlNetModel),
+        "prior_prior": part(diffusers.PriorTransformer),
+        "vae": part(diffusers.AutoencoderKLWan),
+    }
+    for each in parts.values():
+        each.__dict__.setdefault("_modules", {})
+    assert denoisers(parts) == ["transformer", "transformer_2", "controlnet", "prior_prior"]
+    assert denoisers({"unet": nn.Linear(1, 1), "vae": nn.Linear(1, 1)}) == ["unet"]
+
+
+@pytest.mark.parametrize("name", ["t", "timestep_ratio", "timesteps", "sigma", "time_step"])
+def test_any_name_of_a_time_step_means_denoising(
+    layers: nn.Module, states: Tensor, name: str
+) -> None:
+    namespace: dict[str, Any] = {}
+    exec(f"def forward(self, states, {name}): return self.inner(states)", namespace)
+    model = type("Model", (nn.Module,), {"forward": namespace["forward"]})()
+    model.inner = layers
+    for given in ((0.5,), (torch.tensor(3),)):
+        assert {s.phase for s in sites_of({"": model}, lambda: model(states, *given))} == {  # noqa: B023
+            "denoise"
+        }
+
+
+class Wrapper(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        return self.inner(*args, **options)
+
+
+class Answerer(Wrapper):
+    """One forward pass generates a whole text."""
+
+    def forward(self, prompt: Tensor) -> Any:
+        return self.inner.generate(  # type: ignore[operator]
+            prompt, max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0
+        )
+
+
+def test_a_wrapped_language_model_keeps_its_phases_and_steps() -> None:
+    model = Answerer(tiny_llama())
+    sites = sites_of({"": model}, lambda: model(tokens(5)))
+    assert [(site.step, site.phase) for site in sites] == [
+        (step, phase) for step, phase in enumerate(["prefill", "decode", "decode"]) for _ in "ab"
+    ]
+    [inner] = stepping(model)
+    assert inner is model.inner
+
+
+def test_a_wrapped_denoiser_denoises(layers: nn.Module, states: Tensor) -> None:
+    from tests.capture.hooks.test_modules import Denoiser
+
+    class Loop(Wrapper):
+        def forward(self, states: Tensor) -> Tensor:
+            for time in range(3):
+                states = self.inner(states, torch.tensor(time))
+            return states
+
+    model = Loop(Denoiser(layers))
+    sites = sites_of({"": model}, lambda: model(states))
+    assert [(site.step, site.phase) for site in sites] == [
+        (step, "denoise") for step in range(3) for _ in "ab"
+    ]
+
+
+def test_blip_2_reads_a_picture_and_generates() -> None:
+    from transformers import Blip2Config, Blip2ForConditionalGeneration
+
+    text = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "ffn_dim": 32}
+    text |= {"num_attention_heads": 2, "word_embed_proj_dim": 32, "max_position_embeddings": 64}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    vision |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+    former = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 32}
+    former |= {"num_attention_heads": 2, "encoder_hidden_size": 32}
+    config = Blip2Config(
+        vision_config=vision,
+        qformer_config=former,
+        text_config={"model_type": "opt", **text},
+        num_query_tokens=4,
+        image_token_index=63,
+    )
+    model = Blip2ForConditionalGeneration(config).eval()
+    ids = torch.cat([torch.full((1, 4), 63), tokens(3)], dim=1)
+
+    def run() -> None:
+        model.generate(
+            pixel_values=torch.randn(1, 3, 16, 16),
+            input_ids=ids,
+            max_new_tokens=3,
+            min_new_tokens=3,
+            do_sample=False,
+        )
+
+    sites = sites_of({"": model}, run)
+    found = Counter((s.module.partition(".")[0], s.step, s.phase) for s in sites)
+    text_sites = [key for key in found if key[0] == "language_model"]
+    assert text_sites == [
+        ("language_model", step, phase)
+        for step, phase in enumerate(["prefill", "decode", "decode"])
+    ]
+    assert {key[1:] for key in found if key[0] != "language_model"} == {(0, "encode")}
+
+
+def test_an_encoder_inside_a_language_model_encodes() -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    model = T5ForConditionalGeneration(config).eval()
+    sites = sites_of({"": model}, lambda: model(tokens(4), decoder_input_ids=tokens(2)))
+    assert [(s.module.partition(".")[0], s.phase) for s in sites] == [
+        ("encoder", "encode"),
+        ("decoder", "prefill"),
+        ("decoder", "prefill"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "phases"),
+    [
+        ([10, 10, 1], ["prefill", "prefill", "decode"]),
+        ([10, 5, 1], ["prefill", "decode", "decode"]),
+        ([1, 1, 9], ["prefill", "decode", "prefill"]),
+    ],
+)
+def test_a_later_chunk_of_a_prompt_is_prefill(chunks: list[int], phases: list[str]) -> None:
+    from transformers import DynamicCache
+
+    model, cache = tiny_llama(), DynamicCache()
+
+    def run() -> None:
+        for count in chunks:
+            model(tokens(count), past_key_values=cache)
+
+    assert [site.phase for site in sites_of({"": model}, run)][::2] == phases
+
+
+def test_a_layer_watched_alone_knows_its_own_cache() -> None:
+    model = tiny_llama()
+
+    def run() -> None:
+        model.generate(
+            tokens(5), max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0
+        )
+
+    for layer in model.model.layers:
+        for module in (layer, layer.self_attn):
+            sites = sites_of({"": module}, run)
+            assert [(site.step, site.phase) for site in sites if site.module] == [
+                (0, "prefill"),
+                (1, "decode"),
+                (2, "decode"),
+            ]
+
+
+def test_cross_attention_watched_alone_decodes_once_it_has_keys() -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2)
+    model = T5ForConditionalGeneration(config).eval()
+    cross = model.decoder.block[1].layer[1].EncDecAttention
+
+    def run() -> None:
+        model.generate(
+            tokens(4), max_new_tokens=3, min_new_tokens=3, do_sample=False, decoder_start_token_id=0
+        )
+
+    phases = [site.phase for site in sites_of({"": cross}, run) if site.module]
+    assert phases == ["prefill", "decode", "decode"]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_backward_pass_runs_again_is_recomputation(
+    layers: nn.Module, states: Tensor, reentrant: bool
+) -> None:
+    from capture.hooks.interceptor import intercept
+    from capture.hooks.modules import ModuleTracker, Site
+
+    tracker, sites = ModuleTracker({"": layers}), list[Site]()
+
+    def handler(arguments: Any, proceed: Any, sdpa: Any) -> Tensor:
+        sites.append(tracker.site)
+        return proceed()  # type: ignore[no-any-return]
+
+    class Checkpointed(nn.Module):
+        def forward(self, states: Tensor) -> Any:
+            for layer in layers.layers:  # type: ignore[union-attr]
+                states = checkpoint(layer, states, use_reentrant=reentrant)  # type: ignore[assignment]
+            return states
+
+    layers.forward = Checkpointed().forward  # type: ignore[method-assign]
+    states.requires_grad_()
+    with tracker.watch(), intercept(handler):
+        for _ in range(2):
+            layers(states).sum().backward()
+    expected = [
+        ("layers.0", "encode"),
+        ("layers.1", "encode"),
+        ("layers.1", "recompute"),
+        ("layers.0", "recompute"),
+    ]
+    assert [tuple(site) for site in sites] == [
+        (module, step, phase) for step in range(2) for module, phase in expected
+    ]
+
+
+def test_a_function_that_is_recomputed_belongs_to_no_module_and_is_recomputation() -> None:
+    from torch.nn import functional
+
+    query = torch.randn(1, 1, 2, 8, requires_grad=True)
+
+    def run() -> None:
+        attend = functional.scaled_dot_product_attention
+        with torch.enable_grad():
+            output = checkpoint(lambda q: attend(q, q, q), query, use_reentrant=False)
+            output.sum().backward()  # type: ignore[union-attr]
+
+    sites = sites_of({"": nn.Linear(1, 1)}, run)
+    assert [site.phase for site in sites] == ["encode", "recompute"]
