@@ -306,21 +306,23 @@ def defence_overhead() -> str:
     rows = results.read(results.DIRECTORY / "defence_overhead.csv")
     arms: dict[tuple[str, ...], dict[str, dict[str, str]]] = defaultdict(dict)
     for row in rows:
-        key = (row["device"], row["machine.torch"], row["calls"], row["rows"], row["load"])
+        names = ("device", "machine.torch", "threads", "calls", "rows", "load")
+        key = tuple(row[name] for name in names)
         arms[key][row["arm"]] = row
     lines = [
         "| machine | calls | rows | without, wall | without, CPU | all of it, wall | CPU "
         "| the judge's process alone, wall | CPU | load |",
         f"|---|{'---:|' * 9}",
     ]
-    for (device, torch, calls, count, load), found in arms.items():
+    for (device, torch, threads, calls, count, load), found in arms.items():
         without = [f"{float(found['without'][name]):.1f} s" for name in ("wall_s", "cpu_s")]
         added = [
             f"{float(found[arm][name]):+.0%}".replace("%", " %")
             for arm in ("as it is", "without, and a judge")
             for name in ("wall", "cpu")
         ]
-        cells = [f"{device}, torch {torch}", calls, count, *without, *added, load]
+        machine = f"{device}, torch {torch}" + (f", threads: {threads}" if threads else "")
+        cells = [machine, calls, count, *without, *added, load]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
