@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from capture.hooks.interceptor import Arguments
+from capture.variant import FEATURES
 from replay.kernels.adapter import adapt, at_once
 from replay.kernels.constraints import (
     AnyCall,
@@ -40,7 +41,15 @@ def _decode(call: Arguments) -> Tensor:
     from replay.kernels.triton.decode import decode
 
     return decode(
-        call.query, call.key, call.value, call.attn_mask, call.is_causal, scale=call.scale
+        call.query,
+        call.key,
+        call.value,
+        call.attn_mask,
+        call.is_causal,
+        scale=call.scale,
+        seqused_k=call.seqused_k,
+        sinks=call.sinks,
+        variant=call.variant,
     )
 
 
@@ -84,6 +93,7 @@ register(
         _decode,
         DECODE_LIMITS,
         "ours: decode in Triton, the keys split among programs",
+        features=FEATURES.keys() - {"packed"},
     )
 )
 register(_paged_kernel())

@@ -1,4 +1,7 @@
-"""Our FlashAttention-2-style kernel in Triton: any mask, stride, length and head_dim up to 256."""
+"""Our FlashAttention-2-style kernel in Triton: any mask, stride, length and head_dim up to 256.
+
+And windows, sinks, soft caps and bottom-right diagonals. `triton-varlen` packs.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,14 @@ def _attend(call: Arguments) -> Tensor:
     from replay.kernels.triton.prefill import prefill
 
     return prefill(
-        call.query, call.key, call.value, call.attn_mask, call.is_causal, scale=call.scale
+        call.query,
+        call.key,
+        call.value,
+        call.attn_mask,
+        call.is_causal,
+        scale=call.scale,
+        sinks=call.sinks,
+        variant=call.variant,
     )
 
 
@@ -26,5 +36,6 @@ register(
         _attend,
         (no_dropout, up_to_float32, max_head_dim(256)),
         "ours: FlashAttention 2 in Triton, of any mask, strides and head_dim",
+        features=("bottom-right", "window", "softcap", "sinks"),
     )
 )

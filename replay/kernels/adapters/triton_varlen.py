@@ -1,20 +1,24 @@
-"""Our Triton kernel for padded batches: it reads the keys that a padding mask leaves, in place.
+"""Our Triton kernel for sequences of different lengths: it reads the keys that count, in place.
 
-Nothing is packed. The lengths are found on the GPU, without the host waiting for them; the core is
-the call when they are known already, as for all layers of a model but the first.
+Of a padded batch those that the mask leaves, of a packed one each sequence's, of a cache as many as
+`seqused_k` says. Nothing is packed. The lengths are found on the GPU, without the host waiting for
+them; the core is the call when they are known already, as for all layers of a model but the first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
+from capture.variant import FEATURES
 from replay.kernels.adapter import adapt, at_once
 from replay.kernels.constraints import (
     AnyCall,
     max_head_dim,
-    needs_mask,
+    needs_lengths,
     no_dropout,
     padding_mask_only,
     up_to_float32,
@@ -24,15 +28,68 @@ from replay.kernels.library import TRITON
 from replay.kernels.registry import register
 
 
-def _prepare(call: AnyCall) -> Callable[[], Tensor]:
-    from replay.kernels.triton.varlen import key_ranges, padded
+def _mask_and_lengths(call: AnyCall) -> str | None:
+    """A padded batch has its diagonal where the padding leaves it, not beside the last key."""
+    if call.attn_mask is None:
+        return None
+    if not {"bottom-right", "packed", "key-lengths"}.intersection(call.features):
+        return None
+    return "attn_mask beside lengths of sequences or a bottom-right diagonal"
 
-    keys = padding_keys(call)
-    assert keys is not None, "`needs_mask` has seen to it"
-    ranges = key_ranges(keys)
+
+def _prepare(call: AnyCall) -> Callable[[], Tensor]:
+    from replay.kernels.triton.varlen import KeyRanges, key_ranges, padded
+
+    if reason := _mask_and_lengths(call):
+        raise NotImplementedError(reason)
+    if call.cu_seqlens_q is not None:
+        return _prepare_packed(call)
+    variant = call.variant
+    if call.seqused_k is not None:
+        ranges = KeyRanges(torch.zeros_like(call.seqused_k), call.seqused_k)
+    else:
+        keys = padding_keys(call)
+        assert keys is not None, "`needs_lengths` has seen to it"
+        ranges, variant = key_ranges(keys), replace(variant, bottom_right=False)
     return lambda: padded(
-        call.query, call.key, call.value, ranges, call.is_causal, scale=call.scale
+        call.query,
+        call.key,
+        call.value,
+        ranges,
+        call.is_causal,
+        scale=call.scale,
+        sinks=call.sinks,
+        variant=variant,
     )
+
+
+def _prepare_packed(call: AnyCall) -> Callable[[], Tensor]:
+    from replay.kernels.triton.varlen import packed
+
+    cu_seqlens_q, cu_seqlens_k = call.cu_seqlens_q, call.cu_seqlens_k
+    assert cu_seqlens_q is not None
+    assert cu_seqlens_k is not None
+    longest = call.variant.max_seqlen_q
+    longest = int(cu_seqlens_q.diff().max()) if longest is None else longest
+    query, key, value = (each[0].transpose(0, 1) for each in (call.query, call.key, call.value))
+
+    def run() -> Tensor:
+        output_THD = packed(
+            query,
+            key,
+            value,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            longest,
+            call.is_causal,
+            scale=call.scale,
+            seqused_k=call.seqused_k,
+            sinks=call.sinks,
+            variant=call.variant,
+        )
+        return output_THD.transpose(0, 1)[None]
+
+    return run
 
 
 register(
@@ -40,8 +97,16 @@ register(
         "triton-varlen",
         TRITON,
         at_once(_prepare),
-        (no_dropout, up_to_float32, max_head_dim(256), needs_mask, padding_mask_only),
-        "ours: padded batches in Triton, padding neither read nor computed",
+        (
+            no_dropout,
+            up_to_float32,
+            max_head_dim(256),
+            needs_lengths,
+            padding_mask_only,
+            _mask_and_lengths,
+        ),
+        "ours: padded and packed batches in Triton, padding neither read nor computed",
         prepare=_prepare,
+        features=FEATURES,
     )
 )

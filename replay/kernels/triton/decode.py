@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from capture.variant import PLAIN, Variant
 from replay.kernels.triton.split_kv import Cache, attend
 
 
@@ -15,6 +16,9 @@ def decode(
     is_causal: bool = False,
     *,
     scale: float | None = None,
+    seqused_k: Tensor | None = None,
+    sinks: Tensor | None = None,
+    variant: Variant = PLAIN,
 ) -> Tensor:
     """softmax(scale · QKᵀ + mask) · V for a short query: (B, Hq, Sq, Dv), contiguous.
 
@@ -28,7 +32,19 @@ def decode(
         attn_mask: broadcasts to (B, Hq, Sq, Sk); bool (True = attend) or float (added). A query
             whose keys are all masked gets zeros.
         is_causal: aligned top left: query i sees keys 0…i, however many there are. Those it does
-            not see are not read beyond the first Sq, so that a NaN there stays there.
+            not see are not read beyond the first Sq, so that a NaN there stays there. Or aligned
+            bottom right, if `variant` says so.
         scale: of the scores; None is 1/sqrt(D).
+        seqused_k: (B,) int32, how many keys count, from the first; None for all.
+        sinks: (Hq,), a logit of each head that takes weight and has no value.
+        variant: bottom right, window and soft cap; keys before every query's window are not read.
     """
-    return attend(query, Cache(key, value), attn_mask=attn_mask, is_causal=is_causal, scale=scale)
+    return attend(
+        query,
+        Cache(key, value, lengths=seqused_k),
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        scale=scale,
+        sinks=sinks,
+        variant=variant,
+    )

@@ -7,7 +7,10 @@ part of the scale:
     s = q·kᵀ·scale·log₂e        m' = max(m, max s)        p = 2^(s − m')
     l' = l·2^(m − m') + Σp      o' = o·2^(m − m') + p·v   output = o / l
 
-- Blocks that need no masking go first, those that the diagonal or the end of the keys cuts last.
+- Blocks that the diagonal, a side of a window or the end of the keys cuts are masked, those between
+  are not, and those beyond are not gone through at all.
+- A soft cap takes tanh as 1 - 2 / (e^2x + 1), which is right to float32's rounding. A sink is where
+  maximum and sum begin: m = sink, l = 1.
 - A head dimension that is no power of two is two pieces: 96 is 64 + 32, 72 is 64 + 16.
 - Query heads that share a key head read it in place.
 - Key and value come through tensor descriptors (TMA) where their strides allow it and the GPU has
@@ -24,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from capture.variant import PLAIN, Variant
 from replay.kernels.triton.descriptors import can_be_described, described
 
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -135,11 +139,15 @@ def _attend(
     batch,
     kv_head,
     rows,
+    diagonals,
     q_end,
     k_end,
     first,
     last,
     scale,
+    cap,
+    left,
+    right,
     stride_kn,
     stride_kd,
     stride_vn,
@@ -162,8 +170,10 @@ def _attend(
 ):
     """Go through the keys [first, last) of a head, a block at a time.
 
-    `rows` and keys count from the tensors' beginnings. IS_BOUNDED: a block may reach past `k_end`
-    or cross the diagonal. IS_PART: past `k_end` there may be somebody else's keys.
+    `rows` and keys count from the tensors' beginnings; `diagonals` are the keys beside the rows.
+    `cap`, `left` and `right` are None where there is no soft cap or side of a window; with a cap,
+    `scale` is that of the exponent in tanh. IS_BOUNDED: a block may reach past `k_end` or cross the
+    diagonal or a side. IS_PART: past `k_end` there may be somebody else's keys.
     """
     for start in tl.range(first, last, BLOCK_N):
         key_main = _block(
@@ -179,11 +189,16 @@ def _attend(
             )  # fmt: skip
             scores = _product(query_rest, key_rest.T, scores, WIDEN)
         keys = start + tl.arange(0, BLOCK_N)
-        if MASK == "none":
+        if cap is not None:
+            factor = 1.0
+            scores = cap * (1.0 - 2.0 / (tl.math.exp2(scores * scale) + 1.0))
+        elif MASK == "none":
             factor = scale
         else:
             factor = 1.0
-            scores = scores * scale + _bias(
+            scores = scores * scale
+        if MASK != "none":
+            scores = scores + _bias(
                 attn_mask, rows, keys, q_end, k_end, stride_mm, stride_mn,
                 MASK == "bool" or MASK == "bool keys", IS_BOUNDED,
                 MASK == "bool" or MASK == "float",
@@ -191,7 +206,11 @@ def _attend(
         if IS_BOUNDED:
             allowed = keys[None, :] < k_end
             if IS_CAUSAL:
-                allowed = allowed & (keys[None, :] <= rows[:, None])
+                allowed = allowed & (keys[None, :] <= diagonals[:, None])
+            if right is not None:
+                allowed = allowed & (keys[None, :] <= diagonals[:, None] + right)
+            if left is not None:
+                allowed = allowed & (keys[None, :] >= diagonals[:, None] - left)
             scores = tl.where(allowed, scores, float("-inf"))
         risen = tl.maximum(highest, tl.max(scores, 1) * factor)
         shift = tl.where(risen == float("-inf"), 0.0, risen)
@@ -222,7 +241,7 @@ def _attend(
 # multiples of 16. Strides within a head are left out: what they are decides how loads are done.
 @triton.jit(
     do_not_specialize=[
-        "q_len", "k_len", "tiles", "heads", "group", "batches", "section",
+        "q_len", "k_len", "tiles", "heads", "group", "batches", "section", "left", "right",
         "stride_qb", "stride_qh", "stride_kb", "stride_kh", "stride_vb", "stride_vh",
         "stride_mb", "stride_mh", "stride_ob", "stride_oh", "stride_lb", "stride_lh", "stride_lm",
     ]
@@ -232,12 +251,16 @@ def _forward(
     key,
     value,
     attn_mask,
+    sinks,
     output,
     lse,
     q_offsets,
     k_starts,
     k_lengths,
     scale,
+    cap,
+    left,
+    right,
     q_len,
     k_len,
     tiles,
@@ -280,6 +303,7 @@ def _forward(
     DV_REST: tl.constexpr,
     MASK: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
+    IS_BOTTOM_RIGHT: tl.constexpr,
     LENGTHS: tl.constexpr,
     HAS_LSE: tl.constexpr,
     HAS_DESCRIPTORS: tl.constexpr,
@@ -289,7 +313,11 @@ def _forward(
 
     LENGTHS: "full" (every batch element has all rows of the tensors), "padded" (its keys are
     `k_lengths` many from `k_starts` on), "packed" (batch elements lie one after another;
-    `q_offsets` and `k_starts` are (B + 1,), say where each begins, and causal counts from there).
+    `q_offsets` and `k_starts` are (B + 1,), say where each begins, and causal counts from there;
+    `k_lengths`, if not None, how many of its keys count).
+
+    `sinks`, `cap`, `left` and `right` are None where a call has none, and then no arguments of the
+    compiled program.
 
     Strides of query, key and value, but those between the elements of a row, count in UNITs, those
     of the output in OUTPUT_UNITs.
@@ -332,11 +360,15 @@ def _forward(
         q_end = tl.load(q_offsets + batch + 1)
         k_start = tl.load(k_starts + batch)
         k_end = tl.load(k_starts + batch + 1)
+        if k_lengths is not None:
+            k_end = tl.minimum(k_end, k_start + tl.load(k_lengths + batch))
         diagonal = k_start - q_start
         batch_in_memory = 0
     elif LENGTHS == "padded":
         k_start = tl.load(k_starts + batch)
         k_end = k_start + tl.load(k_lengths + batch)
+    if IS_BOTTOM_RIGHT:
+        diagonal = k_end - q_end
     row = q_start + tile * BLOCK_M
     if row < q_end:
         wide_batch = tl.cast(batch_in_memory, tl.int64)
@@ -360,26 +392,51 @@ def _forward(
         sums_rest = tl.zeros([BLOCK_M, DV_REST if DV_REST > 0 else 16], tl.float32)
         highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
+        if sinks is not None:
+            sink = tl.load(sinks + head).to(tl.float32)
+            highest = tl.zeros([BLOCK_M], tl.float32) + sink * LOG2_E
+            total += 1.0
         rows = row + tl.arange(0, BLOCK_M)
 
+        first = k_start
         last = k_end
         unmasked = k_end - k_start
         if IS_CAUSAL:
             last = tl.minimum(k_end, row + diagonal + BLOCK_M)
             unmasked = tl.minimum(unmasked, row + diagonal + 1 - k_start)
-        unmasked = k_start + tl.maximum(unmasked, 0) // BLOCK_N * BLOCK_N
+        if right is not None:
+            last = tl.minimum(k_end, row + diagonal + BLOCK_M + right)
+            unmasked = tl.minimum(unmasked, row + diagonal + 1 + right - k_start)
+        if left is not None:
+            first = tl.maximum(k_start, row + diagonal - left)
+            unmasked -= first - k_start
+        unmasked = first + tl.maximum(unmasked, 0) // BLOCK_N * BLOCK_N
+        inner = first
+        if left is not None:
+            # From here on no row's window has yet to begin.
+            cut = tl.maximum(row + diagonal + BLOCK_M - 1 - left - first, 0)
+            inner = tl.minimum(first + tl.cdiv(cut, BLOCK_N) * BLOCK_N, tl.maximum(first, last))
+            unmasked = tl.maximum(unmasked, inner)
+            sums, sums_rest, highest, total = _attend(
+                sums, sums_rest, highest, total, query_main, query_rest, key, value, attn_mask,
+                batch_in_memory, kv_head, rows, rows + diagonal, q_end, k_end,
+                first, inner, scale, cap, left, right,
+                stride_kn, stride_kd, stride_vn, stride_vd, stride_mm, stride_mn,
+                BLOCK_N, D, D_MAIN, D_REST, DV, DV_MAIN, DV_REST,
+                MASK, IS_CAUSAL, True, LENGTHS != "full", HAS_DESCRIPTORS, WIDEN,
+            )  # fmt: skip
         sums, sums_rest, highest, total = _attend(
             sums, sums_rest, highest, total, query_main, query_rest, key, value, attn_mask,
-            batch_in_memory, kv_head, rows + diagonal, q_end, k_end,
-            k_start, unmasked, scale,
+            batch_in_memory, kv_head, rows, rows + diagonal, q_end, k_end,
+            inner, unmasked, scale, cap, left, right,
             stride_kn, stride_kd, stride_vn, stride_vd, stride_mm, stride_mn,
             BLOCK_N, D, D_MAIN, D_REST, DV, DV_MAIN, DV_REST,
             MASK, IS_CAUSAL, False, LENGTHS != "full", HAS_DESCRIPTORS, WIDEN,
         )  # fmt: skip
         sums, sums_rest, highest, total = _attend(
             sums, sums_rest, highest, total, query_main, query_rest, key, value, attn_mask,
-            batch_in_memory, kv_head, rows + diagonal, q_end, k_end,
-            unmasked, last, scale,
+            batch_in_memory, kv_head, rows, rows + diagonal, q_end, k_end,
+            unmasked, last, scale, cap, left, right,
             stride_kn, stride_kd, stride_vn, stride_vd, stride_mm, stride_mn,
             BLOCK_N, D, D_MAIN, D_REST, DV, DV_MAIN, DV_REST,
             MASK, IS_CAUSAL, True, LENGTHS != "full", HAS_DESCRIPTORS, WIDEN,
@@ -443,9 +500,15 @@ class Blocks(NamedTuple):
 
 
 def blocks(
-    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, has_descriptors: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool,
+    has_descriptors: bool,
+    variant: Variant = PLAIN,
 ) -> Blocks:
     """The fastest found on an H200; other GPUs, and other ways to load, get what fits them."""
+    left, right = variant.window
     head_dim = max(query.shape[-1], value.shape[-1])
     if query.dtype == torch.float32:  # exact products, which no tensor core does
         return Blocks(64, 32, 4, 1) if head_dim <= 64 else Blocks(32, 32, 4, 1)
@@ -454,10 +517,13 @@ def blocks(
             return Blocks(128, 64, 4, 3)
         return Blocks(128, 64, 8, 3) if head_dim <= 128 else Blocks(64, 32, 4, 2)
     if head_dim <= 64:
-        return Blocks(64, 128, 4, 2) if is_causal else Blocks(128, 128, 8, 3, 128)
+        # Few rows waste less beside a diagonal.
+        is_cut = is_causal or variant.window != (None, None)
+        return Blocks(64, 128, 4, 2) if is_cut else Blocks(128, 128, 8, 3, 128)
     if head_dim <= 128:
         # Small programs end more evenly; large ones read keys and values half as often.
-        is_short = key.shape[2] < 8192
+        seen = key.shape[2] if left is None else left + (right or 0)
+        is_short = seen < 8192
         return Blocks(64, 64, 4, 3) if is_short else Blocks(128, 64, 8, 2, 128)
     return Blocks(128, 64, 8, 2)
 
@@ -487,12 +553,17 @@ def forward(
     lengths: Lengths,
     has_lse: bool,
     cut: Blocks | None = None,
+    *,
+    variant: Variant = PLAIN,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The output, in memory as the query is (BHSD or BSHD), and the log-sum-exp if asked for.
 
     Args:
         query, key, value: BHSD; those of packed batches have one batch element.
         cut: how to cut up the call; None is `blocks`.
+        variant: its longest sequences are not read.
+        sinks: (Hq,).
 
     Raises:
         ValueError: the shapes do not fit together, or a head dimension is larger than 256.
@@ -516,12 +587,18 @@ def forward(
         and can_be_described(key)
         and can_be_described(value)
     )
-    cut = cut or blocks(query, key, value, is_causal, has_descriptors)
+    cut = cut or blocks(query, key, value, is_causal, has_descriptors, variant)
     tiles = triton.cdiv(lengths.longest_query, cut.rows)
     programs = tiles * lengths.batches * heads
     if programs == 0:
         return output, lse
     mask, kind = _as_numbers(attn_mask, (memory, heads, q_len, k_len))
+    left, right = (_limit(side, q_len + k_len) for side in variant.window)
+    if is_causal or right == 0:
+        is_causal, right = True, None
+    scale, cap = scale * LOG2_E.value, None
+    if variant.softcap is not None:
+        scale, cap = 2 * scale / variant.softcap, variant.softcap * LOG2_E.value
     kv_bytes = k_len * (head_dim + v_head_dim) * key.element_size() * kv_heads // heads
     with torch.cuda.device_of(query):
         _forward[(programs,)](
@@ -529,12 +606,16 @@ def forward(
             described(key, cut.keys, main) if has_descriptors else key,
             described(value, cut.keys, v_main) if has_descriptors else value,
             mask,
+            None if sinks is None else sinks.contiguous(),
             output,
             lse,
             lengths.q_offsets,
             lengths.k_starts,
             lengths.k_lengths,
-            scale * LOG2_E.value,
+            scale,
+            cap,
+            left,
+            right,
             q_len,
             k_len,
             tiles,
@@ -560,6 +641,7 @@ def forward(
             DV_REST=v_rest,
             MASK=kind,
             IS_CAUSAL=is_causal,
+            IS_BOTTOM_RIGHT=variant.bottom_right,
             LENGTHS=lengths.kind,
             HAS_LSE=has_lse,
             HAS_DESCRIPTORS=has_descriptors,
@@ -569,6 +651,11 @@ def forward(
             maxnreg=cut.registers,
         )
     return output, lse
+
+
+def _limit(side: int | None, farthest: int) -> int | None:
+    """A side of a window; None where it ends beyond all keys."""
+    return None if side is None or side >= farthest else side
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor) -> None:

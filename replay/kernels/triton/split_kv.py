@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from capture.variant import PLAIN, Variant
 from replay.kernels.triton.counters import counters
 from replay.kernels.triton.descriptors import can_be_described, described
 
@@ -140,12 +141,17 @@ def _merge(
 
 
 # Numbers that change from call to call must not each compile the kernel again.
-@triton.jit(do_not_specialize=["group", "q_len", "kv_len", "kept", "splits", "stride_table"])
+@triton.jit(
+    do_not_specialize=[
+        "group", "q_len", "kv_len", "kept", "splits", "left", "right", "stride_table"
+    ]
+)  # fmt: skip
 def _attend_kernel(
     query_ptr,
     key_ptr,
     value_ptr,
     mask_ptr,
+    sinks_ptr,
     lengths_ptr,
     indices_ptr,
     table_ptr,
@@ -153,6 +159,9 @@ def _attend_kernel(
     parts_ptr,
     arrivals_ptr,
     scale,
+    cap,
+    left,
+    right,
     kv_heads,
     group,
     q_len,
@@ -179,6 +188,7 @@ def _attend_kernel(
     stride_mask_token,
     stride_table,
     IS_CAUSAL: tl.constexpr,
+    IS_BOTTOM_RIGHT: tl.constexpr,
     MASK: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
     HAS_INDICES: tl.constexpr,
@@ -193,6 +203,9 @@ def _attend_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):
+    """`sinks_ptr`, `cap`, `left` and `right` are None where a call has none: they are then no
+    arguments of the compiled program. With a cap, `scale` is that of the exponent in tanh.
+    """
     split = tl.program_id(1)
     batch = tl.program_id(0) // kv_heads
     kv_head = tl.program_id(0) % kv_heads
@@ -226,18 +239,32 @@ def _attend_kernel(
     length = kv_len
     if HAS_LENGTHS:
         length = tl.load(lengths_ptr + batch)
+    diagonal = 0
+    if IS_BOTTOM_RIGHT:
+        diagonal = length - q_len
+    positions_begin = 0
     positions_end = length
     if HAS_INDICES:
         positions_end = kept
     if IS_CAUSAL:
-        positions_end = tl.minimum(length, q_len)
-    share = tl.cdiv(tl.cdiv(positions_end, BLOCK_N), splits) * BLOCK_N
-    begin = split * share
+        positions_end = tl.minimum(length, q_len + diagonal)
+    if right is not None:
+        positions_end = tl.minimum(length, q_len + diagonal + right)
+    if left is not None:
+        positions_begin = tl.maximum(diagonal - left, 0)
+    share = tl.cdiv(tl.cdiv(positions_end - positions_begin, BLOCK_N), splits) * BLOCK_N
+    begin = positions_begin + split * share
     end = tl.minimum(begin + share, positions_end)
 
     highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     # Per key of a block, and summed at the end: a sum over warps would make them wait each time.
     totals = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if sinks_ptr is not None:
+        # As if they were a key of the first part, whose value is 0.
+        counts = has_row & (split == 0)
+        sinks = tl.load(sinks_ptr + q_heads, mask=counts, other=float("-inf")).to(tl.float32)
+        highest = sinks * 1.4426950408889634
+        totals += tl.where(tl.arange(0, BLOCK_N) == 0, 1.0, 0.0)[None, :]
     output = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     for first in range(begin, end, BLOCK_N):
         positions = first + tl.arange(0, BLOCK_N)
@@ -264,6 +291,9 @@ def _attend_kernel(
         if UPCAST:
             key = key.to(tl.float32)
         scores = tl.dot(query, tl.trans(key)) * (scale * 1.4426950408889634)
+        if cap is not None:
+            # tanh(x) = 1 - 2 / (e^2x + 1)
+            scores = cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
         if MASK != 0:
             scores += _mask_bias(
                 mask_ptr,
@@ -280,7 +310,14 @@ def _attend_kernel(
                 MASK == 2,
             )
         if IS_CAUSAL:
-            scores += tl.where(tokens[None, :] <= queries[:, None], 0.0, float("-inf"))
+            is_seen = tokens[None, :] <= queries[:, None] + diagonal
+            scores += tl.where(is_seen, 0.0, float("-inf"))
+        if right is not None:
+            is_seen = tokens[None, :] <= queries[:, None] + (diagonal + right)
+            scores += tl.where(is_seen, 0.0, float("-inf"))
+        if left is not None:
+            is_seen = tokens[None, :] >= queries[:, None] + (diagonal - left)
+            scores += tl.where(is_seen, 0.0, float("-inf"))
         scores = tl.where(is_valid[None, :], scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, axis=1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -384,16 +421,19 @@ class Cache(NamedTuple):
         """Tokens in a page; 0 without pages."""
         return 0 if self.block_table is None else self.key.shape[1]
 
-    def access(self, is_causal: bool) -> Access:
+    def access(self, is_cut: bool) -> Access:
         """How the kernel reads it.
 
         Descriptors take whole blocks: no tokens that do not count may follow, whose values could be
         NaN, and a head dimension must be as wide as a block.
+
+        Args:
+            is_cut: whether a diagonal leaves some tokens out.
         """
         if self.block_table is not None or self.indices is not None:
             return "indirect"
         numbers = self.key.numel() + self.value.numel()
-        if is_causal or self.lengths is not None or numbers < WORTH_DESCRIBING:
+        if is_cut or self.lengths is not None or numbers < WORTH_DESCRIBING:
             return "direct"
         fits = all(
             tensor.shape[3] in (16, 32, 64, 128, 256) and can_be_described(tensor)
@@ -492,6 +532,8 @@ def attend(
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
+    sinks: Tensor | None = None,
+    variant: Variant = PLAIN,
     tiles: Tiling | None = None,
 ) -> Tensor:
     """softmax(scale · QKᵀ + mask) · V over a cache: (B, Hq, Sq, Dv), contiguous.
@@ -500,8 +542,11 @@ def attend(
         query: (B, Hq, Sq, D), float16 or bfloat16, any strides.
         cache: in the query's dtype and on its device, any strides.
         attn_mask: broadcasts to (B, Hq, Sq, Sk); bool (True = attend) or float (added).
-        is_causal: query i sees the tokens 0…i, whatever the lengths, as in SDPA.
+        is_causal: query i sees the tokens 0…i, whatever the lengths, as in SDPA, or if `variant`
+            says bottom right, the last query all tokens and each before it one less.
         scale: of the scores; None is 1/sqrt(D).
+        sinks: (Hq,), a logit of each head that takes weight and has no value.
+        variant: bottom right, window and soft cap. Not with indices.
         tiles: how to cut the work, by default `tiling`.
     """
     batch, heads, q_len, head_dim = query.shape
@@ -511,11 +556,13 @@ def attend(
         return output
     group = heads // kv_heads
     kept = 0 if cache.indices is None else cache.indices.shape[2]
-    access = cache.access(is_causal)
+    left, right = _limits(is_causal, variant, q_len, kv_len)
+    is_causal, right = (True, None) if right == 0 else (False, right)
+    access = cache.access(is_causal or left is not None or right is not None)
     cut = plan(
         batch * kv_heads,
         group * q_len,
-        min(kv_len, q_len) if is_causal else kept or kv_len,
+        kept or _most_seen(left, 0 if is_causal else right, variant, q_len, kv_len),
         head_dim,
         v_dim,
         access,
@@ -529,6 +576,9 @@ def attend(
         rows = batch * heads * q_len
         parts = query.new_empty(rows * splits * (v_dim + 2), dtype=torch.float32)
         arrivals = counters(batch * kv_heads * cut.row_blocks, query.device)
+    scale, cap = head_dim**-0.5 if scale is None else float(scale), None
+    if variant.softcap is not None:
+        scale, cap = 2 * scale / variant.softcap, variant.softcap / math.log(2)
     mask_kind, mask = 0, output
     mask_strides: tuple[int, ...] = (0, 0, 0, 0)
     if attn_mask is not None:
@@ -541,13 +591,17 @@ def attend(
         described(cache.key, tiles.block_n, cut.block_d) if is_described else cache.key,
         described(cache.value, tiles.block_n, cut.block_dv) if is_described else cache.value,
         mask,
+        None if sinks is None else sinks.contiguous(),
         output if cache.lengths is None else cache.lengths,
         output if cache.indices is None else cache.indices,
         output if cache.block_table is None else cache.block_table,
         output,
         parts,
         arrivals,
-        head_dim**-0.5 if scale is None else float(scale),
+        scale,
+        cap,
+        left,
+        right,
         kv_heads,
         group,
         q_len,
@@ -562,6 +616,7 @@ def attend(
         *mask_strides,
         0 if cache.block_table is None else cache.block_table.stride(0),
         IS_CAUSAL=is_causal,
+        IS_BOTTOM_RIGHT=variant.bottom_right,
         MASK=mask_kind,
         HAS_LENGTHS=cache.lengths is not None,
         HAS_INDICES=cache.indices is not None,
@@ -580,6 +635,32 @@ def attend(
         num_stages=tiles.stages,
     )
     return output
+
+
+def _limits(
+    is_causal: bool, variant: Variant, q_len: int, kv_len: int
+) -> tuple[int | None, int | None]:
+    """The window, of which causality is the right side; None for a side that leaves nothing out."""
+    left, right = variant.window
+    if is_causal:
+        right = 0
+    farthest = q_len + kv_len
+    if left is not None and left >= farthest:
+        left = None
+    # The last query's diagonal is the last token, which one query alone always sees.
+    if right is not None and (right >= farthest or (variant.bottom_right and q_len == 1)):
+        right = None
+    return left, right
+
+
+def _most_seen(
+    left: int | None, right: int | None, variant: Variant, q_len: int, kv_len: int
+) -> int:
+    """Tokens that the queries see together, at most."""
+    most = kv_len
+    if right is not None and not variant.bottom_right:
+        most = min(most, q_len + right)
+    return most if left is None else min(most, left + q_len + (right or 0))
 
 
 @functools.cache

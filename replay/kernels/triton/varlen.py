@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from capture.variant import PLAIN, Variant
 from replay.kernels.triton.forward import Lengths, forward
 
 
@@ -34,6 +35,8 @@ def padded(
     is_causal: bool = False,
     *,
     scale: float | None = None,
+    sinks: Tensor | None = None,
+    variant: Variant = PLAIN,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 
@@ -47,6 +50,8 @@ def padded(
     is_causal: bool = False,
     *,
     scale: float | None = None,
+    sinks: Tensor | None = None,
+    variant: Variant = PLAIN,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -59,6 +64,8 @@ def padded(
     is_causal: bool = False,
     *,
     scale: float | None = None,
+    sinks: Tensor | None = None,
+    variant: Variant = PLAIN,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`prefill` under a padding mask; every query is answered, those of padding tokens too.
@@ -69,15 +76,27 @@ def padded(
         query, key, value: (B, Hq, Sq, D), (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv) as for `prefill`.
         keys: within [0, Sk]; not checked, since that would wait for the GPU. An element without any
             gets zeros.
-        is_causal: aligned top left of the padded tensors, as SDPA's.
-        scale, return_lse: as for `prefill`.
+        is_causal: aligned top left of the padded tensors, as SDPA's, unless `variant` says bottom
+            right: then the last query is beside the last key that counts.
+        scale, sinks, variant, return_lse: as for `prefill`.
 
     Raises:
         ValueError: the shapes do not fit together, or a head dimension is larger than 256.
     """
     batch, q_len = query.shape[0], query.shape[2]
     lengths = Lengths("padded", batch, q_len, None, keys.starts, keys.lengths)
-    output, lse = forward(query, key, value, None, is_causal, scale, lengths, return_lse)
+    output, lse = forward(
+        query,
+        key,
+        value,
+        None,
+        is_causal,
+        scale,
+        lengths,
+        return_lse,
+        variant=variant,
+        sinks=sinks,
+    )
     return output if lse is None else (output, lse)
 
 
@@ -92,6 +111,9 @@ def packed(
     is_causal: bool = False,
     *,
     scale: float | None = None,
+    seqused_k: Tensor | None = None,
+    sinks: Tensor | None = None,
+    variant: Variant = PLAIN,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 
@@ -107,6 +129,9 @@ def packed(
     is_causal: bool = False,
     *,
     scale: float | None = None,
+    seqused_k: Tensor | None = None,
+    sinks: Tensor | None = None,
+    variant: Variant = PLAIN,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -121,6 +146,9 @@ def packed(
     is_causal: bool = False,
     *,
     scale: float | None = None,
+    seqused_k: Tensor | None = None,
+    sinks: Tensor | None = None,
+    variant: Variant = PLAIN,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention within each element of a packed batch: (Tq, Hq, Dv).
@@ -130,8 +158,10 @@ def packed(
         q_offsets, k_offsets: (B + 1,) int32, where each element begins and, last, where all end;
             FlashAttention calls them `cu_seqlens`. Not checked, since that would wait for the GPU.
         longest_query: the most queries an element has, or more.
-        is_causal: aligned top left of each element (FlashAttention aligns bottom right).
-        scale: None is 1/√D.
+        is_causal: aligned top left of each element, unless `variant` says bottom right, as
+            FlashAttention aligns it.
+        scale, sinks, variant: as for `prefill`.
+        seqused_k: (B,) int32, how many keys of each element count, from its first; None for all.
         return_lse: also the log-sum-exp as in `prefill`, (Hq, Tq).
 
     Raises:
@@ -139,8 +169,19 @@ def packed(
     """
     query, key, value = (each.transpose(0, 1)[None] for each in (query_THD, key_THD, value_THD))
     batches = q_offsets.shape[0] - 1
-    lengths = Lengths("packed", batches, longest_query, q_offsets, k_offsets)
-    output, lse = forward(query, key, value, None, is_causal, scale, lengths, return_lse)
+    lengths = Lengths("packed", batches, longest_query, q_offsets, k_offsets, seqused_k)
+    output, lse = forward(
+        query,
+        key,
+        value,
+        None,
+        is_causal,
+        scale,
+        lengths,
+        return_lse,
+        variant=variant,
+        sinks=sinks,
+    )
     output_THD = output[0].transpose(0, 1)
     return output_THD if lse is None else (output_THD, lse[0])
 

@@ -73,10 +73,10 @@ def test_head_dims(head_dim: int, v_head_dim: int) -> None:
 def test_which_loads_a_call_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(descriptors, "_has_tma", lambda device: True)
     _, key, value = inputs()
-    assert Cache(key, value).access(is_causal=False) == "direct", "too small"
+    assert Cache(key, value).access(is_cut=False) == "direct", "too small"
     monkeypatch.setattr(split_kv, "WORTH_DESCRIBING", 0)
-    assert Cache(key, value).access(is_causal=False) == "described"
-    assert Cache(key, value).access(is_causal=True) == "direct", "reads past the last query's key"
+    assert Cache(key, value).access(is_cut=False) == "described"
+    assert Cache(key, value).access(is_cut=True) == "direct", "reads past the last query's key"
     assert Cache(key[..., :40], value).access(False) == "direct", "no whole block"
     assert Cache(key.mT.contiguous().mT, value).access(False) == "direct", "no adjacent elements"
     lengths = torch.tensor([50], dtype=torch.int32, device=DEVICE)

@@ -182,7 +182,9 @@ def test_the_drop_in_and_its_core(
 def test_what_the_drop_in_refuses() -> None:
     kernel = catalogue()["triton-varlen"]
     unsupported = kernel.unsupported
-    assert unsupported(call_of(None)) == "for padded batches: this call has no attn_mask"
+    assert unsupported(call_of(None)) == (
+        "for sequences of different lengths: this call has no attn_mask, and is not packed"
+    )
     scattered = torch.arange(70, device=DEVICE) % 2 == 0
     refused = unsupported(call_of(scattered.expand(2, 1, 1, 70)))
     assert refused is not None
