@@ -152,6 +152,49 @@ class Span(NamedTuple):
         return self.first[row], self.end[row]
 
 
+class Frame(NamedTuple):
+    """What causality and window are relative to, for each query."""
+
+    begin: Tensor
+    """(1, Sq) or (B, Sq) int64: the first key of its sequence."""
+    length: Tensor
+    """How many keys of that sequence count."""
+    diagonal: Tensor
+    """The key, counted from `begin`, that it lies beside; maybe none."""
+
+
+def frame(
+    q_len: int,
+    kv_len: int,
+    device: torch.device,
+    *,
+    bottom_right: bool = False,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+) -> Frame:
+    """Where each query stands in its sequence; arguments as of `spans`."""
+    rows = torch.arange(q_len, device=device)
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        starts_q, starts_k = (each.to(device, torch.int64) for each in (cu_seqlens_q, cu_seqlens_k))
+        sequence = torch.searchsorted(starts_q[1:-1].contiguous(), rows, right=True)
+        begin, lengths_q, lengths_k = starts_k[:-1], starts_q.diff(), starts_k.diff()
+        if seqused_k is not None:
+            lengths_k = torch.minimum(lengths_k, seqused_k.to(lengths_k))
+        position = (rows - starts_q[sequence])[None]
+        begin, lengths_q, lengths_k = (
+            each[sequence][None] for each in (begin, lengths_q, lengths_k)
+        )
+    else:
+        position = rows[None]
+        lengths_k = torch.tensor([[kv_len]], device=device)
+        if seqused_k is not None:
+            lengths_k = seqused_k.to(device, torch.int64)[:, None]
+        lengths_q, begin = torch.full_like(lengths_k, q_len), torch.zeros_like(lengths_k)
+    diagonal = position + (lengths_k - lengths_q if bottom_right else 0)
+    return Frame(*torch.broadcast_tensors(begin, lengths_k, diagonal))
+
+
 def spans(
     q_len: int,
     kv_len: int,
@@ -170,25 +213,15 @@ def spans(
         cu_seqlens_q: (N + 1,) where each of N packed sequences begins; `cu_seqlens_k` its keys.
         seqused_k: (B,), or (N,) if packed: keys of each sequence that count, from the first.
     """
-    rows = torch.arange(q_len, device=device)
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        starts_q, starts_k = (each.to(device, torch.int64) for each in (cu_seqlens_q, cu_seqlens_k))
-        sequence = torch.searchsorted(starts_q[1:-1].contiguous(), rows, right=True)
-        begin, lengths_q, lengths_k = starts_k[:-1], starts_q.diff(), starts_k.diff()
-        if seqused_k is not None:
-            lengths_k = torch.minimum(lengths_k, seqused_k.to(lengths_k))
-        position = (rows - starts_q[sequence])[None]
-        begin, lengths_q, lengths_k = (
-            each[sequence][None] for each in (begin, lengths_q, lengths_k)
-        )
-    else:
-        position = rows[None]
-        lengths_k = torch.tensor([[kv_len]], device=device)
-        if seqused_k is not None:
-            lengths_k = seqused_k.to(device, torch.int64)[:, None]
-        lengths_q, begin = torch.full_like(lengths_k, q_len), torch.zeros_like(lengths_k)
-    diagonal = position + (lengths_k - lengths_q if variant.bottom_right else 0)
-    end, diagonal = torch.broadcast_tensors(lengths_k, diagonal)
+    begin, end, diagonal = frame(
+        q_len,
+        kv_len,
+        device,
+        bottom_right=variant.bottom_right,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_k=seqused_k,
+    )
     first = torch.zeros_like(diagonal)
     left, right = variant.window
     if is_causal:

@@ -200,9 +200,15 @@ def full_row() -> Row:
     summary = Summary(-1.0, 1.0, 0.0, 0.5)
     return row(
         call=call_facts(
-            backend="torch-flash", step=2, call_index=7, mask=Mask("bool", (1, 1, 1, 64))
+            backend="torch-flash",
+            step=2,
+            call_index=7,
+            mask=Mask("bool", (1, 1, 1, 64)),
+            mask_structure="padding",
+            beyond="sinks",
         ),
         reason="max abs error …",
+        restated_as="padding",
         flags=("no core time",),
         changed_inputs=("key",),
         process="mine",

@@ -98,8 +98,8 @@ def _mask(header: Header) -> str:
         return ", ".join(filter(None, asked)) or "no mask"
     kind = "bool" if header.dtypes["attn_mask"] == "bool" else "float"
     size = "×".join(map(str, header.layouts["attn_mask"].size))
-    noop = " that masks nothing" if header.mask_is_noop else ""
-    return ", ".join(filter(None, [f"{kind} mask {size}{noop}", *asked]))
+    structure = f" = {header.mask_structure}" if header.mask_structure else ""
+    return ", ".join(filter(None, [f"{kind} mask {size}{structure}", *asked]))
 
 
 def _strides(header: Header) -> str:

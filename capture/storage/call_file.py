@@ -19,6 +19,8 @@ from capture.storage.header import Header, as_four_dimensional, dtype_name
 from capture.storage.json_data import parsed, required
 from capture.storage.tensor_file import TensorFile, write_safetensors
 from capture.strides import pack, unpack
+from capture.structure import found_in
+from capture.variant import spans
 
 FORMAT = "attention-replay/2"
 _HEADER_KEY = "attention-replay"
@@ -47,8 +49,7 @@ class PackedCall:
     @classmethod
     def with_values(cls, header: Header, values: dict[str, Tensor]) -> PackedCall:
         """Complete `header` by what only the values on the CPU tell."""
-        mask = values.get("attn_mask")
-        return cls(replace(header, mask_is_noop=mask is not None and _masks_nothing(mask)), values)
+        return cls(replace(header, mask_structure=_mask_structure(header, values)), values)
 
     def write(self, path: Path) -> FileEntry:
         """Write the file and return its manifest entry.
@@ -232,6 +233,11 @@ def _sequences_fault(call: AttentionCall) -> str:
     return ""
 
 
-def _masks_nothing(mask: Tensor) -> bool:
-    """Whether a bool mask is all True, or a float mask all zero."""
-    return bool(mask.all()) if mask.dtype == torch.bool else not bool(mask.any())
+def _mask_structure(header: Header, values: dict[str, Tensor]) -> str:
+    """What the mask of a call that is not yet restored amounts to, in words."""
+    if "attn_mask" not in values or values.keys() & {"cu_seqlens_q", "seqused_k"}:
+        return ""
+    q_len, kv_len = header.shape.q_len, header.shape.kv_len
+    mask = header.layouts["attn_mask"].logical(values["attn_mask"])
+    within = spans(q_len, kv_len, mask.device, is_causal=header.is_causal, variant=header.variant)
+    return str(found_in(mask, within, q_len, kv_len) or "")

@@ -13,6 +13,7 @@ from capture.call import TENSOR_FIELDS, VARIANT_TENSORS, AttentionCall, Origin
 from capture.shape import Shape
 from capture.storage.json_data import fields_of, required
 from capture.strides import Layout
+from capture.structure import NO_MASK
 from capture.variant import PLAIN, Variant
 
 SCORES_PER_BYTE = 1 << 14
@@ -44,8 +45,8 @@ class Header:
     dropout_p: float
     dtypes: dict[str, str]
     layouts: dict[str, Layout]
-    mask_is_noop: bool = False
-    """The mask masks nothing (all True, or all zero): it costs time but changes no value."""
+    mask_structure: str = ""
+    """What the mask amounts to, in words (`capture.structure`); empty for nothing simpler."""
     variant: Variant = PLAIN
 
     @property
@@ -96,7 +97,7 @@ class Header:
             dropout_p=required(data, "dropout_p", float),
             dtypes=required(data, "dtypes", dict[str, str]),
             layouts={name: Layout.from_json(layout) for name, layout in layouts.items()},
-            mask_is_noop=required(data, "mask_is_noop", bool),
+            mask_structure=_mask_structure(data),
             variant=Variant.from_json(data.get("variant", {})),
         )
         if fault := header.fault():
@@ -203,6 +204,13 @@ class Header:
         if lengths.get("seqused_k", sequences) != sequences:
             return f"{lengths['seqused_k']} lengths of keys for {sequences} sequences"
         return ""
+
+
+def _mask_structure(data: dict[str, Any]) -> str:
+    """The words for a mask; of an earlier version, which knew only one thing about masks."""
+    if "mask_structure" in data:
+        return required(data, "mask_structure", str)
+    return NO_MASK if required(data, "mask_is_noop", bool) else ""
 
 
 def as_four_dimensional(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

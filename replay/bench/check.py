@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from capture.call import AttentionCall
 from capture.strides import narrow_expanded
 from replay.bench.failures import ContextLost, Finding, classify
+from replay.bench.forms import Forms
 from replay.bench.guard import Guard
 from replay.bench.inputs import POISON, Inputs, drop_in
 from replay.bench.malformed import malformed
@@ -38,31 +38,18 @@ LONGEST_FILE_NAME = 200
 """Of the 255 bytes that file systems take."""
 
 
-def refusal(kernel: Kernel, call: AttentionCall, device: torch.device) -> Finding | None:
-    """Why a kernel cannot run a call here, if it cannot."""
-    try:
-        kernel = kernel.loaded()
-        if reason := kernel.unavailable(device):
-            return Finding("unavailable", reason)
-        if reason := kernel.refuses(call):
-            return Finding("unsupported", reason)
-    except BaseException as error:  # somebody's predicate is wrong, which costs its row only
-        return classify(error)
-    return None
-
-
 class Checker:
     """Checks kernels on one call.
 
     Args:
-        inputs: of the call, as they were before any kernel ran.
+        inputs: of all its forms, as they were before any kernel ran.
         guard: of the process, as it was before any kernel was imported.
         save_to: a directory for the kernels' outputs.
     """
 
     def __init__(
         self,
-        call: AttentionCall,
+        forms: Forms,
         inputs: Inputs,
         guard: Guard,
         referee: Referee,
@@ -70,7 +57,8 @@ class Checker:
         options: WorkerOptions,
         save_to: Path | None = None,
     ) -> None:
-        self._call = call
+        self._forms = forms
+        self._call = forms.call
         self._inputs = inputs
         self._guard = guard
         self._referee = referee
@@ -87,11 +75,11 @@ class Checker:
         Raises:
             ContextLost: the kernel made the GPU, or this process, unusable.
         """
-        refused = refusal(kernel, self._call, self._settings.device)
+        call, restated_as, refused = self._forms.form(kernel, self._settings.device)
         self._guard.settle(kernel.name)  # importing its library may have changed something
         if refused is not None:
-            return Checked(kernel, self._call, refused)
-        checked = Checked(kernel.loaded(), self._call, Finding("ok"))
+            return Checked(kernel, call, refused)
+        checked = Checked(kernel.loaded(), call, Finding("ok"), restated_as=restated_as)
         try:
             checked, output, error = self._first_call(checked, alive)
             if error is not None:
@@ -99,7 +87,7 @@ class Checker:
             if wrong := self._guard.replaced(kernel.name) or malformed(output, self._call):
                 return replace(checked, finding=Finding("error", wrong))
             if checked.changed_inputs:  # later calls must not reach the other kernels' inputs
-                checked = replace(checked, call=self._call.to(self._call.device))
+                checked = replace(checked, call=call.to(call.device))
             checked = self._judged(checked, output)
             checked = self._called_again(checked, output, alive)
             alive()
@@ -178,7 +166,7 @@ class Checker:
             output = output.clone() if isinstance(output, Tensor) else output
         except BaseException as error:
             failure = error
-        changed = self._inputs.restore(self._call)
+        changed = self._inputs.restore(checked.call)
         checked = replace(checked, changed_inputs=changed, first_call_ms=milliseconds)
         return checked, output, failure
 
@@ -316,9 +304,10 @@ class Checker:
         return "" if judged.status == "ok" else f"it is wrong: {judged.reason}"
 
 
-def output_of(kernel: Kernel, call: AttentionCall, inputs: Inputs) -> Tensor | None:
+def output_of(kernel: Kernel, forms: Forms, inputs: Inputs) -> Tensor | None:
     """What a kernel returns, None where it fails: its own row says what went wrong."""
-    if refusal(kernel, call, call.device) is not None:
+    call, _, refused = forms.form(kernel, forms.call.device)
+    if refused is not None:
         return None
     try:
         return drop_in(kernel.loaded().attention, call)().clone()

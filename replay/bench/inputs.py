@@ -22,15 +22,20 @@ contiguous or quantised copies of inputs that it may take first."""
 
 
 class Inputs:
-    """The inputs of a call as they were before any kernel ran."""
+    """The inputs of a call as they were before any kernel ran.
 
-    def __init__(self, call: AttentionCall) -> None:
+    Args:
+        forms: of the call, whose tensors of one name are the same.
+    """
+
+    def __init__(self, *forms: AttentionCall) -> None:
+        tensors = {name: each for call in forms for name, each in call.tensors().items()}
         self._pristine = {
             name: narrow_expanded(tensor).clone()
-            for name, tensor in call.tensors().items()
+            for name, tensor in tensors.items()
             if name != "output"
         }
-        shape = call.shape
+        shape = forms[0].shape
         self._output_shape = (shape.batch, shape.q_heads, shape.q_len, shape.v_head_dim)
 
     def poison(self, call: AttentionCall, value: float = POISON) -> None:
@@ -45,10 +50,12 @@ class Inputs:
         del blocks
 
     def restore(self, call: AttentionCall) -> tuple[str, ...]:
-        """Undo what a kernel did to a call's inputs; the names of those that it changed."""
-        changed = []
+        """Undo what a kernel did to a form's inputs; the names of those that it changed."""
+        changed, given = [], call.tensors()
         for name, before in self._pristine.items():
-            now = narrow_expanded(getattr(call, name))
+            if name not in given:
+                continue
+            now = narrow_expanded(given[name])
             if torch.equal(now, before):
                 continue
             if not bool(((now == before) | ((now != now) & (before != before))).all()):

@@ -17,9 +17,10 @@ from capture.errors import DatasetError
 from capture.hooks.backends import BACKENDS, chosen_backend
 from capture.storage.header import dtype_name
 from capture.variant import beyond
-from replay.bench.check import Checker, output_of, refusal, stderr_apart
+from replay.bench.check import Checker, output_of, stderr_apart
 from replay.bench.energy import with_energy
 from replay.bench.failures import ContextLost, classify
+from replay.bench.forms import Forms, refusal
 from replay.bench.guard import Guard
 from replay.bench.inputs import Inputs
 from replay.bench.referee import LocalReferee, Referee
@@ -92,13 +93,14 @@ def replay(
         report(workload, LOADING)
         try:
             call = workload.load(settings.device)
-            loaded = Loaded(_facts(workload, call), machine)
+            forms = Forms.of(call)
+            loaded = Loaded(_facts(workload, forms), machine)
             if on_loaded is not None:
                 on_loaded(loaded)
             stage = functools.partial(report, workload)
             with torch.no_grad():  # as models run: inference mode would make launches cheaper
                 rows = _replay_call(
-                    call, loaded, kernels, settings, options, stage, referees, guard
+                    forms, loaded, kernels, settings, options, stage, referees, guard
                 )
         except DatasetError as error:
             rows = [unreadable(workload, "error", str(error))]
@@ -114,7 +116,7 @@ def replay(
 
 
 def _replay_call(
-    call: AttentionCall,
+    forms: Forms,
     loaded: Loaded,
     kernels: Sequence[Kernel],
     settings: Settings,
@@ -123,17 +125,18 @@ def _replay_call(
     referees: Referees,
     guard: Guard,
 ) -> list[Row]:
+    call = forms.call
     baseline = _baseline(call, settings, options, report)
     everyone = {kernel.name: kernel for kernel in kernels}
     for name in (baseline, settings.compared_kernel):
         if name is not None and name not in options.excluded:
             everyone.setdefault(name, find(name))
-    inputs, seed = Inputs(call), secrets.randbits(63)
-    compared = _compared_output(call, inputs, everyone, settings, report)
+    inputs, seed = Inputs(*forms.all), secrets.randbits(63)
+    compared = _compared_output(forms, inputs, everyone, settings, report)
     report(REFERENCE)
     referee = referees(call, seed, settings, compared)
     save_to = _save_to(settings, options, loaded.facts)
-    checker = Checker(call, inputs, guard, referee, settings, options, save_to)
+    checker = Checker(forms, inputs, guard, referee, settings, options, save_to)
     checked = []
     for name, kernel in everyone.items():
         report(name)
@@ -211,7 +214,7 @@ def local_referee(
 
 
 def _compared_output(
-    call: AttentionCall,
+    forms: Forms,
     inputs: Inputs,
     kernels: dict[str, Kernel],
     settings: Settings,
@@ -222,7 +225,7 @@ def _compared_output(
     if compared is None:
         return None
     report(compared.name)
-    return output_of(compared, call, inputs)
+    return output_of(compared, forms, inputs)
 
 
 def _save_to(settings: Settings, options: WorkerOptions, facts: CallFacts) -> Path | None:
@@ -293,7 +296,8 @@ def time_together(
     return timed
 
 
-def _facts(workload: Workload, call: AttentionCall) -> CallFacts:
+def _facts(workload: Workload, forms: Forms) -> CallFacts:
+    call = forms.call
     origin, mask = call.origin, call.attn_mask
     described = None
     if mask is not None:
@@ -311,6 +315,7 @@ def _facts(workload: Workload, call: AttentionCall) -> CallFacts:
         dtype=dtype_name(call.dtype),
         is_causal=call.is_causal,
         mask=described,
+        mask_structure=str(forms.structure or ""),
         beyond=beyond(call),
         road=origin.road,
     )

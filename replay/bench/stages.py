@@ -36,6 +36,8 @@ class Checked:
     call: AttentionCall
     """What it runs on: its own copy once it was seen to change its inputs."""
     finding: Finding
+    restated_as: str = ""
+    """The mask in words, if what it runs on is without it (`replay.bench.forms`)."""
     chosen: Tensor | None = None
     """Of a sparse kernel: the keys it attends to."""
     accuracy: Accuracy | None = None
@@ -136,6 +138,7 @@ def make_row(
         reason=confirmed.finding.reason,
         environment=options.environment,
         process=options.process,
+        restated_as=checked.restated_as,
         flags=tuple(
             dict.fromkeys((*checked.flags, *confirmed.flags, *no_core, *no_energy, *over_time))
         ),

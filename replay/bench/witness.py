@@ -43,11 +43,12 @@ class Witness:
         self._guard = guard
         self._draw = random.Random(seed)
         self._variations: dict[int, Variation] = {}
-        self._versions: dict[int, list[int]] = {}
-        """Of each call's tensors, when they were last looked at."""
+        """By the query: forms of a call share the tensors that are flipped."""
+        self._versions: dict[int, int] = {}
+        """Of each tensor, when it was last looked at."""
         for each in checked:
-            self._variations.setdefault(id(each.call), Variation(each.call, seed))
-            self._versions[id(each.call)] = _versions(each.call)
+            self._variations.setdefault(id(each.call.query), Variation(each.call, seed))
+            self._versions.update(_versions(each.call))
         self._number = 0
         self._flip: Flip | None = None
         self._calls = 0
@@ -66,7 +67,7 @@ class Witness:
 
     def before(self, part: Part) -> None:
         checked = self._checked[part.kernel]
-        variation = self._variations[id(checked.call)]
+        variation = self._variations[id(checked.call.query)]
         if self._calls == 0:
             self._look_closer = self._draw.randrange(COMPARED) == 0
         self._compare_inputs(checked, in_full=self._look_closer and self._calls == 1)
@@ -79,7 +80,7 @@ class Witness:
         else:
             values_only = checked.kernel.chosen is not None
             self._number, self._flip = variation.next(values_only=values_only)
-        self._versions[id(checked.call)] = _versions(checked.call)
+        self._versions.update(_versions(checked.call))
 
     def keep(self, part: Part, result: object) -> None:
         call, name = self._checked[part.kernel].call, part.kernel
@@ -115,13 +116,12 @@ class Witness:
         """Restore the inputs that others share, where it seems that a kernel changed them."""
         if checked.changed_inputs:
             return
-        key = id(checked.call)
-        if in_full or _versions(checked.call) != self._versions[key]:
-            self._variations[key].undo()
+        if in_full or not _versions(checked.call).items() <= self._versions.items():
+            self._variations[id(checked.call.query)].undo()
             if changed := self._inputs.restore(checked.call):
                 self.changed.setdefault(checked.kernel.name, set()).update(changed)
-            self._versions[key] = _versions(checked.call)
+            self._versions.update(_versions(checked.call))
 
 
-def _versions(call: AttentionCall) -> list[int]:
-    return [tensor._version for tensor in call.tensors().values()]
+def _versions(call: AttentionCall) -> dict[int, int]:
+    return {id(tensor): tensor._version for tensor in call.tensors().values()}

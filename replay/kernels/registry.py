@@ -55,6 +55,10 @@ def _always(_: object) -> None:
     return None
 
 
+def _never(_: AttentionCall) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A kernel as the replay sees it."""
@@ -98,6 +102,10 @@ class Kernel:
     """What it knows beyond SDPA, of `capture.variant.FEATURES`: `attention` gets what a call has of
     `sinks`, `cu_seqlens_q`, `cu_seqlens_k`, `seqused_k`, `window`, `softcap`, `bottom_right`,
     `max_seqlen_q` and `max_seqlen_k` as keyword arguments."""
+
+    prefers_restated: Callable[[AttentionCall], bool] = _never
+    """Whether it runs such a call in place of one with a mask that says the same
+    (`capture.structure`), although it takes the mask. One that refuses the mask always does."""
 
     load: Callable[[], Kernel] | None = None
     """Brings the real kernel, where importing it runs somebody else's code: a user's file or an

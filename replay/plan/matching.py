@@ -80,10 +80,14 @@ def match(
 
 
 class Replayed:
-    """Rows by call and kernel; rows of calls that could not be read are left out."""
+    """Rows by call and kernel, as they are for a model that makes its calls as recorded.
+
+    A kernel that ran a call without its mask (`Row.restated_as`) counts as one that does not
+    support it. Rows of calls that could not be read are left out.
+    """
 
     def __init__(self, rows: Iterable[Row]) -> None:
-        self._rows = {(row.call.name, row.id): row for row in rows if row.kernel}
+        self._rows = {(row.call.name, row.id): _as_recorded(row) for row in rows if row.kernel}
 
     def row(self, call: str, kernel: KernelId) -> Row | None:
         return self._rows.get((call, kernel))
@@ -92,6 +96,13 @@ class Replayed:
         """Return the calls for which a kernel has a time."""
         rows = self._rows.items()
         return [row.call for (_, each), row in rows if each == kernel and row.time_ms is not None]
+
+
+def _as_recorded(row: Row) -> Row:
+    if not row.restated_as:
+        return row
+    reason = f"replayed with its mask restated as {row.restated_as}; the model passes the mask"
+    return Row(row.kernel, row.call, "unsupported", reason, row.environment, row.process)
 
 
 def _kind_of_call(call: CallFacts) -> tuple[object, ...]:

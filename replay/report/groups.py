@@ -174,6 +174,7 @@ def _kind(call: CallFacts) -> tuple[object, ...]:
         call.dtype,
         call.is_causal,
         call.mask and call.mask.kind,
+        call.mask_structure,
         call.beyond,
     )
 
@@ -196,6 +197,8 @@ def _title(calls: list[CallFacts]) -> str:
         growing = f"/{lengths[0]}…{lengths[-1]}×"
         shape = str(first.shape._replace(kv_len=0)).replace("/0×", growing)
     mask = "causal" if first.is_causal else f"{first.mask} mask" if first.mask else "no mask"
+    if first.mask_structure:
+        mask = f"{first.mask} mask = {first.mask_structure}"
     if first.beyond:
         mask = first.beyond if mask == "no mask" else f"{mask}, {first.beyond}"
     parts = [first.model, first.phase, shape, first.dtype, mask]

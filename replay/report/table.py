@@ -75,6 +75,7 @@ def _group_report(
         parts.extend(_programs(group, ran))
         if "accuracy" in metrics or "all" in metrics:
             parts.extend(_notes(group, ran, errors_against))
+    parts.extend(_restated(group, ran))
     parts.extend(_refusals(group))
     return Renderables(*parts)
 
@@ -191,6 +192,19 @@ def _programs(group: Group, ran: Sequence[KernelId]) -> list[Text]:
     return [Text(line, style="dim") for line in lines]
 
 
+def _restated(group: Group, ran: Sequence[KernelId]) -> list[Text]:
+    """List the kernels that ran calls without their masks."""
+    kernels: dict[str, list[str]] = {}
+    for name in ran:
+        for words in dict.fromkeys(row.restated_as for row in group.rows[name]):
+            kernels.setdefault(words, []).append(str(name))
+    return [
+        Text(f"without the mask, as {words}: {', '.join(names)}", style="dim")
+        for words, names in kernels.items()
+        if words
+    ]
+
+
 def _refusals(group: Group) -> list[Text]:
     """List kernels that could not run some of these calls, each reason once."""
     lines: dict[object, str] = {}
@@ -247,6 +261,8 @@ def _fastest(group: Group, timed: Sequence[KernelId], shown: str) -> Text:
     speedup = None if best.name == group.baseline else pooled_speedup(group, best)
     if speedup is not None and KernelId(group.baseline) not in ties:
         line.append(f" {speedup_text(speedup)} vs {group.baseline}")
+    if words := {row.restated_as for row in group.rows[best]} - {""}:
+        line.append(f", without the mask, as {' or '.join(sorted(words))}", "dim")
     if ties:
         line.append(f", tied with {', '.join(map(str, ties))}", "dim")
     return line

@@ -88,6 +88,9 @@ class CallFacts:
         bool, "whether a causal mask applied, aligned top left unless `beyond` says otherwise"
     ] = False
     mask: Annotated[Mask | None, "attn_mask: {}; empty without one"] = None
+    mask_structure: Annotated[
+        str, "what attn_mask amounts to, e.g. window 1023/0; empty for nothing simpler"
+    ] = ""
     beyond: Annotated[str, "what it asks that SDPA has no argument for; empty for nothing"] = ""
     road: Annotated[str, "how the model called attention: sdpa, or a library or registry"] = "sdpa"
 
@@ -311,6 +314,11 @@ class Row:
         str,
         "empty for the worker that kernels of an environment share, else the kernel whose own "
         "worker it was; rows of one call, environment and process are paired round by round",
+    ] = ""
+    restated_as: Annotated[
+        str,
+        "what attn_mask amounts to, if the kernel ran the call with these options instead of the "
+        "mask; empty if it ran it as recorded",
     ] = ""
     flags: Annotated[
         tuple[str, ...], "what else was noticed, e.g. that the kernel is not deterministic"

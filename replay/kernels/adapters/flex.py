@@ -2,8 +2,9 @@
 
 Causal masks, windows and sequences become a block mask. Where it depends on lengths and options
 alone it is kept between calls, as a model would; that of packed sequences is made anew. A recorded
-mask becomes part of the `score_mod`: its values are data, and building a block mask from them would
-have to be repeated whenever they change.
+mask that is causal or a window becomes such a block mask too. Any other becomes part of the
+`score_mod`: its values are data, and building a block mask from them would have to be repeated
+whenever they change.
 """
 
 from __future__ import annotations
@@ -150,6 +151,11 @@ def _sinks_on_gpu(call: AnyCall) -> str | None:
     return "attention sinks on a CPU: FlexAttention compiled for one returns no log-sum-exp"
 
 
+def _block_mask_is_kept(call: AnyCall) -> bool:
+    """Whether the block mask is made once, as a model would write it, and not at every call."""
+    return call.cu_seqlens_q is None and call.seqused_k is None
+
+
 _limits = (no_dropout, up_to_float32, _sinks_on_gpu)
 
 register(
@@ -160,5 +166,6 @@ register(
         about="FlexAttention under torch.compile",
         library="torch",
         features=frozenset(FEATURES),
+        prefers_restated=_block_mask_is_kept,
     )
 )

@@ -26,6 +26,7 @@ from capture.errors import DatasetError
 from capture.storage.call_file import FORMAT, FileEntry, PackedCall
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import MANIFEST, Dataset
+from capture.storage.header import Header
 from tests.factories import bits
 
 MakeCall = Callable[..., AttentionCall]
@@ -164,19 +165,35 @@ def test_an_expanded_mask_is_stored_once(tmp_path: Path, make_call: MakeCall) ->
 
 
 @pytest.mark.parametrize(
-    ("mask", "noop"),
+    ("mask", "words"),
     [
-        (torch.ones(1, 1, 5, 5, dtype=torch.bool), True),
-        (torch.ones(1, 1, 5, 5, dtype=torch.bool).tril(), False),
-        (torch.zeros(1, 1, 5, 5), True),
-        (torch.full((1, 1, 5, 5), -1.0), False),
-        (torch.zeros(1, 1, 5, 5, dtype=torch.bfloat16).expand(1, 2, 5, 5), True),
+        (torch.ones(1, 1, 5, 5, dtype=torch.bool), "no mask"),
+        (torch.ones(1, 1, 5, 5, dtype=torch.bool).tril(), "causal"),
+        (torch.ones(1, 1, 5, 5, dtype=torch.bool).tril().mT.contiguous().mT, "causal"),
+        (torch.zeros(1, 1, 5, 5), "no mask"),
+        (torch.full((1, 1, 5, 5), -1.0), ""),
+        (torch.zeros(1, 1, 5, 5, dtype=torch.bfloat16).expand(1, 2, 5, 5), "no mask"),
+        (torch.arange(5) < 3, "padding"),
     ],
 )
-def test_a_mask_that_lets_all_through_is_flagged(
-    make_call: MakeCall, mask: Tensor, noop: bool
+def test_the_header_says_what_a_mask_amounts_to(
+    make_call: MakeCall, mask: Tensor, words: str
 ) -> None:
-    assert PackedCall.of(make_call(attn_mask=mask)).header.mask_is_noop is noop
+    assert PackedCall.of(make_call(attn_mask=mask)).header.mask_structure == words
+
+
+def test_of_a_call_with_lengths_the_header_says_nothing(make_call: MakeCall) -> None:
+    mask, used = torch.ones(1, 1, 5, 5, dtype=torch.bool), torch.tensor([3])
+    assert PackedCall.of(make_call(attn_mask=mask, seqused_k=used)).header.mask_structure == ""
+
+
+def test_earlier_headers_said_only_whether_a_mask_masks_nothing(make_call: MakeCall) -> None:
+    data = PackedCall.of(make_call()).header.to_json()
+    del data["mask_structure"]
+    for was, words in ((True, "no mask"), (False, "")):
+        assert Header.from_json({**data, "mask_is_noop": was}).mask_structure == words
+    with pytest.raises(ValueError, match="mask_is_noop"):
+        Header.from_json(data)
 
 
 def test_tensors_that_share_memory_are_stored(tmp_path: Path, make_call: MakeCall) -> None:

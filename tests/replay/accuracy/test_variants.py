@@ -20,29 +20,7 @@ from replay.accuracy.reference import attention
 from replay.bench.variation import Flip, some_rows
 from replay.timing.flops import valid_pairs
 from tests.factories import normal, random_call
-
-
-def visible(call: AttentionCall) -> Tensor:
-    """(B, Sq, Sk) bool, one pair at a time by the definitions."""
-    batch, q_len, kv_len = call.shape.batch, call.shape.q_len, call.shape.kv_len
-    cu_q = [0, q_len] if call.cu_seqlens_q is None else call.cu_seqlens_q.tolist()
-    cu_k = [0, kv_len] if call.cu_seqlens_k is None else call.cu_seqlens_k.tolist()
-    left, right = call.variant.window
-    seen = torch.zeros(batch, q_len, kv_len, dtype=torch.bool)
-    for b in range(batch):
-        for n in range(len(cu_q) - 1):
-            queries, keys = cu_q[n + 1] - cu_q[n], cu_k[n + 1] - cu_k[n]
-            if call.seqused_k is not None:
-                keys = int(call.seqused_k[n if call.cu_seqlens_q is not None else b])
-            shift = keys - queries if call.variant.bottom_right else 0
-            for i in range(queries):
-                for j in range(keys):
-                    seen[b, cu_q[n] + i, cu_k[n] + j] = (
-                        (not call.is_causal or j <= i + shift)
-                        and (left is None or j >= i + shift - left)
-                        and (right is None or j <= i + shift + right)
-                    )
-    return seen
+from tests.variant_calls import visible
 
 
 def dense(call: AttentionCall) -> Tensor:

@@ -331,3 +331,13 @@ def test_a_wrong_kernel_is_told_as_wrong_whatever_it_changes() -> None:
     assert not choose(rows, counted, COSINE, "old").left_out
     *_, wrong = uniform(rows, counted, COSINE, "old")
     assert (wrong.outside, wrong.overwrites, wrong.reason) == (1, 0, "far off")
+
+
+def test_a_kernel_that_ran_without_the_mask_is_not_chosen_where_models_pass_it() -> None:
+    call = facts("a", "layers.0")
+    rows = [row("old", call, 10.0), row("new", call, 5.0, restated_as="window 1023/0")]
+    counted = census(("layers.0", "denoise", 64, 10))
+    assert chosen(rows, counted) == {"layers.0": "old"}
+    [_, cost] = layer_costs(rows, counted, COSINE, "old")
+    assert (cost.status, cost.worst, cost.saved_ms) == ("unsupported", None, 0.0)
+    assert "mask restated as window 1023/0" in cost.reason

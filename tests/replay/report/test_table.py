@@ -405,3 +405,18 @@ def test_what_spoils_later_calls_is_not_called_the_fastest() -> None:
     assert (": base" in decode, ": careless" in denoise) == (True, True)
     assert text.count("careless: changes its key, which later calls read again") == 1
     assert text.count("careless: changes its key") == 2
+
+
+def test_kernels_that_ran_without_the_mask_are_told_apart() -> None:
+    facts = call("a", mask=Mask("bool", (1, 1, 64, 64)), mask_structure="window 15/0")
+    other = call("b", mask=Mask("bool", (1, 1, 64, 64)))
+    rows = [
+        row("base", facts, (2.0,) * 9),
+        row("fast", facts, (1.0,) * 9, against=(2.0,) * 9, restated_as="window 15/0"),
+        row("base", other),
+    ]
+    assert len(group_rows(rows)) == 2
+    text = " ".join(report(rows).split())
+    assert "bool 1×1×64×64 mask = window 15/0 ·" in text
+    assert "without the mask, as window 15/0: fast" in text
+    assert re.search("fast .* vs base, without the mask, as window 15/0", text)

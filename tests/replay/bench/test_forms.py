@@ -1,0 +1,158 @@
+"""Which kernels run a call without its mask, and that they are judged by the call with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from capture.call import AttentionCall
+from replay.bench.settings import Settings
+from replay.kernels.constraints import no_mask
+from replay.kernels.registry import Kernel, catalogue
+from replay.rows.row import Row
+from tests.factories import normal, random_call
+from tests.replay.bench.small_kernels import MakeWorkload, rows_of, sdpa
+
+WINDOW = torch.ones(12, 12, dtype=torch.bool).tril().triu(-3)
+PADDING = (torch.arange(12) < torch.tensor([9, 12])[:, None])[:, None, None]
+
+
+def masked(mask: Tensor, **fields: Any) -> AttentionCall:
+    return random_call(q_len=12, kv_len=12, batch=mask[None].shape[-4], attn_mask=mask, **fields)
+
+
+def windowed(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """Takes no mask, but a window or the lengths of keys."""
+    assert options.pop("attn_mask") is None
+    mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool)
+    if options.pop("is_causal"):
+        mask = mask.tril()
+    left, right = options.pop("window", (None, None))
+    mask = mask if left is None else mask.triu(-left)
+    mask = mask if right is None else mask.tril(right)
+    if (lengths := options.pop("seqused_k", None)) is not None:
+        mask = mask & (torch.arange(key.shape[2]) < lengths[:, None, None, None])
+    return sdpa(query, key, value, attn_mask=mask, **options)
+
+
+def kernel(name: str, attention: Callable[..., Tensor] = windowed, **fields: Any) -> Kernel:
+    known = frozenset({"window", "key-lengths"})
+    return Kernel(name, attention, **{"unsupported": no_mask, "features": known, **fields})
+
+
+@pytest.fixture
+def rows(workload: MakeWorkload, quick: Settings) -> Callable[..., dict[str, Row]]:
+    """`rows(call, kernel, …)`, by name."""
+
+    def make(call: AttentionCall, *kernels: Kernel) -> dict[str, Row]:
+        return rows_of(call, workload, quick, *kernels)
+
+    return make
+
+
+Rows = Callable[..., dict[str, Row]]
+
+
+@pytest.mark.parametrize(
+    ("mask", "words"),
+    [
+        (WINDOW[None, None], "window 3/0"),
+        (torch.zeros(12, 12).masked_fill(~WINDOW, -torch.inf)[None, None], "window 3/0"),
+        (PADDING, "padding"),
+        (torch.ones(1, 1, 12, 12, dtype=torch.bool), "no mask"),
+    ],
+    ids=["window", "float window", "padding", "no mask"],
+)
+def test_a_kernel_that_refuses_the_mask_runs_what_it_amounts_to(
+    mask: Tensor, words: str, rows: Rows
+) -> None:
+    found = rows(masked(mask), kernel("mine"), kernel("masked", sdpa, unsupported=lambda _: None))
+    assert found["mine"].call.mask_structure == words
+    assert (found["mine"].status, found["mine"].restated_as) == ("ok", words)
+    assert (found["masked"].status, found["masked"].restated_as) == ("ok", "")
+    assert found["torch-default"].restated_as == ""
+    assert found["mine"].tflops is not None
+    assert found["mine"].flop_per_byte == pytest.approx(found["masked"].flop_per_byte, rel=0.5)
+
+
+def test_it_is_judged_by_the_mask(rows: Rows) -> None:
+    def wider(*args: Tensor, **options: Any) -> Tensor:
+        return windowed(*args, **{**options, "window": (4, 0)})
+
+    found = rows(masked(WINDOW[None, None]), kernel("wider", wider))["wider"]
+    assert (found.status, found.restated_as) == ("inaccurate", "window 3/0")
+
+
+def test_a_kernel_that_cannot_do_either_says_what_it_says_of_the_mask(rows: Rows) -> None:
+    call = masked(WINDOW[None, None])
+    found = rows(call, kernel("plain", features=frozenset()))["plain"]
+    assert (found.status, found.reason) == ("unsupported", "takes no attn_mask")
+    assert found.restated_as == ""
+    odd = masked(normal(12, 12)[None, None] > 0)
+    found = rows(odd, kernel("mine"))["mine"]
+    assert (found.status, found.call.mask_structure) == ("unsupported", "")
+
+
+def test_a_kernel_may_prefer_the_options(rows: Rows) -> None:
+    taken: list[bool] = []
+
+    def either(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        taken.append(options["attn_mask"] is not None)
+        return (sdpa if taken[-1] else windowed)(query, key, value, **options)
+
+    def prefers(call: AttentionCall) -> bool:
+        return call.seqused_k is None
+
+    mine = kernel("mine", either, unsupported=lambda _: None, prefers_restated=prefers)
+    for mask, words in ((WINDOW[None, None], "window 3/0"), (PADDING, "")):
+        taken.clear()
+        found = rows(masked(mask), mine)["mine"]
+        assert (found.status, found.restated_as) == ("ok", words)
+        assert set(taken) == {not words}
+
+
+def test_flex_prefers_a_block_mask_that_is_kept(make_call: Callable[..., AttentionCall]) -> None:
+    flex = catalogue()["flex"]
+    assert flex.prefers_restated(make_call(is_causal=True))
+    assert not flex.prefers_restated(make_call(seqused_k=torch.tensor([3])))
+
+
+def test_both_forms_are_timed_on_the_same_changing_inputs(rows: Rows) -> None:
+    """Rows of timed samples are judged by the recorded call with the flips of that sample."""
+    call = masked(WINDOW[None, None])
+    before = {name: tensor.clone() for name, tensor in call.tensors().items()}
+    takes_masks = [
+        kernel(f"masked {place}", sdpa, unsupported=lambda _: None) for place in range(2)
+    ]
+    found = rows(call, takes_masks[0], kernel("mine"), takes_masks[1], kernel("yours"))
+    assert {row.status for row in found.values()} == {"ok"}, [row.reason for row in found.values()]
+    assert not any(row.changed_inputs for row in found.values())
+    for name, tensor in call.tensors().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_a_result_that_is_kept_is_found_in_the_restated_form_too(rows: Rows) -> None:
+    kept: list[Tensor] = []
+
+    def lazy(*args: Tensor, **options: Any) -> Tensor:
+        kept.append(windowed(*args, **options))
+        return kept[min(len(kept) - 1, 3)].clone()
+
+    found = rows(masked(WINDOW[None, None]), kernel("lazy", lazy))["lazy"]
+    assert found.status == "inaccurate"
+    assert "when timed" in found.reason or "when called again" in found.reason
+
+
+def test_lengths_that_a_kernel_changes_are_put_back(rows: Rows) -> None:
+    def counting(*args: Tensor, **options: Any) -> Tensor:
+        output = windowed(*args, **options)
+        options["seqused_k"].sub_(1)
+        return output
+
+    found = rows(masked(PADDING), kernel("counting", counting), kernel("mine"))
+    assert found["counting"].changed_inputs == ("seqused_k",)
+    assert (found["counting"].status, found["mine"].status) == ("ok", "ok")
