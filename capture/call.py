@@ -10,7 +10,7 @@ from torch import Tensor
 
 from capture.shape import Shape
 from capture.strides import copy_with_strides
-from capture.variant import PLAIN, Span, Variant, features, spans
+from capture.variant import PLAIN, VARIANT_TENSORS, Span, Variant, beyond_arguments, features, spans
 
 
 @dataclass(frozen=True)
@@ -133,9 +133,7 @@ class AttentionCall:
         }
         if self.enable_gqa:
             arguments["enable_gqa"] = True
-        beyond = {name: getattr(self, name) for name in VARIANT_TENSORS}
-        arguments.update((name, each) for name, each in beyond.items() if each is not None)
-        return {**arguments, **self.variant.arguments()}
+        return {**arguments, **beyond_arguments(self)}
 
     def to(self, device: str | torch.device) -> AttentionCall:
         """Return the same call with every tensor on `device`, strides preserved."""
@@ -152,8 +150,5 @@ class AttentionCall:
         """Return the same call with some tensors replaced, named as in `tensors()`."""
         return replace(self, **tensors)  # type: ignore[arg-type]
 
-
-VARIANT_TENSORS = ("sinks", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
-"""Tensors beyond SDPA's, of one dimension each."""
 
 TENSOR_FIELDS = ("query", "key", "value", "attn_mask", "output", *VARIANT_TENSORS)

@@ -30,6 +30,10 @@ FEATURES = {
 """What a kernel may know beyond SDPA, in words."""
 
 
+VARIANT_TENSORS = ("sinks", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+"""A call's tensors beyond SDPA's, of one dimension each."""
+
+
 @dataclass(frozen=True)
 class Variant:
     """The plain options of a call beyond SDPA's arguments; the default asks for nothing."""
@@ -136,6 +140,16 @@ def beyond(call: Asking) -> str:
         "key lengths" if call.seqused_k is not None else "",
     ]
     return ", ".join(filter(None, parts))
+
+
+def beyond_arguments(call: Asking) -> dict[str, Any]:
+    """What a call asks beyond SDPA as keyword arguments: those that change what is computed."""
+    asked = features(call)
+    given = call.variant.arguments() if asked else {}
+    if "bottom-right" not in asked:
+        given.pop("bottom_right", None)
+    tensors = {name: getattr(call, name) for name in VARIANT_TENSORS}
+    return {**{name: each for name, each in tensors.items() if each is not None}, **given}
 
 
 class Span(NamedTuple):

@@ -15,6 +15,9 @@ LENGTHS_Q, LENGTHS_K = torch.tensor([0, 5, 16]).int(), torch.tensor([0, 9, 24]).
 
 CALLS: dict[str, AttentionCall] = {
     "bottom-right": random_call(is_causal=True, variant=Variant(bottom_right=True)),
+    "bottom-right, square": random_call(
+        q_len=13, kv_len=13, is_causal=True, variant=Variant(bottom_right=True)
+    ),
     "window": random_call(q_len=16, kv_len=16, is_causal=True, variant=Variant(window=(3, None))),
     "window both ways": random_call(
         q_len=9, kv_len=16, variant=Variant(window=(4, 2), bottom_right=True)

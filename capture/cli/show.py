@@ -8,7 +8,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from capture.call import VARIANT_TENSORS
 from capture.cli.verify import Finding
 from capture.printable import printable
 from capture.storage.call_file import FileEntry
@@ -16,6 +15,7 @@ from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
 from capture.storage.header import Header
 from capture.strides import Layout
+from capture.variant import VARIANT_TENSORS
 
 
 def show(dataset: Dataset, console: Console) -> None:

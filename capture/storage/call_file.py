@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from capture.call import VARIANT_TENSORS, AttentionCall, Origin
+from capture.call import AttentionCall, Origin
 from capture.errors import DatasetError
 from capture.storage import checksums
 from capture.storage.header import Header, as_four_dimensional, dtype_name
@@ -20,7 +20,7 @@ from capture.storage.json_data import parsed, required
 from capture.storage.tensor_file import TensorFile, write_safetensors
 from capture.strides import pack, unpack
 from capture.structure import found_in
-from capture.variant import spans
+from capture.variant import VARIANT_TENSORS, spans
 
 FORMAT = "attention-replay/2"
 _HEADER_KEY = "attention-replay"

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from capture.call import TENSOR_FIELDS, VARIANT_TENSORS, AttentionCall, Origin
+from capture.call import TENSOR_FIELDS, AttentionCall, Origin
 from capture.shape import Shape
 from capture.storage.json_data import fields_of, required
 from capture.strides import Layout
 from capture.structure import NO_MASK
-from capture.variant import PLAIN, Variant
+from capture.variant import PLAIN, VARIANT_TENSORS, Variant
 
 SCORES_PER_BYTE = 1 << 14
 """Of a file. Calls of the longest videos have some 100, one of a million tokens some 4,000."""

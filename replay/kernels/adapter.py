@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from capture.call import VARIANT_TENSORS, AttentionCall
+from capture.call import AttentionCall
 from capture.hooks.interceptor import Arguments
-from capture.variant import FEATURES, Variant
+from capture.variant import FEATURES, VARIANT_TENSORS, Variant
 from replay.kernels.constraints import ASKED_AT_EVERY_CALL, Constraint, all_of
 from replay.kernels.library import Library
 from replay.kernels.registry import Attention, Kernel

@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from capture.call import VARIANT_TENSORS, AttentionCall
+from capture.call import AttentionCall
 from capture.hooks.interceptor import Arguments, answer, intercept
 from capture.hooks.roads import on_all_roads
+from capture.variant import beyond_arguments
 from replay.kernels.registry import Kernel, KernelNameError, find
 from replay.patch.custom_op import answering, calling_operator, costs_reshape, laid_out
 from replay.patch.routing import NOT_PLANNED, Places, kernel_here
@@ -295,17 +296,17 @@ class _Dispatcher:
                 self._swap.kernels[name].layout_copies += 1
 
 
-_OPTIONAL = {"enable_gqa": False, **dict.fromkeys(VARIANT_TENSORS)}
-
-
 def _keywords(arguments: Arguments) -> dict[str, Any]:
     """Convert to keywords, without those that are off: not every function accepts them."""
-    keywords = arguments.fields()
-    keywords.update(keywords.pop("variant").arguments())
-    for name, off in _OPTIONAL.items():
-        if keywords[name] is off:
-            del keywords[name]
+    keywords = dict(zip(SDPA_ARGUMENTS, arguments, strict=False))
+    if not arguments.enable_gqa:
+        del keywords["enable_gqa"]
+    if arguments.road != "sdpa":
+        keywords.update(beyond_arguments(arguments))
     return keywords
+
+
+SDPA_ARGUMENTS = Arguments._fields[:8]
 
 
 _compiled_with: set[str] = set()
