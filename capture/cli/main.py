@@ -219,6 +219,9 @@ def _capture(arguments: argparse.Namespace) -> int:
     size = human_bytes(recording.nbytes)
     count = f"{recording.kept} of {recording.seen} attention calls"
     print(f"recorded {count} ({size}) in {arguments.out}/")
+    progress.print(Text(recording.summary))
+    for each in recording.gone_past:
+        print(f"note: not seen, and not in the census: {printable(str(each))}", file=sys.stderr)
     for problem in recording.problems:
         print(f"capture: {_with_flags(problem)}", file=sys.stderr)
     return 1 if recording.problems else 0

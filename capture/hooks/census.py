@@ -111,6 +111,10 @@ class Census:
         key = site.module, site.phase, signature
         return self._counts.setdefault(key, Count(signature, site.step, site.step))
 
+    def items(self) -> list[tuple[tuple[str, str, Signature], Count]]:
+        """Every count, with its module, phase and signature."""
+        return [*self._counts.items()]
+
     def modules(self) -> list[str]:
         """Return the paths of the modules that called attention, in order of their first call."""
         return list(dict.fromkeys(module for module, _, _ in self._counts))

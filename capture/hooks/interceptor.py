@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from capture.variant import PLAIN, Variant, features
 
@@ -80,7 +81,16 @@ def bind(
     scale = None if scale is None else float(scale)
     # Three times as fast as the class itself, and this is on the path of every call.
     sdpas = (query, key, value, attn_mask, float(dropout_p), is_causal, scale, enable_gqa)
-    return _tuple(Arguments, sdpas + _BEYOND)
+    bound = _tuple(Arguments, sdpas + _BEYOND)
+    return _without_bias(bound) if isinstance(attn_mask, CausalBias) else bound
+
+
+def _without_bias(arguments: Arguments) -> Arguments:
+    """Say with `is_causal` what a `CausalBias` says, whose own memory holds nothing."""
+    lower_right = getattr(arguments.attn_mask, "variant", None) == CausalVariant.LOWER_RIGHT
+    unequal = arguments.query.shape[-2] != arguments.key.shape[-2]
+    variant = Variant(bottom_right=True) if lower_right and unequal else PLAIN
+    return arguments._replace(attn_mask=None, is_causal=True, variant=variant)
 
 
 _tuple = tuple.__new__
@@ -125,13 +135,15 @@ _thread = _PerThread()
 
 
 @contextlib.contextmanager
-def intercept(handler: Handler, traced: Traced | None = None) -> Iterator[None]:
+def intercept(
+    handler: Handler, traced: Traced | None = None, *, keeps_fast_path: bool = False
+) -> Iterator[None]:
     """Route every SDPA call of this process, from any thread, through `handler`.
 
     While it is active, compiled modules run eagerly or, with `traced`, compiled with `traced` in
     place of the call. `nn.MultiheadAttention` leaves its fused fast path, so that no call is
-    missed. Everything is restored on exit, also
-    after an exception, and earlier compiled code is used again. SDPA calls made by an SDPA
+    missed, unless `keeps_fast_path`. Everything is restored on exit, also after an exception, and
+    earlier compiled code is used again. SDPA calls made by an SDPA
     implementation are part of the outer call and are not handled again.
 
     Raises:
@@ -141,13 +153,15 @@ def intercept(handler: Handler, traced: Traced | None = None) -> Iterator[None]:
     def replacement(sdpa: Callable[..., Tensor], state: _State) -> Callable[..., Tensor]:
         return _handled(sdpa, handler, traced, state)
 
-    with _intercepted(replacement, eagerly=traced is None):
+    with _intercepted(replacement, eagerly=traced is None, keeps_fast_path=keeps_fast_path):
         yield
 
 
 @contextlib.contextmanager
 def observe(observer: Observer) -> Iterator[None]:
     """Tell `observer` of every SDPA call that has returned, as `intercept` would see it.
+
+    The fused fast path of `nn.MultiheadAttention`, whose bits are others, stays in use.
 
     A third of the time that `intercept` takes for a call: what the caller passed is passed on.
 
@@ -158,7 +172,7 @@ def observe(observer: Observer) -> Iterator[None]:
     def replacement(sdpa: Callable[..., Tensor], state: _State) -> Callable[..., Tensor]:
         return _observed(sdpa, observer, state)
 
-    with _intercepted(replacement, eagerly=True):
+    with _intercepted(replacement, eagerly=True, keeps_fast_path=True):
         yield
 
 
@@ -176,7 +190,7 @@ _Replacing = Callable[[Callable[..., Tensor], _State], Callable[..., Tensor]]
 
 
 @contextlib.contextmanager
-def _intercepted(replacing: _Replacing, *, eagerly: bool) -> Iterator[None]:
+def _intercepted(replacing: _Replacing, *, eagerly: bool, keeps_fast_path: bool) -> Iterator[None]:
     if not _active.acquire(blocking=False):
         raise RuntimeError(
             "scaled_dot_product_attention is already intercepted; "
@@ -186,7 +200,8 @@ def _intercepted(replacing: _Replacing, *, eagerly: bool) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if eagerly:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(_no_fast_path())
+            if not keeps_fast_path:
+                stack.enter_context(_no_fast_path())
             stack.enter_context(_replaced_everywhere(replacing))
             yield
     finally:

@@ -10,8 +10,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
+from torch.jit._trace import TopLevelTracedModule
 
+from capture.hooks.attention_modules import is_attention
+from capture.hooks.interceptor import calls_handled
 from capture.hooks.phases import RECOMPUTE, Role, in_backward, roles, takes_time_step
 from capture.hooks.signals import is_of_signal_handler
 
@@ -42,6 +46,11 @@ class Watched:
     """Forward passes so far, without those that a backward pass repeated."""
     step: int = 0
     """Of the latest forward pass."""
+    is_attention: bool = False
+    is_script: bool = False
+    """TorchScript lets nobody watch it."""
+    unseen: int = 0
+    """Forward passes of an attention module that ended without an attention call."""
 
 
 class Running(threading.local):
@@ -49,6 +58,8 @@ class Running(threading.local):
 
     def __init__(self) -> None:
         self.stack: list[tuple[nn.Module, Site]] = []
+        self.calls_before: list[int] = []
+        """Attention calls before each attention module that the thread is in."""
 
 
 class ModuleTracker:
@@ -74,9 +85,28 @@ class ModuleTracker:
                     ]
                     role = known[module] if known[module].decides else None
                     self._watched[module] = Watched(
-                        ".".join(parts) or type(module).__name__, module, role
+                        ".".join(parts) or type(module).__name__,
+                        module,
+                        role,
+                        is_attention=is_attention(module),
                     )
+        self._unhooked = {
+            inner
+            for module in self._watched
+            if isinstance(module, nn.TransformerEncoderLayer) and not module.training
+            for inner in module.modules()
+        }
+        for module, watched in self._watched.items():
+            if isinstance(module, torch.jit.ScriptModule) and module not in self._unhooked:
+                self._unhooked.update(inner for inner in module.modules() if inner is not module)
+                watched.is_script = not isinstance(module, TopLevelTracedModule)
+        self._components = frozenset(roots)
         self.running = Running()
+
+    def component(self, path: str) -> str:
+        """The name of the root that a path begins with; empty if there is none."""
+        name = path.partition(".")[0]
+        return name if name in self._components else ""
 
     @property
     def watched(self) -> list[Watched]:
@@ -95,10 +125,21 @@ class ModuleTracker:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Hook every module, and unhook on exit."""
+        """Hook every module, and unhook on exit.
+
+        TorchScript takes no hooks. PyTorch's `TransformerEncoderLayer` takes another code path with
+        hooks, and gives other results: in evaluation, it is counted as a part of what calls it.
+        """
         handles = []
         try:
             for module, watched in self._watched.items():
+                if watched.is_script or module in self._unhooked:
+                    continue
+                if watched.is_attention:
+                    begin = functools.partial(self._begin_attention, watched)
+                    end = functools.partial(self._end_attention, watched)
+                    handles.append(module.register_forward_pre_hook(begin, prepend=True))
+                    handles.append(module.register_forward_hook(end, always_call=True))
                 # The hook carries what is known of the module: DataParallel runs replicas.
                 enter = functools.partial(self._enter, watched)
                 handles.append(
@@ -134,6 +175,17 @@ class ModuleTracker:
                 site = Site(watched.path, forwards, phase or "encode")
             watched.step = site.step
         stack.append((module, site))
+
+    def _begin_attention(self, watched: Watched, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.running.calls_before.append(calls_handled())
+
+    def _end_attention(
+        self, watched: Watched, module: nn.Module, args: tuple[Any, ...], output: Any
+    ) -> None:
+        before = self.running.calls_before.pop()
+        # One that raised has no output; a repetition ends as soon as it has what it needs.
+        if calls_handled() == before and output is not None and not in_backward():
+            watched.unseen += 1
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         stack = self.running.stack

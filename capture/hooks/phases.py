@@ -159,6 +159,8 @@ def in_backward() -> bool:
 
 def _places(module: nn.Module) -> Mapping[str, int]:
     """The position of every parameter of a module's forward, by name."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return {}
     if "forward" in vars(module):  # accelerate and diffusers wrap it on the instance
         return _parameters(module.forward, 0)
     return _parameters_of_method(type(module).forward)

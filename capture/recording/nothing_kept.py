@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from capture.recording.recording import Recording
 
 
@@ -14,12 +12,12 @@ def no_match(globs: str, paths: list[str]) -> str:
     return f"no module matches {globs!r}; available: {shown} … Select some with `modules=`"
 
 
-def nothing_kept(recording: Recording, roots: dict[str, Any]) -> str:
+def nothing_kept(recording: Recording) -> str:
     """Say why a recording that ended without a problem has kept no call, with the remedy."""
     if recording.refused_for_bytes:
         return "no call fits in `max_bytes=`; increase it"
     if not recording.seen:
-        return f"the model made no scaled_dot_product_attention call: {_other_attention(roots)}"
+        return f"no attention call was seen: {_other_attention(recording)}"
     if recording.without_values:
         return (
             f"none of the {recording.seen} attention calls can be stored: their tensors are meta, "
@@ -44,15 +42,21 @@ def nothing_kept(recording: Recording, roots: dict[str, Any]) -> str:
     )
 
 
-def _other_attention(roots: dict[str, Any]) -> str:
-    for root in roots.values():
-        implementation = getattr(getattr(root, "config", None), "_attn_implementation", None)
-        if implementation not in (None, "sdpa"):
-            return (
-                f"it uses attn_implementation={implementation!r}; load it with "
-                "attn_implementation='sdpa'"
-            )
+def _other_attention(recording: Recording) -> str:
+    """What the model did instead, as far as one can tell, and whether anything can be done."""
+    past = recording.gone_past
+    if any(each.kind in _OF_PYTORCH for each in past):
+        return (
+            "PyTorch's own modules computed it, by their fast path or with need_weights=True; they "
+            "use SDPA with need_weights=False and torch.backends.mha.set_fastpath_enabled("
+            "False), which changes the last bits of their outputs"
+        )
+    if past:
+        return f"attention is computed in its own code, which no road sees: {past[0]}"
     return (
-        "it probably calls another attention kernel directly (flash-attn, xFormers, FlexAttention, "
-        "or matmul and softmax); switch it to SDPA to record it"
+        "none of its modules is known to compute attention; if one does, with matmul and softmax "
+        "or with a kernel of its own, no road sees that"
     )
+
+
+_OF_PYTORCH = ("TransformerEncoderLayer", "MultiheadAttention")

@@ -142,9 +142,10 @@ def record(
         stack.enter_context(tracker.watch())
         stack.enter_context(observe(recording.observer()))
         stack.enter_context(on_all_roads(recording.handle))
+        stack.enter_context(recording.fused.counted())
         stack.callback(lambda: recording.close(complete=complete))
         recording.begin()
         yield recording
         complete = True
     if not recording.kept and not recording.problems:
-        recording.tell(nothing_kept(recording, roots))
+        recording.tell(nothing_kept(recording))

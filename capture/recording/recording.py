@@ -10,7 +10,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,6 +22,7 @@ from capture.errors import CaptureError, RecordingWarning
 from capture.hooks.autocast import autocast_dtype, cast, is_any_enabled
 from capture.hooks.backends import disabled_backends, function_or_backend
 from capture.hooks.census import Census, Count
+from capture.hooks.gone_past import FusedLayers, GonePast, gone_past
 from capture.hooks.interceptor import TORCH_SDPA, Arguments, Observer, bind
 from capture.hooks.modules import ModuleTracker, Site, matches, outside
 from capture.hooks.phases import RECOMPUTE
@@ -107,6 +108,7 @@ class Recording:
         self._kept: dict[int, Count] = {}
         self._alike: dict[tuple[object, ...], Alike] = {}
         """By what is quickly read from a call."""
+        self.fused = FusedLayers(tracker)
         self._places: dict[Count, Place | None] = {}
         self._next_index = itertools.count().__next__
         self._failed: deque[int] = deque()
@@ -124,6 +126,34 @@ class Recording:
     def kept(self) -> int:
         """Calls that are stored, or in memory and to be stored."""
         return len(self._kept)
+
+    @property
+    def gone_past(self) -> list[GonePast]:
+        """Attention that ran without a call being seen: the census lacks it."""
+        return gone_past(self._tracker, self.fused)
+
+    @property
+    def summary(self) -> str:
+        """One line: by component, how many calls were kept, eligible, and not to be sampled."""
+        eligible, others = Counter[str](), Counter[str]()
+        kept = Counter[str]()
+        for (module, phase, _), count in self.census.items():
+            component = self._tracker.component(module)
+            if phase == RECOMPUTE:
+                others[f"{component} ({phase})".strip()] += count.calls
+            elif self._places.get(count) is None:
+                others[component or "other modules"] += count.calls
+            else:
+                eligible[component] += count.calls
+                kept[component] += count.kept
+        told = ", ".join(
+            f"{component}{': ' if component else ''}{kept[component]} of {count}"
+            for component, count in eligible.items()
+        )
+        line = f"kept of the eligible calls: {told or 'none'}"
+        if others:
+            line += "; not sampled: " + ", ".join(f"{name} {n}" for name, n in others.items())
+        return line
 
     @property
     def nbytes(self) -> int:
@@ -218,7 +248,9 @@ class Recording:
                         key.shape,
                         value.shape,
                         query.dtype,
-                        None if attn_mask is None else (attn_mask.shape, attn_mask.dtype),
+                        None
+                        if attn_mask is None
+                        else (attn_mask.shape, attn_mask.dtype, getattr(attn_mask, "variant", 0)),
                         is_causal,
                         scale,
                         enable_gqa,
@@ -396,6 +428,7 @@ class Recording:
             self.capture.complete = complete and not self.lost
             self.capture.census = self.census.to_json()
             self.capture.calls_seen = self.census.calls
+            self.capture.gone_past = [each.to_json() for each in self.gone_past]
             for problem in self._target.end(self.capture):
                 self.tell(problem)
         except Exception as error:

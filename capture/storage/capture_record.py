@@ -33,9 +33,15 @@ class CaptureRecord:
     census: dict[str, Any] = field(default_factory=dict)
     """Counts of all calls, stored or not: see `capture.hooks.census`. Empty after a rebuild."""
 
+    gone_past: list[dict[str, Any]] = field(default_factory=list)
+    """Attention that ran and is not in the census: see `capture.hooks.gone_past`."""
+
     def to_json(self) -> dict[str, Any]:
         """Return what the manifest says of the capture."""
-        return dict(vars(self))
+        said = dict(vars(self))
+        if not self.gone_past:  # earlier versions do not know the field
+            del said["gone_past"]
+        return said
 
     @classmethod
     def from_json(cls, data: Any) -> CaptureRecord:

@@ -30,7 +30,7 @@ def counting(roots: Mapping[str, nn.Module]) -> Iterator[Census]:
         census.add(tracker.site, arguments)
         return proceed()
 
-    with tracker.watch(), intercept(handle), on_all_roads(handle):
+    with tracker.watch(), intercept(handle, keeps_fast_path=True), on_all_roads(handle):
         yield census
 
 

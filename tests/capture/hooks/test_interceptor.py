@@ -131,7 +131,7 @@ def test_a_wrong_call_fails_as_without_us(
         except Exception as error:
             answers.append(error)
 
-    no_call = "no scaled_dot_product_attention call"
+    no_call = "no attention call was seen"
     with pytest.warns(RecordingWarning, match=no_call), record(layers, out=tmp_path):
         call()
     assert [(type(error), str(error)) for error in answers] == [(plain.type, str(plain.value))]

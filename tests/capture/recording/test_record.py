@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from capture import AttentionCall, load, record
 from capture.cli.verify import verify
 from capture.hooks.interceptor import TORCH_SDPA
-from tests.capture.recording.callers import MakeLayers, assert_good
+from tests.capture.hooks.test_modules import Denoiser
+from tests.capture.recording.callers import Caller, MakeLayers, assert_good, attend
 from tests.factories import tiny_llama
 
 
@@ -241,3 +242,69 @@ def test_a_call_is_what_the_package_exports() -> None:
     assert capture.AttentionCall is AttentionCall
     with pytest.raises(AttributeError, match="no attribute 'recrod'"):
         capture.recrod  # noqa: B018
+
+
+@pytest.mark.parametrize("sizes", [(5, 5), (3, 5), (5, 3)])
+@pytest.mark.parametrize("kind", ["causal_upper_left", "causal_lower_right"])
+def test_a_causal_bias_is_stored_as_causality(
+    tmp_path: Path, kind: str, sizes: tuple[int, int]
+) -> None:
+    from torch.nn.attention import bias
+
+    query, key = (torch.randn(1, 2, size, 8) for size in sizes)
+    mask = getattr(bias, kind)(*sizes)
+    expected = F.scaled_dot_product_attention(query, key, key, attn_mask=mask)
+    model = Caller()
+    with record(model, tmp_path):
+        [output] = model(attend(query, key, key, attn_mask=mask))
+    assert torch.equal(output, expected)
+    [call] = load(tmp_path)
+    assert call.attn_mask is None
+    assert call.is_causal
+    assert call.variant.bottom_right == (kind == "causal_lower_right" and sizes[0] != sizes[1])
+
+
+def test_all_denoisers_are_sampled_and_one_line_says_what_was_kept(
+    make_layers: MakeLayers, states: Tensor, tmp_path: Path
+) -> None:
+    parts = {
+        "text_encoder": make_layers(),
+        "transformer": Denoiser(make_layers()),
+        "transformer_2": Denoiser(make_layers()),
+    }
+    with record(parts, tmp_path, max=8) as recording:
+        encoded = parts["text_encoder"](states)
+        for step in range(6):
+            parts["transformer" if step < 3 else "transformer_2"](encoded, torch.tensor(step))
+    data = load(tmp_path)
+    kept = Counter(call.origin.module.partition(".")[0] for call in data)
+    assert kept == {"transformer": 4, "transformer_2": 4}
+    assert recording.summary == (
+        "kept of the eligible calls: transformer: 4 of 6, transformer_2: 4 of 6; "
+        "not sampled: text_encoder 2"
+    )
+    assert data.captures[0].modules == ("transformer,transformer.*,transformer_2,transformer_2.*")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_calls_are_counted_and_never_kept(
+    layers: Any, states: Tensor, tmp_path: Path, reentrant: bool
+) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = layers
+
+        def forward(self, states: Tensor) -> Any:
+            return checkpoint(self.inner, states, use_reentrant=reentrant)
+
+    model = Checkpointed()
+    with record(model, tmp_path) as recording:
+        model(states.requires_grad_()).sum().backward()
+    # The other variant stops once it has what it needs, within the last call.
+    repeated = 2 if reentrant else 1
+    assert (recording.seen, recording.kept, recording.gone_past) == (2 + repeated, 2, [])
+    assert {call.origin.phase for call in load(tmp_path)} == {"encode"}
+    assert recording.summary.endswith(f"2 of 2; not sampled: (recompute) {repeated}")

@@ -1,0 +1,135 @@
+"""Attention that no road sees is found, by the modules that ran without a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from capture import load, record
+from capture.errors import RecordingWarning
+from tests.capture.conftest import Attention
+from tests.capture.recording.callers import MakeLayers, assert_good
+
+HELD = {"sdpa": F.scaled_dot_product_attention}
+
+
+class HoldingAttention(Attention):
+    """Calls the function that it was given before the recording began."""
+
+    def forward(self, states: Tensor, attend: Any = F.scaled_dot_product_attention) -> Tensor:
+        heads = states.unflatten(-1, (2, 8)).transpose(1, 2)
+        attend = HELD["sdpa"] if attend is None else attend
+        return attend(heads, heads, heads).transpose(1, 2).flatten(2)  # type: ignore[no-any-return]
+
+
+def told(model: nn.Module, out: Path, run: Callable[[], Any]) -> tuple[int, list[str]]:
+    """Calls seen, and what went past."""
+    with record(model, out) as recording:
+        run()
+    return recording.seen, [str(each) for each in recording.gone_past]
+
+
+def test_a_function_held_since_before_goes_past_and_is_told(
+    layers: Any, states: Tensor, tmp_path: Path
+) -> None:
+    layers.layers[1] = HoldingAttention()
+    with record(layers, tmp_path) as recording:
+        layers(states)
+        layers(states)
+    assert (recording.seen, recording.problems) == (2, [])
+    [past] = recording.gone_past
+    assert str(past) == "2 runs of 1 module of class HoldingAttention (such as layers.1)"
+    data = load(tmp_path)
+    assert_good(data)
+    assert data.captures[0].gone_past == [past.to_json()]
+
+
+def test_nothing_goes_past_a_model_that_calls_sdpa(
+    layers: nn.Module, states: Tensor, tmp_path: Path
+) -> None:
+    assert told(layers, tmp_path, lambda: layers(states)) == (2, [])
+    assert load(tmp_path).captures[0].gone_past == []
+    assert "gone_past" not in (tmp_path / "manifest.json").read_text()
+
+
+def test_only_the_innermost_attention_module_is_named(states: Tensor, tmp_path: Path) -> None:
+    class OuterAttention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = HoldingAttention()
+
+        def forward(self, states: Tensor) -> Tensor:
+            return self.inner(states)  # type: ignore[no-any-return]
+
+    model = nn.Sequential(OuterAttention(), Attention())
+    seen, past = told(model, tmp_path, lambda: model(states))
+    assert (seen, past) == (1, ["1 runs of 1 module of class HoldingAttention (such as 0.inner)"])
+
+
+def test_a_traced_layer_goes_past(layers: Any, states: Tensor, tmp_path: Path) -> None:
+    layers.layers[1] = torch.jit.trace(layers.layers[1], states)
+    seen, past = told(layers, tmp_path, lambda: layers(states))
+    assert (seen, past) == (1, ["1 runs of 1 module of class Attention (such as layers.1)"])
+
+
+def test_a_scripted_layer_goes_past_and_the_others_are_recorded(
+    layers: Any, states: Tensor, tmp_path: Path
+) -> None:
+    class Scriptable(nn.Module):
+        def forward(self, states: Tensor) -> Tensor:
+            heads = states.unsqueeze(1)
+            return F.scaled_dot_product_attention(heads, heads, heads).squeeze(1)
+
+    layers.layers.append(torch.jit.script(nn.Sequential(Scriptable())))
+    layers.layers.append(torch.jit.script(nn.Linear(16, 16)))
+    expected = layers(states)
+    with record(layers, tmp_path) as recording:
+        assert torch.equal(layers(states), expected)
+    assert (recording.seen, recording.kept) == (2, 2)
+    assert [str(each) for each in recording.gone_past] == [
+        "1 module of class Sequential (such as layers.2)"
+    ]
+
+
+def test_pytorch_s_fused_encoder_keeps_its_bits_and_goes_past(
+    make_layers: MakeLayers, states: Tensor, tmp_path: Path
+) -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, dim_feedforward=16, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 3).eval()
+    padding = torch.tensor([[False] * 3 + [True] * 2])
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.rest = encoder, make_layers()
+
+        def forward(self, states: Tensor) -> Any:
+            return self.rest(self.encoder(states, src_key_padding_mask=padding))
+
+    model = Model()
+    with torch.no_grad():
+        expected = model(states)
+        with record(model, tmp_path) as recording:
+            assert torch.equal(model(states), expected)
+    assert recording.seen == 2
+    assert [str(each) for each in recording.gone_past] == [
+        "3 runs of 1 module of class TransformerEncoderLayer (such as encoder)"
+    ]
+
+
+def test_a_remedy_that_cannot_work_is_not_given(tmp_path: Path) -> None:
+    from transformers import BloomConfig, BloomModel
+
+    model = BloomModel(BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2)).eval()
+    with (
+        pytest.warns(RecordingWarning, match="in its own code, .* class BloomAttention") as warned,
+        record(model, tmp_path),
+    ):
+        model(torch.arange(4)[None])
+    assert "sdpa" not in str(warned[0].message)
