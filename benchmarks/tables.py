@@ -135,6 +135,18 @@ def by_shape(file: str, *, decode: bool | None = None) -> str:
     return _table(["B×H×S×D", *kernels], lines) + _machine(rows)
 
 
+def by_call(path: Path) -> str:
+    """List ms of the drop-in by call and kernel; what went wrong where there is no time."""
+    rows = results.read(path)
+    kernels = list(dict.fromkeys(row["kernel"] for row in rows))
+    calls: dict[str, dict[str, str]] = {}
+    for row in rows:
+        cells = calls.setdefault(row["call.name"], {})
+        cells[row["kernel"]] = _scene_cell([row], "time_ms.p50")
+    lines = {name: [cells.get(each, "") for each in kernels] for name, cells in calls.items()}
+    return _table(["ms", *kernels], lines) + _machine(rows)
+
+
 def _is_decode(row: dict[str, str]) -> bool:
     return row["call.shape.q_len"] == "1"
 
@@ -416,6 +428,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "end_to_end_printed": end_to_end_printed,
     "attention_structure": attention_structure,
     "trained_weights": trained_weights,
+    "variants": partial(by_call, results.DIRECTORY / "variants.csv"),
     "peers_from_source": partial(by_shape, "peers_from_source.csv"),
 }
 

@@ -1,0 +1,217 @@
+"""Every installed kernel on what calls ask beyond SDPA, at lengths that no block divides."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from capture.call import AttentionCall
+from capture.variant import Variant
+from replay.accuracy.judge import Expected, judge
+from replay.kernels.registry import catalogue, find
+from tests.factories import normal, random_call
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+HALF, BRAIN = torch.float16, torch.bfloat16
+BOTTOM_RIGHT = Variant(bottom_right=True)
+
+
+def _offsets(*lengths: int) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def _lengths(*lengths: int) -> torch.Tensor:
+    return torch.tensor(lengths).int()
+
+
+def _sizes(
+    batch: int, q_heads: int, kv_heads: int, q_len: int, kv_len: int, head_dim: int
+) -> dict[str, int]:
+    return {
+        "batch": batch,
+        "q_heads": q_heads,
+        "kv_heads": kv_heads,
+        "q_len": q_len,
+        "kv_len": kv_len,
+        "head_dim": head_dim,
+    }
+
+
+SINKS = normal(64, seed=7, dtype=BRAIN)
+PACKED = {"cu_seqlens_q": _offsets(700, 1, 1300, 99), "cu_seqlens_k": _offsets(700, 1, 1300, 99)}
+LONGER = {"cu_seqlens_q": _offsets(70, 1, 130, 99), "cu_seqlens_k": _offsets(700, 1, 1300, 99)}
+
+CALLS: dict[str, dict[str, Any]] = {
+    "bottom right": {
+        **_sizes(1, 8, 2, 300, 1500, 128),
+        "is_causal": True,
+        "variant": BOTTOM_RIGHT,
+    },
+    "bottom right, fewer keys": {
+        **_sizes(2, 4, 4, 1500, 300, 64),
+        "dtype": HALF,
+        "is_causal": True,
+        "variant": BOTTOM_RIGHT,
+    },
+    "window": {
+        **_sizes(2, 8, 2, 2100, 2100, 128),
+        "is_causal": True,
+        "variant": Variant(True, (1023, None)),
+    },
+    "window, longer keys": {
+        **_sizes(1, 8, 8, 500, 2100, 64),
+        "dtype": HALF,
+        "is_causal": True,
+        "variant": Variant(True, (255, None)),
+    },
+    "window, top left": {
+        **_sizes(1, 4, 4, 500, 2100, 64),
+        "dtype": HALF,
+        "variant": Variant(window=(300, 200)),
+    },
+    "window both ways": {
+        **_sizes(1, 8, 8, 2100, 2100, 64),
+        "dtype": HALF,
+        "variant": Variant(True, (200, 100)),
+    },
+    "window both ways, head_dim 128": {
+        **_sizes(1, 8, 8, 2100, 2100, 128),
+        "variant": Variant(True, (512, 512)),
+    },
+    "soft cap": {
+        **_sizes(1, 8, 4, 1100, 1100, 128),
+        "is_causal": True,
+        "scale": 1.0,
+        "variant": Variant(softcap=50.0),
+    },
+    "soft cap and window, head_dim 256": {
+        **_sizes(1, 8, 4, 2100, 2100, 256),
+        "is_causal": True,
+        "variant": Variant(True, (1023, None), 5.0),
+    },
+    "sinks": {**_sizes(1, 64, 8, 1100, 1100, 64), "is_causal": True, "sinks": SINKS},
+    "sinks and window": {
+        **_sizes(1, 64, 8, 1100, 1100, 64),
+        "is_causal": True,
+        "sinks": SINKS,
+        "variant": Variant(True, (127, None)),
+    },
+    "sinks in float32": {
+        **_sizes(1, 8, 8, 700, 700, 128),
+        "dtype": HALF,
+        "sinks": SINKS[:8].float(),
+    },
+    "packed": {**_sizes(1, 16, 16, 2100, 2100, 80), **PACKED},
+    "packed, causal": {
+        **_sizes(1, 8, 2, 2100, 2100, 128),
+        **PACKED,
+        "is_causal": True,
+        "variant": Variant(bottom_right=True, max_seqlen_q=1300, max_seqlen_k=1300),
+    },
+    "packed, longer keys": {
+        **_sizes(1, 8, 2, 300, 2100, 64),
+        **LONGER,
+        "dtype": HALF,
+        "is_causal": True,
+        "variant": BOTTOM_RIGHT,
+    },
+    "packed, window": {
+        **_sizes(1, 8, 8, 2100, 2100, 128),
+        **PACKED,
+        "is_causal": True,
+        "variant": Variant(True, (255, None)),
+    },
+    "packed, window, sinks": {
+        **_sizes(1, 64, 8, 2100, 2100, 64),
+        **PACKED,
+        "is_causal": True,
+        "sinks": SINKS,
+        "variant": Variant(True, (127, None)),
+    },
+    "packed, key lengths": {
+        **_sizes(1, 8, 2, 300, 2100, 128),
+        **LONGER,
+        "seqused_k": _lengths(650, 1, 777, 99),
+        "is_causal": True,
+        "variant": BOTTOM_RIGHT,
+    },
+    "decode": {**_sizes(4, 32, 8, 1, 4250, 128), "is_causal": True, "variant": BOTTOM_RIGHT},
+    "decode, window": {
+        **_sizes(4, 32, 8, 1, 4250, 128),
+        "is_causal": True,
+        "variant": Variant(True, (1023, None)),
+    },
+    "decode, window, sinks": {
+        **_sizes(4, 64, 8, 1, 4250, 64),
+        "sinks": SINKS,
+        "is_causal": True,
+        "variant": Variant(True, (127, None)),
+    },
+    "decode, sinks": {**_sizes(4, 64, 8, 1, 4250, 64), "sinks": SINKS},
+    "decode, soft cap": {
+        **_sizes(4, 8, 4, 1, 4250, 256),
+        "dtype": HALF,
+        "variant": Variant(softcap=5.0),
+    },
+    "decode, key lengths": {
+        **_sizes(4, 32, 8, 1, 4250, 128),
+        "seqused_k": _lengths(4250, 1, 345, 2000),
+        "is_causal": True,
+        "variant": BOTTOM_RIGHT,
+    },
+    "some queries, key lengths": {
+        **_sizes(4, 32, 8, 4, 4250, 64),
+        "dtype": HALF,
+        "seqused_k": _lengths(4250, 4, 345, 2000),
+        "is_causal": True,
+        "variant": Variant(True, (511, None)),
+    },
+}
+
+KERNELS = [name for name, kernel in catalogue().items() if kernel.features]
+
+
+@functools.cache
+def _expected(name: str) -> tuple[AttentionCall, Expected]:
+    call = random_call(**{"dtype": BRAIN, **CALLS[name]}).to("cuda")
+    return call, Expected.of(call)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("kernel_name", KERNELS)
+def test_a_kernel_is_right(kernel_name: str, name: str) -> None:
+    kernel = find(kernel_name)
+    if reason := kernel.unavailable(torch.device("cuda")):
+        pytest.skip(reason)
+    call, expected = _expected(name)
+    if reason := kernel.refuses(call):
+        pytest.skip(reason)
+    with torch.no_grad():
+        outputs = {"drop-in": kernel.attention(**call.arguments())}
+        if kernel.prepare is not None:
+            outputs["core"] = kernel.prepare(call)()
+    for which, output in outputs.items():
+        verdict = judge(output, expected, kernel.accuracy_class)
+        assert verdict.passed, f"{which}: {verdict.sentence}"
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_one_of_our_kernels_takes_it(name: str) -> None:
+    call, _ = _expected(name)
+    ours = [kernel for kernel in catalogue().values() if kernel.library == "triton"]
+    assert any(kernel.refuses(call) is None for kernel in ours)
+
+
+def test_keys_outside_a_window_cost_nothing_but_their_place() -> None:
+    """They are not read, so a NaN among them reaches no query that does not see it."""
+    call, _ = _expected("window")
+    expected = find("triton-fa2").attention(**call.arguments())
+    key, value = call.key.clone(), call.value.clone()
+    key[:, :, :500], value[:, :, :500] = torch.nan, torch.nan
+    output = find("triton-fa2").attention(**{**call.arguments(), "key": key, "value": value})
+    beyond = 500 + 1023 + 256
+    assert torch.equal(output[:, :, beyond:], expected[:, :, beyond:])
