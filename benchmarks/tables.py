@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 from benchmarks import results
+from capture.variant import FEATURES
 from replay.accuracy.thresholds import Thresholds
+from replay.kernels.registry import catalogue
 from replay.rows.fields import COLUMNS, FIELDS
 from replay.rows.meaning import OVER_CALLS
 
@@ -380,6 +382,16 @@ def _shape(row: dict[str, str]) -> str:
     return f"{size['batch']}×{heads}×{lengths}×{size['head_dim']}{causal}{warm}"
 
 
+def features() -> str:
+    """List what each kernel knows beyond SDPA; those that know nothing of it are left out."""
+    lines = {
+        f"`{name}`": ["yes" if feature in kernel.features else "" for feature in FEATURES]
+        for name, kernel in catalogue().items()
+        if kernel.features
+    }
+    return _table(["kernel", *FEATURES.values()], lines)
+
+
 def capture_faults() -> str:
     """List what happened after each fault while recording, and how often it was tried."""
     with (results.DIRECTORY / "capture_faults.csv").open(newline="") as file:
@@ -428,6 +440,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "end_to_end_printed": end_to_end_printed,
     "attention_structure": attention_structure,
     "trained_weights": trained_weights,
+    "features": features,
     "variants": partial(by_call, results.DIRECTORY / "variants.csv"),
     "peers_from_source": partial(by_shape, "peers_from_source.csv"),
 }
