@@ -123,7 +123,7 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory(dir=arguments.directory) as scratch:
         of_model(runnable, device, Path(scratch), arguments.max, arguments.rounds, figures)
-        not_kept(Path(scratch), arguments.rounds, figures)
+        not_kept(Path(scratch), figures)
         for count in map(int, arguments.small_calls.split(",")):
             small_calls(Path(scratch), count, figures)
     results.write_lines(figures.lines, COLUMNS, arguments.out)
@@ -254,35 +254,38 @@ def bare_seconds(burst: Run, device: torch.device, scratch: Path) -> tuple[float
 class Attention(nn.Module):
     """Calls attention on the same tiny tensors again and again."""
 
-    def forward(self, states: Tensor, calls: int) -> None:
+    def forward(self, states: Tensor, calls: int, attend: Callable[..., Tensor]) -> None:
         for _ in range(calls):
-            F.scaled_dot_product_attention(states, states, states)
+            attend(states, states, states)
 
 
 STATES = (1, 2, 4, 8)
 
 
-def not_kept(scratch: Path, rounds: int, figures: Figures, calls: int = 20_000) -> None:
+def not_kept(scratch: Path, figures: Figures, blocks: int = 40, calls: int = 1_000) -> None:
     """Time tiny calls on the CPU with recording on and none kept, minus the calls themselves.
 
-    In the CPU time of a single thread, which other processes hardly change.
+    Both in turn, in blocks, in the CPU time of a single thread, which other processes hardly
+    change; what is called without a recorder is the function that the recorder calls.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    attention, states = Attention(), torch.randn(STATES)
+    attention, states, own = Attention(), torch.randn(STATES), F.scaled_dot_product_attention
     for sample in ("first", "spread"):
         extra = []
-        for _ in range(rounds):
-            seconds = {}
-            for hooked in random.sample((False, True), 2):
-                with tempfile.TemporaryDirectory(dir=scratch) as out, torch.no_grad():
-                    if not hooked:
-                        seconds[hooked] = cpu_seconds(lambda: attention(states, calls))
-                        continue
-                    with record(attention, out, max=1, sample=sample):
-                        attention(states, 100)  # the first ones are kept, or replace each other
-                        seconds[hooked] = cpu_seconds(lambda: attention(states, calls))
-            extra.append((seconds[True] - seconds[False]) / calls)
+        with (
+            tempfile.TemporaryDirectory(dir=scratch) as out,
+            torch.no_grad(),
+            record(attention, out, max=1, sample=sample),
+        ):
+            hooked = F.scaled_dot_product_attention
+            attention(states, calls, hooked)  # the first ones are kept, or replace each other
+            for _ in range(blocks):
+                seconds = {
+                    attend: cpu_seconds(lambda attend=attend: attention(states, calls, attend))  # type: ignore[misc]
+                    for attend in random.sample((own, hooked), 2)
+                }
+                extra.append((seconds[hooked] - seconds[own]) / calls)
         figures.add(f"a call that is not kept ({sample})", "µs", [1e6 * each for each in extra])
     torch.set_num_threads(threads)
 
@@ -293,7 +296,7 @@ def small_calls(scratch: Path, count: int, figures: Figures) -> None:
     with tempfile.TemporaryDirectory(dir=scratch) as out, torch.no_grad():
         start = time.perf_counter()
         with record(attention, out, max=count):
-            attention(states, count)
+            attention(states, count, F.scaled_dot_product_attention)
         seconds = time.perf_counter() - start
     figures.add(f"{count:,} tiny calls, all kept: each", "ms", [1e3 * seconds / count])
 
