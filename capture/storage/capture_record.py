@@ -53,6 +53,11 @@ class CaptureRecord:
         record = cls(**fields_of(cls, data))
         if record.census:
             _check_census(record.census)
+        for past in record.gone_past:
+            required(past, "kind", str)
+            required(past, "example", str)
+            if min(required(past, "forwards", int), required(past, "modules", int)) < 0:
+                raise ValueError("less than nothing went past the recording")
         return record
 
 

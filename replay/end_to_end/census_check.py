@@ -17,6 +17,7 @@ from capture.hooks.census import Census
 from capture.hooks.interceptor import Arguments, intercept
 from capture.hooks.modules import ModuleTracker
 from capture.hooks.roads import on_all_roads
+from capture.storage.capture_record import CaptureRecord
 
 
 @contextlib.contextmanager
@@ -49,6 +50,20 @@ def difference(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> str:
         f"the model built here is not the one recorded: {module or 'code outside all modules'} "
         f"({phase}) calls attention {now[differing[0]]} times on {called}, not "
         f"{before[differing[0]]} times as recorded: capture it again"
+    )
+
+
+def shortfall(capture: CaptureRecord) -> str:
+    """Say what attention of the recorded run is in no prediction; empty if all is counted."""
+    past = [
+        f"{each['forwards'] or 'unknown'} runs of {each['kind']} (such as {each['example']})"
+        for each in capture.gone_past
+    ]
+    if not past:
+        return ""
+    return (
+        "predictions leave out attention that the recording could not see, in "
+        f"{', '.join(past)}: it is taken to be as slow with any kernel"
     )
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from capture.storage.capture_record import CaptureRecord
 from replay.end_to_end import drift
-from replay.end_to_end.census_check import difference
+from replay.end_to_end.census_check import difference, shortfall
 from replay.end_to_end.model_clock import RunTimes
 from replay.end_to_end.model_process import BASELINE, OWN, ModelProcess, Run, RunFailed, Variant
 from replay.end_to_end.prediction import KernelAt, Prediction, everywhere, predict
@@ -75,6 +75,8 @@ class Checked:
     """None for the model's own attention, or if the replay allows none."""
     unpredicted: str = ""
     """Why the replay allows no prediction."""
+    short_census: str = ""
+    """What attention of the model its recording did not count; empty if none is known."""
     hits: int = 0
     """Calls per run that the kernel answered."""
     own_calls: int = 0
@@ -264,7 +266,7 @@ def _checked(
         mismatch: how the model differs from the recorded one; empty if it does not.
     """
     name = arm.variant.name
-    checked = Checked(name, capture.model, capture.weights)
+    checked = Checked(name, capture.model, capture.weights, short_census=shortfall(capture))
     if arm.failure is not None:
         checked.status, checked.reason = arm.failure.status, str(arm.failure)
         checked.log = arm.failure.log

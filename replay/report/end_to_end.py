@@ -54,6 +54,7 @@ def print_checks(checks: Sequence[Checked], console: Console) -> None:
         console.print(Text("no kernel to run in the model: choose some with --kernels", "yellow"))
     for note in (
         *_unpredicted(others),
+        *filter(None, [own.short_census]),
         *(note for each in others for note in _notes(each, own)),
     ):
         console.print(Text(printable(note), style="yellow"))

@@ -33,6 +33,27 @@ def build():
     return attention, lambda: [attention(torch.randn(1, 2, 5, 8)) for _ in range(4)]
 
 
+class Holding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.seen, self.held = Attention(), HeldAttention()
+
+    def forward(self, states):
+        return self.held(self.seen(states))
+
+
+class HeldAttention(nn.Module):
+    functions = {"sdpa": F.scaled_dot_product_attention}
+
+    def forward(self, states):
+        return self.functions["sdpa"](states, states, states)
+
+
+def holding():
+    model = Holding()
+    return model, lambda: model(torch.randn(1, 2, 5, 8))
+
+
 def slow():
     attention = Attention()
 
@@ -165,6 +186,21 @@ def test_a_directory_that_cannot_be_written(run_cli: Run, tmp_path: Path, below:
     (tmp_path / "file").write_text("")
     result = run_cli("--model", "llama", "--out", str(tmp_path / below))
     assert sentence_of(result, 2).endswith("choose another with --out")
+
+
+def test_what_went_past_and_what_was_kept_is_told(
+    run_cli: Run, tmp_path: Path, model_file: Path
+) -> None:
+    code, printed, errors = run_cli(
+        "--model", f"{model_file}:holding", "--out", str(tmp_path / "out")
+    )
+    assert code == 0
+    assert printed.startswith("recorded 1 of 1 attention calls")
+    assert "kept of the eligible calls: 1 of 1" in errors
+    assert (
+        "note: not seen, and not in the census: 1 runs of 1 module of class HeldAttention "
+        "(such as held)"
+    ) in errors
 
 
 def test_a_user_s_function_and_the_same_name_twice(

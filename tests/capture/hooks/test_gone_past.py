@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from capture import load, record
 from capture.errors import RecordingWarning
+from capture.storage.capture_record import CaptureRecord
 from tests.capture.conftest import Attention
 from tests.capture.recording.callers import MakeLayers, assert_good
 
@@ -48,6 +49,17 @@ def test_a_function_held_since_before_goes_past_and_is_told(
     data = load(tmp_path)
     assert_good(data)
     assert data.captures[0].gone_past == [past.to_json()]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"kind": 3}, {"forwards": -1}, {"modules": "1"}, {"example": None}]
+)
+def test_a_manifest_that_tells_it_wrongly_is_refused(wrong: dict[str, Any]) -> None:
+    past = {"kind": "Attention", "forwards": 1, "modules": 1, "example": "a"}
+    good = CaptureRecord("model", "none", gone_past=[past]).to_json()
+    assert CaptureRecord.from_json(good).gone_past == [past]
+    with pytest.raises(ValueError):  # noqa: PT011 - which one is json_data's matter
+        CaptureRecord.from_json({**good, "gone_past": [{**past, **wrong}]})
 
 
 def test_nothing_goes_past_a_model_that_calls_sdpa(

@@ -132,6 +132,12 @@ def test_every_row_that_lacks_something_says_why() -> None:
     assert not any(line.startswith("bad") and "×" in line for line in lines)
 
 
+def test_a_short_census_is_told_once() -> None:
+    own, fast = checked("the model's own", 1), checked("fast", 1.25)
+    own.short_census = fast.short_census = "predictions leave out attention"
+    assert printed(80, own, fast).count("predictions leave out attention") == 1
+
+
 def test_a_check_of_no_kernel_shows_the_model_alone() -> None:
     lines = printed(80, checked("the model's own", 1))
     assert "no kernel to run in the model: choose some with --kernels" in lines
