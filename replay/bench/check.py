@@ -75,7 +75,9 @@ class Checker:
         Raises:
             ContextLost: the kernel made the GPU, or this process, unusable.
         """
-        call, restated_as, refused = self._forms.form(kernel, self._settings.device)
+        call, restated_as, refused = self._forms.form(
+            kernel, self._settings.device, for_model=self._settings.for_model
+        )
         self._guard.settle(kernel.name)  # importing its library may have changed something
         if refused is not None:
             return Checked(kernel, call, refused)

@@ -44,12 +44,16 @@ class Forms(NamedTuple):
     def all(self) -> list[AttentionCall]:
         return [self.call] if self.restated is None else [self.call, self.restated]
 
-    def form(self, kernel: Kernel, device: torch.device) -> Form:
-        """The form that a kernel runs on a device."""
+    def form(self, kernel: Kernel, device: torch.device, *, for_model: bool = False) -> Form:
+        """The form that a kernel runs on a device.
+
+        Args:
+            for_model: see `replay.bench.settings.Settings`.
+        """
         refused = refusal(kernel, self.call, device)
         if self.restated is None or (refused is not None and refused.status != "unsupported"):
             return Form(self.call, refused=refused)
-        if refused is None and not kernel.loaded().prefers_restated(self.restated):
+        if refused is None and (for_model or not kernel.loaded().prefers_restated(self.restated)):
             return Form(self.call)
         if refusal(kernel, self.restated, device) is not None:
             return Form(self.call, refused=refused)

@@ -34,6 +34,9 @@ class Settings:
     """`reference`, `captured` or a kernel: an output to compare with beside the first two."""
     compare_stats: bool = False
     save_output: Path | None = None
+    for_model: bool = False
+    """Rows are to tell what a model gains that passes its masks: a kernel that takes them runs no
+    other form of a call, not even one that it prefers."""
     energy: bool = False
     """Measure the energy of a call too, a second or two for each kernel."""
     resources: bool = False

@@ -420,6 +420,7 @@ def _settings(arguments: argparse.Namespace, device: torch.device) -> Settings:
         baseline=arguments.baseline_kernel or (OWN if of_models else None),
         errors_against=arguments.errors_against,
         compare_stats=arguments.compare_stats,
+        for_model=of_models,
         energy=device.type == "cuda" and _wants_energy(arguments),
         resources=arguments.resources,
         save_output=_output_directory(arguments.save_output),

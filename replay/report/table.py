@@ -199,7 +199,7 @@ def _restated(group: Group, ran: Sequence[KernelId]) -> list[Text]:
         for words in dict.fromkeys(row.restated_as for row in group.rows[name]):
             kernels.setdefault(words, []).append(str(name))
     return [
-        Text(f"without the mask, as {words}: {', '.join(names)}", style="dim")
+        Text(f"mask restated as {words}: {', '.join(names)}", style="dim")
         for words, names in kernels.items()
         if words
     ]
@@ -262,7 +262,7 @@ def _fastest(group: Group, timed: Sequence[KernelId], shown: str) -> Text:
     if speedup is not None and KernelId(group.baseline) not in ties:
         line.append(f" {speedup_text(speedup)} vs {group.baseline}")
     if words := {row.restated_as for row in group.rows[best]} - {""}:
-        line.append(f", without the mask, as {' or '.join(sorted(words))}", "dim")
+        line.append(f", its mask restated as {' or '.join(sorted(words))}", "dim")
     if ties:
         line.append(f", tied with {', '.join(map(str, ties))}", "dim")
     return line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -113,6 +114,17 @@ def test_a_kernel_may_prefer_the_options(rows: Rows) -> None:
         found = rows(masked(mask), mine)["mine"]
         assert (found.status, found.restated_as) == ("ok", words)
         assert set(taken) == {not words}
+
+
+def test_where_rows_are_for_a_model_what_takes_the_mask_gets_it(
+    workload: MakeWorkload, quick: Settings
+) -> None:
+    either = kernel("either", sdpa, unsupported=lambda _: None, prefers_restated=lambda _: True)
+    for_model = replace(quick, for_model=True)
+    call = masked(WINDOW[None, None])
+    found = rows_of(call, workload, for_model, either, kernel("mine"))
+    assert [found[name].restated_as for name in ("either", "mine")] == ["", "window 3/0"]
+    assert [found[name].status for name in ("either", "mine")] == ["ok", "ok"]
 
 
 def test_flex_prefers_a_block_mask_that_is_kept(make_call: Callable[..., AttentionCall]) -> None:

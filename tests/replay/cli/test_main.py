@@ -154,6 +154,17 @@ def test_calls_before_each_sample(arguments: tuple[str, ...], device: str, calls
     assert _settings(given, torch.device(device)).calls_before == calls
 
 
+@pytest.mark.parametrize(
+    ("arguments", "for_model"),
+    [((), False), (("--e2e",), True), (("--plan", "plan.json", "--budget", "rmse=0.1"), True)],
+)
+def test_rows_for_a_model_are_of_calls_as_it_makes_them(
+    arguments: tuple[str, ...], for_model: bool
+) -> None:
+    given = parser().parse_args(["--dir", "captured_inputs", *arguments])
+    assert _settings(given, torch.device("cpu")).for_model is for_model
+
+
 def test_rounds_that_end_when_the_noise_is_low(run_cli: RunCli) -> None:
     # Half the width of an interval is never more than its middle: any noise will do.
     options = ("--rounds", "30", "--max-noise", "1", "--kernels", "torch-math", "--json=-")
