@@ -101,6 +101,7 @@ def rows(figures: st.SearchStrategy[float]) -> st.SearchStrategy[Row]:
         process=words,
         accuracy_class=st.sampled_from(["", "exact", "quantised", "sparse"]),
         tolerances=words,
+        restated_as=words,
         flags=st.lists(words).map(tuple),
         changed_inputs=st.lists(words).map(tuple),
         log=words,
