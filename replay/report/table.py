@@ -207,14 +207,20 @@ def _restated(group: Group, ran: Sequence[KernelId]) -> list[Text]:
 
 def _refusals(group: Group) -> list[Text]:
     """List kernels that could not run some of these calls, each reason once."""
-    lines: dict[object, str] = {}
+    kernels: dict[tuple[str, str], list[str]] = {}
+    reasons: dict[tuple[str, str], str] = {}
     for name, rows in group.rows.items():
         for row in rows:
             if row.status not in ("ok", "inaccurate", "not-timed", "unavailable"):
                 # A reason may name sizes that differ from call to call.
-                key = (name, row.status, re.sub(r"[\d.]+", "", row.reason))
-                lines.setdefault(key, f"{name}: {row.status}: {row.reason}")
-    return [Text(line, style="yellow") for line in lines.values()]
+                kind = (row.status, re.sub(r"[\d.]+", "", row.reason))
+                reasons.setdefault(kind, f"{row.status}: {row.reason}")
+                if str(name) not in (names := kernels.setdefault(kind, [])):
+                    names.append(str(name))
+    return [
+        Text(f"{', '.join(names)}: {reasons[kind]}", style="yellow")
+        for kind, names in kernels.items()
+    ]
 
 
 def _print_not_run(rows: Sequence[Row], console: Console) -> None:

@@ -380,11 +380,13 @@ def test_what_did_not_run_says_why() -> None:
     rows = [
         row("base", call()),
         row("picky", call(), status="unsupported", reason="head_dim 72"),
+        row("fussy", call(), status="unsupported", reason="head_dim 80"),
+        row("fussy", call(name="b"), status="unsupported", reason="head_dim 88"),
         row("absent", call(), status="unavailable", reason="not installed: pip install absent"),
         row("careless", call(), changed_inputs=("key",), flags=("no core time",)),
     ]
     text = report(rows)
-    assert "picky: unsupported: head_dim 72" in text
+    assert "picky, fussy: unsupported: head_dim 72" in text
     assert "not installed: pip install absent: absent" in text
     assert "careless: changes its key, no core time" in text
     assert "noise floor: rel L1" in text
