@@ -128,6 +128,12 @@ def _parser() -> argparse.ArgumentParser:
         "--durable", action="store_true", help="have each call on the disk before the model goes on"
     )
 
+    store.add_argument(
+        "--audit",
+        action="store_true",
+        help="count attention operators that go past the recording (slower)",
+    )
+
     inspect = parser.add_argument_group("inspect a recording")
     inspect.add_argument("--show", metavar="DIR", help="list what DIR contains")
     inspect.add_argument("--verify", metavar="DIR", help="check files and recompute outputs")
@@ -206,6 +212,7 @@ def _capture(arguments: argparse.Namespace) -> int:
         durable=arguments.durable,
         output=not arguments.no_output,
         overwrite=arguments.overwrite,
+        audit=arguments.audit,
     ) as recording:
         _run_with_progress(runnable, recording, progress)
     if not recording.kept and not recording.lost:
@@ -220,6 +227,8 @@ def _capture(arguments: argparse.Namespace) -> int:
     count = f"{recording.kept} of {recording.seen} attention calls"
     print(f"recorded {count} ({size}) in {arguments.out}/")
     progress.print(Text(recording.summary))
+    if recording.audit:
+        progress.print(Text(str(recording.audit)))
     for each in recording.gone_past:
         print(f"note: not seen, and not in the census: {printable(str(each))}", file=sys.stderr)
     for problem in recording.problems:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from capture.hooks.attention_modules import class_name, script_attends
+from capture.hooks.audit import Audit
 from capture.hooks.modules import ModuleTracker
 
 _FUSED = "_transformer_encoder_layer_fwd"
@@ -24,7 +25,7 @@ class GonePast:
     """Forward passes of one class of attention modules in which no call was seen."""
 
     kind: str
-    """The class."""
+    """The class, or what an audit found beside: an operator."""
     forwards: int
     """At least: of TorchScript, what runs cannot be counted, and is 0."""
     modules: int
@@ -64,7 +65,9 @@ class FusedLayers:
             setattr(torch, _FUSED, fused)
 
 
-def gone_past(tracker: ModuleTracker, fused: FusedLayers) -> list[GonePast]:
+def gone_past(
+    tracker: ModuleTracker, fused: FusedLayers, audit: Audit | None = None
+) -> list[GonePast]:
     """Return what went past all roads so far, by class."""
     ran = [watched for watched in tracker.watched if watched.is_attention and watched.forwards]
     ran_paths = [watched.path for watched in ran]
@@ -78,6 +81,10 @@ def gone_past(tracker: ModuleTracker, fused: FusedLayers) -> list[GonePast]:
     for watched in tracker.watched:
         if watched.is_script and script_attends(watched.module):
             found.setdefault(class_name(watched.module), []).append((watched.path, 0))
+    modules = {path for each in found.values() for path, _ in each}
+    for (name, path), calls in audit.calls.items() if audit else ():
+        if path not in modules and not any(path.startswith(f"{each}.") for each in modules):
+            found.setdefault(name, []).append((path or "outside", calls))
     return [
         GonePast(kind, sum(runs for _, runs in each), len(each), each[0][0])
         for kind, each in found.items()

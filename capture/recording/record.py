@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from capture.errors import CaptureError
+from capture.hooks.audit import Audit
 from capture.hooks.interceptor import observe
 from capture.hooks.modules import ModuleTracker, denoisers, matches, roots_of
 from capture.hooks.roads import on_all_roads
@@ -43,6 +44,7 @@ def record(
     durable: bool = False,
     output: bool = True,
     overwrite: bool = False,
+    audit: bool = False,
 ) -> Iterator[Recording]:
     """Record attention calls made inside the `with` block into the directory `out`.
 
@@ -78,6 +80,9 @@ def record(
             the program handles it) and the end of the program write them first.
         output: also store the model's own attention output.
         overwrite: replace the directory's capture of the same name, when this one is complete.
+        audit: also count the attention operators that this thread runs outside of the calls seen
+            (`recording.audit`). The model is slower, and PyTorch's own transformer modules leave
+            their fused path.
 
     Yields:
         A `Recording` with live counts.
@@ -143,6 +148,9 @@ def record(
         stack.enter_context(observe(recording.observer()))
         stack.enter_context(on_all_roads(recording.handle))
         stack.enter_context(recording.fused.counted())
+        if audit:
+            recording.audit = Audit(tracker)
+            stack.enter_context(recording.audit.counted())
         stack.callback(lambda: recording.close(complete=complete))
         recording.begin()
         yield recording

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from capture.call import Origin
 from capture.errors import CaptureError, RecordingWarning
+from capture.hooks.audit import Audit
 from capture.hooks.autocast import autocast_dtype, cast, is_any_enabled
 from capture.hooks.backends import disabled_backends, function_or_backend
 from capture.hooks.census import Census, Count
@@ -109,6 +110,8 @@ class Recording:
         self._alike: dict[tuple[object, ...], Alike] = {}
         """By what is quickly read from a call."""
         self.fused = FusedLayers(tracker)
+        self.audit: Audit | None = None
+        """What an audit counted; None without one."""
         self._places: dict[Count, Place | None] = {}
         self._next_index = itertools.count().__next__
         self._failed: deque[int] = deque()
@@ -130,7 +133,7 @@ class Recording:
     @property
     def gone_past(self) -> list[GonePast]:
         """Attention that ran without a call being seen: the census lacks it."""
-        return gone_past(self._tracker, self.fused)
+        return gone_past(self._tracker, self.fused, self.audit)
 
     @property
     def summary(self) -> str:
