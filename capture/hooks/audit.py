@@ -54,7 +54,8 @@ class Audit:
             by_name[name] += count
         examples = dict(reversed(self.calls))
         told = ", ".join(
-            f"{count} calls of {name} (such as in {examples[name] or 'no watched module'})"
+            f"{count} call{'s' if count > 1 else ''} of {name} "
+            f"(such as in {examples[name] or 'no watched module'})"
             for name, count in by_name.items()
         )
         return f"audit: not seen: {told}" if told else "audit: no attention operator was missed"

@@ -37,7 +37,7 @@ class GonePast:
 
     def __str__(self) -> str:
         of = f"{self.modules} module{'s' if self.modules > 1 else ''}"
-        runs = f"{self.forwards} runs of " if self.forwards else ""
+        runs = f"{self.forwards} run{'s' if self.forwards > 1 else ''} of " if self.forwards else ""
         return f"{runs}{of} of class {self.kind} (such as {self.example})"
 
 

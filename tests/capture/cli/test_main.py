@@ -198,7 +198,7 @@ def test_what_went_past_and_what_was_kept_is_told(
     assert printed.startswith("recorded 1 of 1 attention calls")
     assert "kept of the eligible calls: 1 of 1" in errors
     assert (
-        "note: not seen, and not in the census: 1 runs of 1 module of class HeldAttention "
+        "note: not seen, and not in the census: 1 run of 1 module of class HeldAttention "
         "(such as held)"
     ) in errors
 

@@ -57,7 +57,7 @@ def test_operators_are_counted_by_name(tmp_path: Path) -> None:
     with record(model, tmp_path, audit=True) as recording:
         model(attend(query, key, value), lambda: operator(query, key, value)[0])
     assert str(recording.audit) == (
-        "audit: not seen: 1 calls of aten::_scaled_dot_product_flash_attention_for_cpu "
+        "audit: not seen: 1 call of aten::_scaled_dot_product_flash_attention_for_cpu "
         "(such as in Caller)"
     )
 

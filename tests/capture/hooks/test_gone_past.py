@@ -81,13 +81,13 @@ def test_only_the_innermost_attention_module_is_named(states: Tensor, tmp_path: 
 
     model = nn.Sequential(OuterAttention(), Attention())
     seen, past = told(model, tmp_path, lambda: model(states))
-    assert (seen, past) == (1, ["1 runs of 1 module of class HoldingAttention (such as 0.inner)"])
+    assert (seen, past) == (1, ["1 run of 1 module of class HoldingAttention (such as 0.inner)"])
 
 
 def test_a_traced_layer_goes_past(layers: Any, states: Tensor, tmp_path: Path) -> None:
     layers.layers[1] = torch.jit.trace(layers.layers[1], states)
     seen, past = told(layers, tmp_path, lambda: layers(states))
-    assert (seen, past) == (1, ["1 runs of 1 module of class Attention (such as layers.1)"])
+    assert (seen, past) == (1, ["1 run of 1 module of class Attention (such as layers.1)"])
 
 
 def test_a_scripted_layer_goes_past_and_the_others_are_recorded(
