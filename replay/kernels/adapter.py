@@ -90,12 +90,14 @@ def adapt(
     chosen: Callable[[AttentionCall], Tensor] | None = None,
     options: Callable[..., Kernel] | None = None,
     features: Collection[str] = (),
+    prefers_restated: bool = False,
 ) -> Kernel:
     """A kernel of `library`; what is not said here, `Kernel` says.
 
     Args:
         limits: what it asks of a call; the first that is not met is its reason.
         unavailable: instead of the library's own.
+        prefers_restated: always, or only where it refuses the mask.
     """
     return Kernel(
         name,
@@ -113,4 +115,5 @@ def adapt(
         chosen=chosen,
         options=options,
         features=frozenset(features),
+        prefers_restated=lambda call: prefers_restated,
     )

@@ -135,6 +135,11 @@ def max_queries(most: int) -> Constraint:
 decode_only = max_queries(1)
 
 
+def decode_or_key_lengths(call: AttentionCall) -> str | None:
+    """For kernels over caches, which take any number of queries where only some keys count."""
+    return None if call.seqused_k is not None else decode_only(call)
+
+
 def default_scale(call: AnyCall) -> str | None:
     default = call.query.shape[-1] ** -0.5
     if call.scale is None or abs(call.scale - default) <= 1e-6 * default:

@@ -19,7 +19,7 @@ from replay.kernels.adapter import adapt, at_once
 from replay.kernels.constraints import (
     AnyCall,
     causal_only_square,
-    decode_only,
+    decode_or_key_lengths,
     half_precision,
     mask_alone,
     mask_or_causal,
@@ -61,10 +61,6 @@ def _run(call: Arguments) -> Tensor:
 
 def _run_varlen(call: AnyCall, packed: Packed) -> Tensor:
     return LIBRARY.load().flash_attn_varlen_func(**varlen_arguments(call, packed))
-
-
-def _one_query_or_lengths(call: AttentionCall) -> str | None:
-    return None if call.seqused_k is not None else decode_only(call)
 
 
 def _key_limits(call: AnyCall) -> dict[str, Tensor]:
@@ -134,7 +130,7 @@ register(
         _attend_cached,
         (
             *_limits,
-            _one_query_or_lengths,
+            decode_or_key_lengths,
             mask_or_causal,
             mask_alone,
             causal_only_square,

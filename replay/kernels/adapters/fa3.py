@@ -16,12 +16,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
 from capture.hooks.interceptor import Arguments
 from replay.kernels.adapter import adapt, at_once
 from replay.kernels.constraints import (
     AnyCall,
     causal_only_square,
+    decode_or_key_lengths,
     half_precision,
     head_dim_multiple_of,
     mask_alone,
@@ -67,15 +67,12 @@ def _run_varlen(call: AnyCall, packed: Packed) -> Tensor:
 
 
 def _run_cached(call: Arguments) -> Tensor:
+    lengths = {} if call.seqused_k is None else {"cache_seqlens": call.seqused_k}
     return output_of(
         LIBRARY.load().flash_attn_with_kvcache(
-            call.query, call.key, call.value, cache_seqlens=call.seqused_k, **options(call)
+            call.query, call.key, call.value, **lengths, **options(call)
         )
     )
-
-
-def _needs_key_lengths(call: AttentionCall) -> str | None:
-    return None if call.seqused_k is not None else "for caches: this call's keys are all valid"
 
 
 def quantise(tensor_BSHD: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
@@ -152,7 +149,7 @@ register(
         "fa3-kvcache",
         replace(LIBRARY, functions=("flash_attn_with_kvcache",)),
         _attend_cached,
-        (*_limits, no_mask, multiple_of_8, _needs_key_lengths, causal_only_square),
+        (*_limits, no_mask, multiple_of_8, decode_or_key_lengths, causal_only_square),
         "FlashAttention 3's decode over a key/value cache",
         prepare=_prepare_cached,
         features=(*KNOWN, "key-lengths"),

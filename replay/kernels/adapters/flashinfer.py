@@ -276,6 +276,7 @@ for _backend, _library, _mask in (
             f"FlashInfer's {_backend.upper()} prefill",
             prepare=partial(_prepare_prefill, backend=_backend),
             features=(*_KNOWN, "packed"),
+            prefers_restated=True,
         )
     )
 

@@ -22,7 +22,6 @@ from replay.kernels.constraints import (
     half_precision,
     max_head_dim,
     max_queries,
-    no_causal,
     no_dropout,
     padding_mask_only,
 )
@@ -59,17 +58,34 @@ def paged(call: AnyCall, page_size: int) -> tuple[PagedCache, Tensor | None]:
 
     keys = padding_keys(call)
     if keys is None:
-        return page(call.key, call.value, page_size), None
+        return page(call.key, call.value, page_size, lengths=call.seqused_k), None
     starts = keys.int().argmax(dim=1)
     lengths = keys.sum(dim=1)
     return page(call.key, call.value, page_size, lengths=lengths, starts=starts), starts
 
 
+def _mask_alone(call: AnyCall) -> str | None:
+    """In pages a padded sequence begins at 0, so that nothing else of it is where it was."""
+    diagonal = call.is_causal or call.variant.window != (None, None)
+    if call.attn_mask is None or not (diagonal or call.seqused_k is not None):
+        return None
+    return "attn_mask beside is_causal, a window or lengths of keys"
+
+
 def _prepare_paged(call: AnyCall, page_size: int) -> Callable[[], Tensor]:
     from replay.kernels.triton.paged_decode import paged_decode
 
+    if reason := _mask_alone(call):
+        raise NotImplementedError(reason)
     cache, _ = paged(call, page_size)
-    return lambda: paged_decode(call.query, *cache, scale=call.scale)
+    return lambda: paged_decode(
+        call.query,
+        *cache,
+        scale=call.scale,
+        is_causal=call.is_causal,
+        sinks=call.sinks,
+        variant=call.variant,
+    )
 
 
 def _paged_kernel(page_size: int = DEFAULT_PAGE_SIZE) -> Kernel:
@@ -79,10 +95,11 @@ def _paged_kernel(page_size: int = DEFAULT_PAGE_SIZE) -> Kernel:
         "triton-paged-decode",
         TRITON,
         at_once(prepare),
-        (*DECODE_LIMITS, no_causal, padding_mask_only),
+        (*DECODE_LIMITS, padding_mask_only, _mask_alone),
         f"ours: decode in Triton over shuffled pages of {page_size} keys",
         prepare=prepare,
         options=_paged_kernel,
+        features=FEATURES.keys() - {"packed"},
     )
 
 
@@ -94,6 +111,7 @@ register(
         DECODE_LIMITS,
         "ours: decode in Triton, the keys split among programs",
         features=FEATURES.keys() - {"packed"},
+        prefers_restated=True,
     )
 )
 register(_paged_kernel())

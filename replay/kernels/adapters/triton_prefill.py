@@ -37,5 +37,6 @@ register(
         (no_dropout, up_to_float32, max_head_dim(256)),
         "ours: FlashAttention 2 in Triton, of any mask, strides and head_dim",
         features=("bottom-right", "window", "softcap", "sinks"),
+        prefers_restated=True,
     )
 )

@@ -144,5 +144,6 @@ register(
         "xFormers' memory_efficient_attention",
         prepare=_prepare,
         features=("bottom-right", "window", "packed"),
+        prefers_restated=True,
     )
 )

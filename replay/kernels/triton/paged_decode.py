@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from capture.variant import PLAIN, Variant
 from replay.kernels.triton.split_kv import Cache, attend
 
 
@@ -15,8 +16,11 @@ def paged_decode(
     lengths: Tensor,
     *,
     scale: float | None = None,
+    is_causal: bool = False,
+    sinks: Tensor | None = None,
+    variant: Variant = PLAIN,
 ) -> Tensor:
-    """Every query attends to every token of its sequence: (B, Hq, Sq, Dv), contiguous.
+    """Every query attends to its sequence's tokens: (B, Hq, Sq, Dv), contiguous.
 
     Args:
         query: (B, Hq, Sq, D), float16 or bfloat16, D ≤ 256, any strides.
@@ -27,5 +31,9 @@ def paged_decode(
         lengths: (B,) int32, tokens of each sequence, at most N · page_size. A sequence of none gets
             zeros. What follows the last token of a page is not read.
         scale: of the scores; None is 1/sqrt(D).
+        is_causal: query i sees tokens 0…i, or as `variant` says.
+        sinks: (Hq,), a logit of each head that takes weight and has no value.
+        variant: bottom right, window and soft cap; pages before every query's window are not read.
     """
-    return attend(query, Cache(key_pages, value_pages, block_table, lengths), scale=scale)
+    cache = Cache(key_pages, value_pages, block_table, lengths)
+    return attend(query, cache, is_causal=is_causal, scale=scale, sinks=sinks, variant=variant)

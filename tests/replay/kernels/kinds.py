@@ -88,6 +88,7 @@ VARIANTS = {
     "fa3": ("a tensor", "a tuple"),
     "fa3-fp8": ("a tensor", "a tuple"),
     "fa3-varlen": ("a tensor", "a tuple"),
+    "fa3-kvcache": ("a tensor", "a tuple"),
     "sage1": ("", "smooth_k=off"),
     "sage2-varlen": ("", "smooth_k=off"),
     "sage3": ("", "mean=block", "mean=sequence"),

@@ -104,7 +104,8 @@ FEATURES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "mask and causal": (
         {"is_causal": True, "attn_mask": PADDING[:, None, None]},
-        "attn_mask and is_causal together|takes no attn_mask|takes no is_causal",
+        "attn_mask and is_causal together|takes no attn_mask|takes no is_causal"
+        "|attn_mask beside is_causal, a window or lengths of keys",
     ),
     "scale": ({"scale": 0.3}, r"takes no scale: always 1/sqrt\(head_dim\), not 0.3"),
     "negative scale": (

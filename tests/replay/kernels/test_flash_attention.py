@@ -273,7 +273,8 @@ def flash_attn_interface(
         softcap: float = 0.0,
     ) -> Any:
         _readable(q, k_cache, v_cache)
-        assert cache_seqlens is not None
+        if cache_seqlens is None:
+            cache_seqlens = torch.tensor([k_cache.shape[1]] * len(k_cache))
         beyond = {"window": window_size, "softcap": softcap}
         caches = (q, k_cache, v_cache)
         return returned(_cached(formula, caches, cache_seqlens, softmax_scale, causal, **beyond))
@@ -412,6 +413,7 @@ def test_fa4_varlen_on_padded_batches() -> None:
     assert verify("fa4-varlen") == {**NOT_PADDED, "narrow values": NO_LENGTHS}
 
 
+DECODE = {"bottom right, decode", "window, decode", "soft cap, decode"}
 VARLEN = PACKED | {"packed, soft cap", "soft cap, padded"}
 
 
@@ -419,15 +421,14 @@ VARLEN = PACKED | {"packed, soft cap", "soft cap, padded"}
 def test_fa2_beyond_sdpa() -> None:
     assert verify_variants("fa2") == DENSE | CAPPED
     assert verify_variants("fa2-varlen") == VARLEN
-    decode = {"bottom right, decode", "window, decode", "soft cap, decode"}
-    assert verify_variants("fa2-kvcache") == decode | LENGTHS
+    assert verify_variants("fa2-kvcache") == DECODE | LENGTHS
 
 
 @pytest.mark.usefixtures("flash_attn_interface")
 def test_fa3_beyond_sdpa() -> None:
     assert verify_variants("fa3") == verify_variants("fa3-fp8") == DENSE | CAPPED
     assert verify_variants("fa3-varlen") == VARLEN | LENGTHS | {"packed, key lengths"}
-    assert verify_variants("fa3-kvcache") == LENGTHS
+    assert verify_variants("fa3-kvcache") == DECODE | LENGTHS
 
 
 @pytest.mark.usefixtures("flash_attn_4")
@@ -512,6 +513,12 @@ def test_fa2_kvcache_is_for_decode() -> None:
         "float32": FLOAT32,
         "narrow values": NARROW,
     }
+
+
+@pytest.mark.usefixtures("flash_attn_interface")
+def test_fa3_kvcache_is_for_decode(flash_attn_interface_returns: str) -> None:
+    taken = KINDS.keys() - verify("fa3-kvcache", flash_attn_interface_returns).keys()
+    assert taken == {"decode", "decode of one", "decode, scale"}
 
 
 def test_quantise_keeps_what_float8_can() -> None:

@@ -124,5 +124,5 @@ def test_what_the_kernel_declines() -> None:
     assert kernel.unsupported(call) is None
     holes = torch.tensor([True, False, True, False, True], device=DEVICE)
     assert "padding mask" in str(kernel.unsupported(call.with_tensors({"attn_mask": holes})))
-    causal = AttentionCall(call.query, call.key, call.value, is_causal=True)
+    causal = AttentionCall(call.query, call.key, call.value, call.attn_mask, is_causal=True)
     assert "is_causal" in str(kernel.unsupported(causal))

@@ -198,10 +198,13 @@ def test_decode(q_len: int, is_causal: bool, variant: Variant) -> None:
     """Over more than one part of the keys, and some rows a program."""
     call = call_of(q_len, 1500, q_heads=6, kv_heads=2, is_causal=is_causal, variant=variant)
     verify("triton-decode", call)
+    verify("triton-paged-decode", call)
     sinks = normal(6, seed=7) * 3
     lengths = torch.tensor([700, 3], device=DEVICE).int()
     twice = call_of(q_len, 701, batch=2, q_heads=6, kv_heads=2, seqused_k=lengths, sinks=sinks)
-    verify("triton-decode", replace(twice, is_causal=is_causal, variant=variant))
+    twice = replace(twice, is_causal=is_causal, variant=variant)
+    verify("triton-decode", twice)
+    verify("triton-paged-decode[page_size=13]", twice)
 
 
 def test_decode_with_sinks_and_a_mask() -> None:
@@ -210,6 +213,17 @@ def test_decode_with_sinks_and_a_mask() -> None:
     call = call_of(3, 1500, sinks=normal(4, seed=7)[::2], attn_mask=mask)
     verify("triton-decode", call)
     verify("triton-decode", replace(call, variant=Variant(True, (200, None), 2.0)))
+
+
+def test_pages_hold_no_padding_beside_a_diagonal() -> None:
+    keys = torch.arange(100, device=DEVICE) >= torch.tensor([[0], [90]], device=DEVICE)
+    call = call_of(3, 100, batch=2, attn_mask=keys[:, None, None])
+    verify("triton-paged-decode", call)
+    reason = "attn_mask beside is_causal, a window or lengths of keys"
+    for changed in (replace(call, is_causal=True), replace(call, variant=Variant(True, (5, None)))):
+        assert find("triton-paged-decode").refuses(changed) == reason
+        with pytest.raises(NotImplementedError, match=reason):
+            find("triton-paged-decode").attention(**changed.arguments())
 
 
 def test_decode_reads_no_keys_before_the_window() -> None:
