@@ -1,0 +1,45 @@
+"""One line of the table of foreign models: how to build and run it, and what it should do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+Calls = Counter[tuple[str, int]]
+"""How many attention calls a run makes, by phase and step."""
+
+Run = Callable[[], Any]
+"""Runs the model; returns tensors, in any nesting."""
+
+
+class Foreign(NamedTuple):
+    """A model of another project, built from a tiny configuration with random weights."""
+
+    name: str
+    build: Callable[[], tuple[Any, Run]]
+    """Returns what to watch, and the run. Every time the same, bit for bit."""
+    calls: Calls
+    """By hand, from the configuration."""
+    roads: frozenset[str] = frozenset({"sdpa"})
+    unseen: dict[str, int] = {}  # noqa: RUF012
+    """Forward passes of attention modules that make no call on any road, by class; by hand too."""
+
+
+def generated(prefill: int, decode: int | None = None, *, steps: int = 3) -> Calls:
+    """Of a language model that reads a prompt and then decodes, to generate `steps` tokens."""
+    later = prefill if decode is None else decode
+    return Counter({("prefill", 0): prefill, **{("decode", i): later for i in range(1, steps)}})
+
+
+def encoded(calls: int) -> Calls:
+    """Of one forward pass of an encoder."""
+    return Counter({("encode", 0): calls})
+
+
+def denoised(calls: int, *, steps: int = 2) -> Calls:
+    """Of a denoiser that makes as many calls in each of its forward passes."""
+    return Counter({("denoise", step): calls for step in range(steps)})
+
+
+NONE: Calls = Counter()
