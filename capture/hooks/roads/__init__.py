@@ -12,9 +12,9 @@ import contextlib
 from collections.abc import Iterator
 
 from capture.hooks.interceptor import Handler
-from capture.hooks.roads import diffusers, flex_attention, libraries, transformers
+from capture.hooks.roads import comfyui, diffusers, flex_attention, libraries, transformers
 
-ROADS = (transformers, diffusers, flex_attention, libraries)
+ROADS = (transformers, diffusers, comfyui, flex_attention, libraries)
 
 
 @contextlib.contextmanager

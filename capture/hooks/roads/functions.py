@@ -7,18 +7,20 @@ missed. Of any other, the references in loaded modules are replaced.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+_replacements = itertools.count()
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 @contextlib.contextmanager
 def replaced(function: Callable[..., Any], wrap: Wrap) -> Iterator[None]:
     """Put `wrap(original)` in place of a function until the exit."""
-    if isinstance(function, types.FunctionType) and not function.__code__.co_freevars:
+    if isinstance(function, types.FunctionType):
         with _other_code(function, wrap):
             yield
         return
@@ -33,22 +35,37 @@ def replaced(function: Callable[..., Any], wrap: Wrap) -> Iterator[None]:
 @contextlib.contextmanager
 def _other_code(function: types.FunctionType, wrap: Wrap) -> Iterator[None]:
     code, defaults, keywords = function.__code__, function.__defaults__, function.__kwdefaults__
-    original = types.FunctionType(code, function.__globals__, function.__name__, defaults)
+    original = types.FunctionType(
+        code, function.__globals__, function.__name__, defaults, function.__closure__
+    )
     original.__kwdefaults__ = keywords
     original.__qualname__, original.__module__ = function.__qualname__, function.__module__
     # Code finds its globals in the function's module; a name that no program has.
-    key = f"__attention_replay_{function.__qualname__}__"
+    key = f"__attention_replay_{function.__name__}_{next(_replacements)}__"
     function.__globals__[key] = wrap(original)
-    template: dict[str, Any] = {}
-    exec(f"def call(*args, **kwargs): return globals()[{key!r}](*args, **kwargs)", template)
     function.__defaults__ = function.__kwdefaults__ = None
-    function.__code__ = template["call"].__code__
+    function.__code__ = _calling(key, code.co_freevars)
     try:
         yield
     finally:
         function.__code__ = code
         function.__defaults__, function.__kwdefaults__ = defaults, keywords
         del function.__globals__[key]
+
+
+def _calling(key: str, closure: tuple[str, ...]) -> types.CodeType:
+    """Code that calls a global of its module, for a function whose closure has these names."""
+    template: dict[str, Any] = {}
+    exec(
+        f"""def make({", ".join(closure)}):
+            def call(*args, **kwargs):
+                ({"".join(f"{name}, " for name in closure)})
+                return globals()[{key!r}](*args, **kwargs)
+            return call.__code__""",
+        template,
+    )
+    code: types.CodeType = template["make"](*closure)
+    return code
 
 
 def _swap(old: object, new: object) -> None:
