@@ -28,6 +28,12 @@ def nothing_kept(recording: Recording) -> str:
             f"none of the attention calls has the heads {recording.capture.heads}, or as many of "
             "them for each key/value head as for the others; choose others with `heads=`"
         )
+    refusals = {count.signature.refusal for _, count in recording.census.items()}
+    if "" not in refusals:
+        return (
+            f"none of the {recording.seen} attention calls can be stored: "
+            f"{', '.join(sorted(refusals))}"
+        )
     phases = recording.census.phases()
     if recording.capture.phase not in ("", *phases):
         return (

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from capture import AttentionCall, load, record
+from capture.errors import RecordingWarning
 from replay import use_kernel
 from replay.accuracy.reference import attention
 from tests.capture.hooks.roads import comfyui_stand_in
@@ -76,11 +77,13 @@ def recorded(layer: Layer, out: Path, *args: Any, **kwargs: Any) -> AttentionCal
 
 
 def refusal(layer: Layer, out: Path, *args: Any, **kwargs: Any) -> str:
-    with record(layer, out) as recording:
+    with pytest.warns(RecordingWarning) as told, record(layer, out) as recording:
         layer(*args, **kwargs)
     assert (recording.seen, recording.kept) == (1, 0)
     (signature,) = recording.census.to_json()["signatures"]
-    return str(signature["refusal"])
+    reason = str(signature["refusal"])
+    assert f"none of the 1 attention calls can be stored: {reason}" in str(told[0].message)
+    return reason
 
 
 def merged(seed: int, length: int) -> Tensor:
@@ -232,7 +235,9 @@ def test_a_kernel_answers_in_the_form_that_was_asked(
 def test_functions_are_themselves_again(comfyui: Any, tmp_path: Path) -> None:
     function = comfyui.attention_sub_quad
     before = {each: each.__code__ for each in (function, function.__wrapped__)}
-    with record(Layer(function), tmp_path / "calls"):
+    layer = Layer(function)
+    with record(layer, tmp_path / "calls"):
+        layer(*tensors(merged), 3)
         assert all(each.__code__ is not code for each, code in before.items())
     assert comfyui.attention_sub_quad is function
     assert {each: each.__code__ for each in before} == before
@@ -357,8 +362,9 @@ def test_the_nodes_of_the_page_around_its_own_sampler(
     nodes = nodes_of_the_page()
     monkeypatch.chdir(tmp_path)
     (recording,) = nodes["RecordAttention"]().patch(model, out="calls", max=3)
-    assert torch.equal(sampled(recording), expected)
-    assert torch.equal(sampled(recording), expected)  # over the first
+    for _ in ("first", "over the first"):
+        assert torch.equal(sampled(recording), expected)
+        assert "kept of the eligible calls: 3 of 16" in capsys.readouterr().out
     calls = list(load("calls"))
     assert len(calls) == 3
     assert {call.origin.phase for call in calls} == {"denoise"}

@@ -181,3 +181,23 @@ def test_functions_are_themselves_again(flash_attn: types.ModuleType, tmp_path: 
     assert flash_attn.flash_attn_func is flash_attn_func
     assert (flash_attn_func.__code__, flash_attn_func.__defaults__) == (code, defaults)
     assert not [name for name in globals() if "attention_replay" in name]
+
+
+def test_a_function_that_two_modules_hold_is_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sageattn(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        return v
+
+    code = sageattn.__code__
+    for name in ("sageattention", "sageattention.core"):
+        package = types.ModuleType(name)
+        vars(package)["sageattn"] = sageattn
+        monkeypatch.setitem(sys.modules, name, package)
+    layer, tensor = Layer(sageattn), normal(1, 2, 5, 8)
+    with record(layer, tmp_path / "calls") as recording:
+        layer(tensor, tensor, tensor)
+    (signature,) = recording.census.to_json()["signatures"]
+    assert signature["refusal"] == "sageattention.sageattn is counted, not recorded"
+    assert recording.seen == 1
+    assert sageattn.__code__ is code
