@@ -52,6 +52,8 @@ class Arguments(NamedTuple):
     """What computed it, as a kernel's name, where it was not SDPA."""
     refusal: str = ""
     """Why it is no `AttentionCall`; then it can only be counted."""
+    returns: str = ""
+    """What the caller wants beside the output; no kernel returns it."""
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -61,7 +63,8 @@ class Arguments(NamedTuple):
     def fields(self) -> dict[str, Any]:
         """By name, those that an `AttentionCall` has too."""
         fields = self._asdict()
-        del fields["road"], fields["backend"], fields["refusal"]
+        for name in ("road", "backend", "refusal", "returns"):
+            del fields[name]
         return fields
 
 

@@ -52,6 +52,8 @@ class Swap:
 
     kernels: dict[str, Tally]
     """By the kernel's name."""
+    roads: dict[str, Tally] = field(default_factory=dict)
+    """The same calls by how the model made them, such as `sdpa` or `transformers`."""
     not_planned: int = 0
     """Calls by modules that the plan does not name, which the model's own attention answered."""
     missing: list[str] = field(default_factory=list)
@@ -78,6 +80,8 @@ class Swap:
         lines = [f"{name}: {tally}" for name, tally in self.kernels.items()]
         if self.not_planned:
             lines.append(f"{NOT_PLANNED}: {self.not_planned} calls")
+        if self.roads.keys() - {"sdpa"}:
+            lines += [f"of these by {road}: {tally}" for road, tally in self.roads.items()]
         if self.missing:
             lines.append(f"not in the model: {', '.join(self.missing)}")
         return "\n".join(lines)
@@ -88,19 +92,24 @@ Around = Callable[[], contextlib.AbstractContextManager[object]]
 
 @contextlib.contextmanager
 def use_kernel(name: str, *, around: Around = contextlib.nullcontext) -> Iterator[Swap]:
-    """Answer every SDPA call of this process with a kernel inside the `with` block.
+    """Answer every attention call of this process with a kernel inside the `with` block.
 
-    A call that the kernel does not support falls back to the model's own attention and is counted
-    with the reason: check the counts before trusting a timing. A kernel that changes key or value
-    in place (the replay reports it) changes the model's own tensors, such as a key/value cache.
+    That is every call of SDPA, and those that models make in the other ways that recordings follow
+    (`Swap.roads`).
+
+    A call that the kernel does not support, or whose caller also wants attention weights, falls
+    back to the model's own attention and is counted with the reason: check the counts before
+    trusting a timing. A kernel that changes key or value in place (the replay reports it) changes
+    the model's own tensors, such as a key/value cache.
 
     Compiled models run compiled, with the kernel as the operator `attention_replay::attend` in
     their graphs. A model is recompiled when it first runs with a kernel, so run it once before
     timing; afterwards the graphs with and without the kernel are cached, and leaving the block
-    restores the model's own. Two kinds of calls are counted less often than they happen: a call
-    that needs gradients is PyTorch's own in the graph and counted once, when it is compiled; and a
-    CUDA graph (`mode="reduce-overhead"`) replays its kernels without calling us, so its calls are
-    counted once, when it is recorded.
+    restores the model's own. In a compiled graph only calls of SDPA are answered: those that a
+    model makes in another way stay its own there, and are not counted. Two kinds of calls are
+    counted less often than they happen: a call that needs gradients is PyTorch's own in the graph
+    and counted once, when it is compiled; and a CUDA graph (`mode="reduce-overhead"`) replays its
+    kernels without calling us, so its calls are counted once, when it is recorded.
 
     Args:
         name: a registered kernel, or `file.py:function`.
@@ -136,7 +145,7 @@ def use_plan(
     trust_code: bool = False,
     around: Around = contextlib.nullcontext,
 ) -> Iterator[Swap]:
-    """Answer SDPA calls with the kernel that a plan chose for their module and phase.
+    """Answer attention calls with the kernel that a plan chose for their module and phase.
 
     Otherwise the same as `use_kernel`. A call from anywhere else goes to the model's own attention
     and is counted as not in the plan. The model must already be built, and must not run in
@@ -237,7 +246,7 @@ class _Dispatcher:
         name = self._choose(arguments) or NOT_PLANNED
         output, by_kernel = self._attend(name, arguments, proceed)
         if by_kernel and costs_reshape(output, arguments.query):
-            self._count_copy(name)
+            self._count_copy(name, arguments.road)
         return output
 
     def answer(self, kernel: str, arguments: Arguments) -> Tensor:
@@ -249,7 +258,7 @@ class _Dispatcher:
         ) -> Tensor:
             output, is_copy = laid_out(self._attend(name, arguments, proceed)[0], arguments.query)
             if is_copy:
-                self._count_copy(name)
+                self._count_copy(name, arguments.road)
             return output
 
         def proceed() -> Tensor:
@@ -259,7 +268,7 @@ class _Dispatcher:
         return laid_out(output, arguments.query)[0]
 
     def refuse(self, kernel: str, reason: str) -> None:
-        self._count_fallback(kernel or NOT_PLANNED, reason)
+        self._count_fallback(kernel or NOT_PLANNED, reason, "sdpa")
 
     def _attend(
         self, name: str, arguments: Arguments, proceed: Callable[[], Tensor]
@@ -271,29 +280,39 @@ class _Dispatcher:
     def _run(
         self, name: str, arguments: Arguments, proceed: Callable[[], Tensor]
     ) -> tuple[Tensor, bool]:
-        if name not in self._attentions:
-            self._count_fallback(name, NOT_PLANNED)
-            return proceed(), False
-        reason = arguments.refusal or self._unsupported[name](arguments)
+        reason = self._why_not(name, arguments)
         if reason:
-            self._count_fallback(name, reason)
+            self._count_fallback(name, reason, arguments.road)
             return proceed(), False
         output = self._attentions[name](**_keywords(arguments))
         with self._counting:
-            self._swap.kernels[name].hits += 1
+            for tally in self._tallies(name, arguments.road):
+                tally.hits += 1
         return output, True
 
-    def _count_fallback(self, name: str, reason: str) -> None:
-        with self._counting:
-            if name in self._swap.kernels:
-                self._swap.kernels[name].fallbacks[reason] += 1
-            else:
-                self._swap.not_planned += 1
+    def _why_not(self, name: str, arguments: Arguments) -> str | None:
+        """Why the model's own attention answers a call; None if the kernel does."""
+        if name not in self._attentions:
+            return NOT_PLANNED
+        if arguments.returns:
+            return f"the model asks for {arguments.returns}"
+        return arguments.refusal or self._unsupported[name](arguments)
 
-    def _count_copy(self, name: str) -> None:
+    def _count_fallback(self, name: str, reason: str, road: str) -> None:
         with self._counting:
-            if name in self._swap.kernels:
-                self._swap.kernels[name].layout_copies += 1
+            for tally in self._tallies(name, road):
+                tally.fallbacks[reason] += 1
+            self._swap.not_planned += name not in self._swap.kernels
+
+    def _count_copy(self, name: str, road: str) -> None:
+        with self._counting:
+            for tally in self._tallies(name, road):
+                tally.layout_copies += 1
+
+    def _tallies(self, name: str, road: str) -> list[Tally]:
+        """Those that count a call."""
+        tallies = [self._swap.roads.setdefault(road, Tally())]
+        return [*tallies, self._swap.kernels[name]] if name in self._swap.kernels else tallies
 
 
 def _keywords(arguments: Arguments) -> dict[str, Any]:

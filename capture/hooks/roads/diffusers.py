@@ -69,6 +69,7 @@ def _translated(
     scale: float | None = None,
     enable_gqa: bool = False,
     window_size: tuple[int, int] = (-1, -1),
+    return_lse: bool = False,
     _parallel_config: Any = None,
     **others: Any,
 ) -> tuple[Arguments, Form]:
@@ -95,4 +96,5 @@ def _translated(
         road=ROAD,
         backend=KERNELS.get(name, f"diffusers.{name}"),
         refusal=refusal,
+        returns="the log-sum-exp" if return_lse else "",
     ), BSHD

@@ -45,7 +45,9 @@ def _translated(
     block_mask: Any = None,
     scale: float | None = None,
     enable_gqa: bool = False,
+    return_lse: bool = False,
     *others: Any,
+    return_aux: Any = None,
     **options: Any,
 ) -> tuple[Arguments, Form]:
     mask, refusal = mask_of(block_mask, query, key)
@@ -64,6 +66,7 @@ def _translated(
         road=ROAD,
         backend="flex",
         refusal=refusal,
+        returns="the log-sum-exp" if return_lse or return_aux is not None else "",
     ), BHSD
 
 

@@ -41,26 +41,26 @@ def _other_code(function: types.FunctionType, wrap: Wrap) -> Iterator[None]:
     original.__kwdefaults__ = keywords
     original.__qualname__, original.__module__ = function.__qualname__, function.__module__
     # Code finds its globals in the function's module; a name that no program has.
-    key = f"__attention_replay_{function.__name__}_{next(_replacements)}__"
-    function.__globals__[key] = wrap(original)
+    name = f"__attention_replay_{next(_replacements)}__"
+    function.__globals__[name] = wrap(original)
     function.__defaults__ = function.__kwdefaults__ = None
-    function.__code__ = _calling(key, code.co_freevars)
+    function.__code__ = _calling(name, code.co_freevars)
     try:
         yield
     finally:
         function.__code__ = code
         function.__defaults__, function.__kwdefaults__ = defaults, keywords
-        del function.__globals__[key]
+        del function.__globals__[name]
 
 
-def _calling(key: str, closure: tuple[str, ...]) -> types.CodeType:
+def _calling(name: str, closure: tuple[str, ...]) -> types.CodeType:
     """Code that calls a global of its module, for a function whose closure has these names."""
     template: dict[str, Any] = {}
     exec(
         f"""def make({", ".join(closure)}):
             def call(*args, **kwargs):
-                ({"".join(f"{name}, " for name in closure)})
-                return globals()[{key!r}](*args, **kwargs)
+                ({"".join(f"{each}, " for each in closure)})
+                return {name}(*args, **kwargs)
             return call.__code__""",
         template,
     )

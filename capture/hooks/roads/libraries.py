@@ -75,10 +75,11 @@ NAMES = {
     "cache_seqlens": "seqused_k",
 }
 _CHANGE_NOTHING = {
-    *("deterministic", "return_attn_probs", "return_softmax_lse", "return_lse", "num_splits"),
-    *("pack_gqa", "sm_margin", "scheduler_metadata", "enable_gqa", "is_causal", "return_aux"),
-    *("m_block_size", "n_block_size", "num_threads", "rotary_interleaved"),
+    *("deterministic", "num_splits", "pack_gqa", "sm_margin", "scheduler_metadata"),
+    *("enable_gqa", "is_causal", "m_block_size", "n_block_size", "num_threads"),
+    "rotary_interleaved",
 }
+_RETURN_MORE = {"return_attn_probs", "return_softmax_lse", "return_lse", "return_aux"}
 
 
 @contextlib.contextmanager
@@ -118,7 +119,7 @@ def _translation(function: Callable[..., Any], module: str, kernel: str) -> Tran
     def translate(*args: Any, **kwargs: Any) -> tuple[Arguments, Form]:
         given = signature.bind(*args, **kwargs).arguments
         named: dict[str, Any] = {}
-        refused = []
+        refused, returns = [], ""
         for name, value in given.items():
             if name in ("qkv", "kv"):
                 parts = value.unbind(-3)
@@ -127,9 +128,11 @@ def _translation(function: Callable[..., Any], module: str, kernel: str) -> Tran
                 refused += [] if value is None else ["new keys"] if name == "k" else []
             elif name in NAMES:
                 named[NAMES[name]] = value
+            elif name in _RETURN_MORE:
+                returns = "the log-sum-exp" if value else returns
             elif name not in _CHANGE_NOTHING and not _is_default(value, defaults[name]):
                 refused.append(name)
-        return _arguments(named, road, kernel, refused)
+        return _arguments(named, road, kernel, refused, returns)
 
     return translate
 
@@ -139,7 +142,7 @@ def _is_default(value: Any, default: Any) -> bool:
 
 
 def _arguments(
-    named: dict[str, Any], road: str, kernel: str, refused: list[str]
+    named: dict[str, Any], road: str, kernel: str, refused: list[str], returns: str
 ) -> tuple[Arguments, Form]:
     starts = {name: named.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k")}
     if starts["cu_seqlens_k"] is None:
@@ -183,6 +186,7 @@ def _arguments(
         road=road,
         backend=kernel,
         refusal=f"takes {', '.join(refused)}" if refused else "",
+        returns=returns,
     ), THD if is_packed else BSHD
 
 

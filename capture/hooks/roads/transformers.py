@@ -129,6 +129,7 @@ def _eager(function: Callable[..., Any], name: str | None) -> Translate:
             sinks=sinks,
             variant=Variant(softcap=softcap) if softcap else PLAIN,
             refusal=_refusal(others, names - _HARMLESS),
+            returns=_returns(module, others),
         )
 
     return translate
@@ -179,6 +180,7 @@ def _flash(name: str) -> Translate:
                 **lengths,
             ),
             refusal=_refusal(others, {"indices", "block_indices"}),
+            returns=_returns(module, others),
             **packed,
         )
 
@@ -213,6 +215,7 @@ def _flex(
         sinks=s_aux,
         variant=Variant(softcap=softcap) if softcap else PLAIN,
         refusal=refusal or _refusal(others, {"indices", "block_indices"}),
+        returns=_returns(module, others),
     )
 
 
@@ -241,6 +244,14 @@ def _refusal(others: dict[str, Any], unknown: set[str]) -> str:
         return "a paged key/value cache"
     given = sorted(name for name in unknown if others.get(name) is not None)
     return f"takes {', '.join(given)}" if given else ""
+
+
+def _returns(module: Any, others: dict[str, Any]) -> str:
+    """What a model wants beside the output; empty for nothing."""
+    asked = others.get("output_attentions")
+    if asked is None:
+        asked = getattr(getattr(module, "config", None), "output_attentions", False)
+    return "attention weights" if asked else ""
 
 
 def _whole(value: Any) -> int | None:

@@ -41,3 +41,16 @@ def doubling() -> Iterator[str]:
 
     yield "doubling"
     del registry._kernels["doubling"]
+
+
+@pytest.fixture
+def eightfold() -> Iterator[str]:
+    """A kernel that returns eight times the right output, with a mask too."""
+
+    @register_kernel("eightfold")
+    def eightfold(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        attention: Tensor = F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+        return 8 * attention
+
+    yield "eightfold"
+    del registry._kernels["eightfold"]

@@ -1,0 +1,195 @@
+"""Kernels in models that do not call SDPA: outputs as close as the kernel, fallbacks by reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from replay import use_kernel, use_plan
+from replay.plan.plan import Budget, Choice, Plan
+from tests.capture.hooks.roads import test_diffusers as diffusers_road
+from tests.capture.hooks.roads import test_libraries as libraries_road
+from tests.capture.hooks.roads.test_transformers import (
+    TOKENS,
+    flash_stand_in,
+    language_model,
+    with_flash,
+)
+from tests.factories import normal
+
+GPT_OSS = {"sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+MODELS: dict[str, Callable[[], Any]] = {
+    "Llama eager": lambda: language_model("Llama", "eager"),
+    "gpt-oss eager": lambda: language_model("GptOss", "eager", **GPT_OSS),
+    "Gemma 2 eager": lambda: language_model("Gemma2", "eager", sliding_window=4),
+    "Llama flex": lambda: language_model("Llama", "flex_attention"),
+    "Mistral flash": lambda: with_flash(language_model("Mistral", "eager", sliding_window=4)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(AttentionInterface._global_mapping, "flash_attention_2", flash_stand_in)
+
+
+def logits(model: Any, **options: Any) -> Tensor:
+    with torch.no_grad():
+        output: Tensor = model(TOKENS, **options).logits
+    return output
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_a_kernel_that_knows_the_call_answers_it(model: Callable[[], Any]) -> None:
+    built = model()
+    expected = logits(built)
+    with use_kernel("eager") as swap:
+        swapped = logits(built)
+    assert torch.allclose(swapped, expected, atol=1e-5)
+    assert (swap.hits, swap.fallbacks) == (2, {})
+    assert {road: tally.hits for road, tally in swap.roads.items()} == {"transformers": 2}
+    assert torch.equal(logits(built), expected)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ("gpt-oss eager", "has no attention sinks"),
+        ("Gemma 2 eager", "has no soft cap"),
+        ("Mistral flash", "has no sliding window"),
+    ],
+)
+def test_another_kernel_falls_back_by_reason(model: str, reason: str) -> None:
+    built = MODELS[model]()
+    expected = logits(built)
+    with use_kernel("torch-math") as swap:
+        assert torch.equal(logits(built), expected)
+    assert (swap.hits, swap.fallbacks) == (0, {reason: 2})
+    assert swap.roads["transformers"].fallbacks == {reason: 2}
+    assert str(swap) == "\n".join(
+        f"{name}: 0 calls, 2 fell back (2 × {reason})"
+        for name in ("torch-math", "of these by transformers")
+    )
+
+
+@pytest.mark.parametrize("model", ["Llama eager", "Llama flex"])
+def test_the_output_is_the_kernels(model: str, doubling: str, eightfold: str) -> None:
+    built = MODELS[model]()
+    expected = logits(built)
+    with use_kernel(eightfold) as swap:
+        assert not torch.allclose(logits(built), expected, atol=1e-3)
+    assert swap.hits == 2
+    with use_kernel(doubling) as swap:  # takes no mask
+        assert torch.equal(logits(built), expected)
+    assert swap.fallbacks == {"no mask": 2}
+
+
+@pytest.mark.parametrize("by", ["argument", "config"])
+def test_attention_weights_are_the_models_own(by: str) -> None:
+    model = MODELS["Llama eager"]()
+    options = {"output_attentions": True} if by == "argument" else {}
+    model.config.output_attentions = by == "config"
+    with torch.no_grad():
+        expected = model(TOKENS, **options).attentions
+        with use_kernel("torch-math") as swap:
+            weights = model(TOKENS, **options).attentions
+    assert len(weights) == 2
+    assert all(torch.equal(each, own) for each, own in zip(weights, expected, strict=True))
+    assert swap.fallbacks == {"the model asks for attention weights": 2}
+
+
+def test_a_paged_cache_is_written_once() -> None:
+    class Cache:
+        written = 0
+
+        def update(self) -> None:
+            self.written += 1
+
+    def eager_attention_forward(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, **others: Any
+    ) -> tuple[Tensor, None]:
+        others["cache"].update()
+        return query.transpose(1, 2), None
+
+    cache, tensor = Cache(), normal(1, 2, 5, 8)
+    with use_kernel("torch-math") as swap:
+        attend = AttentionInterface().get_interface("eager", eager_attention_forward)
+        attend(nn.Module(), tensor, tensor, tensor, None, cache=cache)
+    assert cache.written == 1
+    assert swap.fallbacks == {"a paged key/value cache": 1}
+
+
+def test_a_plan_names_modules_of_any_road() -> None:
+    model = MODELS["Llama eager"]()
+    expected = logits(model)
+    choice = Choice(
+        "model.layers.1.self_attn", "prefill", "eager", True, True, None, None, None, 0.0, 1, 1
+    )
+    plan = Plan("llama", "", Budget("cosine", 0.9), "torch-default", [choice])
+    with use_plan(plan, model) as swap:
+        assert torch.allclose(logits(model), expected, atol=1e-5)
+    tally = swap.roads["transformers"]
+    assert (swap.hits, swap.not_planned, tally.hits, tally.fallbacks) == (
+        *(1, 1, 1),
+        {"not in the plan": 1},
+    )
+
+
+@pytest.fixture
+def _sage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """diffusers' `sage`, which needs a GPU, in plain PyTorch."""
+    backend = diffusers_road.attention_dispatch.AttentionBackendName.SAGE
+    registry = diffusers_road.attention_dispatch._AttentionBackendRegistry
+    monkeypatch.setitem(registry._backends, backend, diffusers_road.mine)
+
+
+@pytest.mark.usefixtures("_sage")
+def test_each_of_diffusers_backends_is_exchanged(eightfold: str) -> None:
+    denoiser = diffusers_road.model()
+    blocks = denoiser.transformer_blocks[0], denoiser.single_transformer_blocks[0]
+    for block, backend in zip(blocks, ("sage", "flex"), strict=True):
+        block.attn.processor._attention_backend = backend
+    with torch.no_grad():
+        expected = diffusers_road.step(denoiser)
+        with use_kernel("torch-math") as swap:
+            assert torch.allclose(diffusers_road.step(denoiser), expected, atol=1e-5)
+        assert {road: tally.hits for road, tally in swap.roads.items()} == {"diffusers": 2}
+        with use_kernel(eightfold):
+            assert not torch.allclose(diffusers_road.step(denoiser), expected, atol=1e-3)
+        assert torch.equal(diffusers_road.step(denoiser), expected)
+
+
+def lse_too(q: Tensor, k: Tensor, v: Tensor, return_attn_probs: bool = False) -> Any:
+    output = libraries_road.flash_attn_func(q, k, v)
+    return (output, torch.zeros(1)) if return_attn_probs else output
+
+
+def test_who_asks_for_the_log_sum_exp_gets_the_librarys(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    flash_attn = libraries_road.types.ModuleType("flash_attn.flash_attn_interface")
+    vars(flash_attn)["flash_attn_func"] = lse_too
+    monkeypatch.setitem(libraries_road.sys.modules, flash_attn.__name__, flash_attn)
+    q, k = normal(2, 5, 4, 8), normal(2, 9, 2, 8, seed=1)
+    with use_kernel("torch-math") as swap:
+        output = lse_too(q, k, k)
+        own, _ = lse_too(q, k, k, return_attn_probs=True)
+    assert torch.allclose(output, own, atol=1e-5)
+    assert (swap.hits, swap.fallbacks) == (1, {"the model asks for the log-sum-exp": 1})
+
+
+def test_a_function_in_a_compiled_graph_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of a road can be traced, so nothing of it may break the graph."""
+    flash_attn = libraries_road.types.ModuleType("flash_attn.flash_attn_interface")
+    vars(flash_attn)["flash_attn_func"] = lse_too
+    monkeypatch.setitem(libraries_road.sys.modules, flash_attn.__name__, flash_attn)
+    tensor = normal(1, 5, 2, 8)
+    compiled = torch.compile(lambda each: lse_too(each, each, each), fullgraph=True)
+    with use_kernel("torch-math"):
+        inside = compiled(tensor)
+    assert torch.allclose(inside, lse_too(tensor, tensor, tensor), atol=1e-5)
