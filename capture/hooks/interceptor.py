@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from capture.variant import PLAIN, Variant, features
 
@@ -85,12 +84,16 @@ def bind(
     # Three times as fast as the class itself, and this is on the path of every call.
     sdpas = (query, key, value, attn_mask, float(dropout_p), is_causal, scale, enable_gqa)
     bound = _tuple(Arguments, sdpas + _BEYOND)
-    return _without_bias(bound) if isinstance(attn_mask, CausalBias) else bound
+    return bound if attn_mask is None else _without_bias(bound)
 
 
 def _without_bias(arguments: Arguments) -> Arguments:
     """Say with `is_causal` what a `CausalBias` says, whose own memory holds nothing."""
-    lower_right = getattr(arguments.attn_mask, "variant", None) == CausalVariant.LOWER_RIGHT
+    bias = sys.modules.get("torch.nn.attention.bias")  # whose import takes Triton's with it
+    mask = arguments.attn_mask
+    if bias is None or not isinstance(mask, bias.CausalBias):
+        return arguments
+    lower_right = mask.variant == bias.CausalVariant.LOWER_RIGHT
     unequal = arguments.query.shape[-2] != arguments.key.shape[-2]
     variant = Variant(bottom_right=True) if lower_right and unequal else PLAIN
     return arguments._replace(attn_mask=None, is_causal=True, variant=variant)

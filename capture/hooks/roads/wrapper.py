@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from capture.hooks.interceptor import Arguments, Handler, answer, calls_handled, is_inside
+from capture.variant import PLAIN
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,29 @@ Translate = Callable[..., "tuple[Arguments, Form] | None"]
 """The arguments of one call in SDPA's terms; None if the road leaves it to another."""
 
 
+def plainest(arguments: Arguments) -> Arguments:
+    """The same call without options that change nothing, so that more kernels know it.
+
+    Libraries pass a decode's one query as causal and aligned bottom right, which masks nothing, and
+    give causal calls a window to the right.
+    """
+    variant, (left, right) = arguments.variant, arguments.variant.window
+    q_len, kv_len = arguments.query.shape[-2], arguments.key.shape[-2]
+    is_causal, alone = arguments.is_causal, arguments.cu_seqlens_q is None
+    if alone and q_len == 1 and variant.bottom_right:  # its diagonal is the last key
+        is_causal, right = False, None
+    if is_causal and right is not None and right >= 0:
+        right = None
+    if alone and left is not None and left >= max(q_len, kv_len):
+        left = None
+    unequal = not alone or arguments.seqused_k is not None or q_len != kv_len
+    follows = is_causal or (left, right) != (None, None)
+    variant = replace(
+        variant, window=(left, right), bottom_right=variant.bottom_right and unequal and follows
+    )
+    return arguments._replace(is_causal=is_causal, variant=variant if variant != PLAIN else PLAIN)
+
+
 def followed(
     function: Callable[..., Any], translate: Translate, handler: Handler
 ) -> Callable[..., Any]:
@@ -65,7 +89,7 @@ def followed(
             translated = None  # the function raises its own error, or knows more than we do
         if translated is None:
             return function(*args, **kwargs)
-        arguments, form = translated
+        arguments, form = plainest(translated[0]), translated[1]
         if arguments.refusal:
             before = calls_handled()
             result = function(*args, **kwargs)

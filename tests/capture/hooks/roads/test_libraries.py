@@ -201,3 +201,21 @@ def test_a_function_that_two_modules_hold_is_counted_once(
     assert signature["refusal"] == "sageattention.sageattn is counted, not recorded"
     assert recording.seen == 1
     assert sageattn.__code__ is code
+
+
+@pytest.mark.usefixtures("flash_attn")
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [({"causal": True}, None), ({"causal": True, "window_size": (2, 0)}, 2)],
+)
+def test_one_query_needs_no_causal_mask(
+    options: dict[str, Any], left: int | None, tmp_path: Path
+) -> None:
+    """Plain SDPA answers it, unless it has a window too."""
+    tensors = normal(2, 1, 4, 8), normal(2, 9, 2, 8, seed=1), normal(2, 9, 2, 8, seed=2)
+    call = recorded(Layer(flash_attn_func, **options), tmp_path / "calls", *tensors)
+    assert not call.is_causal
+    assert call.variant.window == (left, None)
+    assert call.features == (() if left is None else ("bottom-right", "window"))
+    assert call.output is not None
+    assert torch.allclose(attention(call), call.output.double(), atol=1e-5)
