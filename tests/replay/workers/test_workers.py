@@ -111,7 +111,8 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "hang": ("timeout", r"no sign of life for 4 s \(--timeout\)", "the last words of hang"),
     "exit_at_once": ("crash", "exited with code 7", ""),
     "exit_politely": ("error", "SystemExit: 0$", ""),
-    "interrupt": ("crash", "ended by SIGINT", ""),
+    # Where SIGINT is ignored, as in a job in the background, Python exits with 1.
+    "interrupt": ("crash", "ended by SIGINT|exited with code 1", "KeyboardInterrupt"),
     "fork_and_die": ("crash", "ended by SIGKILL, perhaps by a system out of memory", ""),
     "fork_and_return": ("ok", "is within", ""),
     "stop_waiting": ("ok", "is within", ""),
