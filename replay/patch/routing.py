@@ -191,13 +191,16 @@ def _matching(
     """Map the modules below the roots that a plan names to the plan's paths."""
     paths = {watched.module: watched.path for watched in ModuleTracker(roots).watched}
     components = tuple(f"{name}." for name in roots if name)
-    ways: list[dict[str, str]] = [
-        {path: path for path in choices},
-        _shortened(choices),
-        {f"{component}{path}": path for component in components for path in choices},
-    ]
-    found = [{module: way[path] for module, path in paths.items() if path in way} for way in ways]
-    most = max(found, key=len)
+
+    def found(way: Mapping[str, str]) -> dict[nn.Module, str]:
+        return {module: way[path] for module, path in paths.items() if path in way}
+
+    # Without their first name, paths may be ambiguous, which does not matter where they fit as are.
+    most = found(_as_they_are(choices)) or max(
+        found(_shortened(choices)),
+        found({f"{component}{path}": path for component in components for path in choices}),
+        key=len,
+    )
     return {module: path for module, path in most.items() if not _is_compiled(module)}
 
 
@@ -207,7 +210,8 @@ def _among_live_modules(
     """Find modules with these paths anywhere in this process, and the roots above them."""
     gc.collect()  # a deleted model may survive in a cycle, with the same paths
     live = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
-    for way in ({path: path for path in choices}, _shortened(choices)):
+    for way_of in (_as_they_are, _shortened):
+        way = way_of(choices)
         found: dict[nn.Module, str] = {}
         roots = []
         for root in live:
@@ -218,6 +222,10 @@ def _among_live_modules(
         if found:
             return roots, found
     return [], {}
+
+
+def _as_they_are(choices: Mapping[str, Choices]) -> dict[str, str]:
+    return {path: path for path in choices}
 
 
 def _shortened(choices: Mapping[str, Choices]) -> dict[str, str]:
