@@ -380,3 +380,14 @@ def nodes_of_the_page() -> dict[str, Any]:
     exec(code, namespace)
     nodes: dict[str, Any] = namespace["NODE_CLASS_MAPPINGS"]
     return nodes
+
+
+@pytest.mark.parametrize(("name", "hits"), [("attention_pytorch", 1), ("attention_split", 0)])
+def test_in_a_compiled_graph_only_sdpa_is_answered(name: str, hits: int, comfyui: Any) -> None:
+    layer = Layer(getattr(comfyui, name))
+    compiled = torch.compile(layer, backend="eager", fullgraph=name == "attention_pytorch")
+    with use_kernel("torch-math") as swap:
+        output = compiled(*tensors(merged), 3)
+    assert swap.hits == hits
+    assert torch.allclose(output, layer(*tensors(merged), 3), atol=1e-5)
+    torch.compiler.reset()

@@ -81,6 +81,26 @@ def flash_attn_varlen_func(
     return torch.cat(pairs)
 
 
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    block_table: Tensor | None = None,
+    causal: bool = False,
+) -> Tensor:
+    """It writes the new keys and values into the cache."""
+    length = int(torch.as_tensor(k_cache.shape[1] if cache_seqlens is None else cache_seqlens))
+    if k is not None and v is not None:
+        k_cache[:, length : length + k.shape[1]] += k
+        v_cache[:, length : length + k.shape[1]] += v
+        length += k.shape[1]
+    parts = zip(q, k_cache[:, :length], v_cache[:, :length], strict=True)
+    return torch.stack([attend(*each, None, causal, (-1, -1), 0.0) for each in parts])
+
+
 @pytest.fixture
 def flash_attn(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """A package of that name whose functions compute what its own do."""
@@ -89,7 +109,7 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     )
     for module in (package, interface):
         module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
-        for function in (flash_attn_func, flash_attn_varlen_func):
+        for function in (flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache):
             setattr(module, function.__name__, function)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     return package
@@ -219,3 +239,25 @@ def test_one_query_needs_no_causal_mask(
     assert call.features == (() if left is None else ("bottom-right", "window"))
     assert call.output is not None
     assert torch.allclose(attention(call), call.output.double(), atol=1e-5)
+
+
+@pytest.mark.usefixtures("flash_attn")
+@pytest.mark.parametrize("new", [False, True])
+def test_a_cache_is_written_once(new: bool, tmp_path: Path) -> None:
+    cache, keys = normal(1, 8, 2, 8), normal(1, 1, 2, 8, seed=1)
+    layer = Layer(flash_attn_with_kvcache, cache_seqlens=5, causal=True)
+    given = (keys, keys) if new else ()
+    before = cache.clone()
+    with record(layer, tmp_path / "calls") as recording:
+        output = layer(normal(1, 1, 4, 8, seed=2), cache, cache.clone(), *given)
+    assert (recording.seen, recording.kept) == (1, 0 if new else 1)
+    before[:, 5:6] += keys if new else 0
+    assert torch.equal(cache, before)
+    if new:
+        (signature,) = recording.census.to_json()["signatures"]
+        assert signature["refusal"] == "takes new keys"
+    else:
+        (call,) = load(tmp_path / "calls")
+        assert call.seqused_k is not None
+        assert call.seqused_k.tolist() == [5]
+        assert torch.allclose(attention(call), output.transpose(1, 2).double(), atol=1e-5)
