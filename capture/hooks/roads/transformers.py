@@ -220,9 +220,11 @@ def _flex(
 
 
 def _arguments(
-    sdpas: tuple[Any, ...], *, sinks: Tensor | None, **beyond: Any
+    sdpas: tuple[Any, ...], *, sinks: Tensor | None, refusal: str, **beyond: Any
 ) -> tuple[Arguments, Form]:
     query, key, value, mask, dropout, is_causal, scale = sdpas
+    if sinks is not None and sinks.numel() != query.shape[1]:
+        sinks, refusal = None, refusal or "takes a sink for each query"
     return Arguments(
         query,
         key,
@@ -234,6 +236,7 @@ def _arguments(
         query.shape[1] != key.shape[1],
         None if sinks is None else sinks.detach().flatten(),
         road=ROAD,
+        refusal=refusal,
         **beyond,
     ), BSHD_AND_WEIGHTS
 

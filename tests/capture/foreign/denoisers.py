@@ -231,7 +231,7 @@ CASCADE: dict[str, Any] = {
 MODELS = [
     Foreign("Flux", denoiser("FluxTransformer2DModel", FLUX, flux_inputs), denoised(3)),
     Foreign(
-        "Flux, one block by FlexAttention",
+        "Flux (one block by FlexAttention)",
         denoiser("FluxTransformer2DModel", FLUX, flux_inputs, change=one_block_by_flex),
         denoised(3),
         frozenset({"sdpa", "diffusers"}),

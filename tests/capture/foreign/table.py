@@ -1,4 +1,4 @@
-"""Every foreign model, by name."""
+"""Every foreign model, by name. `python -m tests.capture.foreign.table` prints them for the docs."""
 
 from __future__ import annotations
 
@@ -8,3 +8,33 @@ from tests.capture.foreign.model import Foreign
 MODELS: dict[str, Foreign] = {
     model.name: model for model in (*text.MODELS, *vision_and_audio.MODELS, *denoisers.MODELS)
 }
+
+
+def markdown() -> str:
+    """A table of all models by the roads they take, with the calls of their runs."""
+    lines = ["| attention of the model | calls | models |", "|---|---:|---|"]
+    known = {roads(model): list[Foreign]() for model in MODELS.values()}
+    for model in MODELS.values():
+        known[roads(model)].append(model)
+    for taken, models in known.items():
+        calls = sum(model.calls.total() for model in models)
+        lines.append(f"| {taken} | {calls} | {', '.join(model.name for model in models)} |")
+    return "\n".join(lines) + "\n"
+
+
+ROADS = {
+    "sdpa": "SDPA",
+    "transformers": "transformers' registry (`eager`)",
+    "diffusers": "diffusers' dispatcher",
+}
+
+
+def roads(model: Foreign) -> str:
+    """How a model calls attention, in words."""
+    taken = [name for road, name in ROADS.items() if road in model.roads and model.calls]
+    unseen = [f"code of its own ({'told' if model.calls else 'told, nothing recorded'})"]
+    return ", ".join(taken + (unseen if model.unseen else [])) or "none"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -18,7 +18,8 @@ from capture import AttentionCall, load, record
 from capture.errors import RecordingWarning
 from capture.recording.recording import Recording
 from replay.accuracy.reference import attention, same_dtype
-from tests.capture.foreign.table import MODELS
+from tests.capture.conftest import REPOSITORY
+from tests.capture.foreign.table import MODELS, markdown
 
 pytestmark = pytest.mark.slow
 
@@ -78,6 +79,10 @@ def record_model(name: str, out: Path) -> Recorded:
 
 def tensors(output: Any) -> list[Tensor]:
     return [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+
+
+def test_the_docs_name_every_model() -> None:
+    assert markdown() in (REPOSITORY / "docs" / "models.md").read_text(encoding="utf-8")
 
 
 every_model = pytest.mark.parametrize("name", MODELS)

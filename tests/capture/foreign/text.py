@@ -132,9 +132,9 @@ REGISTRY = frozenset({"transformers"})
 
 MODELS = [
     Foreign("Llama", decoder("llama"), generated(2)),
-    Foreign("Llama, padded", decoder("llama", mask=PADDED), generated(2)),
-    Foreign("Llama, bfloat16", decoder("llama", dtype=torch.bfloat16), generated(2)),
-    Foreign("Llama, eager", decoder("llama", attn_implementation="eager"), generated(2), REGISTRY),
+    Foreign("Llama (padded)", decoder("llama", mask=PADDED), generated(2)),
+    Foreign("Llama (bfloat16)", decoder("llama", dtype=torch.bfloat16), generated(2)),
+    Foreign("Llama (eager)", decoder("llama", attn_implementation="eager"), generated(2), REGISTRY),
     Foreign("Qwen 2", decoder("qwen2"), generated(2)),
     Foreign("Qwen 3", decoder("qwen3"), generated(2)),
     Foreign("Qwen 3 MoE", decoder("qwen3_moe", **EXPERTS), generated(2)),
@@ -167,6 +167,67 @@ MODELS = [
     ),
     Foreign(
         "DeepSeek V3", decoder("deepseek_v3", **{**GROUPED, **LATENT, **EXPERTS}), generated(2)
+    ),
+    # All heads share one key, which is the value too.
+    Foreign(
+        "DeepSeek V4",
+        decoder("deepseek_v4", **{**GROUPED, **LATENT, **EXPERTS, "head_dim": 16}),
+        generated(2),
+        REGISTRY,
+    ),
+    # Full attention, then a window with sinks and other heads.
+    Foreign(
+        "MiMo V2 Flash",
+        decoder(
+            "mimo_v2_flash",
+            **EXPERTS,
+            sliding_window=4,
+            v_head_dim=4,
+            swa_head_dim=8,
+            swa_v_head_dim=4,
+            swa_num_attention_heads=4,
+            swa_num_key_value_heads=2,
+            n_group=1,
+            topk_group=1,
+        ),
+        generated(2),
+        REGISTRY,
+    ),
+    Foreign("Granite SWA", decoder("granite_swa", **ALTERNATING), generated(2), REGISTRY),
+    Foreign(
+        "VaultGemma",
+        decoder("vaultgemma", **ALTERNATING, attn_logit_softcapping=1.0),
+        generated(2),
+        REGISTRY,
+    ),
+    Foreign(
+        "Gemma 4",
+        decoder(
+            "gemma4_text",
+            **ALTERNATING,
+            global_head_dim=16,
+            hidden_size_per_layer_input=0,
+            num_kv_shared_layers=0,
+        ),
+        generated(2),
+    ),
+    Foreign(
+        "Llama 4",
+        decoder(
+            "llama4_text",
+            **EXPERTS,
+            intermediate_size_mlp=32,
+            attention_chunk_size=4,
+            layer_types=["chunked_attention", "full_attention"],
+        ),
+        generated(2),
+    ),
+    Foreign("OLMo 3", decoder("olmo3", **ALTERNATING), generated(2)),
+    Foreign(
+        "MiniMax",
+        decoder("minimax", **EXPERTS, layer_types=["linear_attention", "full_attention"]),
+        generated(1),
+        unseen={"MiniMaxLightningAttention": 3},
     ),
     Foreign("Phi-3", decoder("phi3", sliding_window=4), generated(2)),
     Foreign("Phi", decoder("phi"), generated(2)),

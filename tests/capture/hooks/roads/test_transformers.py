@@ -223,8 +223,27 @@ def test_an_implementation_that_somebody_registered(tmp_path: Path) -> None:
     }
 
 
-def test_what_a_road_cannot_say_is_counted_with_its_reason(tmp_path: Path) -> None:
-    def sparse(module: Any, query: Any, key: Any, value: Any, mask: Any, **others: Any) -> Any:
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"cache": object()}, "a paged key/value cache"),
+        ({"indices": normal(1, 5, 2)}, "takes indices"),
+        ({"sinks": normal(1, 2, 5, 1)}, "takes a sink for each query"),
+    ],
+)
+def test_what_a_road_cannot_say_is_counted_with_its_reason(
+    given: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    def sparse(
+        module: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        mask: Any,
+        indices: Any = None,
+        sinks: Any = None,
+        **others: Any,
+    ) -> Any:
         return query.transpose(1, 2), None
 
     sparse.__name__ = "eager_attention_forward"
@@ -233,7 +252,7 @@ def test_what_a_road_cannot_say_is_counted_with_its_reason(tmp_path: Path) -> No
 
     def forward(query: Tensor) -> Tensor:
         chosen = interface.get_interface("eager", sparse)
-        output: Tensor = chosen(layer, query, query, query, None, cache=object())[0]
+        output: Tensor = chosen(layer, query, query, query, None, **given)[0]
         return output
 
     layer.forward = forward  # type: ignore[assignment]
@@ -241,7 +260,7 @@ def test_what_a_road_cannot_say_is_counted_with_its_reason(tmp_path: Path) -> No
         layer(normal(1, 2, 5, 8))
     (row,) = recording.census.to_json()["rows"]
     signature = recording.census.to_json()["signatures"][row["signature"]]
-    assert signature["refusal"] == "a paged key/value cache"
+    assert signature["refusal"] == reason
     assert signature["road"] == "transformers"
     assert recording.kept == 0
 
