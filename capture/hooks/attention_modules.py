@@ -21,8 +21,11 @@ def is_attention(module: nn.Module) -> bool:
     return re.search("Attention|Attn", name) is not None and _PARTS.search(name) is None
 
 
-_PARTS = re.compile(r"(Processor|Norm|Bias|Mask|Output|Embeddings?|Cache|Proj|Projection|Gate)\d*$")
-"""What belongs to attention and computes none."""
+_PARTS = re.compile(
+    r"(Processor|Norm|Bias|Mask|Output|Embeddings?|Cache|Proj|Projection|Gate)\d*$"
+    r"|(Down|Mid|Up)Block"
+)
+"""What belongs to attention and computes none; a UNet's blocks leave it to modules of theirs."""
 
 
 def script_attends(module: nn.Module) -> bool:

@@ -52,11 +52,11 @@ class Role:
         self.generates = _can_generate(module)
         self.encodes = False
         """It is an encoder inside a language model."""
-        self.layer = getattr(module, "layer_idx", None)
-        """Which layer's part of a cache is its own."""
-        if self.caches and self.layer is None:
+        self.layers: list[int | None] = [getattr(module, "layer_idx", None)]
+        """Which layers' parts of a cache are its own; None for the first."""
+        if self.caches and self.layers == [None]:
             own = (getattr(part, "layer_idx", None) for part in module.modules())
-            self.layer = next((layer for layer in own if layer is not None), None)
+            self.layers = [*dict.fromkeys(layer for layer in own if layer is not None)] or [None]
 
     @property
     def decides(self) -> bool:
@@ -89,10 +89,15 @@ class Role:
         self, cache: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], step: int
     ) -> str:
         tokens = self._new_tokens(args, kwargs)
+        longest = kwargs.get("max_length_q")
+        if isinstance(longest, int) and kwargs.get("cache") is not None:
+            # Continuous batching packs sequences, and some may read a prompt while others decode.
+            return "decode" if longest == 1 else "prefill"
         if cache is not None:
             # Of cross-attention, the cache holds what the encoder wrote, not tokens.
             crosses = self.is_cross_attention and kwargs.get("key_value_states") is not None
-            is_filled = _tokens_in(cache, self.layer, crosses=crosses) > 0
+            # Any layer's: those of linear attention may hold no tokens.
+            is_filled = any(_tokens_in(cache, layer, crosses=crosses) for layer in self.layers)
             return "decode" if is_filled and tokens <= FEW else "prefill"
         # Where there is no cache to see, the model may keep one to itself.
         return "decode" if not self.caches and step > 0 and tokens == 1 else "prefill"

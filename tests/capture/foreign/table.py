@@ -1,4 +1,4 @@
-"""Every foreign model, by name. `python -m tests.capture.foreign.table` prints them for the docs."""
+"""Every foreign model. `python -m tests.capture.foreign.table` prints them for the docs."""
 
 from __future__ import annotations
 

@@ -192,6 +192,57 @@ def test_a_later_chunk_of_a_prompt_is_prefill(chunks: list[int], phases: list[st
     assert [site.phase for site in sites_of({"": model}, run)][::2] == phases
 
 
+class HybridCache:
+    """The first layer is of linear attention, and keeps no tokens."""
+
+    tokens = 0
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        return self.tokens if layer == 1 else 0
+
+
+def test_a_cache_is_filled_where_any_layer_holds_tokens(layers: Any, states: Tensor) -> None:
+    class Hybrid(Wrapper):
+        can_generate = staticmethod(lambda: True)
+
+        def forward(self, input_ids: Tensor, past_key_values: HybridCache) -> Tensor:
+            past_key_values.tokens += input_ids.shape[1]
+            return self.inner(states)  # type: ignore[no-any-return]
+
+    for index, layer in enumerate(layers.layers):
+        layer.layer_idx = index
+    model, cache = Hybrid(layers), HybridCache()
+
+    def run() -> None:
+        for count in (10, 1, 1):
+            model(tokens(count), past_key_values=cache)
+
+    assert [site.phase for site in sites_of({"": model}, run)][::2] == [
+        "prefill",
+        "decode",
+        "decode",
+    ]
+
+
+def test_continuous_batching_decodes_where_each_sequence_brings_one_token(
+    layers: nn.Module, states: Tensor
+) -> None:
+    class Batching(Wrapper):
+        can_generate = staticmethod(lambda: True)
+
+        def forward(self, input_ids: Tensor, past_key_values: Any = None, **paged: Any) -> Tensor:
+            return self.inner(states)  # type: ignore[no-any-return]
+
+    model = Batching(layers)
+
+    def run() -> None:
+        for tokens_in_all, longest in ((6, 4), (2, 1), (5, 4)):
+            model(input_ids=tokens(tokens_in_all), cache=object(), max_length_q=longest)
+
+    phases = [site.phase for site in sites_of({"": model}, run)][::2]
+    assert phases == ["prefill", "decode", "prefill"]
+
+
 def test_a_layer_watched_alone_knows_its_own_cache() -> None:
     model = tiny_llama()
 

@@ -1,0 +1,28 @@
+"""Which modules compute attention, by their classes."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from capture.hooks.attention_modules import is_attention
+
+
+@pytest.mark.parametrize(
+    ("name", "attends"),
+    [
+        ("LlamaAttention", True),
+        ("BertSelfAttention", True),
+        ("SDCascadeAttnBlock", True),
+        ("AttentionBlock", True),
+        ("AttnProcessor", False),
+        ("AttentionNorm", False),
+        # A UNet's blocks run without attention in some configurations.
+        ("ControlNetXSCrossAttnDownBlock2D", False),
+        ("UNetMidBlock2DCrossAttn", False),
+        ("AttnUpBlock2D", False),
+        ("Linear", False),
+    ],
+)
+def test_attention_is_known_by_the_class(name: str, attends: bool) -> None:
+    assert is_attention(type(name, (nn.Module,), {})()) is attends
