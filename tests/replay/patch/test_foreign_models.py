@@ -1,0 +1,53 @@
+"""Models of other projects with a kernel in them: every call is answered, or falls back by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from replay import use_kernel
+from tests.capture.foreign.table import MODELS
+
+pytestmark = pytest.mark.slow
+
+REASONS = {
+    ("torch-math", "Gemma 2"): "has no soft cap",
+    ("torch-math", "gpt-oss"): "has no attention sinks",
+}
+"""Why a kernel does not answer a model's calls."""
+
+
+@pytest.mark.parametrize("kernel", ["torch-math", "eager"])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_call_is_answered_or_falls_back(kernel: str, name: str) -> None:
+    _, run = MODELS[name].build()
+    with torch.no_grad():
+        before = tensors(run())
+        with use_kernel(kernel) as swap:
+            swapped = tensors(run())
+        after = tensors(run())
+    calls = MODELS[name].calls.total()
+    reason = REASONS.get((kernel, name))
+    assert swap.fallbacks == ({reason: calls} if reason else {})
+    assert swap.hits == (0 if reason else calls)
+    assert swap.roads.keys() == (MODELS[name].roads if calls else set())
+    for own, other, again in zip(before, swapped, after, strict=True):
+        assert torch.equal(own, again)
+        assert other.shape == own.shape
+        assert (other.double() - own.double()).abs().max() <= allowed(own, name)
+
+
+def tensors(output: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+
+
+def allowed(output: Tensor, name: str) -> float:
+    """Of the largest value, the square root of the model's precision; none of a token."""
+    if not output.is_floating_point():
+        return 0.0
+    computed_in = torch.bfloat16 if "bfloat16" in name else output.dtype
+    return float(output.abs().max()) * torch.finfo(computed_in).eps ** 0.5
