@@ -18,6 +18,7 @@ from torch import Tensor
 from capture.call import AttentionCall
 from capture.hooks.interceptor import Arguments, answer, intercept
 from capture.hooks.roads import on_all_roads
+from capture.hooks.roads.wrapper import telling
 from capture.variant import beyond_arguments
 from replay.kernels.registry import Kernel, KernelNameError, find
 from replay.patch.custom_op import answering, calling_operator, costs_reshape, laid_out
@@ -54,6 +55,8 @@ class Swap:
     """By the kernel's name."""
     roads: dict[str, Tally] = field(default_factory=dict)
     """The same calls by how the model made them, such as `sdpa` or `transformers`."""
+    in_graphs: Counter[str] = field(default_factory=Counter)
+    """Functions beside SDPA that compiled graphs call themselves, once for each graph."""
     not_planned: int = 0
     """Calls by modules that the plan does not name, which the model's own attention answered."""
     missing: list[str] = field(default_factory=list)
@@ -82,6 +85,9 @@ class Swap:
             lines.append(f"{NOT_PLANNED}: {self.not_planned} calls")
         if self.roads.keys() - {"sdpa"}:
             lines += [f"of these by {road}: {tally}" for road, tally in self.roads.items()]
+        if self.in_graphs:
+            calls = ", ".join(f"{count} × {name}" for name, count in self.in_graphs.items())
+            lines.append(f"in compiled graphs, not answered: {calls}")
         if self.missing:
             lines.append(f"not in the model: {', '.join(self.missing)}")
         return "\n".join(lines)
@@ -106,7 +112,8 @@ def use_kernel(name: str, *, around: Around = contextlib.nullcontext) -> Iterato
     their graphs. A model is recompiled when it first runs with a kernel, so run it once before
     timing; afterwards the graphs with and without the kernel are cached, and leaving the block
     restores the model's own. In a compiled graph only calls of SDPA are answered: those that a
-    model makes in another way stay its own there, and are not counted. Two kinds of calls are
+    model makes in another way stay its own there, and are told when the graph is made
+    (`Swap.in_graphs`; not for transformers' functions in an earlier graph). Two kinds of calls are
     counted less often than they happen: a call that needs gradients is PyTorch's own in the graph
     and counted once, when it is compiled; and a CUDA graph (`mode="reduce-overhead"`) replays its
     kernels without calling us, so its calls are counted once, when it is recorded.
@@ -215,6 +222,7 @@ def _in_place(
     with (
         intercept(dispatcher.handle, calling_operator(choose)),
         on_all_roads(dispatcher.handle),
+        telling(dispatcher.traced),
         answering(dispatcher),
         _raised_recompile_limit(kernels),
     ):
@@ -266,6 +274,10 @@ class _Dispatcher:
 
         output = answer(handle, arguments, proceed, self._own)
         return laid_out(output, arguments.query)[0]
+
+    def traced(self, function: str) -> None:
+        with self._counting:
+            self._swap.in_graphs[function] += 1
 
     def refuse(self, kernel: str, reason: str) -> None:
         self._count_fallback(kernel or NOT_PLANNED, reason, "sdpa")

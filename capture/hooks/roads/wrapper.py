@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,6 +70,26 @@ def plainest(arguments: Arguments) -> Arguments:
     return arguments._replace(is_causal=is_causal, variant=variant if variant != PLAIN else PLAIN)
 
 
+_told: list[Callable[[str], None]] = []
+
+
+@contextlib.contextmanager
+def telling(traced: Callable[[str], None]) -> Iterator[None]:
+    """Tell `traced` the name of each followed function that becomes part of a compiled graph."""
+    _told.append(traced)
+    try:
+        yield
+    finally:
+        _told.remove(traced)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _tell(name: str) -> None:
+    if not is_inside():  # a kernel may compile what it runs
+        for traced in _told:
+            traced(name)
+
+
 def followed(
     function: Callable[..., Any], translate: Translate, handler: Handler
 ) -> Callable[..., Any]:
@@ -78,10 +99,15 @@ def followed(
     the handler afterwards, to be counted, unless a call inside of it was.
     """
 
+    name = getattr(function, "__name__", type(function).__name__)
+
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         # Nothing below can be traced.
-        if torch.compiler.is_compiling() or is_inside():
+        if torch.compiler.is_compiling():
+            _tell(name)
+            return function(*args, **kwargs)
+        if is_inside():
             return function(*args, **kwargs)
         try:
             translated = translate(*args, **kwargs)

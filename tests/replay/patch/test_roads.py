@@ -190,6 +190,24 @@ def test_a_function_in_a_compiled_graph_is_its_own(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(libraries_road.sys.modules, flash_attn.__name__, flash_attn)
     tensor = normal(1, 5, 2, 8)
     compiled = torch.compile(lambda each: lse_too(each, each, each), fullgraph=True)
-    with use_kernel("torch-math"):
+    with use_kernel("torch-math") as swap:
         inside = compiled(tensor)
+    assert swap.in_graphs == {"lse_too": 1}
+    assert str(swap) == "torch-math: 0 calls\nin compiled graphs, not answered: 1 × lse_too"
     assert torch.allclose(inside, lse_too(tensor, tensor, tensor), atol=1e-5)
+
+
+def test_a_kernel_that_compiles_itself_is_no_graph_of_the_model() -> None:
+    model = MODELS["Llama flex"]()
+    expected = logits(model)
+    with use_kernel("flex") as swap:
+        assert torch.allclose(logits(model), expected, atol=1e-5)
+    assert (swap.hits, swap.in_graphs) == (2, {})
+
+
+def test_a_compiled_models_own_functions_are_told() -> None:
+    model = torch.compile(MODELS["Llama eager"](), backend="eager")
+    with use_kernel("torch-math") as swap:
+        inside = logits(model)
+    assert swap.in_graphs == {"eager_attention_forward": 2}
+    assert torch.allclose(logits(model), inside, atol=1e-5)
