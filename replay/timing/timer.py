@@ -282,27 +282,42 @@ def work_left(function: Function, device: torch.device, call_ms: float, host_ms:
     ahead_ms = min(MAXIMUM_WAIT_MS + 2 * number * host_ms, LONGEST_HEAD_START_MS)
     waits = []
     for _ in range(TRIES):
-        stream_ms, left_ms = _waits_ms(calls, device, ahead_ms)
-        unnoticed_ms = UNNOTICED_MS + UNNOTICED_SHARE * max(stream_ms - ahead_ms, 0.0)
-        if left_ms <= unnoticed_ms:
+        wait = _waits_ms(calls, device, ahead_ms)
+        unnoticed_ms = UNNOTICED_MS + UNNOTICED_SHARE * max(wait.stream - ahead_ms, 0.0)
+        if wait.host_was_ahead and wait.left <= unnoticed_ms:
             return 0.0
-        waits.append((left_ms, unnoticed_ms))
-    controls = [_waits_ms(lambda: None, device, ahead_ms) for _ in range(TRIES)]
-    left_ms, unnoticed_ms = (min(each) for each in zip(*waits, strict=True))
-    beyond_ms = left_ms - min(control for _, control in controls)
+        waits.append((wait.host_was_ahead, wait.left, unnoticed_ms))
+        if not wait.host_was_ahead:  # it is busy, or the kernel synchronises
+            ahead_ms = min(2 * ahead_ms, LONGEST_HEAD_START_MS)
+    telling = [each for each in waits if each[0]] or waits
+    _, left_ms, unnoticed_ms = (min(each) for each in zip(*telling, strict=True))
+    controls = [_waits_ms(lambda: None, device, ahead_ms).left for _ in range(TRIES)]
+    beyond_ms = left_ms - min(controls)
     return beyond_ms / number if beyond_ms > unnoticed_ms else 0.0
 
 
-def _waits_ms(function: Function, device: torch.device, ahead_ms: float) -> tuple[float, float]:
-    """How long the current stream takes, and how much longer the device."""
+class _Wait(NamedTuple):
+    """Milliseconds."""
+
+    stream: float
+    """Until the current stream was done."""
+    left: float
+    """How much longer the device took."""
+    host_was_ahead: bool
+    """Whether all was enqueued before the stream was done."""
+
+
+def _waits_ms(function: Function, device: torch.device, ahead_ms: float) -> _Wait:
     torch.cuda.synchronize(device)
     began = time.perf_counter()
     torch.cuda._sleep(int(ahead_ms * CYCLES_PER_MS))
     function()
     end = torch.cuda.Event()
     end.record(torch.cuda.current_stream(device))
+    was_ahead = not end.query()
     end.synchronize()
-    return (time.perf_counter() - began) * 1000, _wall_ms(lambda: torch.cuda.synchronize(device))
+    stream_ms = (time.perf_counter() - began) * 1000
+    return _Wait(stream_ms, _wall_ms(lambda: torch.cuda.synchronize(device)), was_ahead)
 
 
 def first_call(function: Callable[[], T], device: torch.device | str) -> tuple[T, float]:

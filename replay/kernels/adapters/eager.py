@@ -82,11 +82,21 @@ def _eager(call: AnyCall) -> Tensor:
     return weights[..., : key.shape[2]].to(value.dtype) @ value
 
 
+def _may_see_nothing(call: AnyCall) -> bool:
+    """Whether lengths or the diagonal can leave a query without keys."""
+    has_lengths = call.cu_seqlens_q is not None or call.seqused_k is not None
+    return has_lengths or call.query.shape[2] > call.key.shape[2]
+
+
 def _prepare_masked(call: AnyCall) -> Callable[[], Tensor]:
     mask = _mask(call)
+    # SDPA's backends disagree about rows without a key, which only such calls have.
+    without = None
+    if mask is not None and mask.dtype == torch.bool and _may_see_nothing(call):
+        without = ~mask.any(dim=-1, keepdim=True)
 
     def run() -> Tensor:
-        return F.scaled_dot_product_attention(
+        output = F.scaled_dot_product_attention(
             call.query,
             call.key,
             call.value,
@@ -94,6 +104,7 @@ def _prepare_masked(call: AnyCall) -> Callable[[], Tensor]:
             scale=call.scale,
             **({"enable_gqa": True} if call.enable_gqa else {}),
         )
+        return output if without is None else output.masked_fill(without, 0.0)
 
     return run
 

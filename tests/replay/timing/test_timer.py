@@ -187,6 +187,9 @@ def test_a_sample_on_cuda(
         # Three times in a row, beyond what the device takes without it.
         (0.001, [9.0, 5.0, 7.0, 1.0, 2.0, 3.0], 60, 4.0 / 20),
         (0.001, [9.0, 5.0, 7.0, 6.0, 6.0, 6.0], 60, 0.0),
+        # Negative: the stream was done before the host, and what was left is not known.
+        (0.001, [-0.01, 5.0, 7.0, 1.0, 2.0, 3.0], 60, 4.0 / 20),
+        (0.001, [-0.01, -0.02, -0.03, 0.01, 0.01, 0.01], 60, 0.0),
     ],
 )
 def test_work_is_looked_for_in_few_calls_and_again_where_there_seems_to_be_some(
@@ -204,9 +207,10 @@ def test_work_is_looked_for_in_few_calls_and_again_where_there_seems_to_be_some(
 
     answers = iter(left_ms)
 
-    def waits_ms(function: Callable[[], object], *_: object) -> tuple[float, float]:
+    def waits_ms(function: Callable[[], object], *_: object) -> timer._Wait:
         function()
-        return 0.0, next(answers)
+        left = next(answers)
+        return timer._Wait(0.0, abs(left), host_was_ahead=left > 0)
 
     monkeypatch.setattr(timer, "_waits_ms", waits_ms)
     left = timer.work_left(call, torch.device("cuda"), call_ms, host_ms=0.02)
