@@ -116,6 +116,8 @@ def gpu_is_lost(device: torch.device) -> bool:
     try:
         torch.zeros(1, device=device).add_(1)
         torch.cuda.synchronize(device)
+    except torch.OutOfMemoryError:
+        return False  # it works, and has no byte left
     except RuntimeError:
         return True
     return False

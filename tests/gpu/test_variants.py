@@ -172,7 +172,12 @@ CALLS: dict[str, dict[str, Any]] = {
     },
 }
 
-KERNELS = [name for name, kernel in catalogue().items() if kernel.features]
+KERNELS = [
+    # FlashInfer compiles a module for each kind of call, which takes a minute.
+    pytest.param(name, marks=[pytest.mark.slow] if name.startswith("flashinfer") else [])
+    for name, kernel in catalogue().items()
+    if kernel.features
+]
 
 
 @functools.cache

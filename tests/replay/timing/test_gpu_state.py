@@ -112,3 +112,20 @@ def test_a_processor_has_no_such_state() -> None:
     assert why_no_state(torch.device("cpu")) == ""
     with pytest.raises(NoReading, match="energy needs an NVIDIA GPU"):
         energy_counter("cpu")
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [(None, False), (torch.OutOfMemoryError("full"), False), (RuntimeError("illegal"), True)],
+)
+def test_a_gpu_without_memory_is_not_lost(
+    error: RuntimeError | None, lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def zeros(*_: object, **__: object) -> torch.Tensor:
+        if error is not None:
+            raise error
+        return torch.ones(1)
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    assert gpu_state.gpu_is_lost(GPU) is lost
