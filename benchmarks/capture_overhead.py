@@ -2,6 +2,7 @@
 
     python -m benchmarks.capture_overhead                                 a small model on the CPU
     python -m benchmarks.capture_overhead --model cogvideo --size full --weights random --steps 4
+    python -m benchmarks.capture_overhead --without-model             tiny calls on the CPU alone
 
 Runs one model four ways, in shuffled rounds: plain; hooked, with one call kept in the first step
 and none afterwards; with `--max` calls kept, spread over the run; and with as many kept at once, in
@@ -105,24 +106,28 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--directory", type=Path, help="where to record (default: temporary)")
     parser.add_argument("--small-calls", default="1000,10000", metavar="N,N")
+    parser.add_argument("--without-model", action="store_true", help="tiny calls alone")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "capture_overhead.csv")
     arguments = parser.parse_args()
-    runnable = models.load(
-        arguments.model,
-        size=arguments.size,
-        weights=arguments.weights,
-        steps=arguments.steps,
-        device=arguments.device,
-    )
-    device = torch.device(runnable.settings["device"])
+    runnable, device = None, torch.device("cpu")
+    if not arguments.without_model:
+        runnable = models.load(
+            arguments.model,
+            size=arguments.size,
+            weights=arguments.weights,
+            steps=arguments.steps,
+            device=arguments.device,
+        )
+        device = torch.device(runnable.settings["device"])
     machine = describe(device)
     figures = Figures(
-        runnable.name,
-        runnable.weights,
+        runnable.name if runnable else "tiny calls",
+        runnable.weights if runnable else "random",
         {f"machine.{name}": getattr(machine, name) for name in MACHINE},
     )
     with tempfile.TemporaryDirectory(dir=arguments.directory) as scratch:
-        of_model(runnable, device, Path(scratch), arguments.max, arguments.rounds, figures)
+        if runnable is not None:
+            of_model(runnable, device, Path(scratch), arguments.max, arguments.rounds, figures)
         not_kept(Path(scratch), figures)
         for count in map(int, arguments.small_calls.split(",")):
             small_calls(Path(scratch), count, figures)

@@ -341,9 +341,9 @@ def defence_overhead() -> str:
     return "\n".join(lines) + "\n"
 
 
-def capture_overhead() -> str:
-    """List what recording costs, by figure."""
-    rows = results.read(results.DIRECTORY / "capture_overhead.csv")
+def overhead(file: str) -> str:
+    """List what recording or a replay costs, by figure."""
+    rows = results.read(results.DIRECTORY / file)
     lines = ["| figure | median | runs |", "|---|---:|---:|"]
     for row in rows:
         value = f"{float(row['p50']):.4g}"
@@ -424,7 +424,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "power_limit": power_limit,
     "coverage": coverage,
     "capture_faults": capture_faults,
-    "capture_overhead": capture_overhead,
+    "capture_overhead": partial(overhead, "capture_overhead.csv"),
+    "calls_not_kept": partial(overhead, "calls_not_kept.csv"),
+    "replay_overhead": partial(overhead, "replay_overhead.csv"),
     "defence_overhead": defence_overhead,
     "glossary": glossary,
     "fields": fields,

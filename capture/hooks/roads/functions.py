@@ -45,12 +45,22 @@ def _other_code(function: types.FunctionType, wrap: Wrap) -> Iterator[None]:
     function.__globals__[name] = wrap(original)
     function.__defaults__ = function.__kwdefaults__ = None
     function.__code__ = _calling(name, code.co_freevars)
+    _forget_signature(function)
     try:
         yield
     finally:
         function.__code__ = code
         function.__defaults__, function.__kwdefaults__ = defaults, keywords
+        _forget_signature(function)
         del function.__globals__[name]
+
+
+def _forget_signature(function: types.FunctionType) -> None:
+    """Have `torch.compile` read a function's signature anew: it keeps those that it has traced."""
+    dynamo = sys.modules.get("torch._dynamo.variables.functions")
+    known = getattr(dynamo, "_spec_cache", None)
+    if known is not None:
+        known.pop(function, None)
 
 
 def _calling(name: str, closure: tuple[str, ...]) -> types.CodeType:

@@ -62,6 +62,8 @@ def test_unavailable_on_a_cpu() -> None:
     for name, kernel in catalogue().items():
         if name.startswith(("torch-efficient", "torch-cudnn")):
             assert kernel.unavailable(cpu) == "PyTorch has it on GPUs only"
+        elif name == "torch-varlen":
+            assert kernel.unavailable(cpu) == "needs a CUDA GPU"
         elif name.startswith("torch-") and kernel.library == "torch":
             assert kernel.unavailable(cpu) is None
 
@@ -81,7 +83,7 @@ def test_unsupported_is_pytorchs_own_sentence(make_call: MakeCall) -> None:
     assert catalogue()["torch-flash-compiled"].unsupported(call) == reason
 
 
-@pytest.mark.parametrize("name", [*ON_CPU, "flex"])
+@pytest.mark.parametrize("name", ON_CPU)
 def test_what_no_kernel_is_asked_for(make_call: MakeCall, name: str) -> None:
     kernel = catalogue()[name]
     both = make_call(is_causal=True, attn_mask=torch.zeros(9, 13))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from replay.kernels import registry
 from replay.kernels.registry import Kernel, KernelNameError, catalogue, find
 
 RunCli = Callable[..., tuple[int, str, str]]
@@ -135,8 +136,9 @@ def test_a_name_that_is_taken(run: Run, folder: Path) -> None:
 
 
 @pytest.fixture
-def package(folder: Path) -> Path:
+def package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A distribution that offers a kernel, one with constraints, and one that is broken."""
+    monkeypatch.setattr(registry, "_kernels", dict(catalogue()))  # what it adds goes again
     information = folder / "offer-1.0.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Name: offer\nVersion: 1.0\n")
