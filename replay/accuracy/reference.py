@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
+from capture.variant import Span
 
 BLOCK_ELEMENTS = 2**24
 """Scores held at a time: 128 MiB in float64, and about three times that at the peak."""
@@ -133,10 +134,11 @@ def weights(
         )
     if shape.kv_len == 0:
         return
+    span = call.spans if call.is_causal or call.features else None
     with torch.no_grad(), _full_precision_float32():
         for batch in range(shape.batch):
             for kv_head in range(shape.kv_heads):
-                yield from _weights_of_group(call, batch, kv_head, dtype, block_elements)
+                yield from _weights_of_group(call, span, batch, kv_head, dtype, block_elements)
 
 
 def _empty_output(call: AttentionCall, dtype: torch.dtype) -> Tensor:
@@ -146,9 +148,18 @@ def _empty_output(call: AttentionCall, dtype: torch.dtype) -> Tensor:
 
 
 def _weights_of_group(
-    call: AttentionCall, batch: int, kv_head: int, dtype: torch.dtype, block_elements: int
+    call: AttentionCall,
+    span: Span | None,
+    batch: int,
+    kv_head: int,
+    dtype: torch.dtype,
+    block_elements: int,
 ) -> Iterator[Block]:
-    """The blocks of the G query heads that share one key/value head."""
+    """The blocks of the G query heads that share one key/value head.
+
+    Args:
+        span: the keys that each query sees; None for all.
+    """
     kv_len, q_len = call.shape.kv_len, call.shape.q_len
     group = call.shape.q_heads // call.shape.kv_heads
     heads = slice(kv_head * group, (kv_head + 1) * group)
@@ -159,8 +170,6 @@ def _weights_of_group(
     signed_root = math.copysign(root, call.softmax_scale)
     softcap = call.variant.softcap
     sinks = None if call.sinks is None else call.sinks[heads].to(dtype)
-    restricts = call.is_causal or bool(call.features)
-    first, end = call.spans.of(batch)
     # SDPA's causal mask is added to scores: a key past it contributes a NaN if it is NaN or
     # infinite, and nothing otherwise.
     added = call.is_causal and not call.features
@@ -169,15 +178,17 @@ def _weights_of_group(
     rows_per_block = max(1, block_elements // (group * kv_len))
     for begin in range(0, q_len, rows_per_block):
         rows = slice(begin, min(begin + rows_per_block, q_len))
-        firsts, ends = first[rows], end[rows]
-        keys = _union(firsts, ends) if restricts and not reaches else slice(0, kv_len)
+        keys = slice(0, kv_len)
+        if span is not None:
+            firsts, ends = (each[rows] for each in span.of(batch))
+            keys = keys if reaches else _union(firsts, ends)
         query = call.query[batch, heads, rows].to(dtype) * signed_root
         scores = query @ key[keys].mT
         if softcap is not None:
             scores = scores.div_(softcap).tanh_().mul_(softcap)
         if call.attn_mask is not None:
             scores += _mask_block(call.attn_mask, batch, heads, rows, keys, dtype)
-        if restricts:
+        if span is not None:
             position = torch.arange(keys.start, keys.stop, device=call.device)
             outside = (position < firsts[:, None]) | (position >= ends[:, None])
             if reaches:

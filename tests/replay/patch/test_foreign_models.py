@@ -15,8 +15,11 @@ from tests.capture.foreign.table import MODELS
 pytestmark = pytest.mark.slow
 
 REASONS = {
-    ("torch-math", "Gemma 2"): "has no soft cap",
-    ("torch-math", "gpt-oss"): "has no attention sinks",
+    **{("torch-math", name): "has no soft cap" for name in ("Gemma 2", "VaultGemma")},
+    **{
+        ("torch-math", name): "has no attention sinks"
+        for name in ("gpt-oss", "DeepSeek V4", "MiMo V2 Flash", "Granite SWA")
+    },
 }
 """Why a kernel does not answer a model's calls."""
 
