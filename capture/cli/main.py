@@ -226,7 +226,8 @@ def _capture(arguments: argparse.Namespace) -> int:
     size = human_bytes(recording.nbytes)
     count = f"{recording.kept} of {recording.seen} attention calls"
     print(f"recorded {count} ({size}) in {arguments.out}/")
-    progress.print(Text(recording.summary))
+    if recording.summary:
+        progress.print(Text(recording.summary))
     if recording.audit:
         progress.print(Text(str(recording.audit)))
     for each in recording.gone_past:

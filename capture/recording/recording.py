@@ -137,7 +137,10 @@ class Recording:
 
     @property
     def summary(self) -> str:
-        """One line: by component, how many calls were kept, eligible, and not to be sampled."""
+        """One line: by component, how many calls were kept, eligible, and not to be sampled.
+
+        Empty for one component whose calls were all eligible, of which `kept` and `seen` tell.
+        """
         eligible, others = Counter[str](), Counter[str]()
         kept = Counter[str]()
         for (module, phase, _), count in self.census.items():
@@ -149,6 +152,8 @@ class Recording:
             else:
                 eligible[component] += count.calls
                 kept[component] += count.kept
+        if len(eligible) == 1 and not others:
+            return ""
         told = ", ".join(
             f"{component}{': ' if component else ''}{kept[component]} of {count}"
             for component, count in eligible.items()

@@ -130,6 +130,7 @@ register(
         drop_in(at_once(_prepare_masked), (no_dropout,), FEATURES.keys() - {"softcap", "sinks"}),
         unsupported=all_of(no_dropout, _is_beyond_sdpa),
         prepare=_prepare_masked,
+        default=False,
         about="SDPA with window and sequences written out as a mask",
         library="torch",
         features=frozenset(FEATURES.keys() - {"softcap", "sinks"}),

@@ -22,6 +22,8 @@ REASONS = {
     },
 }
 """Why a kernel does not answer a model's calls."""
+ANSWERED = {("torch-math", "MiMo V2 Flash"): 3}
+"""Calls that it answers all the same: every other layer has no sinks."""
 
 
 @pytest.mark.parametrize("kernel", ["torch-math", "eager"])
@@ -35,8 +37,9 @@ def test_every_call_is_answered_or_falls_back(kernel: str, name: str) -> None:
         after = tensors(run())
     calls = MODELS[name].calls.total()
     reason = REASONS.get((kernel, name))
-    assert swap.fallbacks == ({reason: calls} if reason else {})
-    assert swap.hits == (0 if reason else calls)
+    answered = ANSWERED.get((kernel, name), 0 if reason else calls)
+    assert swap.fallbacks == ({reason: calls - answered} if reason else {})
+    assert swap.hits == answered
     assert swap.roads.keys() == (MODELS[name].roads if calls else set())
     for own, other, again in zip(before, swapped, after, strict=True):
         assert torch.equal(own, again)
