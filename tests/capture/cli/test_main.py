@@ -188,9 +188,7 @@ def test_a_directory_that_cannot_be_written(run_cli: Run, tmp_path: Path, below:
     assert sentence_of(result, 2).endswith("choose another with --out")
 
 
-def test_what_went_past_is_told(
-    run_cli: Run, tmp_path: Path, model_file: Path
-) -> None:
+def test_what_went_past_is_told(run_cli: Run, tmp_path: Path, model_file: Path) -> None:
     code, printed, errors = run_cli(
         "--model", f"{model_file}:holding", "--out", str(tmp_path / "out")
     )
