@@ -232,8 +232,8 @@ def test_a_mask_that_is_one_element_off_is_not_taken_for_the_whole(
     mask[place] ^= True
     call = with_mask(asked, mask)
     structure = structure_of(call)
-    assume(structure is not None)
-    assert structure is not None
+    if structure is None:
+        return  # nothing is claimed
     if structure.cu_seqlens_q is None or call.shape.batch == 1:
         assert torch.equal(seen_by(structure, call), mask[:, 0])
 
