@@ -34,7 +34,10 @@ def followed(handler: Handler) -> Iterator[None]:
         yield
         return
     with replaced(function, lambda original: on_road(original, _translated, handler)):
-        yield
+        try:
+            yield
+        finally:
+            _written_out.clear()
 
 
 def _translated(

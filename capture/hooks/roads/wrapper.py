@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from capture.hooks.interceptor import Arguments, Handler, answer, calls_handled, is_inside
+from capture.hooks.signals import is_of_signal_handler
 from capture.variant import PLAIN
 
 
@@ -111,7 +112,9 @@ def followed(
             return function(*args, **kwargs)
         try:
             translated = translate(*args, **kwargs)
-        except (TypeError, ValueError, AttributeError, IndexError):
+        except Exception as error:
+            if is_of_signal_handler(error):
+                raise
             translated = None  # the function raises its own error, or knows more than we do
         if translated is None:
             return function(*args, **kwargs)

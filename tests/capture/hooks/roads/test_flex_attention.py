@@ -63,3 +63,19 @@ def test_a_score_mod_is_refused_by_its_name(tmp_path: Path) -> None:
     (signature,) = recording.census.to_json()["signatures"]
     assert "alibi" in signature["refusal"]
     assert recording.kept == 0
+
+
+def test_a_mask_that_cannot_be_written_out_leaves_the_model_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> Tensor:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("capture.hooks.roads.flex_attention._broadcast", fails)
+    query = normal(1, 2, 9, 16)
+    block_mask = create_block_mask(window, None, None, 9, 9, device="cpu")
+    layer = Layer()
+    with torch.no_grad():
+        expected = layer(query, {"block_mask": block_mask})
+        with record(layer, tmp_path / "calls"):
+            assert torch.equal(layer(query, {"block_mask": block_mask}), expected)
