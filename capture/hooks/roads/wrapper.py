@@ -91,6 +91,16 @@ def _tell(name: str) -> None:
             traced(name)
 
 
+def _converted(form: Form, result: Any) -> Any:
+    """What a function returned as SDPA's output; None where it has another form than is known."""
+    try:
+        return form.to_sdpa(result)
+    except Exception as error:
+        if is_of_signal_handler(error):
+            raise
+        return None
+
+
 def followed(
     function: Callable[..., Any], translate: Translate, handler: Handler
 ) -> Callable[..., Any]:
@@ -122,7 +132,7 @@ def followed(
         if arguments.refusal:
             before = calls_handled()
             result = function(*args, **kwargs)
-            output = form.to_sdpa(result)
+            output = _converted(form, result)
             if calls_handled() == before and isinstance(output, Tensor):
                 answer(handler, arguments, lambda: output, function)
             return result
@@ -130,7 +140,7 @@ def followed(
 
         def proceed() -> Tensor:
             result = function(*args, **kwargs)
-            results.append((result, form.to_sdpa(result)))
+            results.append((result, _converted(form, result)))
             return results[0][1]
 
         output = answer(handler, arguments, proceed, function)
