@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -13,12 +12,9 @@ from capture.storage.call_file import FileEntry
 from replay.bench.settings import Settings
 from replay.bench.stages import NO_ENERGY
 from replay.kernels.registry import Kernel
-from replay.rows.files import OtherSchema, row_from_json, write_jsonl
+from replay.rows.files import RowsError, read_jsonl, write_jsonl
 from replay.rows.row import HERE, CallFacts, Machine, Row
 from replay.workloads.recorded import Workload
-
-BEGINNING = '{"schema": '
-"""Of every line that `replay --json` writes."""
 
 
 def finished_rows(
@@ -39,7 +35,7 @@ def finished_rows(
         settings: how they will be timed.
 
     Raises:
-        ValueError: the file cannot be read, holds something other than rows, or rows of other
+        RowsError: the file cannot be read, holds something other than rows, or rows of other
             calls than these, of another machine, or timed in another way.
     """
     rows: dict[str, list[Row]] = {}
@@ -47,12 +43,12 @@ def finished_rows(
     for row in _read(path):
         workload = known.get(row.call.name)
         if workload is None or (row.kernel and not _is_about(row.call, workload)):
-            raise ValueError(
+            raise RowsError(
                 f"{path} has rows of another {row.call.name}: resume what it was written for, "
                 "or name another file"
             )
         if unlike := _unlike(row, machine, settings):
-            raise ValueError(
+            raise RowsError(
                 f"{path} was measured with {unlike}: resume it as it was begun, or name another "
                 "file"
             )
@@ -73,7 +69,7 @@ def begin_again(path: Path, rows: Sequence[Row]) -> None:
     """Leave only these rows in the file, in one step, so that a second interruption costs none.
 
     Raises:
-        ValueError: it cannot be written.
+        RowsError: it cannot be written.
     """
     path = path.resolve()
     temporary = path.with_name(f".{path.name}.tmp")
@@ -82,37 +78,16 @@ def begin_again(path: Path, rows: Sequence[Row]) -> None:
             write_jsonl(rows, file)
         os.replace(temporary, path)
     except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}") from error
+        raise RowsError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _read(path: Path) -> list[Row]:
     """The rows of a file; where its last line was cut off, without those of its last call."""
     try:
-        # Not `splitlines`, which also splits at characters that JSON may contain.
-        *lines, last = path.read_text("utf-8").split("\n")
+        rows, is_cut_off = read_jsonl(path)
     except FileNotFoundError:
         return []
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} was not written by `replay --json`") from error
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(row_from_json(json.loads(line)))
-        except OtherSchema as error:
-            raise ValueError(
-                f"{path} holds {error}: finish it with the version that began it, or name another "
-                "file"
-            ) from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"{path}, line {number}: not a row of `replay --json`, or one of another version: "
-                "name another file"
-            ) from error
-    if not last.startswith(BEGINNING[: len(last)]):
-        raise ValueError(f"{path}, line {len(lines) + 1}: not a row of `replay --json`")
-    cut = {row.call.name for row in rows[-1:] if last}
+    cut = {row.call.name for row in rows[-1:] if is_cut_off}
     return [row for row in rows if row.call.name not in cut]
 
 

@@ -185,14 +185,9 @@ def _run(
 
     rows: list[Row] = []
     if arguments.resume:
-        try:
-            machine = describe(settings.device)
-            rows, workloads = finished_rows(
-                Path(arguments.json), workloads, assigned, machine, settings
-            )
-            begin_again(Path(arguments.json), rows)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
+        path, machine = Path(arguments.json), describe(settings.device)
+        rows, workloads = finished_rows(path, workloads, assigned, machine, settings)
+        begin_again(path, rows)
 
     def collected(produced: Iterator[Row]) -> Iterator[Row]:
         for row in produced:

@@ -7,14 +7,31 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, is_dataclass
-from typing import Any, TextIO, TypeVar, get_args, get_origin, get_type_hints
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO, TypeVar, get_args, get_origin, get_type_hints
 
+from attention_replay import Error
 from capture.printable import printable
 from replay.rows.fields import FIELDS, SCHEMA, leaf
 from replay.rows.formulas import no_formula
 from replay.rows.row import Row
 
 T = TypeVar("T")
+
+BEGINNING = '{"schema": '
+"""Of every line that `write_jsonl` writes."""
+
+
+class RowsError(Error):
+    """A file of rows cannot be used; the message names the remedy."""
+
+
+class StoredRows(NamedTuple):
+    """What a file of rows holds."""
+
+    rows: list[Row]
+    is_cut_off: bool
+    """Whether the writer was interrupted in the middle of another row."""
 
 
 def row_to_json(row: Row) -> dict[str, Any]:
@@ -69,6 +86,41 @@ def write_jsonl(rows: Iterable[Row], file: TextIO) -> None:
     for row in rows:
         file.write(json.dumps(row_to_json(row)) + "\n")
         file.flush()
+
+
+def read_jsonl(path: Path) -> StoredRows:
+    """The rows of a file that `write_jsonl` wrote.
+
+    Raises:
+        FileNotFoundError: there is none.
+        RowsError: it cannot be read, or holds something other than rows of this version.
+    """
+    try:
+        # Not `splitlines`, which also splits at characters that JSON may contain.
+        *lines, last = path.read_text("utf-8").split("\n")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise RowsError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise RowsError(f"{path} was not written by `replay --json`") from error
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(row_from_json(json.loads(line)))
+        except OtherSchema as error:
+            raise RowsError(
+                f"{path} holds {error}: replay again with this one, or read it with the version "
+                "that wrote it"
+            ) from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RowsError(
+                f"{path}, line {number}: not a row of `replay --json`, or one of another version: "
+                "name another file"
+            ) from error
+    if not last.startswith(BEGINNING[: len(last)]):
+        raise RowsError(f"{path}, line {len(lines) + 1}: not a row of `replay --json`")
+    return StoredRows(rows, is_cut_off=bool(last))
 
 
 def write_csv(rows: Iterable[Row], file: TextIO) -> None:

@@ -19,7 +19,7 @@ from capture.storage.dataset import Dataset
 from replay.bench.resume import begin_again, finished_rows
 from replay.kernels.registry import Kernel
 from replay.rows.fields import SCHEMA
-from replay.rows.files import row_from_json, row_to_json, write_jsonl
+from replay.rows.files import RowsError, row_from_json, row_to_json, write_jsonl
 from replay.rows.row import (
     Accuracy,
     CallFacts,
@@ -266,7 +266,7 @@ def test_no_file_yet(tmp_path: Path) -> None:
 def test_another_file(
     written: Callable[..., Path], rows: list[Row], end: str, sentence: str
 ) -> None:
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(RowsError, match=sentence):
         finished_rows(written(rows, end), CALLS, ALLOTTED, HERE, SETTINGS)
 
 
@@ -278,15 +278,15 @@ def test_rows_of_another_version(
     data = json.loads(path.read_text())
     del data["schema"]
     path.write_text(json.dumps(data if schema is None else data | {"schema": schema}) + "\n")
-    sentence = f"holds rows of version {version}, and this is version {SCHEMA}: finish it with"
-    with pytest.raises(ValueError, match=sentence):
+    sentence = f"holds rows of version {version}, and this is version {SCHEMA}: replay again"
+    with pytest.raises(RowsError, match=sentence):
         finished_rows(path, CALLS, ALLOTTED, HERE, SETTINGS)
 
 
 def test_a_row_with_a_field_of_no_version(written: Callable[..., Path]) -> None:
     path = written([row(0, "a")], "")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"colour": "red"}) + "\n")
-    with pytest.raises(ValueError, match="line 1: not a row"):
+    with pytest.raises(RowsError, match="line 1: not a row"):
         finished_rows(path, CALLS, ALLOTTED, HERE, SETTINGS)
 
 
@@ -311,7 +311,7 @@ def test_rows_of_another_machine(
     if sentence is None:
         finished_rows(written([measured]), CALLS, ALLOTTED, HERE, SETTINGS)
         return
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(RowsError, match=sentence):
         finished_rows(written([measured]), CALLS, ALLOTTED, HERE, SETTINGS)
 
 
@@ -338,7 +338,7 @@ def test_energy_is_measured_for_all_rows_of_a_file_or_none(
     if sentence is None:
         finished_rows(path, CALLS, ALLOTTED, HERE, asked)
         return
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(RowsError, match=sentence):
         finished_rows(path, CALLS, ALLOTTED, HERE, asked)
 
 
@@ -359,18 +359,18 @@ def test_rows_that_were_timed_in_another_way(
     if sentence is None:
         finished_rows(path, CALLS, ALLOTTED, HERE, SETTINGS)
         return
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(RowsError, match=sentence):
         finished_rows(path, CALLS, ALLOTTED, HERE, SETTINGS)
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"cannot read .*: Is a directory"):
+    with pytest.raises(RowsError, match=r"cannot read .*: Is a directory"):
         finished_rows(tmp_path, CALLS, ALLOTTED, HERE, SETTINGS)
     picture = tmp_path / "rows.jsonl"
     picture.write_bytes(b"\x89PNG\xff")
-    with pytest.raises(ValueError, match="was not written by `replay --json`"):
+    with pytest.raises(RowsError, match="was not written by `replay --json`"):
         finished_rows(picture, CALLS, ALLOTTED, HERE, SETTINGS)
-    with pytest.raises(ValueError, match=r"cannot write .*: No such file"):
+    with pytest.raises(RowsError, match=r"cannot write .*: No such file"):
         begin_again(tmp_path / "nowhere" / "rows.jsonl", [])
 
 
