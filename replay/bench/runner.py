@@ -28,9 +28,10 @@ from replay.bench.settings import Settings, WorkerOptions
 from replay.bench.stages import Checked, Timed, make_row
 from replay.bench.witness import Part, Witness
 from replay.kernels.registry import Kernel, catalogue, find
-from replay.rows.row import HERE, CallFacts, Machine, Mask, Row, Status
+from replay.rows.row import HERE, CallFacts, Machine, Mask, Roof, Row, Status
 from replay.timing.gpu_state import gpu_is_lost
 from replay.timing.machine import describe
+from replay.timing.roof import measure_roof
 from replay.timing.rounds import measure
 from replay.workloads.recorded import Workload
 
@@ -55,6 +56,8 @@ class Loaded(NamedTuple):
 
     facts: CallFacts
     machine: Machine
+    roof: Roof | None = None
+    """Where it was asked for."""
 
 
 def replay(
@@ -84,6 +87,7 @@ def replay(
     referees = referees or local_referee
     report = on_progress or (lambda workload, stage: None)
     machine = describe(settings.device)
+    roofs: dict[torch.dtype, Roof] = {}
 
     def unreadable(workload: Workload, status: Status, reason: str) -> Row:
         facts = CallFacts(workload.name)
@@ -94,7 +98,9 @@ def replay(
         try:
             call = workload.load(settings.device)
             forms = Forms.of(call)
-            loaded = Loaded(_facts(workload, forms), machine)
+            if settings.roofline and call.dtype not in roofs:
+                roofs[call.dtype] = measure_roof(call.dtype, settings.device)
+            loaded = Loaded(_facts(workload, forms), machine, roofs.get(call.dtype))
             if on_loaded is not None:
                 on_loaded(loaded)
             stage = functools.partial(report, workload)
@@ -158,7 +164,15 @@ def _replay_call(
             report(name)
         confirmed[name] = checker.confirm(timed)
     return [
-        make_row(each, confirmed.get(baseline), loaded.facts, settings, options, loaded.machine)
+        make_row(
+            each,
+            confirmed.get(baseline),
+            loaded.facts,
+            settings,
+            options,
+            loaded.machine,
+            loaded.roof,
+        )
         for each in confirmed.values()
     ]
 

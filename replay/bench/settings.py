@@ -39,6 +39,8 @@ class Settings:
     other form of a call, not even one that it prefers."""
     energy: bool = False
     """Measure the energy of a call too, a second or two for each kernel."""
+    roofline: bool = False
+    """Measure what the device can do at most, for each dtype."""
     resources: bool = False
     """Note the registers and shared memory of Triton programs."""
     tolerances: Thresholds = field(default_factory=Thresholds)

@@ -17,7 +17,17 @@ from replay.bench.referee import Sample
 from replay.bench.settings import Settings, WorkerOptions
 from replay.kernels.library import is_interpreted
 from replay.kernels.registry import Kernel
-from replay.rows.row import Accuracy, CallFacts, Energy, Machine, Program, Row, SpeedupOver, Summary
+from replay.rows.row import (
+    Accuracy,
+    CallFacts,
+    Energy,
+    Machine,
+    Program,
+    Roof,
+    Row,
+    SpeedupOver,
+    Summary,
+)
 from replay.timing import flops
 from replay.timing.energy import Block
 from replay.timing.rounds import Samples
@@ -119,6 +129,7 @@ def make_row(
     settings: Settings,
     options: WorkerOptions,
     machine: Machine,
+    roof: Roof | None = None,
 ) -> Row:
     """The row of a kernel that went through all stages, beside the baseline of the same rounds."""
     timed = confirmed.timed
@@ -131,6 +142,8 @@ def make_row(
     no_core = (f"no core time: {confirmed.core_fault}",) if confirmed.core_fault else ()
     no_energy = (f"{NO_ENERGY}{timed.no_energy}",) if timed.no_energy else ()
     block = timed.block if is_timed else None
+    tflops = None if time_ms is None else flops.tflops(call, time_ms.p50)
+    intensity = flops.arithmetic_intensity(call)
     return Row(
         kernel=checked.kernel.name,
         call=facts,
@@ -146,9 +159,11 @@ def make_row(
         time_ms=time_ms,
         core_time_ms=None if core is None else summarize(core.ms),
         speedup=_speedup(confirmed, baseline),
-        tflops=None if time_ms is None else flops.tflops(call, time_ms.p50),
+        tflops=tflops,
         gb_per_s=None if time_ms is None else flops.gb_per_s(call, time_ms.p50),
-        flop_per_byte=flops.arithmetic_intensity(call),
+        flop_per_byte=intensity,
+        roof=roof,
+        roof_share=None if roof is None or tflops is None else tflops / roof.at(intensity),
         peak_bytes=checked.peak_bytes,
         first_call_ms=None if checked.is_interpreted else checked.first_call_ms,
         host_ms=None if samples is None else samples.host_ms,

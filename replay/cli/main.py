@@ -416,7 +416,8 @@ def _settings(arguments: argparse.Namespace, device: torch.device) -> Settings:
         errors_against=arguments.errors_against,
         compare_stats=arguments.compare_stats,
         for_model=of_models,
-        energy=device.type == "cuda" and _wants_energy(arguments),
+        energy=device.type == "cuda" and _wants(arguments, "energy"),
+        roofline=_wants(arguments, "roofline"),
         resources=arguments.resources,
         save_output=_output_directory(arguments.save_output),
         tolerances=(
@@ -475,15 +476,15 @@ def _metrics(text: str) -> list[str]:
     return metrics
 
 
-def _wants_energy(arguments: argparse.Namespace) -> bool:
-    return not {"energy", "all"}.isdisjoint(_metrics(arguments.metric))
+def _wants(arguments: argparse.Namespace, metric: str) -> bool:
+    return not {metric, "all"}.isdisjoint(_metrics(arguments.metric))
 
 
 def _no_readings(arguments: argparse.Namespace, device: torch.device) -> str:
     """Say once what no row will tell of the machine, and why."""
     from replay.timing.gpu_state import why_no_state
 
-    if device.type == "cpu" and _wants_energy(arguments):
+    if device.type == "cpu" and _wants(arguments, "energy"):
         return "energy needs an NVIDIA GPU"
     return why_no_state(device)
 

@@ -263,6 +263,18 @@ class Energy:
 
 
 @dataclass(frozen=True)
+class Roof:
+    """What the machine was measured to do at most."""
+
+    tflops: Annotated[float, Meaning("of a large matrix product in the call's dtype", "TFLOPS")]
+    gb_per_s: Annotated[float, Meaning("of a large copy in memory", "GB/s")]
+
+    def at(self, flop_per_byte: float) -> float:
+        """TFLOPS that a call of this arithmetic intensity can have at most."""
+        return min(self.tflops, self.gb_per_s * flop_per_byte / 1e3)
+
+
+@dataclass(frozen=True)
 class Program:
     """One compiled Triton program, as the driver loaded it."""
 
@@ -378,6 +390,16 @@ class Row:
             "arithmetic intensity: the two counts above divided",
             "FLOP/B",
             (Column("work", "arithmetic_intensity", "FLOP/B", digits(".4g")),),
+        ),
+    ] = None
+    roof: Annotated[
+        Roof | None, "throughput {}, measured before the kernels (--metric roofline, --report)"
+    ] = None
+    roof_share: Annotated[
+        float | None,
+        Meaning(
+            "TFLOPS / the lower of the measured peak and FLOP/B · the measured bandwidth",
+            columns=(Column("work", "roofline", "of roof", digits(".0%")),),
         ),
     ] = None
     peak_bytes: Annotated[

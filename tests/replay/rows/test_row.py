@@ -58,7 +58,7 @@ def test_a_replays_rows_have_no_other_leaves(
     quick: Settings,
 ) -> None:
     broken = kernels("broken", lambda **a: torch.zeros_like(a["query"]))
-    settings = replace(quick, compare_stats=True, errors_against="broken")
+    settings = replace(quick, compare_stats=True, errors_against="broken", roofline=True)
     call = make_call(with_output=True)
     known = {item.path for item in FIELDS} | IN_JSON_ALONE
     empty = {"speedup", "core_time_ms", "layer_host_ms", "gpu_before", "gpu_during"}
@@ -66,6 +66,8 @@ def test_a_replays_rows_have_no_other_leaves(
     empty.add("accuracy.chosen")
     for produced in replay([workload(call)], [broken], settings):
         assert set(leaves(row_to_json(produced))) <= known | empty
+        assert produced.roof is not None
+        assert (produced.roof_share is None) == (produced.tflops is None)
 
 
 def test_a_table_says_nothing_to_the_terminal() -> None:

@@ -1,0 +1,74 @@
+"""What this machine can do at most, measured: the two limits of a roofline (Williams et al. 2009).
+
+The fastest of several large matrix products, and of several copies between buffers that no cache
+holds. A kernel that computes in fewer bits than its inputs have may lie above the first; one whose
+tensors a cache holds, above the second.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+
+import torch
+
+from replay.rows.row import Roof
+
+SECONDS = 0.1
+"""How long each of them is tried for, after one call that warms up."""
+SIDES = {"cuda": (8192,), "cpu": (256, 1024)}
+"""Of square matrices. A CPU without instructions for a dtype stops at the first."""
+SLOW = 0.025
+"""Seconds of one call after which no larger matrix is tried."""
+COPIED_BYTES = {"cuda": 2**29, "cpu": 2**27}
+
+
+def measure_roof(dtype: torch.dtype, device: torch.device) -> Roof:
+    """Matrix products in `dtype`, and copies, on a device that nothing else is at work on."""
+    return Roof(_tflops(dtype, device), _gb_per_s(device))
+
+
+def _tflops(dtype: torch.dtype, device: torch.device) -> float:
+    fastest = 0.0
+    for side in SIDES[device.type]:
+        factor = torch.randn(side, side, device=device).to(dtype)
+        product = torch.empty_like(factor)
+        multiply = functools.partial(torch.matmul, factor, factor, out=product)
+        seconds = _fastest(multiply, device)
+        fastest = max(fastest, 2 * side**3 / seconds / 1e12)
+        if seconds > SLOW:
+            break
+    return fastest
+
+
+def _gb_per_s(device: torch.device) -> float:
+    source = torch.zeros(COPIED_BYTES[device.type], dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    seconds = _fastest(lambda: target.copy_(source), device)
+    return 2 * source.numel() / seconds / 1e9
+
+
+def _fastest(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the fastest call."""
+    clock = _gpu_seconds if device.type == "cuda" else _cpu_seconds
+    clock(work)
+    found, deadline = clock(work), time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        found = min(found, clock(work))
+    return found
+
+
+def _cpu_seconds(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def _gpu_seconds(work: Callable[[], object]) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3

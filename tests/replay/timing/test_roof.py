@@ -1,0 +1,45 @@
+"""What the machine can do at most: two measured figures, and the line that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from replay.rows.row import Roof
+from replay.timing import roof
+from replay.timing.roof import measure_roof
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_fastest_call_counts(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    monkeypatch.setattr(roof, "SECONDS", 0.005)
+    monkeypatch.setattr(roof, "SIDES", {"cpu": (32, 64)})
+    monkeypatch.setattr(roof, "COPIED_BYTES", {"cpu": 1000})
+    taken: list[float] = []
+
+    def slow_at_first(work: Callable[[], object]) -> float:
+        work()
+        taken.append(0.002 if len(taken) % 3 else 9.0)
+        return taken[-1]
+
+    monkeypatch.setattr(roof, "_cpu_seconds", slow_at_first)
+    found = measure_roof(dtype, torch.device("cpu"))
+    assert found.tflops == pytest.approx(2 * 64**3 / 0.002 / 1e12)
+    assert found.gb_per_s == pytest.approx(2 * 1000 / 0.002 / 1e9)
+
+
+def test_memory_limits_what_reads_much_for_its_work() -> None:
+    machine = Roof(tflops=2.0, gb_per_s=100.0)
+    assert machine.at(10.0) == pytest.approx(1.0)
+    assert machine.at(20.0) == pytest.approx(2.0)
+    assert machine.at(400.0) == 2.0
+
+
+def test_a_slow_dtype_costs_no_large_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roof, "SECONDS", 0.0)
+    monkeypatch.setattr(roof, "SIDES", {"cpu": (16, 2**20)})
+    monkeypatch.setattr(roof, "COPIED_BYTES", {"cpu": 1000})
+    monkeypatch.setattr(roof, "_cpu_seconds", lambda work: (work(), 1.0)[1])
+    assert measure_roof(torch.float16, torch.device("cpu")).tflops == pytest.approx(8192 / 1e12)
