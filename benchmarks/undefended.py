@@ -48,7 +48,7 @@ class Blind:
         return ()
 
 
-def _settle(guard: Guard, kernel: str, *, thoroughly: bool = True) -> None: ...
+def _settle(guard: Guard, kernel: str) -> None: ...
 
 
 def _timed_finding(checker: Checker, timed: Timed) -> Finding:

@@ -15,25 +15,15 @@ class Guard:
         self._functions = Functions()
         self._changed: dict[str, dict[str, None]] = {}
         self._replaced: dict[str, dict[str, None]] = {}
-        self._since_look: set[str] = set()
-        """The kernels that ran since functions were last looked at."""
-        self._disturbing: set[str] = set()
 
-    def settle(self, kernel: str, *, thoroughly: bool = True) -> None:
+    def settle(self, kernel: str) -> None:
         """Put everything back, and note what this kernel has changed.
 
-        Args:
-            thoroughly: also look at functions, which are thousands.
+        Called whenever a kernel ran, before another does: else that one would be blamed.
         """
         if changed := self._state.restore():
             self._changed.setdefault(kernel, {}).update(dict.fromkeys(changed))
-        replaced = self._hooks.restore()
-        if changed or replaced:
-            self._disturbing.add(kernel)
-        self._since_look.add(kernel)
-        if thoroughly:
-            replaced += self._look()
-        if replaced:
+        if replaced := [*self._hooks.restore(), *self._functions.restore()]:
             self._replaced.setdefault(kernel, {}).update(dict.fromkeys(replaced))
 
     def flags(self, kernel: str) -> tuple[str, ...]:
@@ -41,12 +31,8 @@ class Guard:
         return tuple(f"changes {name}" for name in self._changed.get(kernel, ()))
 
     def disturbing(self) -> list[str]:
-        """The kernels that changed settings, or after which functions were other ones.
-
-        Where it was several calls until that was noticed, all kernels that were called.
-        """
-        self._look()
-        return sorted(self._disturbing)
+        """The kernels that changed settings, or after which functions were other ones."""
+        return sorted({*self._changed, *self._replaced})
 
     def replaced(self, kernel: str) -> str:
         """Functions that the kernel was seen to replace, in a sentence; empty for none."""
@@ -55,10 +41,3 @@ class Guard:
             return ""
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         return f"replaces {names[0]}{more}, which measurements rely on"
-
-    def _look(self) -> list[str]:
-        """Put functions back; the names of those that were replaced."""
-        if replaced := self._functions.restore():
-            self._disturbing.update(self._since_look)
-        self._since_look.clear()
-        return replaced

@@ -138,7 +138,7 @@ def _replay_call(
         if name is not None and name not in options.excluded:
             everyone.setdefault(name, find(name))
     inputs, seed = Inputs(*forms.all), secrets.randbits(63)
-    compared = _compared_output(forms, inputs, everyone, settings, report)
+    compared = _compared_output(forms, inputs, guard, everyone, settings, report)
     report(REFERENCE)
     referee = referees(call, seed, settings, compared)
     save_to = _save_to(settings, options, loaded.facts)
@@ -230,6 +230,7 @@ def local_referee(
 def _compared_output(
     forms: Forms,
     inputs: Inputs,
+    guard: Guard,
     kernels: dict[str, Kernel],
     settings: Settings,
     report: Callable[[str], None],
@@ -239,7 +240,9 @@ def _compared_output(
     if compared is None:
         return None
     report(compared.name)
-    return output_of(compared, forms, inputs)
+    output = output_of(compared, forms, inputs)
+    guard.settle(compared.name)
+    return output
 
 
 def _save_to(settings: Settings, options: WorkerOptions, facts: CallFacts) -> Path | None:
@@ -271,12 +274,6 @@ def time_together(
             except BaseException as error:
                 faults[name] = classify(error).reason
             witness.settle(name)
-    parts = list(functions)
-
-    def settle(stage: str, done: int, _total: int) -> None:
-        if stage == "warm-up":
-            witness.settle(parts[done - 1].kernel)
-
     with stderr_apart(options):
         measured = measure(
             functions,
@@ -287,7 +284,6 @@ def time_together(
             seed=settings.seed,
             max_seconds=settings.max_seconds,
             max_noise=settings.max_noise,
-            on_progress=settle,
             on_sample=lambda part: report(part.kernel),
             synchronous=options.synchronous,
             witness=witness,

@@ -97,7 +97,7 @@ class Witness:
 
     def after(self, part: Part) -> None:
         look_closer = self._look_closer or part not in self._warm
-        self._guard.settle(part.kernel, thoroughly=look_closer)
+        self._guard.settle(part.kernel)
         self._compare_inputs(self._checked[part.kernel], in_full=look_closer)
         self._warm.add(part)
         self._calls = 0

@@ -21,9 +21,6 @@ from replay.timing.timer import Cache, Candidate, Function, Timer, timer_for
 K = TypeVar("K", bound=Hashable)
 """What candidates are known by."""
 
-Progress = Callable[[str, int, int], None]
-"""Called with the stage ("warm-up" or "round"), how many are done and how many there are."""
-
 MORE_ROUNDS = 1.5
 """From one look at the noise to the next."""
 MINIMUM_WARM_UP_MS = 20.0
@@ -83,7 +80,6 @@ def measure(
     seed: int = 0,
     max_seconds: float = SECONDS,
     max_noise: float | None = None,
-    on_progress: Progress | None = None,
     on_sample: Callable[[K], None] | None = None,
     synchronous: bool = False,
     witness: Witness[K] | None = None,
@@ -114,17 +110,13 @@ def measure(
             candidate.before = partial(witness.before, key)
             candidate.keep = partial(witness.keep, key)
             candidate.after = partial(witness.after, key)
-    report = on_progress or (lambda stage, done, total: None)
     announce = on_sample or (lambda key: None)
-    for done, (key, candidate) in enumerate(entered.items(), start=1):
+    for key, candidate in entered.items():
         announce(key)
         warm_up(candidate, timer, rounds, max_seconds)
-        report("warm-up", done, len(entered))
     gpu_before = timer.state()
     enough = None if max_noise is None else Enough(max_noise)
-    gpu_during = run_rounds(
-        entered, timer, seed, report, announce, enough=enough, synchronous=synchronous
-    )
+    gpu_during = run_rounds(entered, timer, seed, announce, enough=enough, synchronous=synchronous)
     return {
         key: Samples(
             ms=tuple(candidate.ms),
@@ -215,7 +207,6 @@ def run_rounds(
     candidates: Mapping[K, Candidate],
     timer: Timer,
     seed: int,
-    report: Progress,
     announce: Callable[[K], None] = lambda key: None,
     *,
     enough: Enough | None = None,
@@ -255,7 +246,6 @@ def run_rounds(
             gpu_during = timer.state()
         timer.collect()
         taken.note()
-        report("round", done + 1, total)
         if enough is not None and enough.after(
             done + 1, [each.ms for _, each in order if each.error is None]
         ):

@@ -97,8 +97,6 @@ def test_a_function_is_put_back_and_costs_the_row(
 ) -> None:
     guard, real = Guard(), getattr(owner, name)
     monkeypatch.setattr(owner, name, slower)
-    guard.settle("mine", thoroughly=False)
-    assert guard.replaced("mine") == ""
     guard.settle("mine")
     assert guard.replaced("mine").startswith(f"replaces {owner.__name__}.{name}, which")
     assert getattr(owner, name) is real
@@ -115,7 +113,7 @@ def test_a_method_that_a_class_inherits_is_put_back(monkeypatch: pytest.MonkeyPa
 def test_a_hook_that_runs_after_the_kernel_is_found_at_once() -> None:
     guard, before = Guard(), sys.getprofile()
     sys.setprofile(lambda frame, event, argument: None)
-    guard.settle("mine", thoroughly=False)
+    guard.settle("mine")
     assert guard.replaced("mine").startswith("replaces sys.getprofile, which")
     assert sys.getprofile() is before
 
@@ -124,7 +122,7 @@ def test_a_hook_that_runs_after_the_kernel_is_found_at_once() -> None:
 def test_a_mode_that_is_left_is_ended_and_costs_the_row(mode: Any) -> None:
     guard = Guard()
     mode.__enter__()
-    guard.settle("mine", thoroughly=False)
+    guard.settle("mine")
     assert re.match("replaces the stack of torch .* modes, which", guard.replaced("mine"))
     guard.settle("other")
     assert guard.replaced("other") == ""
@@ -145,19 +143,19 @@ def test_what_cannot_be_put_back_is_held_against_one_kernel_only(
     assert guard.flags("other") == ()
 
 
-def test_all_that_ran_since_the_last_look_may_have_replaced_a_function(
+def test_who_replaces_a_function_is_told_from_who_runs_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     guard = Guard()
-    guard.settle("before")
-    for kernel in ("guilty", "innocent"):
-        monkeypatch.setattr(time, "perf_counter", slower)
-        guard.settle(kernel, thoroughly=False)
-    assert guard.disturbing() == ["guilty", "innocent"]
-    guard.settle("after")
+    for kernel in ("before", "guilty", "after"):
+        if kernel == "guilty":
+            monkeypatch.setattr(time, "perf_counter", slower)
+        guard.settle(kernel)
+    assert guard.disturbing() == ["guilty"]
     torch.set_default_dtype(torch.float64)
-    guard.settle("another", thoroughly=False)
-    assert guard.disturbing() == ["another", "guilty", "innocent"]
+    guard.settle("another")
+    assert guard.disturbing() == ["another", "guilty"]
+    assert guard.replaced("after") == ""
 
 
 def test_a_recursion_limit_may_rise_and_not_fall() -> None:

@@ -53,10 +53,6 @@ class FakeTimer:
         return self.lost
 
 
-def silent(stage: str, done: int, total: int) -> None:
-    pass
-
-
 def raising_at(call: int) -> Callable[[], float]:
     calls = 0
 
@@ -89,7 +85,7 @@ def alternating(*milliseconds: float) -> Callable[[], float]:
 def test_every_candidate_is_sampled_once_a_round_in_shuffled_order() -> None:
     timer = FakeTimer()
     candidates = [Candidate(constant(index + 1.0), rounds=20) for index in range(4)]
-    run_rounds(dict(enumerate(candidates)), timer, seed=3, report=silent)
+    run_rounds(dict(enumerate(candidates)), timer, seed=3)
     assert len(timer.rounds) == 20
     assert all(set(order) == set(candidates) for order in timer.rounds)
     assert all(len(order) == 4 for order in timer.rounds)
@@ -103,7 +99,7 @@ def test_the_seed_decides_the_order() -> None:
     def orders(seed: int) -> list[list[int]]:
         timer = FakeTimer()
         candidates = [Candidate(constant(1.0), rounds=8) for _ in range(5)]
-        run_rounds(dict(enumerate(candidates)), timer, seed, silent)
+        run_rounds(dict(enumerate(candidates)), timer, seed)
         return [[candidates.index(each) for each in order] for order in timer.rounds]
 
     assert orders(1) == orders(1)
@@ -113,7 +109,7 @@ def test_the_seed_decides_the_order() -> None:
 def test_fewer_rounds_are_the_first_ones() -> None:
     timer = FakeTimer()
     quick, slow = Candidate(constant(1.0), rounds=10), Candidate(constant(9.0), rounds=3)
-    run_rounds({"quick": quick, "slow": slow}, timer, 0, silent)
+    run_rounds({"quick": quick, "slow": slow}, timer, 0)
     assert [slow in order for order in timer.rounds] == [True] * 3 + [False] * 7
     assert (len(quick.ms), len(slow.ms)) == (10, 3)
 
@@ -121,7 +117,7 @@ def test_fewer_rounds_are_the_first_ones() -> None:
 def test_one_that_raises_is_dropped_and_the_others_go_on() -> None:
     timer = FakeTimer()
     sound, failing = Candidate(constant(1.0), rounds=6), Candidate(raising_at(3), rounds=6)
-    run_rounds({"sound": sound, "failing": failing}, timer, 0, silent)
+    run_rounds({"sound": sound, "failing": failing}, timer, 0)
     assert len(sound.ms) == 6
     assert failing.ms == [10.0, 10.0]
     assert str(failing.error) == "call 3"
@@ -131,7 +127,7 @@ def test_one_that_raises_is_dropped_and_the_others_go_on() -> None:
 def test_one_that_would_end_the_program_is_dropped(error: BaseException) -> None:
     timer = FakeTimer()
     sound, failing = Candidate(constant(1.0), rounds=3), Candidate(raising(error), rounds=3)
-    run_rounds({"sound": sound, "failing": failing}, timer, 0, silent)
+    run_rounds({"sound": sound, "failing": failing}, timer, 0)
     assert (len(sound.ms), failing.ms, failing.error) == (3, [], error)
     never_warm = Candidate(raising(error))
     warm_up(never_warm, timer, 3, 1.0)
@@ -141,7 +137,7 @@ def test_one_that_would_end_the_program_is_dropped(error: BaseException) -> None
 def test_the_users_interrupt_is_nobodys_fault() -> None:
     interrupted = Candidate(raising(KeyboardInterrupt()), rounds=3)
     with pytest.raises(KeyboardInterrupt):
-        run_rounds({"interrupted": interrupted}, FakeTimer(), 0, silent)
+        run_rounds({"interrupted": interrupted}, FakeTimer(), 0)
     with pytest.raises(KeyboardInterrupt):
         warm_up(Candidate(raising(KeyboardInterrupt())), FakeTimer(), 3, 1.0)
 
@@ -209,7 +205,7 @@ def test_rounds_shrink_to_what_there_is_time_for(
 def test_rounds_end_when_all_are_known_well_twice_in_a_row() -> None:
     def rounds_of(**functions: Callable[[], float]) -> list[int]:
         candidates = {name: Candidate(each, rounds=60) for name, each in functions.items()}
-        run_rounds(candidates, FakeTimer(), 0, silent, enough=rounds.Enough(0.01))
+        run_rounds(candidates, FakeTimer(), 0, enough=rounds.Enough(0.01))
         return [len(each.ms) for each in candidates.values()]
 
     assert rounds_of(steady=constant(10.0)) == [9]  # looked at after 6 and 9
@@ -219,19 +215,17 @@ def test_rounds_end_when_all_are_known_well_twice_in_a_row() -> None:
 
 def test_one_that_has_no_rounds_left_keeps_nobody_waiting() -> None:
     slow, steady = Candidate(alternating(1.0, 2.0), rounds=6), Candidate(constant(1.0), rounds=60)
-    run_rounds({"slow": slow, "steady": steady}, FakeTimer(), 0, silent, enough=rounds.Enough(0.01))
+    run_rounds({"slow": slow, "steady": steady}, FakeTimer(), 0, enough=rounds.Enough(0.01))
     assert (len(slow.ms), len(steady.ms)) == (6, 14)  # looked at after 6, 9 and 14
 
 
 def test_measure_on_the_cpu() -> None:
     small, large = torch.randn(8, 8), torch.randn(300, 300)
-    progress: list[tuple[str, int, int]] = []
     samples = measure(
         {"small": lambda: small @ small, "large": lambda: large @ large, "bad": raising_at(1)},
         "cpu",
         cache="warm",
         rounds=4,
-        on_progress=lambda *step: progress.append(step),
     )
     assert list(samples) == ["small", "large", "bad"]
     assert len(samples["small"].ms) == len(samples["large"].ms) == 4
@@ -241,9 +235,6 @@ def test_measure_on_the_cpu() -> None:
     assert samples["small"].gpu_before is None
     assert samples["bad"].ms == ()
     assert str(samples["bad"].error) == "call 1"
-    assert progress == [("warm-up", n, 3) for n in (1, 2, 3)] + [
-        ("round", n, 4) for n in range(1, 5)
-    ]
 
 
 def test_each_sample_follows_calls_of_the_same_function() -> None:
@@ -301,7 +292,7 @@ def test_a_device_that_is_lost_ends_the_measurement_at_its_culprit() -> None:
     others = {name: Candidate(lambda: 1.0, rounds=2) for name in ("one", "two")}
     named: list[str] = []
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        run_rounds({**others, "culprit": culprit}, timer, 0, silent, named.append)
+        run_rounds({**others, "culprit": culprit}, timer, 0, named.append)
     assert named[-1] == "culprit"
     with pytest.raises(RuntimeError, match="illegal memory access"):
         warm_up(culprit, timer, rounds=2, max_seconds=1.0)
@@ -319,7 +310,7 @@ def test_times_that_were_taken_cannot_be_changed(change: Callable[[list[float]],
         return 5.0
 
     cheat = Candidate(changing, rounds=8)
-    run_rounds({"others": others, "cheat": cheat}, FakeTimer(), 0, silent)
+    run_rounds({"others": others, "cheat": cheat}, FakeTimer(), 0)
     assert others.error is None
     assert others.ms == [10.0] * 8
     assert "changes times that were taken before" in str(cheat.error)
@@ -328,6 +319,6 @@ def test_times_that_were_taken_cannot_be_changed(change: Callable[[list[float]],
 def test_what_a_failing_candidate_left_is_seen_to_before_the_next() -> None:
     seen: list[str] = []
     fails = Candidate(raising_at(2), after=lambda: seen.append("after"), rounds=8)
-    run_rounds({"fails": fails}, FakeTimer(), 0, silent)
+    run_rounds({"fails": fails}, FakeTimer(), 0)
     assert fails.error is not None
     assert seen == ["after"]
