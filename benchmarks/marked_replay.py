@@ -13,17 +13,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from replay.cli import main as command
+from replay.cli import progress
+from replay.cli.main import main
 
 _marks: list[tuple[float, str, str]] = []
 """Time, call and stage of each report; neither for the end of the last row."""
-_progress = command._progress
+_shown_progress = progress.shown_progress
 
 
 @contextlib.contextmanager
-def marked(total: int) -> Iterator[Callable[[Any, str], None]]:
+def marked(total: int, *, quiet: bool) -> Iterator[Callable[[Any, str], None]]:
     """In place of the command's progress."""
-    with _progress(total) as report:
+    with _shown_progress(total, quiet=quiet) as report:
 
         def mark(workload: Any, stage: str) -> None:
             _marks.append((time.perf_counter(), workload.name, stage))
@@ -34,8 +35,8 @@ def marked(total: int) -> Iterator[Callable[[Any, str], None]]:
 
 
 if __name__ == "__main__":
-    command._progress = marked
+    progress.shown_progress = marked
     try:
-        command.main(sys.argv[2:])
+        main(sys.argv[2:])
     finally:
         Path(sys.argv[1]).write_text(json.dumps(_marks))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,12 +15,15 @@ from attention_replay import Error
 from capture.cli.arguments import OneSentenceParser, natural, positive
 from capture.cli.models_package import import_models
 from capture.cli.standard_streams import make_usable
+from capture.cli.verbosity import add_verbosity, narrated
 from capture.printable import printable
 from capture.recording.ranges import parse_ranges
 from capture.recording.sampling import PHASES, check_sample
 
 if TYPE_CHECKING:
     from capture.recording.recording import Recording
+
+logger = logging.getLogger(__name__)
 
 EXAMPLES = """examples:
   capture --model cogvideo --max 10                     record 10 attention calls of CogVideoX
@@ -40,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = _parser()
     arguments = parser.parse_args(argv)
     try:
-        code = _dispatch(arguments, parser)
+        with narrated(arguments.verbose):
+            code = _dispatch(arguments, parser)
     except KeyboardInterrupt:
         print(
             f"capture: interrupted; calls already in {arguments.out} are readable", file=sys.stderr
@@ -138,6 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--show", metavar="DIR", help="list what DIR contains")
     inspect.add_argument("--verify", metavar="DIR", help="check files and recompute outputs")
     inspect.add_argument("--repair", metavar="DIR", help="finish what a killed capture left in DIR")
+    add_verbosity(parser)
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     parser.add_version()
     return parser
@@ -152,7 +159,7 @@ def _dispatch(arguments: argparse.Namespace, parser: argparse.ArgumentParser) ->
     if arguments.show:
         return _show(arguments.show)
     if arguments.verify:
-        return _verify(arguments.verify)
+        return _verify(arguments.verify, quiet=arguments.quiet)
     if arguments.repair:
         return _repair(arguments.repair)
     if not arguments.model:
@@ -173,7 +180,7 @@ def _capture(arguments: argparse.Namespace) -> int:
     from capture.storage.target import Target, current_rank, rank_name
 
     name = _capture_name(arguments.model)
-    progress = Console(stderr=True)
+    progress, warnings = Console(stderr=True, quiet=arguments.quiet), Console(stderr=True)
     # A full-size model takes minutes to load, so fail early.
     rank = current_rank() if arguments.rank is None else arguments.rank
     Target.check(arguments.out, rank_name(name, rank), overwrite=arguments.overwrite)
@@ -189,6 +196,7 @@ def _capture(arguments: argparse.Namespace) -> int:
             dtype=arguments.dtype,
             device=arguments.device,
         )
+    logger.info("loaded %s", name)
     progress.print(Text(f"{name}: weights {runnable.weights}"))
     if runnable.note:
         progress.print(Text(f"{name}: {runnable.note}"))
@@ -215,25 +223,32 @@ def _capture(arguments: argparse.Namespace) -> int:
         audit=arguments.audit,
     ) as recording:
         _run_with_progress(runnable, recording, progress)
+        logger.info("ran %s: %d calls seen, %d kept", name, recording.seen, recording.kept)
+    logger.info("stored %s", human_bytes(recording.nbytes))
     if not recording.kept and not recording.lost:
         raise CaptureError("; ".join(recording.problems))
     if recording.without_heads:
-        progress.print(
+        warnings.print(
             f"{recording.without_heads} calls are not stored: they have no call of just these heads"
         )
     if recording.refused_for_bytes:
-        progress.print("reached --max-bytes: fewer calls are stored, less evenly spread")
+        warnings.print("reached --max-bytes: fewer calls are stored, less evenly spread")
     size = human_bytes(recording.nbytes)
     count = f"{recording.kept} of {recording.seen} attention calls"
     print(f"recorded {count} ({size}) in {arguments.out}/")
     if recording.summary:
         progress.print(Text(recording.summary))
     if recording.audit:
-        progress.print(Text(str(recording.audit)))
+        warnings.print(Text(str(recording.audit)))
     for each in recording.gone_past:
         print(f"note: not seen, and not in the census: {printable(str(each))}", file=sys.stderr)
     for problem in recording.problems:
         print(f"capture: {_with_flags(problem)}", file=sys.stderr)
+    if recording.kept and not arguments.quiet:
+        command = shlex.join(["replay", "--dir", arguments.out])
+        print(
+            f"next: replay these calls through every kernel: {printable(command)}", file=sys.stderr
+        )
     return 1 if recording.problems else 0
 
 
@@ -277,7 +292,7 @@ def _repair(directory: str) -> int:
     return 0
 
 
-def _verify(directory: str) -> int:
+def _verify(directory: str, *, quiet: bool) -> int:
     from rich.console import Console
 
     from capture.cli.show import show_findings
@@ -287,7 +302,7 @@ def _verify(directory: str) -> int:
     dataset = load(directory)
     if dataset.note:
         print(f"note: {printable(dataset.note)}", file=sys.stderr)
-    with Console(stderr=True).status("checking files and recomputing outputs …"):
+    with Console(stderr=True, quiet=quiet).status("checking files and recomputing outputs …"):
         findings = verify(dataset)
     show_findings(findings, Console())
     bad = sum(not finding.good for finding in findings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from capture.cli.arguments import OneSentenceParser, natural, positive, seconds, share
+from capture.cli.verbosity import add_verbosity
 from replay.cli.end_to_end_arguments import add_arguments
 from replay.rows.fields import METRICS
 from replay.timing.defaults import (
@@ -179,6 +180,7 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument(
         "--check", action="store_true", help="exit with 1 if a kernel fails or is inaccurate"
     )
+    add_verbosity(report)
     report.add_argument("--debug", action="store_true", help="show tracebacks")
     command.add_version()
     add_arguments(command)

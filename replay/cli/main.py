@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from attention_replay import Error
 from capture.cli.standard_streams import make_usable
+from capture.cli.verbosity import narrated
 from capture.printable import printable
 from replay.cli.arguments import parser
 from replay.cli.end_to_end_arguments import misuse
@@ -28,12 +30,15 @@ if TYPE_CHECKING:
     from replay.cli.end_to_end import ModelOptions
     from replay.end_to_end.check import Checked
     from replay.kernels.registry import Kernel
+    from replay.plan.plan import Budget, Plan
     from replay.rows.row import Row
     from replay.timing.timer import Cache
     from replay.workers.execution import Assignment, Execution
     from replay.workers.process import First
     from replay.workloads.recorded import Workload
 
+
+logger = logging.getLogger(__name__)
 
 SOURCES = ("dir", "random", "suite", "list_kernels", "selftest")
 """Arguments that say what to do."""
@@ -48,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     make_usable()
     arguments = parser().parse_args(argv)
     try:
-        code = _dispatch(arguments)
+        with narrated(arguments.verbose):
+            code = _dispatch(arguments)
     except KeyboardInterrupt:
         print("replay: interrupted", file=sys.stderr)
         code = 130
@@ -100,24 +106,28 @@ def _replay(arguments: argparse.Namespace, metrics: list[str], first: First | No
             kernels = _kernels(arguments, options, where, device)
             settings = _settings(arguments, device)
             workloads, note = _workloads(arguments, device, kernels)
-            for each in (note, _no_readings(arguments, device)):
-                if each:
-                    print(f"replay: {printable(each)}", file=sys.stderr)
+            unread = "" if arguments.quiet else _no_readings(arguments, device)
+            for each in filter(None, (note, unread)):
+                print(f"replay: {printable(each)}", file=sys.stderr)
             assigned = where.assign(kernels, settings.device)
+            for name, those in assigned.items():
+                logger.info("in %s: %s", name, ", ".join(kernel.name for kernel in those))
             rows = _run(workloads, assigned, settings, where, arguments)
-        if "-" not in (arguments.json, arguments.csv):
+        if _tables_are_shown(arguments):
             _print_tables(rows, settings, metrics, arguments)
-        if options is None:
-            return _exit_code(rows, [], arguments)
-        if arguments.plan:
-            _plan(options, kernels, rows, arguments)
+        plan = None
+        if options is not None and options.budget is not None:
+            plan = _plan(options, options.budget, kernels, rows, arguments)
         checks: list[Checked] = []
-        if arguments.e2e:
+        if options is not None and arguments.e2e:
             # The workers have exited: a full-size model needs their memory.
             checks = _check_models(
                 options, rows, assigned, pythons, settings, arguments, models_file
             )
-    return _exit_code(rows, checks, arguments)
+    code = _exit_code(rows, checks, arguments)
+    if not arguments.quiet and _tables_are_shown(arguments):
+        _print_next_step(arguments, rows, plan)
+    return code
 
 
 def _shared_file(arguments: argparse.Namespace) -> str:
@@ -158,7 +168,7 @@ def _selftest(arguments: argparse.Namespace, device: torch.device) -> int:
     from replay.report.selftest import print_selftest
 
     with reserved_stdout() as stdout, _opened(arguments.json, stdout) as file:
-        verdict = run_selftest(device, file)
+        verdict = run_selftest(device, file, quiet=arguments.quiet)
     print_selftest(verdict, _console(arguments))
     return 0 if verdict.passed else 1
 
@@ -180,6 +190,7 @@ def _run(
     arguments: argparse.Namespace,
 ) -> list[Row]:
     from replay.bench.resume import begin_again, finished_rows
+    from replay.cli.progress import shown_progress
     from replay.rows.files import write_csv, write_jsonl
     from replay.timing.machine import describe
 
@@ -192,6 +203,8 @@ def _run(
     def collected(produced: Iterator[Row]) -> Iterator[Row]:
         for row in produced:
             rows.append(row)
+            if row.first_call_ms is not None:
+                logger.info("first call of %s: %.1f ms", row.id, row.first_call_ms)
             yield row
 
     # JSON is written row by row, so an interrupted run keeps what it measured.
@@ -200,7 +213,7 @@ def _run(
         _opened(arguments.json, stdout, append=arguments.resume) as json_file,
         _opened(arguments.csv, stdout) as csv_file,
     ):
-        with _progress(len(workloads)) as report:
+        with shown_progress(len(workloads), quiet=arguments.quiet) as report:
             produced = collected(where.replay(workloads, assigned, settings, report))
             if json_file is not None:
                 write_jsonl(produced, json_file)
@@ -211,23 +224,17 @@ def _run(
     return rows
 
 
-@contextlib.contextmanager
-def _progress(total: int) -> Iterator[Callable[[Workload, str], None]]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+def _tables_are_shown(arguments: argparse.Namespace) -> bool:
+    """Whether stdout is for people, not for rows."""
+    return "-" not in (arguments.json, arguments.csv)
 
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("replay", total=total)
-        order: dict[str, int] = {}
 
-        def report(workload: Workload, stage: str) -> None:
-            done = order.setdefault(workload.name, len(order))
-            progress.update(
-                task, completed=done, description=printable(f"{workload.name}: {stage}")
-            )
+def _print_next_step(arguments: argparse.Namespace, rows: list[Row], plan: Plan | None) -> None:
+    from replay.cli.next_step import next_step
 
-        yield report
+    if step := next_step(arguments, rows, plan):
+        # Not wrapped: a command that is broken into lines cannot be pasted.
+        print(f"next: {printable(step)}", file=sys.stderr)
 
 
 def _print_tables(
@@ -268,18 +275,22 @@ def _console(arguments: argparse.Namespace) -> Console:
 
 
 def _plan(
-    options: ModelOptions, kernels: Sequence[Kernel], rows: list[Row], arguments: argparse.Namespace
-) -> None:
+    options: ModelOptions,
+    budget: Budget,
+    kernels: Sequence[Kernel],
+    rows: list[Row],
+    arguments: argparse.Namespace,
+) -> Plan:
     from replay.end_to_end.model_process import OWN
     from replay.plan.choose import choose, uniform
     from replay.report.plan import print_plan
 
-    budget, census = options.budget, options.captures[0].census
-    assert budget is not None
+    census = options.captures[0].census
     exclusive = {kernel.name for kernel in kernels if kernel.own_process}
     plan = choose(rows, census, budget, OWN, exclusive)
     plan.save(arguments.plan)
     print_plan(plan, uniform(rows, census, budget, OWN), _console(arguments))
+    return plan
 
 
 def _check_models(
@@ -297,10 +308,13 @@ def _check_models(
     from replay.cli.end_to_end import check_models, write_json
     from replay.report.end_to_end import print_checks
 
-    console, found = _console(arguments), []
-    with Console(stderr=True).status("") as status:
+    console, found, stages = _console(arguments), [], [""]
+    with Console(stderr=True, quiet=arguments.quiet).status("") as status:
 
         def report(stage: str) -> None:
+            if stage != stages[-1]:
+                logger.info("%s", stage)
+                stages.append(stage)
             status.update(Text(printable(stage)))
 
         produced = check_models(options, arguments, rows, assigned, pythons, settings, report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
@@ -18,6 +19,8 @@ from replay.workers.environments import Environment, Found, assign, replay_in_wo
 from replay.workers.judge import Judge
 from replay.workers.process import First
 from replay.workloads.recorded import Workload
+
+logger = logging.getLogger(__name__)
 
 Findings = dict[str, dict[str, Found]]
 """What is known of a kernel, by environment and name."""
@@ -111,6 +114,8 @@ def execution(
     }
     for name, python in interpreters.items():
         environments[name] = Environment(name, python, timeout, judge=judge)
+    for name, python in {HERE: sys.executable, **interpreters}.items():
+        logger.info("environment %s: %s", name, python)
     try:
         yield Workers(environments)
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import selectors
 import signal
@@ -16,6 +17,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from replay.rows.row import Status
+
+logger = logging.getLogger(__name__)
 
 LOG_BYTES = 4000
 """What is kept of a worker's output: its end."""
@@ -202,6 +205,8 @@ class Process:
             os.close(child_writes)
         assert child.stdout is not None
         os.set_blocking(child.stdout.fileno(), False)
+        role = self._handler.rpartition(".")[2].replace("_", " ")
+        logger.info("started a %s: process %d of %s", role, child.pid, self.python)
         self._child, self._requests, self._replies = child, requests, replies
         self._selector = selectors.DefaultSelector()
         self._selector.register(replies, selectors.EVENT_READ)
@@ -215,6 +220,8 @@ class Process:
             if "answers" in self._receive(max(self.timeout, ANSWERING_SECONDS)):
                 self._receive(STARTING_SECONDS)
             self._is_ready = True
+            assert self._child is not None
+            logger.info("process %d is ready", self._child.pid)
         except Died as death:
             last = death.log.strip().splitlines()[-1:]
             raise CannotStart(": ".join([death.reason, *last])) from death
@@ -275,6 +282,7 @@ class Process:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._child.wait(ENDING_SECONDS)
             reason = _how_it_ended(self._child.poll())
+        logger.info("process %d is gone: %s", self._child.pid, reason)
         self._kill()
         # As much as a pipe holds: what escaped the group may print for ever.
         for _ in range(16):

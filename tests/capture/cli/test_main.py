@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -227,6 +228,20 @@ def test_a_model_that_changes_the_directory(
     code, _, err = run_cli("--model", f"{model_file}:moving", "--out", "out")
     assert code == 0, err
     assert len(load(tmp_path / "out")) == 4
+
+
+def test_quiet_and_verbose(run_cli: Run, tmp_path: Path, model_file: Path) -> None:
+    out = str(tmp_path / "two words")
+    command = ("--model", f"{model_file}:build", "--out", out, "--overwrite")
+    *_, err = run_cli(*command)
+    assert err.endswith(f"next: replay these calls through every kernel: replay --dir '{out}'\n")
+    quiet = run_cli(*command, "--quiet", "--max-bytes", "3k")
+    assert quiet[2].startswith("reached --max-bytes")
+    assert len(quiet[2].splitlines()) == 1
+    assert quiet[1].startswith("recorded 2 of 4")
+    *_, err = run_cli(*command, "--verbose")
+    for said in ("loaded my.py:build", "4 calls seen, 4 kept", "stored "):
+        assert re.search(rf"^ +[\d.]+ s  .*{said}", err, re.MULTILINE), err
 
 
 def test_max_bytes_is_said_to_be_reached(run_cli: Run, tmp_path: Path, model_file: Path) -> None:

@@ -67,7 +67,8 @@ def test_the_heading_says_how_samples_were_taken(
 
 def test_random_shape(run_cli: RunCli) -> None:
     code, out, err = run_cli(*SHAPE, "--causal", *QUICK, "--metric", "all")
-    assert (code, err.strip()) == (0, "replay: energy needs an NVIDIA GPU")
+    assert code == 0
+    assert err.startswith("replay: energy needs an NVIDIA GPU\nnext: ")
     assert "random · synthetic · 1×4/2×70×32 · bfloat16 · causal" in out
     for kernel in ("torch-default", "torch-math", "torch-flash"):
         assert kernel in out
@@ -380,6 +381,43 @@ def test_a_defect_of_ours_is_one_sentence_unless_debugging(
 
     with pytest.raises(RuntimeError, match="boom"):
         main([*SHAPE, *QUICK, "--debug"])
+
+
+def test_the_closing_line_is_for_people(run_cli: RunCli, recorded: Path) -> None:
+    arguments = (*SHAPE, *QUICK, "--kernels", "torch-default,torch-math")
+    _, out, err = run_cli(*arguments)
+    assert err.splitlines() == ["next: record what a model really computes: capture --model llama"]
+    assert "next: " not in out
+    for machine in ("--json=-", "--csv=-"):
+        assert run_cli(*arguments, machine)[2] == ""
+
+
+def test_quiet_leaves_results_and_warnings(run_cli: RunCli, recorded: Path) -> None:
+    arguments = ("--dir", str(recorded), *QUICK, "--kernels", "torch-math", "--quiet")
+    code, out, err = run_cli(*arguments, "--metric", "all")
+    assert (code, err) == (0, "")
+    assert "torch-math" in out
+    (recorded / "manifest.json").unlink()
+    next(iter(recorded.glob("*.safetensors"))).write_bytes(b"damaged")
+    code, out, err = run_cli(*arguments)
+    assert code == 1
+    assert "manifest.json is missing" in err
+    assert "the other calls were replayed" in err
+    assert len(err.splitlines()) == 2
+    assert "torch-math" in out
+
+
+def test_verbose_says_where_the_time_goes(run_cli: RunCli, recorded: Path) -> None:
+    arguments = ("--dir", str(recorded), *QUICK, "--kernels", "torch-math")
+    told = run_cli(*arguments, "--verbose", "--json=-")[2]
+    assert "in this: torch-math" in told
+    assert len(re.findall(r"first call of torch-math: [\d.]+ ms", told)) == 3
+    assert len(re.findall(r"^ +[\d.]+ s  model-\d+ took ", told, re.MULTILINE)) == 3
+    assert re.search(r"3 calls took [\d.]+ s: ", told)
+    assert run_cli(*arguments, "--json=-")[2] == "", "the next command narrates too"
+    code, _, err = run_cli(*arguments, "--verbose", "--quiet")
+    assert code == 2
+    assert "not allowed with argument --verbose" in err
 
 
 def test_list_kernels(run_cli: RunCli, kernels: Callable[..., Kernel]) -> None:

@@ -1,0 +1,92 @@
+"""The closing line of a replay: what to do next, with a command that can be pasted."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Iterator, Sequence
+
+from attention_replay import Error
+from capture.storage.dataset import Dataset
+from replay.cli.arguments import parser
+from replay.end_to_end.rebuild import load_arguments
+from replay.plan.plan import Plan
+from replay.rows.row import Row
+
+SHAPE = ("b", "hq", "hk", "sq", "sk", "d", "dv")
+CARRIED = (
+    *("dir", "random", "suite", *SHAPE, "causal", "dtype", "max_seq", "seed"),
+    *("kernels", "keep", "page_size", "device", "env", "env_file", "timeout", "tolerances"),
+)
+"""Options that the next command takes over from this one, where they were given."""
+
+BUDGET = "cosine=0.998"
+
+
+def next_step(arguments: argparse.Namespace, rows: Sequence[Row], plan: Plan | None) -> str:
+    """Say in one line what to do after a replay; empty if nothing suggests itself.
+
+    Args:
+        plan: what `--plan` wrote.
+    """
+    candidates = [row for row in rows if row.speedup is None or row.kernel != row.speedup.vs]
+    if not any(row.accuracy for row in candidates):
+        return "see what the other kernels need: replay --list-kernels"
+    if not any(row.is_correct for row in candidates):
+        look = _command(arguments, "--metric", "accuracy", "--per-call", "--compare-stats")
+        return f"no kernel is correct; see where each is wrong: {look}"
+    if not arguments.dir:
+        return "record what a model really computes: capture --model llama"
+    written, used = arguments.plan, arguments.use_plan
+    if plan is not None and not plan.kernels:
+        return f"{written} changes nothing: no kernel is faster within {plan.budget}"
+    if used is None and _can_be_rebuilt(arguments):
+        if plan is not None:
+            measure = _command(arguments, "--e2e", "--use-plan", written)
+            return f"measure the plan in the model: {measure}"
+        if not arguments.e2e:
+            return f"see what the whole model gains: {_command(arguments, '--e2e')}"
+    if path := used or written:
+        trusted = ", trust_code=True" if Plan.load(path).code else ""
+        return f"use the plan in your program: with replay.use_plan({str(path)!r}{trusted}): …"
+    if _has_one_census(arguments.dir):
+        choose = _command(arguments, "--plan", "plan.json", "--budget", BUDGET)
+        return f"choose the fastest kernel for each layer: {choose}"
+    return ""
+
+
+def _command(arguments: argparse.Namespace, *further: str) -> str:
+    return shlex.join(["replay", *_carried(arguments), *further])
+
+
+def _carried(arguments: argparse.Namespace) -> Iterator[str]:
+    defaults = parser().parse_args([])
+    for name in CARRIED:
+        given = getattr(arguments, name)
+        if given == getattr(defaults, name):
+            continue
+        option = f"-{name}" if name in SHAPE else f"--{name.replace('_', '-')}"
+        for value in given if isinstance(given, list) else [given]:
+            yield option
+            if value is not True:
+                yield f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _can_be_rebuilt(arguments: argparse.Namespace) -> bool:
+    """Whether `--e2e` can run every model of the recording; how is for `read_options` to say."""
+    try:
+        captures = Dataset.open(arguments.dir).captures
+        for capture in captures:
+            load_arguments(capture, arguments.device or "", trust_code=arguments.trust_code)
+    except Error:
+        return False
+    return bool(captures) and all(each.census.get("rows") and not each.heads for each in captures)
+
+
+def _has_one_census(directory: str) -> bool:
+    """Whether the recording counts the calls of one model, as a plan requires."""
+    try:
+        captures = Dataset.open(directory).captures
+    except Error:
+        return False
+    return len(captures) == 1 and bool(captures[0].census.get("rows")) and not captures[0].heads

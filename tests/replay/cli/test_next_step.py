@@ -1,0 +1,145 @@
+"""The closing line: what it suggests after what, and commands that can be pasted."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from capture.call import Origin
+from capture.storage.call_file import PackedCall
+from capture.storage.capture_record import CaptureRecord
+from capture.storage.dataset import Dataset
+from replay.cli.arguments import parser
+from replay.cli.end_to_end_arguments import misuse
+from replay.cli.next_step import next_step
+from replay.plan.plan import Budget, Choice, Plan
+from replay.rows.row import Row
+from tests.factories import accuracy, call_facts, census, random_call, row, speedup_over
+
+BUILT_IN = {"model": "llama", "given": {}, "size": "tiny", "weights": None}
+COUNTED = census(("layers.0", "prefill", 64, 4))
+
+
+def recording(directory: Path, *captures: CaptureRecord) -> Path:
+    directory.mkdir()
+    dataset = Dataset(directory, [], list(captures))
+    for capture in captures:
+        call = replace(random_call(), origin=Origin(model=capture.model))
+        dataset.entries.append(
+            PackedCall.of(call).write(directory / f"{capture.model}.safetensors")
+        )
+    dataset.save_manifest()
+    return directory
+
+
+def capture(model: str = "llama", **fields: Any) -> CaptureRecord:
+    return CaptureRecord(model, "trained", **{"settings": BUILT_IN, "census": COUNTED, **fields})
+
+
+def measured(status: Any = "ok") -> list[Row]:
+    baseline = row("torch-default", ms=2.0, speedup=speedup_over())
+    return [baseline, row("mine", ms=1.0, status=status, speedup=speedup_over())]
+
+
+def plan(*kernels: str) -> Plan:
+    choices = [
+        Choice(f"layers.{place}", "prefill", kernel, True, True, None, 1.0, 2.0, 1.0, 1, 1)
+        for place, kernel in enumerate(kernels)
+    ]
+    return Plan("llama", "trained", Budget("cosine", 0.9), "torch-default", choices)
+
+
+def said(*given: str, rows: list[Row] | None = None, written: Plan | None = None) -> str:
+    return next_step(parser().parse_args(given), measured() if rows is None else rows, written)
+
+
+def command(sentence: str) -> list[str]:
+    """The arguments of the command that ends a sentence, which must be ones that `replay` takes."""
+    _, _, pasted = sentence.rpartition(": replay ")
+    arguments = shlex.split(pasted)
+    assert misuse(parser().parse_args(arguments)) == ""
+    return arguments
+
+
+def test_after_a_replay_of_recorded_calls_the_whole_model(tmp_path: Path) -> None:
+    directory = str(recording(tmp_path / "two words", capture()))
+    given = ["--kernels", "torch-*,my file.py:k", "--env", "a=/a", "--env", "b=/b", "--timeout=9.5"]
+    found = command(said("--dir", directory, *given, "--metric", "all", "--json", "rows.jsonl"))
+    assert found == [
+        "--dir", directory, "--kernels", "torch-*,my file.py:k", "--env", "a=/a", "--env", "b=/b",
+        "--timeout", "9.5", "--e2e",
+    ]  # fmt: skip
+
+
+def test_after_the_whole_model_a_plan_then_the_plan_in_the_model_then_its_use(
+    tmp_path: Path,
+) -> None:
+    directory, path = str(recording(tmp_path / "recorded", capture())), str(tmp_path / "plan.json")
+    choose = command(said("--dir", directory, "--e2e"))
+    assert choose == ["--dir", directory, "--plan", "plan.json", "--budget", "cosine=0.998"]
+    planning = ("--dir", directory, "--plan", path, "--budget", "cosine=0.9")
+    plan("mine").save(path)
+    measure = command(said(*planning, written=plan("mine")))
+    assert measure == ["--dir", directory, "--e2e", "--use-plan", path]
+    use = said(*measure)
+    assert use == f"use the plan in your program: with replay.use_plan({path!r}): …"
+    plan("mine.py:kernel").save(path)
+    assert f"use_plan({path!r}, trust_code=True)" in said(*measure)
+
+
+def test_a_plan_that_changes_nothing(tmp_path: Path) -> None:
+    directory = str(recording(tmp_path / "recorded", capture()))
+    planning = ("--dir", directory, "--plan", "plan.json", "--budget", "cosine=0.9")
+    found = said(*planning, written=plan("torch-default"))
+    assert found.startswith("plan.json changes nothing: no kernel is faster within cosine")
+
+
+@pytest.mark.parametrize(
+    ("captures", "ends"),
+    [
+        ([capture(settings={})], ["--plan", "plan.json", "--budget", "cosine=0.998"]),
+        ([capture(census={})], None),
+        ([capture(heads="0")], None),
+        ([capture(), capture("flux", settings={})], None),
+        ([capture(), capture("flux")], ["--e2e"]),
+    ],
+    ids=["own script", "no census", "some heads", "two models, one own", "two models"],
+)
+def test_what_a_recording_does_not_allow_is_not_suggested(
+    tmp_path: Path, captures: list[CaptureRecord], ends: list[str] | None
+) -> None:
+    directory = str(recording(tmp_path / "recorded", *captures))
+    found = said("--dir", directory)
+    if ends is None:
+        assert found == ""
+    else:
+        assert command(found) == ["--dir", directory, *ends]
+
+
+def test_a_program_of_somebody_is_run_only_where_it_may(tmp_path: Path) -> None:
+    settings = {**BUILT_IN, "model": "evil.py:build"}
+    directory = str(recording(tmp_path / "recorded", capture(settings=settings)))
+    assert "--e2e" not in said("--dir", directory)
+
+
+def test_random_calls_lead_to_recorded_ones() -> None:
+    assert said("--random").endswith(": capture --model llama")
+    assert said("--suite", "llama").endswith(": capture --model llama")
+
+
+def test_nothing_correct_and_nothing_run() -> None:
+    shape = ("--random", "-hq", "4", "-sq", "70", "--causal", "--dtype", "float16")
+    look = said(*shape, rows=measured("inaccurate"))
+    assert look.startswith("no kernel is correct")
+    assert command(look) == [
+        "--random", "-hq", "4", "-sq", "70", "--causal", "--dtype", "float16",
+        "--metric", "accuracy", "--per-call", "--compare-stats",
+    ]  # fmt: skip
+    missing = row("mine", status="unavailable", reason="not installed")
+    assert command(said(*shape, rows=[measured()[0], missing])) == ["--list-kernels"]
+    crashed = row("mine", call_facts(), status="crash", accuracy=accuracy())
+    assert said(*shape, rows=[crashed]).startswith("no kernel is correct")

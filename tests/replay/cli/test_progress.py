@@ -1,0 +1,93 @@
+"""The time left, from a clock that the test sets."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from rich.progress import Progress
+from rich.text import Text
+
+from replay.cli.progress import Pace, TimeColumn
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def at_work(calls: int, total: int, first: float = 10.0, other: float = 4.0) -> tuple[Pace, Clock]:
+    """A pace that has just begun its last of these calls."""
+    clock = Clock()
+    pace = Pace(total, clock)
+    clock.now += 3.0  # workers start
+    for call in range(calls):
+        pace.enter(f"call {call}", "loading the call")
+        if call < calls - 1:
+            clock.now += first if call == 0 else other
+    return pace, clock
+
+
+def shown(pace: Pace) -> str:
+    progress = Progress()
+    progress.add_task("")
+    found = TimeColumn(pace).render(progress.tasks[0])
+    assert isinstance(found, Text)
+    return found.plain
+
+
+def test_nothing_is_said_of_the_time_left_before_a_call_is_finished() -> None:
+    pace, clock = at_work(1, total=5)
+    clock.now += 60
+    assert pace.left() is None
+    assert shown(pace) == "1:03"
+
+
+def test_the_first_call_counts_until_there_is_another() -> None:
+    assert at_work(2, total=5)[0].left() == pytest.approx(4 * 10.0)
+    assert at_work(3, total=5)[0].left() == pytest.approx(3 * 4.0)
+
+
+def test_the_time_left_runs_down_and_waits_for_a_slow_call() -> None:
+    pace, clock = at_work(4, total=6)
+    clock.now += 1.5
+    assert pace.left() == pytest.approx(2.5 + 2 * 4.0)
+    assert shown(pace) == "0:10 left"
+    clock.now += 1000
+    assert pace.left() == pytest.approx(2 * 4.0)
+    clock.now += 1000
+    assert pace.left() == pytest.approx(2 * 4.0)
+
+
+def test_hours() -> None:
+    assert shown(at_work(3, total=1004)[0]) == "1:06:48 left"
+
+
+def test_a_single_call_has_a_time_so_far_alone() -> None:
+    pace, clock = at_work(1, total=1)
+    clock.now += 7
+    assert shown(pace) == "0:10"
+
+
+def test_where_the_time_went(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    pace = Pace(2, clock)
+    with caplog.at_level(logging.INFO, "replay"):
+        for call, stage, seconds in (
+            ("a", "loading the call", 0.25),
+            ("a", "torch-math", 1.0),
+            ("a", "torch-flash", 0.5),
+            ("a", "torch-math", 2.0),
+            ("b", "torch-flash", 0.01),
+            ("b", "torch-math", 5.0),
+        ):
+            pace.enter(call, stage)
+            clock.now += seconds
+        pace.finish()
+    assert caplog.messages == [
+        "a took 3.8 s: 3.0 torch-math, 0.5 torch-flash, 0.2 loading the call",
+        "b took 5.0 s: 5.0 torch-math",
+        "2 calls took 8.8 s: 8.0 torch-math, 0.5 torch-flash, 0.2 loading the call",
+    ]
