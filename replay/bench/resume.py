@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +11,7 @@ from capture.storage.call_file import FileEntry
 from replay.bench.settings import Settings
 from replay.bench.stages import NO_ENERGY
 from replay.kernels.registry import Kernel
-from replay.rows.files import RowsError, read_jsonl, write_jsonl
+from replay.rows.files import RowsError, read_jsonl
 from replay.rows.row import HERE, CallFacts, Machine, Row
 from replay.workloads.recorded import Workload
 
@@ -63,22 +62,6 @@ def _is_complete(rows: list[Row], wanted: set[tuple[str, str]]) -> bool:
     """Whether every kernel that was wanted has a row, and so has what it is compared with."""
     partners = {(row.environment, row.speedup.vs) for row in rows if row.speedup}
     return wanted | partners <= {(row.environment, row.kernel) for row in rows}
-
-
-def begin_again(path: Path, rows: Sequence[Row]) -> None:
-    """Leave only these rows in the file, in one step, so that a second interruption costs none.
-
-    Raises:
-        RowsError: it cannot be written.
-    """
-    path = path.resolve()
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("w") as file:
-            write_jsonl(rows, file)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise RowsError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _read(path: Path) -> list[Row]:

@@ -6,6 +6,7 @@ import argparse
 
 from capture.cli.arguments import OneSentenceParser, natural, positive, seconds, share
 from capture.cli.verbosity import add_verbosity
+from replay.cli.comparison_arguments import add_baselines
 from replay.cli.end_to_end_arguments import add_arguments
 from replay.rows.fields import METRICS
 from replay.timing.defaults import (
@@ -32,6 +33,9 @@ EXAMPLES = """examples:
   replay --dir captured_inputs --plan plan.json --budget cosine=0.998
   replay --list-kernels                                 all kernels, and which can run here
   replay --selftest                                     does this machine measure right?
+
+sub-commands, each with a --help of its own:
+  replay compare before.jsonl after.jsonl               what became faster, slower or wrong?
 """
 
 
@@ -184,4 +188,5 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("--debug", action="store_true", help="show tracebacks")
     command.add_version()
     add_arguments(command)
+    add_baselines(command)
     return command

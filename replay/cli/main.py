@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
+import importlib
 import logging
-import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -16,8 +16,10 @@ from attention_replay import Error
 from capture.cli.standard_streams import make_usable
 from capture.cli.verbosity import narrated
 from capture.printable import printable
+from replay.cli import comparison_arguments
 from replay.cli.arguments import parser
 from replay.cli.end_to_end_arguments import misuse
+from replay.cli.files import UsageError, opened, shared_file
 from replay.cli.stdout import reserved_stdout
 from replay.rows.fields import METRICS
 from replay.timing.defaults import CALLS_BEFORE_IN_MODELS, CPU_SECONDS, SECONDS
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from replay.bench.settings import Settings
+    from replay.cli.compare import Earlier
     from replay.cli.end_to_end import ModelOptions
     from replay.end_to_end.check import Checked
     from replay.kernels.registry import Kernel
@@ -43,26 +46,36 @@ logger = logging.getLogger(__name__)
 SOURCES = ("dir", "random", "suite", "list_kernels", "selftest")
 """Arguments that say what to do."""
 
+SUBCOMMANDS = {"compare": "replay.cli.compare"}
+"""Whose `run(argv)` returns the exit code, by the first argument."""
 
-class UsageError(Error):
-    """The arguments cannot be used; the message names the remedy."""
+WRITTEN = ("json", "csv", "e2e_json", "plan", "save_output")
+READ = ("use_plan", "text", "tolerances", "env_file", "spread")
+"""Options that name files."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command; exit with 0 on success, 1 if a check failed, 2 on wrong usage."""
     make_usable()
-    arguments = parser().parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
     try:
-        with narrated(arguments.verbose):
-            code = _dispatch(arguments)
+        code = _subcommand(given)()
     except KeyboardInterrupt:
         print("replay: interrupted", file=sys.stderr)
         code = 130
     except Exception as error:
-        if arguments.debug:
+        if "--debug" in given:
             raise
         code = _explain(error)
     sys.exit(code)
+
+
+def _subcommand(given: list[str]) -> Callable[[], int]:
+    """What the arguments ask for, once they are parsed."""
+    if given and given[0] in SUBCOMMANDS:
+        return partial(importlib.import_module(SUBCOMMANDS[given[0]]).run, given[1:])
+    arguments = parser().parse_args(given)
+    return narrated(arguments.verbose)(partial(_dispatch, arguments))
 
 
 def _dispatch(arguments: argparse.Namespace) -> int:
@@ -73,7 +86,8 @@ def _dispatch(arguments: argparse.Namespace) -> int:
         raise UsageError("--also-random requires recorded calls: give --dir DIR")
     if arguments.resume and arguments.json in (None, "-"):
         raise UsageError("--resume requires a file to continue: give --json FILE")
-    if wrong := misuse(arguments) or _shared_file(arguments):
+    wrong = misuse(arguments) or comparison_arguments.misuse(arguments)
+    if wrong := wrong or shared_file(arguments, READ, WRITTEN):
         raise UsageError(wrong)
     if arguments.selftest:
         return _selftest(arguments, _device(arguments.device))
@@ -98,13 +112,14 @@ def _replay(arguments: argparse.Namespace, metrics: list[str], first: First | No
         raise UsageError("environments require worker processes: leave out --in-process or --env")
     options = _model_options(arguments, device)
     # Opened first, like the other files: an hour-long run must not fail on a missing directory.
-    with _opened(arguments.e2e_json) as models_file:
+    with opened(arguments.e2e_json) as models_file:
         with execution(first, pythons, arguments.timeout) as where:
             if arguments.list_kernels:
                 _list_kernels(where, device)
                 return 0
             kernels = _kernels(arguments, options, where, device)
             settings = _settings(arguments, device)
+            earlier = _earlier(arguments, settings.device)
             workloads, note = _workloads(arguments, device, kernels)
             unread = "" if arguments.quiet else _no_readings(arguments, device)
             for each in filter(None, (note, unread)):
@@ -115,6 +130,7 @@ def _replay(arguments: argparse.Namespace, metrics: list[str], first: First | No
             rows = _run(workloads, assigned, settings, where, arguments)
         if _tables_are_shown(arguments):
             _print_tables(rows, settings, metrics, arguments)
+        changed = _compare(earlier, rows, arguments)
         plan = None
         if options is not None and options.budget is not None:
             plan = _plan(options, options.budget, kernels, rows, arguments)
@@ -124,27 +140,10 @@ def _replay(arguments: argparse.Namespace, metrics: list[str], first: First | No
             checks = _check_models(
                 options, rows, assigned, pythons, settings, arguments, models_file
             )
-    code = _exit_code(rows, checks, arguments)
+    code = max(changed, _exit_code(rows, checks, arguments))
     if not arguments.quiet and _tables_are_shown(arguments):
         _print_next_step(arguments, rows, plan)
     return code
-
-
-def _shared_file(arguments: argparse.Namespace) -> str:
-    """Say which two options name one file, where at least one writes it; empty if none do."""
-    written = ("json", "csv", "e2e_json", "plan", "save_output")
-    read = ("use_plan", "text", "tolerances", "env_file")
-    found: dict[str, str] = {}
-    for name in (*read, *written):
-        given = getattr(arguments, name)
-        if given is None:
-            continue
-        option = f"--{name.replace('_', '-')}"
-        other = found.setdefault("-" if given == "-" else os.path.realpath(given), option)
-        if other != option and name in written:
-            where = "stdout" if given == "-" else given
-            return f"{other} and {option} both name {where}: give each a file of its own"
-    return ""
 
 
 def _output_directory(given: str | None) -> Path | None:
@@ -167,7 +166,7 @@ def _selftest(arguments: argparse.Namespace, device: torch.device) -> int:
     from replay.cli.selftest import run_selftest
     from replay.report.selftest import print_selftest
 
-    with reserved_stdout() as stdout, _opened(arguments.json, stdout) as file:
+    with reserved_stdout() as stdout, opened(arguments.json, stdout) as file:
         verdict = run_selftest(device, file, quiet=arguments.quiet)
     print_selftest(verdict, _console(arguments))
     return 0 if verdict.passed else 1
@@ -189,16 +188,16 @@ def _run(
     where: Execution,
     arguments: argparse.Namespace,
 ) -> list[Row]:
-    from replay.bench.resume import begin_again, finished_rows
+    from replay.bench.resume import finished_rows
     from replay.cli.progress import shown_progress
-    from replay.rows.files import write_csv, write_jsonl
+    from replay.rows.files import save_jsonl, write_csv, write_jsonl
     from replay.timing.machine import describe
 
     rows: list[Row] = []
     if arguments.resume:
         path, machine = Path(arguments.json), describe(settings.device)
         rows, workloads = finished_rows(path, workloads, assigned, machine, settings)
-        begin_again(path, rows)
+        save_jsonl(rows, path)
 
     def collected(produced: Iterator[Row]) -> Iterator[Row]:
         for row in produced:
@@ -210,8 +209,8 @@ def _run(
     # JSON is written row by row, so an interrupted run keeps what it measured.
     with (
         reserved_stdout() as stdout,
-        _opened(arguments.json, stdout, append=arguments.resume) as json_file,
-        _opened(arguments.csv, stdout) as csv_file,
+        opened(arguments.json, stdout, append=arguments.resume) as json_file,
+        opened(arguments.csv, stdout) as csv_file,
     ):
         with shown_progress(len(workloads), quiet=arguments.quiet) as report:
             produced = collected(where.replay(workloads, assigned, settings, report))
@@ -272,6 +271,27 @@ def _console(arguments: argparse.Namespace) -> Console:
 
     taken = "-" in (arguments.json, arguments.csv, arguments.e2e_json)
     return Console(highlight=False, stderr=taken)
+
+
+def _earlier(arguments: argparse.Namespace, device: torch.device) -> Earlier | None:
+    """Read what the rows will be compared with; None without `--compare-to`."""
+    if arguments.compare_to is None and arguments.save_baseline is None:
+        return None
+    from replay.cli.compare import read_earlier
+    from replay.timing.machine import describe
+
+    return read_earlier(arguments, describe(device))
+
+
+def _compare(earlier: Earlier | None, rows: list[Row], arguments: argparse.Namespace) -> int:
+    """Compare with `--compare-to`, keep as `--save-baseline`; 1 if a `--fail-on` holds."""
+    from replay.cli.compare import compare_with
+    from replay.comparison.baselines import machine_of, save
+
+    code = 0 if earlier is None else compare_with(earlier, rows, _console(arguments))
+    if arguments.save_baseline is not None:
+        save(arguments.save_baseline, rows, machine_of(rows))
+    return code
 
 
 def _plan(
@@ -521,29 +541,6 @@ def _device(name: str | None) -> torch.device:
             f"--device {name}: PyTorch finds {torch.cuda.device_count()} CUDA devices, from cuda:0"
         )
     return device
-
-
-@contextlib.contextmanager
-def _opened(
-    path: str | None, stdout: TextIO | None = None, *, append: bool = False
-) -> Iterator[TextIO | None]:
-    if path is None:
-        yield None
-    elif path == "-":
-        yield stdout or sys.stdout
-    else:
-        try:
-            file = open(  # noqa: SIM115 - closed below
-                path,
-                "a" if append else "w",
-                encoding="utf-8",
-                errors="backslashreplace",
-                newline="",
-            )
-        except OSError as error:
-            raise UsageError(f"cannot write {path}: {error.strerror}") from error
-        with file:
-            yield file
 
 
 def _explain(error: Exception) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -36,8 +37,8 @@ class StoredRows(NamedTuple):
 
 def row_to_json(row: Row) -> dict[str, Any]:
     """The row as a tree of plain JSON; NaN and infinities become null, `nan_count` tells them."""
-    plain: dict[str, Any] = _plain({"schema": SCHEMA, **asdict(row)})
-    return plain
+    tree: dict[str, Any] = plain({"schema": SCHEMA, **asdict(row)})
+    return tree
 
 
 def row_from_json(data: dict[str, Any]) -> Row:
@@ -86,6 +87,22 @@ def write_jsonl(rows: Iterable[Row], file: TextIO) -> None:
     for row in rows:
         file.write(json.dumps(row_to_json(row)) + "\n")
         file.flush()
+
+
+def save_jsonl(rows: Iterable[Row], path: Path) -> None:
+    """Make these rows the file's, in one step, so that an interruption leaves what there was.
+
+    Raises:
+        RowsError: it cannot be written.
+    """
+    path = path.resolve()
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("w") as file:
+            write_jsonl(rows, file)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise RowsError(f"cannot write {path}: {error.strerror}") from error
 
 
 def read_jsonl(path: Path) -> StoredRows:
@@ -141,13 +158,14 @@ def _cells(row: dict[str, Any]) -> Iterator[str]:
         yield "" if value is None else str(value)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A tree that `json.dump` takes: named tuples by name, null for what is no finite number."""
     if isinstance(value, dict):
-        return {key: _plain(part) for key, part in value.items()}
+        return {key: plain(part) for key, part in value.items()}
     if hasattr(value, "_asdict"):
-        return _plain(value._asdict())
+        return plain(value._asdict())
     if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
+        return [plain(part) for part in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

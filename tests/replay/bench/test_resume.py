@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from capture.shape import Shape
 from capture.storage.dataset import Dataset
-from replay.bench.resume import begin_again, finished_rows
+from replay.bench.resume import finished_rows
 from replay.kernels.registry import Kernel
 from replay.rows.fields import SCHEMA
 from replay.rows.files import RowsError, row_from_json, row_to_json, write_jsonl
@@ -370,20 +370,6 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     picture.write_bytes(b"\x89PNG\xff")
     with pytest.raises(RowsError, match="was not written by `replay --json`"):
         finished_rows(picture, CALLS, ALLOTTED, HERE, SETTINGS)
-    with pytest.raises(RowsError, match=r"cannot write .*: No such file"):
-        begin_again(tmp_path / "nowhere" / "rows.jsonl", [])
-
-
-def test_beginning_again_follows_links_and_leaves_nothing_else(
-    written: Callable[..., Path], tmp_path: Path
-) -> None:
-    path = written([row(0, "a"), row(1, "a")])
-    link = tmp_path / "link.jsonl"
-    link.symlink_to(path)
-    begin_again(link, [row(0, "a")])
-    assert link.is_symlink()
-    assert len(path.read_text().splitlines()) == 1
-    assert sorted(tmp_path.iterdir()) == [link, path]
 
 
 @pytest.fixture

@@ -9,11 +9,17 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from statistics import median
 
 import pytest
 
 from replay.timing.rounds import Enough
-from replay.timing.statistics import median_interval, paired_ratios, paired_speedup
+from replay.timing.statistics import (
+    median_interval,
+    paired_ratios,
+    paired_speedup,
+    ratio_interval,
+)
 
 ROUNDS = (6, 7, 10, 30, 100)
 RUNS = 600
@@ -107,3 +113,19 @@ def test_rounds_that_end_when_the_noise_is_low_still_cover(scene: str, max_noise
     assert covered >= 0.95 * len(rounds)
     if max_noise == 0.02:
         assert min(rounds) < 60, "nothing ended sooner"
+
+
+@pytest.mark.parametrize("rounds", ROUNDS)
+@pytest.mark.parametrize("scene", ["independent", "outliers", "bursts of each kernel"])
+def test_ratios_of_two_runs_are_covered_in_95_percent(scene: str, rounds: int) -> None:
+    """Each interval is of a series of its own, which shares no disturbance with the other."""
+    noise = random.Random(f"{scene}, two runs of {rounds} rounds")
+    covered = 0
+    for _ in range(RUNS):
+        one, other = SCENES[scene](noise, rounds)
+        within, beside = median_interval(one), median_interval(other)
+        assert within is not None
+        assert beside is not None
+        low, high = ratio_interval(median(one), within, median(other), beside)
+        covered += low <= 1 <= high
+    assert covered >= 0.95 * RUNS

@@ -1,0 +1,148 @@
+"""`replay compare`: two or more runs, read from files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+
+from capture.printable import printable
+from replay.cli.comparison_arguments import parser
+from replay.cli.files import UsageError, opened, shared_file
+from replay.comparison.baselines import as_run, is_file, load, location, machine_of, save
+from replay.comparison.comparison import Comparison, compare, to_json
+from replay.comparison.conditions import Condition, failures, read_conditions
+from replay.comparison.matching import Run
+from replay.comparison.speed import Spread
+from replay.comparison.spread import read_spread
+from replay.report.comparison.html import to_html
+from replay.report.comparison.markdown import to_markdown
+from replay.report.comparison.sections import Sections, sections
+from replay.report.comparison.text import print_comparison
+from replay.rows.files import read_jsonl
+from replay.rows.row import Machine, Row
+
+WRITTEN = ("markdown", "html", "json")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Compare, print and write; 1 if a condition of `--fail-on` holds.
+
+    Raises:
+        UsageError: the arguments cannot be used.
+        ComparisonError: the runs cannot be compared.
+        RowsError: a file cannot be read.
+    """
+    arguments = parser().parse_args(argv)
+    if wrong := _twice(arguments) or shared_file(arguments, (), WRITTEN):
+        raise UsageError(wrong)
+    conditions = read_conditions(arguments.fail_on)
+    after = [_read(name) for name in arguments.after]
+    machine = machine_of(after[-1].rows)
+    if arguments.save_baseline is not None:
+        location(arguments.save_baseline, machine)
+    before = _before(arguments.before, after[0])
+    spread = read_spread(arguments.spread, before, arguments.of)
+    compared = [compare(before, each, spread, arguments.of) for each in after]
+    said = [sections(each) for each in compared]
+    formats: dict[str, Callable[[], str]] = {
+        "markdown": lambda: to_markdown(said),
+        "html": lambda: to_html(said),
+        "json": lambda: json.dumps([to_json(each) for each in compared], indent=1) + "\n",
+    }
+    for name, write in formats.items():
+        with opened(getattr(arguments, name)) as file:
+            if file is not None:
+                file.write(write())
+    taken = "-" in [getattr(arguments, name) for name in formats]
+    print_all(said, Console(highlight=False, stderr=taken))
+    if arguments.save_baseline is not None:
+        save(arguments.save_baseline, after[-1].rows, machine)
+    return exit_code(compared, conditions)
+
+
+class Earlier(NamedTuple):
+    """What a replay is compared with, and how."""
+
+    run: Run
+    spread: Spread
+    conditions: list[Condition]
+
+
+def read_earlier(arguments: argparse.Namespace, machine: Machine) -> Earlier | None:
+    """Read what `replay --compare-to` names, before hours of measuring; None without it.
+
+    Raises:
+        ComparisonError: an option cannot be used.
+        RowsError: a file cannot be read.
+    """
+    if arguments.save_baseline is not None:
+        location(arguments.save_baseline, machine)
+    if arguments.compare_to is None:
+        return None
+    earlier = load(arguments.compare_to, machine)
+    spread = read_spread(arguments.spread, earlier)
+    return Earlier(earlier, spread, read_conditions(arguments.fail_on))
+
+
+def compare_with(earlier: Earlier, rows: Sequence[Row], console: Console) -> int:
+    """Print what changed since an earlier run; 1 if a condition of `--fail-on` holds.
+
+    Raises:
+        ComparisonError: the runs cannot be compared.
+    """
+    found = compare(earlier.run, Run("this run", rows), earlier.spread)
+    print_all([sections(found)], console)
+    return exit_code([found], earlier.conditions)
+
+
+def print_all(said: Sequence[Sections], console: Console) -> None:
+    """Print comparisons one below the other."""
+    for at, each in enumerate(said):
+        if at:
+            console.print()
+        print_comparison(each, console)
+
+
+def exit_code(compared: Sequence[Comparison], conditions: Sequence[Condition]) -> int:
+    """Say on stderr what fails; 1 if anything does."""
+    failed = failures(compared, conditions)
+    if failed:
+        print(f"replay: failed: {printable('; '.join(failed))}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _twice(arguments: argparse.Namespace) -> str:
+    """Say which file is named where another belongs; empty if none is."""
+    names = [arguments.before, *arguments.after]
+    read: dict[str, str] = {}
+    for name in names:
+        other = read.setdefault(os.path.realpath(name), name)
+        if other is not name:
+            same = name if other == name else f"{other} and {name}"
+            return f"{same} is the same file twice: name two runs"
+    for option in WRITTEN:
+        given = getattr(arguments, option)
+        if given not in (None, "-") and os.path.realpath(given) in read:
+            return f"--{option} would overwrite {given}: name another file"
+    return ""
+
+
+def _before(name: str, after: Run) -> Run:
+    """The earlier run: a file, or the baseline of that name of the machine of `after`."""
+    if is_file(name) or Path(name).exists():
+        return _read(name)
+    return load(name, machine_of(after.rows))
+
+
+def _read(name: str) -> Run:
+    try:
+        return as_run(name, read_jsonl(Path(name)))
+    except FileNotFoundError:
+        raise UsageError(f"{name}: no such file; write one with `replay --json`") from None

@@ -1,0 +1,64 @@
+"""The files that arguments name. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TextIO
+
+from attention_replay import Error
+
+
+class UsageError(Error):
+    """The arguments cannot be used; the message names the remedy."""
+
+
+@contextlib.contextmanager
+def opened(
+    path: str | None, stdout: TextIO | None = None, *, append: bool = False
+) -> Iterator[TextIO | None]:
+    """Yield a file to write, None without a path; `-` is stdout.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    if path is None:
+        yield None
+    elif path == "-":
+        yield stdout or sys.stdout
+    else:
+        try:
+            file = open(  # noqa: SIM115 - closed below
+                path,
+                "a" if append else "w",
+                encoding="utf-8",
+                errors="backslashreplace",
+                newline="",
+            )
+        except OSError as error:
+            raise UsageError(f"cannot write {path}: {error.strerror}") from error
+        with file:
+            yield file
+
+
+def shared_file(arguments: argparse.Namespace, read: Sequence[str], written: Sequence[str]) -> str:
+    """Say which two options name one file, where at least one writes it; empty if none do.
+
+    Args:
+        read: the options, as attributes, that name a file which is read.
+        written: those that name one which is written.
+    """
+    found: dict[str, str] = {}
+    for name in (*read, *written):
+        given = getattr(arguments, name)
+        if given is None:
+            continue
+        option = f"--{name.replace('_', '-')}"
+        other = found.setdefault("-" if given == "-" else os.path.realpath(given), option)
+        if other != option and name in written:
+            where = "stdout" if given == "-" else given
+            return f"{other} and {option} both name {where}: give each a file of its own"
+    return ""

@@ -1,0 +1,240 @@
+"""One run beside an earlier one: every row of both, judged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from replay.comparison.accuracy import AccuracyChange, compare_accuracy
+from replay.comparison.matching import (
+    ComparisonError,
+    Difference,
+    Run,
+    check_settings,
+    differences,
+    match,
+)
+from replay.comparison.speed import (
+    Basis,
+    SpeedChange,
+    Spread,
+    choose_basis,
+    compare_speed,
+    over_calls,
+    spread_of,
+)
+from replay.rows.files import plain
+from replay.rows.row import KernelId, Row, Status
+
+FAILED = ("error", "crash", "timeout", "out-of-memory")
+REFUSED = ("unsupported", "unavailable")
+
+Outcome = Literal["failed", "refused", "recovered", ""]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A kernel on a call in both runs."""
+
+    before: Row
+    after: Row
+    speed: SpeedChange | None
+    """None where a time would mean nothing, and of the baseline where speed-ups over it are
+    compared."""
+    accuracy: AccuracyChange | None
+    """None where one of them has no output that was judged."""
+
+    @property
+    def outcome(self) -> Outcome:
+        """Whether it ran in one run alone; empty where it ran in both or in neither."""
+        ran = [each not in (*FAILED, *REFUSED) for each in (self.before.status, self.after.status)]
+        if ran == [True, False]:
+            return "failed" if self.after.status in FAILED else "refused"
+        return "recovered" if ran == [False, True] else ""
+
+    @property
+    def ran_in_neither(self) -> bool:
+        statuses: tuple[Status, ...] = (self.before.status, self.after.status)
+        return all(each in (*FAILED, *REFUSED) for each in statuses)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether there is something to say of it."""
+        return bool(
+            self.outcome
+            or (self.speed and self.speed.verdict in ("fast", "slow"))
+            or (self.accuracy and self.accuracy.verdict in ("better", "worse"))
+        )
+
+
+@dataclass(frozen=True)
+class KernelChange:
+    """A kernel over all its calls."""
+
+    kernel: KernelId
+    pairs: tuple[Pair, ...]
+    speed: SpeedChange | None
+    """None where no call has one."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs."""
+
+    before: Run
+    after: Run
+    basis: Basis
+    baseline: str
+    """The kernel that speed-ups are over; empty where times are compared."""
+    spread: Spread
+    differences: tuple[Difference, ...]
+    pairs: tuple[Pair, ...]
+    kernels: tuple[KernelChange, ...]
+    baseline_time: SpeedChange | None
+    """What became of the baseline's own time on the same device, where speed-ups are compared."""
+    missing: tuple[Row, ...]
+    new: tuple[Row, ...]
+
+    @property
+    def same_device(self) -> bool:
+        return self.before.devices == self.after.devices
+
+
+def compare(before: Run, after: Run, spread: Spread, basis: Basis | None = None) -> Comparison:
+    """Match two runs and judge what became of every kernel on every call.
+
+    Args:
+        spread: by how much two runs of the same kernels differ.
+        basis: what to compare; by default what tells most (`replay.comparison.speed`).
+
+    Raises:
+        ComparisonError: they have nothing in common, or were timed in different ways.
+    """
+    matched = match(before, after)
+    check_settings(matched.pairs, before, after)
+    differing = differences(matched.pairs)
+    crosses = any(each.field == "device" for each in differing)
+    if crosses and basis == "time":
+        raise ComparisonError(
+            f"{before.name} and {after.name} are of different devices, whose times cannot be "
+            "compared: leave out --of time"
+        )
+    basis = basis or choose_basis(matched.pairs, differing)
+    pairs = tuple(
+        Pair(
+            old,
+            new,
+            compare_speed(old, new, basis, spread.share),
+            compare_accuracy(old, new),
+        )
+        for old, new in matched.pairs
+    )
+    baselines = [each.before.speedup.vs for each in pairs if each.before.speedup is not None]
+    baseline = max(set(baselines), key=baselines.count) if baselines else ""
+    return Comparison(
+        before,
+        after,
+        basis,
+        baseline if basis == "speed-up" else "",
+        spread,
+        tuple(differing),
+        pairs,
+        tuple(_kernels(pairs, spread.share)),
+        (
+            _baseline_time(pairs, baseline, spread.share)
+            if basis == "speed-up" and not crosses
+            else None
+        ),
+        tuple(matched.missing),
+        tuple(matched.new),
+    )
+
+
+def measured_spread(run: Run, again: Run, basis: Basis | None = None) -> Spread:
+    """The spread that a second run of the same kernels shows.
+
+    Raises:
+        ComparisonError: they have nothing in common that was timed.
+    """
+    matched = match(run, again)
+    check_settings(matched.pairs, run, again)
+    basis = basis or choose_basis(matched.pairs, differences(matched.pairs))
+    share = spread_of(matched.pairs, basis)
+    if share is None:
+        raise ComparisonError(
+            f"{run.name} and {again.name} have no times in common: give --spread a share, as 1.5%"
+        )
+    return Spread(share, again.name)
+
+
+def _kernels(pairs: Sequence[Pair], spread: float) -> list[KernelChange]:
+    grouped: dict[KernelId, list[Pair]] = {}
+    for pair in pairs:
+        if not pair.ran_in_neither:
+            grouped.setdefault(pair.before.id, []).append(pair)
+    return [
+        KernelChange(
+            kernel,
+            tuple(members),
+            over_calls([each.speed for each in members if each.speed], spread),
+        )
+        for kernel, members in grouped.items()
+    ]
+
+
+def _baseline_time(pairs: Sequence[Pair], baseline: str, spread: float) -> SpeedChange | None:
+    own = [each for each in pairs if each.before.kernel == baseline]
+    times = [compare_speed(each.before, each.after, "time", spread) for each in own]
+    return over_calls([each for each in times if each], spread)
+
+
+def to_json(comparison: Comparison) -> dict[str, Any]:
+    """A comparison as a tree of plain JSON; what is no finite number is null."""
+    return plain(
+        {
+            "comparison": 1,
+            "before": comparison.before.name,
+            "after": comparison.after.name,
+            "basis": comparison.basis,
+            "baseline": comparison.baseline,
+            "spread": comparison.spread,
+            "differences": comparison.differences,
+            "baseline_time": _asdict(comparison.baseline_time),
+            "kernels": [
+                {"kernel": each.kernel, "calls": len(each.pairs), "speed": _asdict(each.speed)}
+                for each in comparison.kernels
+            ],
+            "rows": [
+                {
+                    **_subject(each.before),
+                    "status": [each.before.status, each.after.status],
+                    "outcome": each.outcome,
+                    "time_ms": [_median(each.before), _median(each.after)],
+                    "speed": _asdict(each.speed),
+                    "accuracy": _asdict(each.accuracy),
+                }
+                for each in comparison.pairs
+            ],
+            "missing": [_subject(row) for row in comparison.missing],
+            "new": [_subject(row) for row in comparison.new],
+        }
+    )
+
+
+def _subject(row: Row) -> dict[str, Any]:
+    return {
+        "kernel": row.kernel,
+        "environment": row.environment,
+        "call": row.call.name,
+        "module": row.call.module,
+        "step": row.call.step,
+    }
+
+
+def _median(row: Row) -> float | None:
+    return None if row.time_ms is None else row.time_ms.p50
+
+
+def _asdict(change: SpeedChange | AccuracyChange | None) -> dict[str, Any] | None:
+    return None if change is None else asdict(change)

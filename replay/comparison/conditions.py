@@ -1,0 +1,116 @@
+"""What makes a comparison fail: `--fail-on slow:3%,inaccurate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from replay.comparison.comparison import Comparison, Pair
+from replay.comparison.matching import ComparisonError
+
+CONDITIONS = {
+    "slow": "a kernel is slower on a call or over all its calls; slow:3% only if by more than 3 %",
+    "inaccurate": "an output that was correct is not any more",
+    "less-accurate": "an error grew, or that",
+    "error": "a kernel that ran fails: error, crash, timeout or out-of-memory",
+    "missing": "a row is missing, or its kernel now refuses the call",
+}
+"""By name, what each finds."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One part of `--fail-on`."""
+
+    name: str
+    share: float = 0.0
+    """Of `slow`: by more than how much."""
+
+    def __str__(self) -> str:
+        return f"{self.name}:{100 * self.share:.3g}%" if self.share else self.name
+
+    def failures(self, comparison: Comparison) -> list[str]:
+        """What fails, each as `kernel on 3 of 12 calls`."""
+        found = _by_kernel(comparison, self._holds)
+        if self.name == "slow":
+            for each in comparison.kernels:
+                if each.speed and each.speed.is_slower_by(self.share):
+                    found.setdefault(str(each.kernel), f"{each.kernel} over all calls")
+        if self.name == "missing" and comparison.missing:
+            gone, first = len(comparison.missing), comparison.missing[0]
+            found[""] = f"{gone} row{'s' * (gone > 1)}, e.g. {first.id} on {first.call.name}"
+        return list(found.values())
+
+    @property
+    def _holds(self) -> Callable[[Pair], bool]:
+        return {
+            "slow": lambda pair: bool(pair.speed and pair.speed.is_slower_by(self.share)),
+            "inaccurate": lambda pair: (
+                pair.before.is_correct
+                and bool(pair.accuracy and pair.accuracy.reason in ("now-inaccurate", "more-nan"))
+            ),
+            "less-accurate": lambda pair: bool(pair.accuracy and pair.accuracy.verdict == "worse"),
+            "error": lambda pair: pair.outcome == "failed",
+            "missing": lambda pair: pair.outcome == "refused",
+        }[self.name]
+
+
+def read_conditions(text: str | None) -> list[Condition]:
+    """Parse `slow:3%,inaccurate`; there are none in None.
+
+    Raises:
+        ComparisonError: there is no such condition, or its share cannot be read.
+    """
+    if text is None:
+        return []
+    found = []
+    for part in filter(None, (each.strip() for each in text.split(","))):
+        name, _, share = part.partition(":")
+        if name not in CONDITIONS:
+            raise ComparisonError(
+                f"--fail-on {part}: no such condition, choose from {', '.join(CONDITIONS)}"
+            )
+        if share and name != "slow":
+            raise ComparisonError(f"--fail-on {part}: only slow takes a share, as slow:3%")
+        found.append(Condition(name, read_share(share, "--fail-on slow:") if share else 0.0))
+    if not found:
+        raise ComparisonError(f"--fail-on is empty: choose from {', '.join(CONDITIONS)}")
+    return found
+
+
+def read_share(text: str, option: str) -> float:
+    """Parse `1.5%` or `0.015` as a share of less than 1.
+
+    Raises:
+        ComparisonError: it is neither.
+    """
+    number, percent = text.strip().removesuffix("%"), text.strip().endswith("%")
+    try:
+        value = float(number) / (100 if percent else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise ComparisonError(f"{option}{text}: not a share, write e.g. 3% or 0.03")
+    return value
+
+
+def _by_kernel(comparison: Comparison, holds: Callable[[Pair], bool]) -> dict[str, str]:
+    found = {}
+    for each in comparison.kernels:
+        failing = [pair for pair in each.pairs if holds(pair)]
+        if failing:
+            calls = f"{len(failing)} of {len(each.pairs)} calls"
+            if len(each.pairs) == 1:
+                calls = failing[0].before.call.name
+            found[str(each.kernel)] = f"{each.kernel} on {calls}"
+    return found
+
+
+def failures(comparisons: Iterable[Comparison], conditions: Iterable[Condition]) -> list[str]:
+    """One sentence for each condition that fails, with the kernels that fail it."""
+    sentences = []
+    for comparison in comparisons:
+        for condition in conditions:
+            if found := condition.failures(comparison):
+                sentences.append(f"{condition}: {', '.join(found)}")
+    return sentences

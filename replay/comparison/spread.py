@@ -1,0 +1,70 @@
+"""By how much two runs of the same kernels differ on a machine, and who says so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from replay.comparison.baselines import as_run
+from replay.comparison.comparison import measured_spread
+from replay.comparison.conditions import read_share
+from replay.comparison.matching import ComparisonError, Run
+from replay.comparison.speed import NO_SPREAD, Basis, Spread
+from replay.rows.files import BEGINNING, read_jsonl
+
+CHECK = "run to run"
+"""Of the self-test."""
+
+
+def read_spread(given: str | None, before: Run, basis: Basis | None = None) -> Spread:
+    """The spread that a user names: `1.5%`, what `replay --selftest --json` wrote, or rows of a
+    second run of what `before` ran. None is given as none.
+
+    Raises:
+        ComparisonError: it is none of these, or of another machine or other kernels.
+        RowsError: the rows cannot be read.
+    """
+    if given is None:
+        return NO_SPREAD
+    path = Path(given)
+    if not path.exists():
+        try:
+            return Spread(read_share(given, "--spread "), "--spread")
+        except ComparisonError as error:
+            raise ComparisonError(
+                f"--spread {given}: no such file, and not a share as 1.5%"
+            ) from error
+    if _begins_like_rows(path):
+        return measured_spread(before, as_run(given, read_jsonl(path)), basis)
+    return _of_selftest(given, path, before)
+
+
+def _begins_like_rows(path: Path) -> bool:
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return file.read(len(BEGINNING)) == BEGINNING
+    except OSError as error:
+        raise ComparisonError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _of_selftest(given: str, path: Path, before: Run) -> Spread:
+    try:
+        found: Any = json.loads(path.read_text("utf-8"))
+        checks = {check["name"]: check for check in found["checks"]}
+        device = str(found["machine"]["device"])
+        share = float(checks[CHECK]["figures"]["spread"]) if CHECK in checks else None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ComparisonError(
+            f"--spread {given}: not what `replay --selftest --json` or `replay --json` writes"
+        ) from error
+    if device not in before.devices:
+        raise ComparisonError(
+            f"--spread {given} is of {device}, and {before.name} of {' and '.join(before.devices)}:"
+            " make the self-test there"
+        )
+    if share is None or not 0 <= share < 1:
+        raise ComparisonError(
+            f"--spread {given}: that self-test could not measure it, give a share as 1.5%"
+        )
+    return Spread(share, f"self-test {given}")

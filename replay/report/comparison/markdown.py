@@ -1,0 +1,91 @@
+"""Comparisons as Markdown that fits into a comment of a pull request, whatever they hold."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from replay.report.comparison.sections import Sections, Table
+
+BUDGET = 59_000
+"""Bytes; GitHub takes 65,536 characters in a comment."""
+
+LONGEST = 200
+"""Characters of a cell or a sentence."""
+
+NOTES = 10
+"""Sentences on how two runs were compared."""
+
+
+def to_markdown(compared: Sequence[Sections]) -> str:
+    """Write the comparisons one after the other, with as many lines of tables as fit.
+
+    Nothing in it is Markdown or HTML, a mention or a link but what we write ourselves.
+    """
+    heads = [_head(said) for said in compared]
+    left = BUDGET - _size(_left_out(len(heads)))
+    written: list[str] = []
+    for at, (said, head) in enumerate(zip(compared, heads, strict=True)):
+        share = left // (len(heads) - at)
+        if _size(head) > left:
+            written.append(_left_out(len(heads) - at))
+            break
+        text = head + _tables(said, share - _size(head))
+        left -= _size(text)
+        written.append(text)
+    return "".join(written)
+
+
+def _head(said: Sections) -> str:
+    notes = "".join(f"- {_escaped(note)}\n" for note in said.notes[:NOTES])
+    sign = "🔴" if said.is_worse else "🟢"
+    return f"### {_escaped(said.title)}\n\n{sign} {_escaped(said.answer)}\n\n{notes}"
+
+
+def _tables(said: Sections, budget: int) -> str:
+    written = ""
+    for table in (said.counts, *said.tables):
+        written += _table(table, budget - _size(written))
+    return f"{written}\n"
+
+
+def _table(table: Table, budget: int) -> str:
+    """The lines that fit, and how many do not; empty where not even the headings fit."""
+    text = (
+        f"\n**{_escaped(table.title)}**\n\n"
+        f"| {' | '.join(map(_escaped, table.headings))} |\n"
+        f"|{'---|' * len(table.headings)}\n"
+    )
+    left = budget - _size(text) - _size(_left_out(len(table.lines)))
+    if left < 0:
+        return ""
+    for at, cells in enumerate(table.lines):
+        line = f"| {' | '.join(map(_escaped, cells))} |\n"
+        left -= _size(line)
+        if left < 0:
+            return text + _left_out(len(table.lines) - at)
+        text += line
+    return text
+
+
+def _left_out(count: int) -> str:
+    return f"\nand {count} more\n"
+
+
+def _size(text: str) -> int:
+    return len(text.encode())
+
+
+def _escaped(text: str) -> str:
+    """Text that GitHub shows as it is: a word that could mean something becomes `<code>`, in which
+    names with an @ or a # are neither mentions nor references."""
+    short = text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
+    return re.sub(r"\S+", _word, short)
+
+
+def _word(found: re.Match[str]) -> str:
+    word = found[0]
+    if re.fullmatch(r"[\w×→…·%,():;/+.-]+", word) and not re.search("_|www|://", word):
+        return word
+    inner = re.sub(r"[^\w/-]|_", lambda each: f"&#{ord(each[0])};", word)
+    return f"<code>{inner}</code>"

@@ -1,0 +1,287 @@
+"""What is said of a comparison, in order: sentences and tables of plain text.
+
+Names in rows may be anybody's. Here they are data, made printable; whoever writes a format escapes
+everything that it is given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from capture.printable import printable
+from replay.comparison.accuracy import AccuracyChange, AccuracyVerdict
+from replay.comparison.comparison import Comparison, KernelChange, Pair
+from replay.comparison.speed import SpeedChange
+from replay.report.groups import place
+from replay.rows.row import HERE, Row, SpeedVerdict
+
+LONGEST = 200
+"""Characters of a sentence from a row."""
+
+NAMED = 5
+"""Kernels that a sentence names."""
+
+SPEED_WORDS: tuple[SpeedVerdict, ...] = ("same", "fast", "slow", "ambiguous")
+ACCURACY_WORDS: tuple[AccuracyVerdict, ...] = ("same", "better", "worse", "ambiguous")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Worst first."""
+
+    title: str
+    headings: tuple[str, ...]
+    lines: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Sections:
+    """All that there is to say."""
+
+    title: str
+    answer: str
+    """One sentence."""
+    is_worse: bool
+    """Whether something got worse."""
+    notes: tuple[str, ...]
+    """How it was compared."""
+    counts: Table
+    tables: tuple[Table, ...]
+    """Only those that have lines."""
+
+
+def sections(comparison: Comparison) -> Sections:
+    """Put a comparison in words."""
+    worse = [each for each in comparison.kernels if _is_worse(each)]
+    tables = (_kernels(comparison), _rows(comparison), _came_and_went(comparison))
+    return Sections(
+        title=printable(f"{comparison.before.name} → {comparison.after.name}"),
+        answer=_answer(comparison),
+        is_worse=bool(worse or comparison.missing),
+        notes=tuple(map(printable, _notes(comparison))),
+        counts=_counts(comparison),
+        tables=tuple(table for table in tables if table.lines),
+    )
+
+
+def speed_text(change: SpeedChange) -> str:
+    """Format as `0.95× (0.94-0.96) slow`, with the reason where the verdict does not say it."""
+    if change.low is None or change.high is None:
+        return f"{change.ratio:.2f}× {change.verdict}, {change.reason}"
+    text = f"{change.ratio:.3f}× ({change.low:.3f}-{change.high:.3f}) {change.verdict}"
+    return f"{text}, {change.reason}" if change.verdict == "ambiguous" else text
+
+
+def accuracy_text(change: AccuracyChange) -> str:
+    """Format as `error ×1.4 (1.3-1.5) worse, error-grew`."""
+    if change.reason == "identical":
+        return "identical"
+    within = "" if change.low is None else f" ({change.low:.2g}-{change.high:.2g})"
+    where = "" if change.place is None else f" (head {change.place[0]}, part {change.place[1]})"
+    grown = "from 0" if math.isinf(change.ratio) else f"×{change.ratio:.3g}"
+    return f"error {grown}{within} {change.verdict}, {change.reason}{where}"
+
+
+def _answer(comparison: Comparison) -> str:
+    parts = [
+        _named("slower", (each for each in comparison.kernels if _is(each, "slow"))),
+        _named("faster", (each for each in comparison.kernels if _is(each, "fast"))),
+        _named("less accurate", filter(_lost_accuracy, comparison.kernels)),
+        _named("failing", filter(_fails, comparison.kernels)),
+    ]
+    told = "; ".join(filter(None, parts))
+    if comparison.missing:
+        gone = f"{len(comparison.missing)} rows missing"
+        told = f"{told}; {gone}" if told else gone
+    if told:
+        return told
+    open_rows = sum(
+        each.speed is not None and each.speed.verdict == "ambiguous" for each in comparison.pairs
+    )
+    if open_rows:
+        return f"nothing changed that can be told from noise ({open_rows} rows are ambiguous)"
+    return "nothing changed"
+
+
+def _named(word: str, kernels: Iterable[KernelChange]) -> str:
+    names = [printable(str(each.kernel)) for each in kernels]
+    if not names:
+        return ""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return f"{word}: {', '.join(names[:NAMED])}{more}"
+
+
+def _notes(comparison: Comparison) -> list[str]:
+    before, after = comparison.before, comparison.after
+    notes = []
+    if not comparison.same_device:
+        notes.append(
+            f"{_devices(before.devices)} → {_devices(after.devices)}: different devices, so "
+            f"speed-ups over {comparison.baseline or 'a common baseline'} are compared, not times"
+        )
+    elif comparison.basis == "speed-up":
+        notes.append(
+            f"{_devices(after.devices)}: speed-ups over {comparison.baseline} are compared, which "
+            "what slows the whole machine leaves as they are"
+        )
+    else:
+        notes.append(f"{_devices(after.devices)}: times are compared")
+    own = comparison.baseline_time
+    if own is not None:
+        notes.append(f"{comparison.baseline} itself, by time: {speed_text(own)}")
+    spread = comparison.spread
+    notes.append(
+        f"spread between runs: {spread.share:.1%} ({spread.source})"
+        if spread.source
+        else "spread between runs: not given (--spread), so what changes from run to run alone may "
+        "be called faster or slower"
+    )
+    for each in comparison.differences:
+        there = "" if each.environment == HERE else f" of {each.environment}"
+        notes.append(f"{each.field}{there}: {each.before or 'none'} → {each.after or 'none'}")
+    changed = {(one.before.tolerances, one.after.tolerances) for one in comparison.pairs}
+    notes += [
+        f"--tolerances: {one or 'default'} → {other or 'default'}"
+        for one, other in sorted(changed)
+        if one != other
+    ]
+    for run in (before, after):
+        if run.is_cut_off:
+            notes.append(f"{run.name} was interrupted: its last row is cut off")
+        if run.unreadable:
+            notes.append(f"{run.name} has calls that could not be read: {_some(run.unreadable)}")
+    return notes
+
+
+def _counts(comparison: Comparison) -> Table:
+    speed = Counter(each.speed.verdict for each in comparison.pairs if each.speed)
+    accuracy = Counter(each.accuracy.verdict for each in comparison.pairs if each.accuracy)
+    lines = [
+        ("speed", *(str(speed[word]) for word in SPEED_WORDS)),
+        ("accuracy", *(str(accuracy[word]) for word in ACCURACY_WORDS)),
+    ]
+    headings = ("rows", "same", "fast / better", "slow / worse", "ambiguous")
+    return Table(f"{len(comparison.pairs)} rows in both", headings, tuple(lines))
+
+
+def _kernels(comparison: Comparison) -> Table:
+    """Those of which there is something to say, over all their calls."""
+    lines = [
+        (
+            printable(str(each.kernel)),
+            str(len(each.pairs)),
+            "" if each.speed is None else speed_text(each.speed),
+            _counted(each),
+        )
+        for each in sorted(comparison.kernels, key=_kernel_order)
+        if any(pair.is_changed for pair in each.pairs) or _is(each, "slow") or _is(each, "fast")
+    ]
+    return Table("kernels", ("kernel", "calls", "over all calls", "of them"), tuple(lines))
+
+
+def _counted(kernel: KernelChange) -> str:
+    words: Counter[str] = Counter()
+    for pair in kernel.pairs:
+        if pair.outcome:
+            words[pair.outcome] += 1
+        if pair.speed and pair.speed.verdict != "same":
+            words[pair.speed.verdict] += 1
+        if pair.accuracy and pair.accuracy.verdict in ("better", "worse"):
+            words[f"accuracy {pair.accuracy.verdict}"] += 1
+    return ", ".join(f"{count} {word}" for word, count in words.most_common())
+
+
+def _rows(comparison: Comparison) -> Table:
+    lines = [
+        (
+            printable(str(pair.before.id)),
+            _call(pair.before),
+            _outcome(pair) or ("" if pair.speed is None else speed_text(pair.speed)),
+            "" if pair.accuracy is None else accuracy_text(pair.accuracy),
+        )
+        for pair in sorted(comparison.pairs, key=_row_order)
+        if pair.is_changed
+    ]
+    return Table("rows that changed", ("kernel", "call", "speed", "accuracy"), tuple(lines))
+
+
+def _outcome(pair: Pair) -> str:
+    if not pair.outcome:
+        return ""
+    reason = pair.before.reason if pair.outcome == "recovered" else pair.after.reason
+    text = f"{pair.before.status} → {pair.after.status}: {printable(reason)}"
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
+
+
+def _came_and_went(comparison: Comparison) -> Table:
+    lines = [
+        line
+        for word, rows, others in (
+            ("missing", comparison.missing, comparison.after.rows),
+            ("new", comparison.new, comparison.before.rows),
+        )
+        for line in _grouped(word, rows, others)
+    ]
+    return Table("in one run alone", ("", "kernel", "calls"), tuple(lines))
+
+
+def _grouped(word: str, rows: Sequence[Row], others: Sequence[Row]) -> list[tuple[str, ...]]:
+    """One line a kernel; those whose every row is in one run alone are named without calls."""
+    known = {row.id for row in others}
+    calls: dict[str, list[str]] = {}
+    for row in rows:
+        name = printable(str(row.id))
+        calls.setdefault(name, []).append(row.call.name)
+    whole = {printable(str(row.id)) for row in rows if row.id not in known}
+    return [
+        (word, name, f"all {len(names)}" if name in whole else f"{len(names)}: {_some(names)}")
+        for name, names in calls.items()
+    ]
+
+
+def _call(row: Row) -> str:
+    return f"{printable(row.call.name)} ({place(row.call)})" if row.call.module else place(row.call)
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(map(printable, names[:3]))
+    return f"{shown} …" if len(names) > 3 else shown
+
+
+def _devices(names: Sequence[str]) -> str:
+    return " and ".join(map(printable, names)) or "unknown device"
+
+
+def _is(kernel: KernelChange, verdict: SpeedVerdict) -> bool:
+    """Whether a kernel became faster or slower: over all calls, or on most where they are few."""
+    if kernel.speed is not None and kernel.speed.low is not None:
+        return kernel.speed.verdict == verdict
+    verdicts = [pair.speed.verdict for pair in kernel.pairs if pair.speed]
+    return bool(verdicts) and 2 * verdicts.count(verdict) > len(verdicts)
+
+
+def _lost_accuracy(kernel: KernelChange) -> bool:
+    return any(pair.accuracy and pair.accuracy.verdict == "worse" for pair in kernel.pairs)
+
+
+def _fails(kernel: KernelChange) -> bool:
+    return any(pair.outcome in ("failed", "refused") for pair in kernel.pairs)
+
+
+def _is_worse(kernel: KernelChange) -> bool:
+    return _is(kernel, "slow") or _lost_accuracy(kernel) or _fails(kernel)
+
+
+def _kernel_order(kernel: KernelChange) -> tuple[bool, bool, float]:
+    ratio = kernel.speed.ratio if kernel.speed else 1.0
+    return (not _fails(kernel), not _lost_accuracy(kernel), ratio)
+
+
+def _row_order(pair: Pair) -> tuple[bool, bool, float]:
+    """Failures first, then lost accuracy, then the slowest, then what became better."""
+    lost = pair.accuracy is not None and pair.accuracy.verdict == "worse"
+    ratio = pair.speed.ratio if pair.speed else 1.0
+    return (pair.outcome not in ("failed", "refused"), not lost, ratio)

@@ -1,0 +1,35 @@
+"""A comparison as text, 80 columns wide."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from replay.report.comparison.sections import Sections, Table
+
+LINES = 20
+"""Of a table; the machine formats have all."""
+
+
+def print_comparison(said: Sections, console: Console) -> None:
+    """Print the answer, how it was compared, the counts, and what changed."""
+    console.print(Text(said.title, "bold"))
+    for note in said.notes:
+        console.print(Text(note, "dim"))
+    console.print(Text(said.answer, "bold red" if said.is_worse else "bold"))
+    for table in (said.counts, *said.tables):
+        console.print()
+        console.print(Text(table.title, "bold"))
+        console.print(_table(table))
+        if len(table.lines) > LINES:
+            console.print(Text(f"and {len(table.lines) - LINES} more: --html, --json", "dim"))
+
+
+def _table(table: Table) -> RichTable:
+    shown = RichTable(box=None, pad_edge=False, header_style="cyan", padding=(0, 1, 0, 0))
+    for heading in table.headings:
+        shown.add_column(heading, overflow="fold")
+    for line in table.lines[:LINES]:
+        shown.add_row(*map(Text, line))
+    return shown

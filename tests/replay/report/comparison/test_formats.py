@@ -1,0 +1,178 @@
+"""A comparison in words: the worst first, in every format, and whatever rows hold stays text."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+from rich.console import Console
+
+from replay.comparison.comparison import Comparison, compare, to_json
+from replay.comparison.matching import Run
+from replay.comparison.speed import NO_SPREAD, Spread
+from replay.report.comparison.html import to_html
+from replay.report.comparison.markdown import BUDGET, to_markdown
+from replay.report.comparison.sections import sections
+from replay.report.comparison.text import LINES, print_comparison
+from replay.rows.row import Row
+from tests.factories import call_facts, row
+from tests.replay.comparison.simulated import HERE, judged, noisy, run
+
+HOSTILE = "<script>alert(1)</script>|[x](http://e.com) **@all** #1 `&` [red]\x1b[2J\n_a_"
+
+
+def as_text(found: Comparison) -> str:
+    console = Console(file=io.StringIO(), width=80)
+    print_comparison(sections(found), console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def as_markdown(found: Comparison) -> str:
+    return to_markdown([sections(found)])
+
+
+def as_html(found: Comparison) -> str:
+    return to_html([sections(found)])
+
+
+FORMATS = pytest.mark.parametrize("write", [as_text, as_markdown, as_html])
+
+
+def changed() -> Comparison:
+    """One kernel slower, one gone, one new, one that crashes, one less accurate."""
+    before = run("before.jsonl", {"good": 0.5, "bad": 0.5, "gone": 0.5}).rows
+    after = run("after.jsonl", {"good": 0.5, "bad": 0.53, "new": 0.5}, drift=0.01).rows
+    old = [*before, row("breaks", machine=HERE), judged(noisy(4, 16))]
+    broken = row("breaks", status="crash", reason="signal 11", machine=HERE)
+    new = [*after, broken, judged(noisy(4, 16, level=2e-3))]
+    return compare(Run("before.jsonl", old), Run("after.jsonl", new), Spread(0.01, "self-test"))
+
+
+def words(text: str) -> str:
+    return " ".join(re.sub(r"<[^>]*>|&#\d+;", " ", text).split())
+
+
+@FORMATS
+def test_everything_that_changed_is_told_and_nothing_else(
+    write: Callable[[Comparison], str],
+) -> None:
+    text = words(write(changed()))
+    assert "slower: bad; less accurate: mine; failing: breaks; 12 rows missing" in text
+    assert "before.jsonl" in text
+    assert "speed-ups over torch-default are compared" in text
+    assert "spread between runs: 1.0%" in text
+    assert "ok → crash: signal 11" in text
+    for each in ("error-grew", "missing", "gone", "new"):
+        assert each in text
+    assert "good" not in text
+
+
+def test_the_worst_comes_first() -> None:
+    (_, rows, _) = sections(changed()).tables
+    kernels = [line[0] for line in rows.lines]
+    assert kernels == ["breaks", "mine", *["bad"] * 12]
+    slow = [float(line[2].partition("×")[0]) for line in rows.lines[2:]]
+    assert slow == sorted(slow)
+
+
+def test_text_is_80_columns_wide_and_short() -> None:
+    before = run("before", {"bad": 0.5}, calls=LINES + 5)
+    after = run("after", {"bad": 0.6}, calls=LINES + 5)
+    text = as_text(compare(before, after, NO_SPREAD))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "and 5 more: --html, --json" in text
+    assert "spread between runs: not given" in " ".join(text.split())
+
+
+def test_equal_runs_have_one_table() -> None:
+    before = run("before", {"a": 0.5})
+    found = sections(compare(before, Run("after", before.rows), NO_SPREAD))
+    assert (found.answer, found.is_worse, found.tables) == ("nothing changed", False, ())
+
+
+def test_devices_are_said_first() -> None:
+    before = run("before", {"a": 0.5})
+    after = run("after", {"a": 0.5}, machine=replace(HERE, device="GPU 2"))
+    found = sections(compare(before, after, NO_SPREAD))
+    assert found.notes[0].startswith("GPU 1 → GPU 2: different devices, so speed-ups over")
+
+
+def hostile() -> Comparison:
+    facts = call_facts(HOSTILE, module=HOSTILE)
+    machine = replace(HERE, torch=HOSTILE)
+    before = [row(HOSTILE, facts, machine=HERE), row(f"{HOSTILE} gone", facts)]
+    after = [row(HOSTILE, facts, status="crash", reason=HOSTILE, machine=machine)]
+    return compare(Run(HOSTILE, before), Run(f"{HOSTILE}2", after), Spread(0.1, HOSTILE))
+
+
+def test_hostile_names_are_text_on_a_terminal() -> None:
+    text = as_text(hostile())
+    assert "\x1b" not in text
+    assert "[red]" in text
+
+
+def test_hostile_names_are_text_in_markdown() -> None:
+    text = as_markdown(hostile())
+    assert not re.search(r"<(?!/?code>)", text)
+    without_code = re.sub(r"<code>[^<]*</code>", "", text)
+    assert not re.search(r"[@#`\[\]](?!##? )", without_code.replace("### ", ""))
+    assert "http" not in without_code
+    inside = "".join(re.findall(r"<code>([^<]*)</code>", text))
+    assert not re.search(r"[^\w/&#;-]|_", inside)
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        assert len({line.count("|") for line in table.splitlines()}) == 1
+
+
+class Tags(HTMLParser):
+    """The elements and attributes of a page, and its text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        assert not {name for name, _ in attrs} & {"src", "href", "onclick"}
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_hostile_names_are_text_on_a_page() -> None:
+    page = Tags(as_html(hostile()))
+    assert "script" not in page.tags
+    assert "<script>alert(1)</script>|[x](http://e.com) **@all**" in page.text
+
+
+def test_markdown_fits_into_a_comment_whatever_there_is() -> None:
+    def rows(kernel: str) -> list[Row]:
+        many = (call_facts(f"{at} {'<&|' * 100}", f"layers.{at}") for at in range(500))
+        return [row(kernel, facts, status="ok") for facts in many]
+
+    old = rows("a" * 300)
+    new = [replace(each, status="crash", reason="|" * 1000) for each in old]
+    found = compare(Run("b" * 999, old), Run("c" * 999, new), NO_SPREAD)
+    said = sections(found)
+    for compared in ([said], [said] * 3, [said] * 200):
+        text = to_markdown(compared)
+        assert len(text.encode()) <= BUDGET
+        assert text.count("<code>") == text.count("</code>")
+    assert re.search(r"and \d+ more", to_markdown([said]))
+
+
+def test_json_has_every_row() -> None:
+    found = json.loads(json.dumps(to_json(changed()), allow_nan=False))
+    assert len(found["rows"]) == 12 * 3 + 2
+    assert len(found["missing"]) == len(found["new"]) == 12
+    bad = next(each for each in found["rows"] if each["kernel"] == "bad")
+    assert bad["speed"]["verdict"] == "slow"
+    assert bad["speed"]["reason"] == "interval-below-1"
+    assert bad["status"] == ["ok", "ok"]
