@@ -31,11 +31,13 @@ EXAMPLES = """examples:
   replay --dir captured_inputs --env fa4=/opt/fa4/bin/python
   replay --dir captured_inputs --e2e                    run the kernels in the model
   replay --dir captured_inputs --plan plan.json --budget cosine=0.998
+  replay --dir captured_inputs --report out.html        charts and every row, in one file
   replay --list-kernels                                 all kernels, and which can run here
   replay --selftest                                     does this machine measure right?
 
 sub-commands, each with a --help of its own:
   replay compare before.jsonl after.jsonl               what became faster, slower or wrong?
+  replay report rows.jsonl -o out.html                  an earlier replay as one HTML file
 """
 
 
@@ -180,6 +182,7 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("--json", metavar="FILE", help="write a JSON object per row (- for stdout)")
     report.add_argument("--resume", action="store_true", help="continue the --json file")
     report.add_argument("--csv", metavar="FILE", help="write the rows as CSV (- for stdout)")
+    report.add_argument("--report", metavar="FILE", help="write all of it as one HTML file")
     report.add_argument("--save-output", metavar="DIR", help="save every kernel's outputs")
     report.add_argument(
         "--check", action="store_true", help="exit with 1 if a kernel fails or is inaccurate"

@@ -224,8 +224,10 @@ def _tried(rows: Sequence[Row], environment: str, kernel: Kernel) -> list[Row]:
 def write_json(checks: Sequence[Checked], file: TextIO) -> None:
     """Write one JSON line per kernel and model; NaN and infinity do not occur."""
     for checked in checks:
-        data = asdict(checked)
-        data["prediction_error"] = {
-            span: checked.prediction_error(span) for span in checked.measured
-        }
-        file.write(json.dumps(data) + "\n")
+        file.write(json.dumps(as_json(checked)) + "\n")
+
+
+def as_json(checked: Checked) -> dict[str, Any]:
+    """A result as plain JSON."""
+    errors = {span: checked.prediction_error(span) for span in checked.measured}
+    return asdict(checked) | {"prediction_error": errors}

@@ -20,6 +20,7 @@ from replay.cli import comparison_arguments
 from replay.cli.arguments import parser
 from replay.cli.end_to_end_arguments import misuse
 from replay.cli.files import UsageError, opened, shared_file
+from replay.cli.report import check_place
 from replay.cli.stdout import reserved_stdout
 from replay.rows.fields import METRICS
 from replay.timing.defaults import CALLS_BEFORE_IN_MODELS, CPU_SECONDS, SECONDS
@@ -46,10 +47,10 @@ logger = logging.getLogger(__name__)
 SOURCES = ("dir", "random", "suite", "list_kernels", "selftest")
 """Arguments that say what to do."""
 
-SUBCOMMANDS = {"compare": "replay.cli.compare"}
+SUBCOMMANDS = {"compare": "replay.cli.compare", "report": "replay.cli.report"}
 """Whose `run(argv)` returns the exit code, by the first argument."""
 
-WRITTEN = ("json", "csv", "e2e_json", "plan", "save_output")
+WRITTEN = ("json", "csv", "e2e_json", "plan", "save_output", "report")
 READ = ("use_plan", "text", "tolerances", "env_file", "spread")
 """Options that name files."""
 
@@ -103,6 +104,8 @@ def _dispatch(arguments: argparse.Namespace) -> int:
 
 def _replay(arguments: argparse.Namespace, metrics: list[str], first: First | None) -> int:
     device = _device(arguments.device)
+    if arguments.report:
+        check_place(Path(arguments.report))
 
     from replay.workers.environments import interpreters
     from replay.workers.execution import execution
@@ -140,6 +143,8 @@ def _replay(arguments: argparse.Namespace, metrics: list[str], first: First | No
             checks = _check_models(
                 options, rows, assigned, pythons, settings, arguments, models_file
             )
+        if arguments.report:
+            _report(rows, checks, options, settings, arguments)
     code = max(changed, _exit_code(rows, checks, arguments))
     if not arguments.quiet and _tables_are_shown(arguments):
         _print_next_step(arguments, rows, plan)
@@ -350,6 +355,22 @@ def _check_models(
     return found
 
 
+def _report(
+    rows: list[Row],
+    checks: list[Checked],
+    options: ModelOptions | None,
+    settings: Settings,
+    arguments: argparse.Namespace,
+) -> None:
+    from replay.cli.end_to_end import as_json
+    from replay.cli.report import write
+
+    outputs = settings.save_output if checks else None
+    budget = None if options is None else options.budget
+    plain = [as_json(checked) for checked in checks]
+    write(rows, plain, Path(arguments.report), outputs, budget)
+
+
 def _exit_code(rows: list[Row], checks: list[Checked], arguments: argparse.Namespace) -> int:
     unreadable = [row for row in rows if not row.kernel]
     for row in unreadable:
@@ -451,7 +472,7 @@ def _settings(arguments: argparse.Namespace, device: torch.device) -> Settings:
         compare_stats=arguments.compare_stats,
         for_model=of_models,
         energy=device.type == "cuda" and _wants(arguments, "energy"),
-        roofline=_wants(arguments, "roofline"),
+        roofline=bool(arguments.report) or _wants(arguments, "roofline"),
         resources=arguments.resources,
         save_output=_output_directory(arguments.save_output),
         tolerances=(

@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from replay.report.cells import cell, speedup_text
-from replay.report.groups import Group, group_rows, place, pooled_speedup, typical_time, worst
+from replay.report.groups import Group, group_rows, place, worst
+from replay.report.ranking import Fastest, fastest, is_correct, rank
 from replay.rows.fields import COLUMNS
 from replay.rows.row import Errors, KernelId, Row
 
@@ -53,7 +54,7 @@ def _group_report(
     if group.backends:
         parts.append(Text(f"recorded with: {group.backends}", style="dim"))
     ran = [name for name, rows in group.rows.items() if any(row.accuracy for row in rows)]
-    ran.sort(key=lambda name: _rank(group, name))
+    ran.sort(key=lambda name: rank(group, name))
     if ran:
         for table in TABLES:
             paths = [
@@ -80,16 +81,6 @@ def _group_report(
     return Renderables(*parts)
 
 
-def _rank(group: Group, name: KernelId) -> tuple[bool, float]:
-    """Sort correct kernels first, then by time."""
-    time = typical_time(group.rows[name])
-    return (not _is_correct(group, name), time.p50 if time else float("inf"))
-
-
-def _is_correct(group: Group, name: KernelId) -> bool:
-    return all(row.is_correct for row in group.rows[name])
-
-
 def _table(
     group: Group,
     names: Sequence[KernelId],
@@ -104,7 +95,7 @@ def _table(
     for at in shown:
         table.add_column(headings[at], justify="right", overflow="fold")
     for name, line in zip(names, cells, strict=True):
-        style = "" if _is_correct(group, name) else "red"
+        style = "" if is_correct(group, name) else "red"
         table.add_row(Text(str(name), style), *(Text(line[at], style) for at in shown))
     return table
 
@@ -145,7 +136,7 @@ def _notes(group: Group, ran: Sequence[KernelId], errors_against: str) -> list[T
             lambda row: row.accuracy.against(errors_against) if row.accuracy else None,
             lambda errors: errors.relative_l1,
         )
-        if found is not None and not _is_correct(group, name):
+        if found is not None and not is_correct(group, name):
             errors, row = found
             notes.append(f"{name}: {row.reason}; worst at {place(row.call)}, {_where(errors, row)}")
         sparse = [row for row in group.rows[name] if row.kept is not None]
@@ -237,43 +228,25 @@ def _print_not_run(rows: Sequence[Row], console: Console) -> None:
 
 
 def _print_fastest(groups: Sequence[Group], console: Console) -> None:
-    """Print the fastest correct kernel of each group and class, and those that tie with it.
-
-    Not of sparse kernels: they do less work, and speed does not show whether that is enough.
-    """
+    """Print the fastest correct kernel of each group and class, and those that tie with it."""
     console.print(Text("fastest correct kernel", style="bold"))
     for group in groups:
         for accuracy_class in ("exact", "quantised"):
-            timed = [
-                name
-                for name in group.rows
-                if group.class_of(name) == accuracy_class
-                and _is_correct(group, name)
-                and typical_time(group.rows[name])
-                and not any(row.overwrites for row in group.rows[name])
-            ]
-            if timed:
+            found = fastest(group, accuracy_class)
+            if found is not None:
                 goes_without_saying = group.classes == ["exact"]
-                console.print(_fastest(group, timed, "" if goes_without_saying else accuracy_class))
+                console.print(_fastest(group, found, "" if goes_without_saying else accuracy_class))
 
 
-def _fastest(group: Group, timed: Sequence[KernelId], shown: str) -> Text:
+def _fastest(group: Group, found: Fastest, shown: str) -> Text:
     """Format one line of the ranking; `shown` is the class, empty where it goes without saying."""
-    best, *others = sorted(timed, key=lambda name: _rank(group, name))
-    ties = [name for name in others if _is_tie(group, best, name)]
     parts = [*group.title.split(" · ")[:3], *([shown] if shown else [])]
     line = Text("  " + " · ".join(parts) + ": ")
-    line.append(str(best), "bold green")
-    speedup = None if best.name == group.baseline else pooled_speedup(group, best)
-    if speedup is not None and KernelId(group.baseline) not in ties:
-        line.append(f" {speedup_text(speedup)} vs {group.baseline}")
-    if words := {row.restated_as for row in group.rows[best]} - {""}:
+    line.append(str(found.kernel), "bold green")
+    if found.speedup is not None:
+        line.append(f" {speedup_text(found.speedup)} vs {group.baseline}")
+    if words := {row.restated_as for row in group.rows[found.kernel]} - {""}:
         line.append(f", its mask restated as {' or '.join(sorted(words))}", "dim")
-    if ties:
-        line.append(f", tied with {', '.join(map(str, ties))}", "dim")
+    if found.ties:
+        line.append(f", tied with {', '.join(map(str, found.ties))}", "dim")
     return line
-
-
-def _is_tie(group: Group, best: KernelId, other: KernelId) -> bool:
-    speedup = pooled_speedup(group, best, over=other)
-    return speedup is not None and speedup.is_tie

@@ -1,0 +1,118 @@
+"""`replay report`: one HTML file from the rows of an earlier replay."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from capture.cli.arguments import OneSentenceParser
+from capture.printable import printable
+from replay.rows.files import RowsError, read_jsonl
+
+if TYPE_CHECKING:
+    from replay.plan.plan import Budget
+    from replay.rows.row import Row
+
+CHECK_FIELDS = {"kernel", "model", "status", "measured", "prediction", "drift"}
+
+
+def parser() -> OneSentenceParser:
+    """Build the parser of `replay report`."""
+    command = OneSentenceParser(
+        prog="replay report",
+        description="Write one HTML file, which needs no network, from the rows of a replay.",
+    )
+    command.add_argument("rows", type=Path, metavar="ROWS", help="what `replay --json` wrote")
+    command.add_argument("-o", "--out", type=Path, required=True, metavar="FILE", help="the report")
+    command.add_argument(
+        "--e2e-json", type=Path, metavar="FILE", help="what `replay --e2e --e2e-json` wrote"
+    )
+    command.add_argument(
+        "--outputs", type=Path, metavar="DIR", help="what `replay --e2e --save-output` wrote"
+    )
+    command.add_argument(
+        "--budget", metavar="METRIC=X", help="draw this limit of errors, e.g. cosine=0.998"
+    )
+    command.add_argument("--debug", action="store_true", help="show tracebacks")
+    return command
+
+
+def run(argv: Sequence[str]) -> int:
+    """Write the report that the arguments ask for.
+
+    Raises:
+        Error: an argument, or a file that it names, cannot be used.
+    """
+    from replay.plan.plan import parse_budget
+    from replay.report.html.write import ReportError
+
+    arguments = parser().parse_args(argv)
+    check_place(arguments.out)
+    if arguments.outputs is not None and arguments.e2e_json is None:
+        raise ReportError("--outputs are those of an end-to-end check: give --e2e-json FILE too")
+    if arguments.outputs is not None and not arguments.outputs.is_dir():
+        raise ReportError(f"there is no directory {arguments.outputs}: name that of --save-output")
+    budget = None if arguments.budget is None else parse_budget(arguments.budget)
+    try:
+        rows, is_cut_off = read_jsonl(arguments.rows)
+    except FileNotFoundError as error:
+        raise RowsError(
+            f"there is no file {arguments.rows}: write one with replay --json {arguments.rows}"
+        ) from error
+    checks = [] if arguments.e2e_json is None else _read_checks(arguments.e2e_json)
+    write(rows, checks, arguments.out, arguments.outputs, budget)
+    if is_cut_off:
+        sentence = "ends within a row: its replay was interrupted"
+        print(f"replay: {printable(str(arguments.rows))} {sentence}", file=sys.stderr)
+    return 0
+
+
+def check_place(out: Path) -> None:
+    """Find out before anything is measured that a report can be written.
+
+    Raises:
+        Error: it cannot.
+    """
+    from replay.report.html import library
+    from replay.report.html.write import ReportError
+
+    library.require()
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        kind = "it is a directory" if out.is_dir() else "create its directory first"
+        raise ReportError(f"cannot write {out}: {kind}")
+
+
+def write(
+    rows: Sequence[Row],
+    checks: Sequence[dict[str, Any]],
+    out: Path,
+    outputs: Path | None,
+    budget: Budget | None,
+) -> None:
+    """Write a report and say where it is.
+
+    Raises:
+        Error: there is nothing to report, or the file cannot be written.
+    """
+    from replay.report.html.write import write_html
+
+    write_html(rows, out, checks=checks, outputs=outputs, budget=budget)
+    print(f"report: {out} ({out.stat().st_size / 1e6:.1f} MB)", file=sys.stderr)
+
+
+def _read_checks(path: Path) -> list[dict[str, Any]]:
+    from replay.report.html.write import ReportError
+
+    try:
+        lines = path.read_text("utf-8").splitlines()
+        checks = [json.loads(line) for line in lines]
+    except OSError as error:
+        raise ReportError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ReportError(f"{path} was not written by `replay --e2e-json`") from error
+    if not all(isinstance(check, dict) and check.keys() >= CHECK_FIELDS for check in checks):
+        raise ReportError(f"{path} was not written by `replay --e2e-json` of this version")
+    return checks

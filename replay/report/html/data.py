@@ -1,0 +1,201 @@
+"""What the page draws from: rows as columns, and figures pooled over the calls of a group.
+
+All of it is data in the page as well: the script puts it there as text, never as markup.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from replay.plan.plan import Budget
+from replay.report.groups import Group, place, pooled_speedup, typical_time, worst
+from replay.report.html.answer import fastest_kernels
+from replay.report.ranking import is_correct
+from replay.rows.fields import COLUMNS, FIELDS, leaf
+from replay.rows.files import row_to_json
+from replay.rows.row import KernelId, Row
+
+FIGURES = {
+    "time_ms.p50": "ms",
+    "time_ms.p10": "p10 ms",
+    "time_ms.p90": "p90 ms",
+    "time_ms.n": "n",
+    "speedup.ratio": "speed-up",
+    "speedup.low": "from",
+    "speedup.high": "to",
+}
+"""The first figures of the table; the other columns of `replay.rows.fields` follow."""
+FACTS = (
+    "call.name",
+    "call.model",
+    "call.phase",
+    "call.module",
+    "call.step",
+    "call.dtype",
+    "reason",
+    "roof.tflops",
+    "roof.gb_per_s",
+)
+"""Fields that charts need and the table does not show, or shows elsewhere."""
+
+FIELD_ROWS, FIELD_RANGES = 32, 32
+"""At most, of one field of errors; larger ones are pooled by their worst cells."""
+DECADE = 8
+"""Levels of error per power of ten, which a field is stored in."""
+LEAST = 1e-9
+"""The error of the lowest level."""
+FIRST_LEVEL = "0"
+"""Its character; the next level has the next one."""
+NOT_FINITE = "~"
+
+
+def page_data(
+    rows: Sequence[Row], groups: Sequence[Group], budget: Budget | None
+) -> dict[str, Any]:
+    """All that the page draws of the rows, as plain JSON.
+
+    Args:
+        groups: of these very rows (`replay.report.groups.group_rows`).
+    """
+    headings = {path: FIGURES.get(path, column.heading) for path, column in COLUMNS.items()}
+    headings = FIGURES | headings | dict.fromkeys(FACTS, "")
+    group_of = {
+        id(row): at
+        for at, group in enumerate(groups)
+        for rows_of_kernel in group.rows.values()
+        for row in rows_of_kernel
+    }
+    members = [
+        (group_of[id(row)], row)
+        for row in rows
+        if id(row) in group_of and row.status != "unavailable"
+    ]
+    trees = [row_to_json(row) for _, row in members]
+    meanings = {field.path: field.meaning for field in FIELDS}
+    metric = "relative_l1" if budget is None else budget.metric
+    return {
+        "groups": [_group(group) for group in groups],
+        "pooled": [each for at, group in enumerate(groups) for each in _pooled(at, group, metric)],
+        "metric": metric,
+        "budget": None if budget is None else {"text": str(budget), "limit": _badness(budget)},
+        "columns": {
+            path: {
+                "heading": heading,
+                "meaning": meanings[path],
+                "factor": 1e-6 if path == "peak_bytes" else 1,
+            }
+            for path, heading in headings.items()
+        },
+        "rows": {path: [_short(leaf(tree, path)) for tree in trees] for path in headings}
+        | {
+            "group": [at for at, _ in members],
+            "name": [str(row.id) for _, row in members],
+            "place": [place(row.call) for _, row in members],
+            "shape": [str(row.call.shape) for _, row in members],
+            "flags": ["; ".join(row.flags) for _, row in members],
+        },
+        "fields": [_field(row) for _, row in members],
+        "levels": {"decade": DECADE, "least": LEAST, "first": FIRST_LEVEL, "nan": NOT_FINITE},
+    }
+
+
+def _group(group: Group) -> dict[str, Any]:
+    first = group.calls[0]
+    return {
+        "title": group.title,
+        "short": group.title.rpartition(" · ")[0],
+        "model": first.model,
+        "phase": first.phase,
+        "weights": group.weights,
+        "baseline": group.baseline,
+        "answer": fastest_kernels(group),
+    }
+
+
+def _pooled(at: int, group: Group, metric: str) -> Iterator[dict[str, Any]]:
+    """Speed, speed-up and worst error of each kernel over the group's calls."""
+    for kernel, rows in group.rows.items():
+        time, ran = typical_time(rows), [row for row in rows if row.accuracy]
+        if not ran:
+            continue
+        found = worst(
+            ran,
+            lambda row: row.accuracy and getattr(row.accuracy.reference, metric),
+            lambda figure: -figure if metric == "cosine" else figure,
+        )
+        speedup = None if kernel == KernelId(group.baseline) else pooled_speedup(group, kernel)
+        correct = is_correct(group, kernel)
+        yield {
+            "group": at,
+            "kernel": str(kernel),
+            "class": group.class_of(kernel),
+            "correct": correct,
+            "status": next((row.status for row in rows if not row.is_correct), rows[0].status),
+            "error": None if found is None else _short(_error(found[0], metric)),
+            "p10": time and _short(time.p10),
+            "p50": time and _short(time.p50),
+            "p90": time and _short(time.p90),
+            "ratio": 1.0 if kernel.name == group.baseline else speedup and _short(speedup.ratio),
+            "low": speedup and _short(speedup.low),
+            "high": speedup and _short(speedup.high),
+            "tflops": _short(
+                max((row.tflops for row in rows if row.tflops is not None), default=None)
+            ),
+        }
+
+
+def _error(figure: float, metric: str) -> float:
+    """The figure as something that grows from 0: a cosine's distance from 1."""
+    return max(1 - figure, 0.0) if metric == "cosine" else figure
+
+
+def _badness(budget: Budget) -> float:
+    return _error(budget.limit, budget.metric)
+
+
+def _short(value: Any) -> Any:
+    """JSON without digits that nobody reads; cosines are told apart by their last ones."""
+    if isinstance(value, float):
+        return float(f"{value:.9g}" if 0.99 < abs(value) <= 1 else f"{value:.5g}")
+    return value
+
+
+def _field(row: Row) -> list[str] | None:
+    """Where an output is wrong: a string of levels for each head, a character a range."""
+    where = None if row.accuracy is None else row.accuracy.where
+    if where is None or not where.relative_l1:
+        return None
+    return [
+        "".join(_level(cell) for cell in _worst(heads, FIELD_RANGES))
+        for heads in _rows(where.relative_l1)
+    ]
+
+
+def _rows(cells: Sequence[Sequence[float]]) -> Iterator[list[float]]:
+    for heads in _parts(cells, FIELD_ROWS):
+        yield [max(column, key=_order) for column in zip(*heads, strict=True)]
+
+
+def _worst(cells: Sequence[float], most: int) -> Iterator[float]:
+    for part in _parts(cells, most):
+        yield max(part, key=_order)
+
+
+def _parts(items: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
+    """At most `most` runs of items, of almost equal length."""
+    count = min(most, len(items))
+    for at in range(count):
+        yield items[at * len(items) // count : (at + 1) * len(items) // count]
+
+
+def _order(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def _level(value: float) -> str:
+    if not math.isfinite(value):
+        return NOT_FINITE
+    level = round(DECADE * math.log10(max(value, LEAST) / LEAST))
+    return chr(min(ord(FIRST_LEVEL) + level, ord(NOT_FINITE) - 1))

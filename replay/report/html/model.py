@@ -1,0 +1,86 @@
+"""The end-to-end check in a report: what the model gained, predicted beside measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from replay.end_to_end import drift
+from replay.end_to_end.span import RUN
+from replay.report.end_to_end import TITLES
+
+Check = Mapping[str, Any]
+"""One line of `replay --e2e-json`: one kernel in one model."""
+
+
+def answers(checks: Sequence[Check]) -> Iterator[str]:
+    """For each span of one model, the kernel that it was fastest with, and the output then."""
+    for span in _spans(checks):
+        timed = [each for each in checks if each["status"] == "ok" and _speedup(each, span)]
+        if not timed:
+            continue
+        best = max(timed, key=lambda each: _speedup(each, span)["ratio"])
+        speedup, predicted = _speedup(best, span), _predicted(best, span)
+        if speedup["verdict"] != "fast":
+            yield f"{_title(span)}: no kernel makes it measurably faster"
+            continue
+        text = f"{_title(span)}: {best['kernel']} {speedup['ratio']:.2f}×"
+        if speedup["low"] is not None:
+            text += f" ({speedup['low']:.2f}-{speedup['high']:.2f})"
+        if predicted is not None:
+            text += f", predicted {predicted['value']:.2f}×"
+        yield f"{text}; output: {_output(best)}"
+
+
+def model_data(checks: Sequence[Check]) -> dict[str, Any]:
+    """What the page draws of one model: a line for each kernel and span, and what became of it."""
+    return {
+        "spans": [
+            {
+                "span": _title(span),
+                "kernel": each["kernel"],
+                "ms": each["measured"][span]["ms"]["p50"],
+                "measured": _speedup(each, span),
+                "predicted": _predicted(each, span),
+            }
+            for span in _spans(checks)
+            for each in checks
+            if each["status"] == "ok" and span in each["measured"]
+        ],
+        "kernels": [
+            {
+                "kernel": each["kernel"],
+                "status": each["status"],
+                "answered": each["hits"],
+                "fell back": sum(each["fallbacks"].values()),
+                "output": _output(each),
+                "reason": each["reason"] or "; ".join(each["fallbacks"]),
+            }
+            for each in checks
+        ],
+    }
+
+
+def _spans(checks: Sequence[Check]) -> list[str]:
+    return list(dict.fromkeys(span for each in checks for span in each["measured"]))
+
+
+def _title(span: str) -> str:
+    return "one full run" if span == RUN else TITLES.get(span, span)
+
+
+def _speedup(checked: Check, span: str) -> Any:
+    """Ratio, ends of its interval and verdict; None for the model's own attention."""
+    return checked["measured"].get(span, {}).get("speedup")
+
+
+def _predicted(checked: Check, span: str) -> Any:
+    """Value, low and high; None where the replay allows no prediction."""
+    found = checked["prediction"] or {"run": None, "phases": {}}
+    place = found["run"] if span == RUN else found["phases"].get(span)
+    return place and place["speedup"]
+
+
+def _output(checked: Check) -> str:
+    found = dict(checked["drift"])
+    return (found and ", ".join(drift.cells(found))) or "not compared"

@@ -1,0 +1,59 @@
+"""The outputs that `--save-output` kept of each model, small enough for a page."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from replay.end_to_end.saved_outputs import safe_name
+from replay.report.html.model import Check
+
+WIDTH = 256
+"""Pixels of a picture."""
+PICTURES = 3
+"""Of each kernel: the first, the middle and the last."""
+KERNELS = 24
+"""Of each model; the page says how many others there are."""
+CHARACTERS = 4000
+"""Of a text."""
+
+
+def saved_outputs(directory: Path, checks: Sequence[Check]) -> dict[str, list[dict[str, Any]]]:
+    """What was saved of each model's checks, the model's own attention first.
+
+    Returns:
+        By model: `kernel`, `pictures` as data URLs, and `text` or None. A kernel without a file
+        that can be looked at has no entry.
+    """
+    found: dict[str, list[dict[str, Any]]] = {}
+    for check in checks:
+        model = check["model"]
+        if len(shown := found.setdefault(model, [])) < KERNELS:
+            shown += _of_kernel(directory / safe_name(model), check["kernel"])
+    return {model: shown for model, shown in found.items() if shown}
+
+
+def _of_kernel(directory: Path, kernel: str) -> Iterator[dict[str, Any]]:
+    place = directory / safe_name(kernel)
+    files = sorted(place.glob("frame-*.png")) or sorted(place.glob("image-*.png"))
+    chosen = {0, len(files) // 2, len(files) - 1} if len(files) > PICTURES else range(len(files))
+    pictures = [_data_url(files[at]) for at in sorted(chosen)]
+    text = None
+    if (file := place / "text.txt").is_file():
+        text = file.read_text("utf-8", errors="replace")[:CHARACTERS]
+    if pictures or text is not None:
+        yield {"kernel": kernel, "pictures": pictures, "text": text}
+
+
+def _data_url(path: Path) -> str:
+    with Image.open(path) as opened:
+        picture = opened.convert("RGB")
+    picture.thumbnail((WIDTH, WIDTH))
+    buffer = io.BytesIO()
+    picture.save(buffer, "JPEG", quality=85)
+    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"

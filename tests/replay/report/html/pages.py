@@ -1,0 +1,110 @@
+"""Rows and checks as a GPU's replay has them, made by hand."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict
+from typing import Any
+
+from replay.end_to_end.check import Checked, Measured
+from replay.end_to_end.prediction import Prediction
+from replay.end_to_end.span import RUN, Calls, Interval, Span
+from replay.rows.row import Accuracy, AccuracyClass, GpuState, Machine, Roof, Row, Where
+from replay.timing.statistics import paired_speedup, summarize
+from tests import factories
+
+HOSTILE = "</script><img src=x onerror=document.title='broken'>"
+"""A name that is markup."""
+
+CLEAN = {"nan_count": 0, "baseline_nan_count": 0, "frames": 9, "relative_l1": 0.01, "cosine": 0.999}
+CLASSES: tuple[AccuracyClass, ...] = ("exact", "quantised")
+
+
+def rows(
+    kernels: int = 6,
+    calls: int = 8,
+    heads: int = 4,
+    *,
+    model: str = "model",
+    on_gpu: bool = True,
+    seed: int = 0,
+) -> list[Row]:
+    """`torch-default` and other kernels on calls of two layers; the last kernel is wrong on one."""
+    chance = random.Random(seed)
+    found = []
+    for at in range(calls):
+        facts = factories.call_facts(
+            f"call-{at}", f"blocks.{at % 2}.attn", step=at // 2, call_index=at, model=model
+        )
+        own = [chance.gauss(2.0, 0.02) for _ in range(10)]
+        for number in range(kernels):
+            name = "torch-default" if number == 0 else f"kernel-{number}"
+            times = [ms / (1 + number / 10) * chance.gauss(1, 0.005) for ms in own]
+            error = 10 ** -(6 - number % 4)
+            wrong = number == kernels - 1 and at == 1
+            field = tuple(
+                tuple(error * chance.uniform(0.5, 2) for _ in range(64)) for _ in range(heads)
+            )
+            where = Where(2 * error, error, (0, 1), (2, 3), field)
+            speedup = paired_speedup(own, times)
+            found.append(
+                factories.row(
+                    name,
+                    facts,
+                    times,
+                    "inaccurate" if wrong else "ok",
+                    "cosine 0.8 is below 0.99" if wrong else "",
+                    speedup=(
+                        None if number == 0 else factories.speedup_over("torch-default", speedup)
+                    ),
+                    accuracy=Accuracy(
+                        factories.errors(cosine=1 - error, relative_l1=error), where=where
+                    ),
+                    accuracy_class=CLASSES[number % 2],
+                    tflops=300.0 * (1 + number / 10),
+                    gb_per_s=900.0,
+                    flop_per_byte=300.0,
+                    roof=Roof(700.0, 4000.0),
+                    roof_share=0.43 * (1 + number / 10),
+                    gpu_during=GpuState(1500 + at, 690.0, 60, (), 2600) if on_gpu else None,
+                    machine=Machine(device="NVIDIA H200", torch="2.11.0"),
+                )
+            )
+    return found
+
+
+def checks(*kernels: str, model: str = "model") -> list[dict[str, Any]]:
+    """The model's own attention, and these kernels, 1.1, 1.2 … times as fast."""
+    found = [_checked("the model's own", model, None)]
+    found += [_checked(name, model, 1 + at / 10) for at, name in enumerate(kernels, start=1)]
+    return [asdict(each) for each in found]
+
+
+def _checked(kernel: str, model: str, ratio: float | None) -> Checked:
+    found = Checked(kernel, model, "random", hits=12, fallbacks={"takes no mask": 3})
+    for span in ("denoise", RUN):
+        gain = None if ratio is None else factories.speedup(ratio, ratio - 0.02, ratio + 0.02)
+        found.measured[span] = Measured(summarize([100.0 / (ratio or 1)] * 6), gain, None)
+    if ratio is not None:
+        spans = {span: _span(span, ratio + 0.01) for span in ("denoise", RUN)}
+        found.prediction = Prediction(spans.pop(RUN), spans)
+        found.drift = {"psnr": 41.2, "ssim": 0.993, "worst_psnr": 39.0, "black_frames": 0} | CLEAN
+    return found
+
+
+def _span(name: str, ratio: float) -> Span:
+    second = Interval(1.0, 1.0, 1.0)
+    return Span(
+        phase=name,
+        forwards=1,
+        old_seconds=second,
+        new_seconds=second,
+        speedup=Interval(ratio, ratio - 0.03, ratio + 0.03),
+        old_tokens_per_second=None,
+        new_tokens_per_second=None,
+        attention_seconds=0.4,
+        attention_share=0.4,
+        waiting_share=0.0,
+        saved_seconds=0.1,
+        calls=Calls(32),
+    )

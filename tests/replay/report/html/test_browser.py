@@ -1,0 +1,195 @@
+"""The report in a browser: what is drawn, what can be done with it, and what it never does."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from replay.plan.plan import Budget
+from replay.report.html.write import write_html
+from tests.replay.report.html import pages
+
+pytest.importorskip("vl_convert", reason="a report requires vl-convert-python")
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(BROWSERS)} is installed"),
+]
+
+CHARTS = (
+    "tradeoff",
+    "layer-error",
+    "layer-saved",
+    "times",
+    "shapes",
+    "roofline",
+    "where",
+    "span-0-0",
+    "span-0-1",
+    "clock",
+    "power",
+    "temperature",
+)
+
+WHEN_DRAWN = """
+<script>
+const waiting = setInterval(async () => {
+  if (!document.body.dataset.ready && $("failure").hidden) return;
+  clearInterval(waiting);
+  const pause = () => new Promise((done) => setTimeout(done, 1500));
+  const choose = async (id, value) => {
+    $(id).value = value;
+    $(id).dispatchEvent(new Event(id === "filter" ? "input" : "change"));
+    await pause();
+  };
+  const names = () => [...$("rows").tBodies[0].rows].map((row) => row.cells[0].textContent);
+  const marks = (id) => $(id).querySelectorAll("svg path, svg text").length;
+  let found;
+  try { found = await (async () => { SCRIPT })(); }
+  catch (error) { found = { failed: String(error) }; }
+  document.body.append(element("pre", JSON.stringify(found), { id: "found" }));
+}, 100);
+</script>
+"""
+
+
+class Seen(NamedTuple):
+    """What came of opening a page."""
+
+    found: Any
+    """What the script returned."""
+    console: list[str]
+    """Each line that the browser logged, what the content security policy forbade included."""
+
+
+def opened(page: Path, script: str, *, width: int = 1200) -> Seen:
+    """Open a page, and run the body of a function once all is drawn; what it returns."""
+    copy = page.with_name("opened.html")
+    text = page.read_text("utf-8")
+    copy.write_text(text.replace("</body>", WHEN_DRAWN.replace("SCRIPT", script) + "</body>"))
+    assert BROWSER is not None
+    done = subprocess.run(
+        [
+            BROWSER,
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            f"--user-data-dir={page.with_name('profile')}",
+            f"--window-size={width},2000",
+            "--virtual-time-budget=60000",
+            "--enable-logging=stderr",
+            "--dump-dom",
+            copy.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    result = re.search(r'<pre id="found">([^<]*)</pre>', done.stdout)
+    assert result is not None, (console, done.stdout[-2000:])
+    unescaped = result[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")
+    return Seen(json.loads(unescaped), console)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report of two models, one of which has a name that is markup."""
+    out = tmp_path_factory.mktemp("report") / "out.html"
+    rows = [*pages.rows(12, 30), *pages.rows(3, 2, model=pages.HOSTILE)]
+    checks = pages.checks("kernel-2", pages.HOSTILE)
+    write_html(rows, out, checks=checks, budget=Budget("cosine", 0.9995))
+    return out
+
+
+@pytest.mark.parametrize("width", [390, 800, 1600])
+def test_all_charts_are_drawn_and_no_network_is_asked(page: Path, width: int) -> None:
+    seen = opened(
+        page,
+        """return {
+            marks: Object.fromEntries(CHARTS.map((id) => [id, marks(id)])),
+            failure: $("failure").hidden,
+            tooWide: document.documentElement.scrollWidth > window.innerWidth,
+            requests: performance.getEntriesByType("resource").map((entry) => entry.name),
+            title: document.title, images: document.images.length,
+            budget: $("tradeoff").textContent.includes("budget cosine ≥ 0.9995"),
+        };""".replace("CHARTS", json.dumps(CHARTS)),
+        width=width,
+    )
+    assert {id: count > 5 for id, count in seen.found["marks"].items()} == dict.fromkeys(
+        CHARTS, True
+    )
+    assert seen.found["failure"] is True
+    assert seen.found["tooWide"] is False
+    assert seen.found["budget"] is True
+    assert seen.console == []
+    assert seen.found["requests"] == []
+    assert pages.HOSTILE in seen.found["title"]
+    assert seen.found["images"] == 0
+
+
+def test_rows_are_sorted_and_filtered(page: Path) -> None:
+    seen = opened(
+        page,
+        """
+        const before = [$("count").textContent, names().length, $("more").hidden];
+        $("more").click();
+        const all = names().length;
+        await choose("filter", "kernel-11 inaccurate");
+        const filtered = [names(), $("count").textContent];
+        await choose("filter", "");
+        const ratio = document.querySelector('#rows th[data-path="speedup.ratio"]');
+        const button = ratio.querySelector("button");
+        button.focus();
+        button.click();
+        const slowest = names()[0];
+        const rising = ratio.getAttribute("aria-sort");
+        button.click();
+        const focused = document.activeElement === button;
+        return { before, all, filtered, slowest, rising, fastest: names()[0], focused };
+        """,
+    )
+    assert seen.found["before"] == ["366 of 366 rows", 200, False]
+    assert seen.found["all"] == 366
+    assert seen.found["filtered"] == [["kernel-11"], "1 of 366 rows"]
+    assert (seen.found["slowest"], seen.found["rising"]) == ("kernel-1", "ascending")
+    assert (seen.found["fastest"], seen.found["focused"]) == ("kernel-11", True)
+    assert seen.console == []
+
+
+def test_charts_follow_what_is_chosen(page: Path) -> None:
+    seen = opened(
+        page,
+        """
+        const first = $("kernel").value;
+        await choose("group", "1");
+        const labels = $("tradeoff").textContent;
+        const kernels = [...$("kernel").options].map((option) => option.value);
+        await choose("group", "0");
+        await choose("kernel", "kernel-11");
+        return { first, labels, kernels, wrong: $("call").options[0].text };
+        """,
+    )
+    assert seen.found["first"] == "kernel-10"  # the fastest that is correct
+    assert "kernel-2" in seen.found["labels"]
+    assert "kernel-10" not in seen.found["labels"]
+    assert seen.found["kernels"] == ["kernel-1", "kernel-2", "torch-default"]
+    assert seen.found["wrong"].endswith("(1.0e-3)")
+    assert seen.console == []
+
+
+def test_a_broken_page_says_so(page: Path) -> None:
+    broken = page.with_name("broken.html")
+    text = page.read_text("utf-8")
+    broken.write_text(re.sub(r'(id="data">)[^<]{40}', r"\1", text), "utf-8")
+    seen = opened(broken, """return $("failure").hidden ? "" : $("failure").textContent;""")
+    assert "The charts cannot be drawn in this browser" in seen.found

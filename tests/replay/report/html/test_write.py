@@ -1,0 +1,180 @@
+"""The report as a file: what stands in it, how large it is, what it refuses."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import html
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from replay.end_to_end.saved_outputs import safe_name
+from replay.plan.plan import Budget
+from replay.report.groups import group_rows
+from replay.report.html import outputs as saved
+from replay.report.html.data import page_data
+from replay.report.html.write import ReportError, write_html
+from replay.rows.row import Row
+from tests import factories
+from tests.replay.report.html import pages
+
+pytest.importorskip("vl_convert", reason="a report requires vl-convert-python")
+
+
+def data_of(page: str) -> dict[str, Any]:
+    packed = re.search(r'<script type="text/plain" id="data">([^<]*)</script>', page)
+    assert packed is not None
+    found: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(packed[1])))
+    return found
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> str:
+    out = tmp_path / "out.html"
+    rows = [*pages.rows(), *pages.rows(3, 2, model=pages.HOSTILE)]
+    write_html(rows, out, checks=pages.checks("kernel-2", "kernel-1"))
+    return out.read_text("utf-8")
+
+
+def test_the_answer_stands_there_without_any_script(page: str) -> None:
+    shown = html.unescape(re.sub("<[^>]+>", "", page.partition("<main>")[2]))
+    assert "fastest exact kernel: kernel-4, 1.40× " in shown
+    assert "fastest quantised kernel: kernel-3, 1.30× " in shown
+    assert "model, one denoising step: kernel-1 1.20× (1.18-1.22), predicted 1.21×" in shown
+
+
+def test_a_name_that_is_markup_stays_text(page: str) -> None:
+    assert pages.HOSTILE not in page
+    assert html.escape(pages.HOSTILE) in page
+    assert data_of(page)["groups"][1]["model"] == pages.HOSTILE
+    tags = re.findall(r"<(?:img|script)[^>]*>", page)
+    assert tags == [
+        '<script type="text/plain" id="data">',
+        '<script type="text/plain" id="library">',
+        "<script>",
+    ]
+
+
+def test_nothing_may_be_asked_of_a_network(page: str) -> None:
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
+    assert policy is not None
+    rules = dict(part.split(maxsplit=1) for part in policy[1].split("; "))
+    assert rules["default-src"] == "'none'"
+    assert rules["img-src"] == "data:"
+    assert not {"connect-src", "font-src", "frame-src"} & rules.keys()
+    assert not re.search(r"""(?:src|href)\s*=\s*["']?(?:https?:)?//""", page)
+
+
+def test_figures_are_those_of_the_rows() -> None:
+    rows = pages.rows()
+    data = page_data(rows, group_rows(rows), None)
+    assert data["rows"]["name"] == [str(row.id) for row in rows]
+    assert data["rows"]["time_ms.p50"] == [
+        pytest.approx(row.time_ms.p50, rel=1e-4) for row in rows if row.time_ms
+    ]
+    slowest = next(each for each in data["pooled"] if each["kernel"] == "kernel-1")
+    assert slowest["ratio"] == pytest.approx(1.1, rel=0.01)
+    assert slowest["error"] == pytest.approx(1e-5)
+    wrong = next(each for each in data["pooled"] if each["kernel"] == "kernel-5")
+    assert (wrong["correct"], wrong["status"]) == (False, "inaccurate")
+
+
+def test_errors_are_drawn_in_the_budgets_metric() -> None:
+    rows = pages.rows()
+    data = page_data(rows, group_rows(rows), Budget("cosine", 0.9995))
+    assert data["budget"]["limit"] == pytest.approx(5e-4)
+    assert {each["kernel"]: each["error"] for each in data["pooled"]}["kernel-3"] == pytest.approx(
+        1e-3
+    )
+
+
+def test_kernels_that_are_not_there_are_named_once(tmp_path: Path) -> None:
+    rows = pages.rows(2, 3)
+    absent = [
+        replace(row, kernel="fa<3>", status="unavailable", reason="no wheel", accuracy=None)
+        for row in rows[::2]
+    ]
+    write_html([*rows, *absent], tmp_path / "out.html")
+    page = (tmp_path / "out.html").read_text("utf-8")
+    assert page.count("fa&lt;3&gt;: no wheel") == 1
+    assert "fa<3>" not in data_of(page)["rows"]["name"]
+
+
+def test_a_large_field_of_errors_keeps_its_worst_cells() -> None:
+    rows = pages.rows(1, 1, heads=80)
+    accuracy = rows[0].accuracy
+    assert accuracy is not None
+    assert accuracy.where is not None
+    field = [[1e-5] * 64 for _ in range(80)]
+    field[41][20] = 1e-1
+    field[3][63] = float("nan")
+    where = replace(accuracy.where, relative_l1=tuple(map(tuple, field)))
+    rows[0] = replace(rows[0], accuracy=replace(accuracy, where=where))
+    data = page_data(rows, group_rows(rows), None)
+    (cells,) = data["fields"]
+    assert (len(cells), {len(line) for line in cells}) == (32, {32})
+    levels = data["levels"]
+
+    def error(cell: str) -> float:
+        level: float = (ord(cell) - ord(levels["first"])) / levels["decade"]
+        return levels["least"] * 10**level
+
+    counted = sorted({error(cell) for line in cells for cell in line if cell != levels["nan"]})
+    assert counted == [pytest.approx(1e-5), pytest.approx(1e-1)]
+    assert [line.count(levels["nan"]) for line in cells] == [0, 1] + [0] * 30
+
+
+def test_saved_pictures_and_texts_stand_side_by_side(tmp_path: Path) -> None:
+    checks = pages.checks("kernel-1", "a/b.py:f", "nothing saved")
+    for check in checks[:3]:
+        place = tmp_path / "model" / safe_name(check["kernel"])
+        place.mkdir(parents=True)
+        for at in range(9):
+            Image.new("RGB", (900, 600), (20 * at, 0, 0)).save(place / f"frame-{at:03d}.png")
+        (place / "text.txt").write_text("<b>new tokens</b>\n")
+    found = saved.saved_outputs(tmp_path, checks)["model"]
+    assert [each["kernel"] for each in found] == ["the model's own", "kernel-1", "a/b.py:f"]
+    assert [len(each["pictures"]) for each in found] == [3, 3, 3]
+    assert all(url.startswith("data:image/jpeg;base64,") for url in found[0]["pictures"])
+    assert found[2]["text"] == "<b>new tokens</b>\n"
+
+
+def test_a_report_is_small(tmp_path: Path) -> None:
+    """A fiftieth of 100 kernels × 50 calls, of models with many heads, and what all have."""
+    few, more = tmp_path / "few.html", tmp_path / "more.html"
+    write_html(pages.rows(2, 1, heads=48), few)
+    write_html(pages.rows(10, 10, heads=48), more)
+    library = few.stat().st_size
+    growth = (more.stat().st_size - library) / 98
+    assert library + 5000 * growth < 8e6
+
+
+@pytest.mark.parametrize("rows", [[], [factories.unreadable()]])
+def test_nothing_to_report(tmp_path: Path, rows: list[Row]) -> None:
+    with pytest.raises(ReportError, match="replay a call first"):
+        write_html(rows, tmp_path / "out.html")
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(ReportError, match=r"cannot write .*: Is a directory"):
+        write_html(pages.rows(1, 1), tmp_path)
+
+
+def test_a_random_replay_on_a_cpu_has_a_report(tmp_path: Path) -> None:
+    rows = [
+        replace(
+            row, call=replace(row.call, module="", phase="synthetic"), roof=None, roof_share=None
+        )
+        for row in pages.rows(2, 1, on_gpu=False)
+    ]
+    write_html(rows, tmp_path / "out.html")
+    assert data_of((tmp_path / "out.html").read_text("utf-8"))["rows"]["roof.tflops"] == [
+        None,
+        None,
+    ]
