@@ -1,4 +1,5 @@
-# make demo           set up from nothing, capture the three built-in models, replay what was recorded
+# make demo           set up from nothing, capture the three built-in models, replay what was recorded,
+#                     and write report.html
 # make test           set up, then lint, types, the docs' tables and the quick tests
 # make test-all       the same with the slow tests too, as CI
 # make docs           the docs as a site, in site/; a dead link fails
@@ -17,7 +18,7 @@ demo: $(READY)
 	$(BIN)/capture --model cogvideo --size tiny --max 5 --overwrite
 	$(BIN)/capture --model flux --size tiny --max 5 --overwrite
 	$(BIN)/capture --model llama --size tiny --max 5 --overwrite
-	$(BIN)/replay --dir captured_inputs --metric all
+	$(BIN)/replay --dir captured_inputs --metric all --report report.html
 
 test: lint
 	$(BIN)/pytest -n auto --maxprocesses 8 -m 'not slow'
@@ -52,4 +53,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) captured_inputs build dist site
+	rm -rf $(VENV) captured_inputs report.html build dist site

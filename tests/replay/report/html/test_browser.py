@@ -183,7 +183,7 @@ def test_charts_follow_what_is_chosen(page: Path) -> None:
     assert "kernel-2" in seen.found["labels"]
     assert "kernel-10" not in seen.found["labels"]
     assert seen.found["kernels"] == ["kernel-1", "kernel-2", "torch-default"]
-    assert seen.found["wrong"].endswith("(1.0e-3)")
+    assert seen.found["wrong"].endswith("(0.001)")
     assert seen.console == []
 
 

@@ -1,0 +1,50 @@
+"""Draws the picture in docs/report.md: the first screens of a report, in a headless Chromium.
+
+make demo
+python -m benchmarks.report_picture report.html
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from PIL import Image
+
+PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "report.png"
+SIZE = (1100, 2050)
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+def main(report: Path) -> None:
+    """Write the picture, in few colours, so that it is small."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        sys.exit(f"none of {', '.join(BROWSERS)} is installed: apt-get install chromium")
+    with tempfile.TemporaryDirectory() as scratch:
+        drawn = Path(scratch) / "drawn.png"
+        subprocess.run(
+            [
+                browser,
+                "--headless=new",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--hide-scrollbars",
+                f"--user-data-dir={scratch}/profile",
+                f"--window-size={SIZE[0]},{SIZE[1]}",
+                "--virtual-time-budget=30000",
+                f"--screenshot={drawn}",
+                report.resolve().as_uri(),
+            ],
+            check=True,
+            capture_output=True,
+        )
+        with Image.open(drawn) as picture:
+            picture.convert("RGB").quantize(64).save(PICTURE, optimize=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,103 @@
+"""`replay report`, and `--report` of a replay: where the file goes, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from replay.report.html import library
+from replay.rows.files import write_jsonl
+from tests.replay.report.html import pages
+
+RunCli = Callable[..., tuple[int, str, str]]
+RANDOM = ("--random", "-hq", "2", "-sq", "33", "-d", "32", "--kernels", "torch-math")
+QUICK = ("--rounds", "6", "--max-seconds", "0.01", "--device", "cpu", "--in-process")
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    with path.open("w") as file:
+        write_jsonl(pages.rows(3, 2), file)
+    return path
+
+
+def test_a_replay_writes_its_report(run_cli: RunCli, tmp_path: Path) -> None:
+    pytest.importorskip("vl_convert")
+    out, rows = tmp_path / "out.html", tmp_path / "rows.jsonl"
+    code, shown, err = run_cli(*RANDOM, *QUICK, "--report", str(out), "--json", str(rows))
+    assert code == 0
+    assert f"report: {out}" in err
+    assert "torch-math" in shown
+    assert "<h1>random</h1>" in out.read_text("utf-8")
+    roofs = [json.loads(line)["roof"] for line in rows.read_text().splitlines()]
+    assert all(roof["tflops"] > 0 for roof in roofs)
+
+
+def test_a_report_of_stored_rows(run_cli: RunCli, stored: Path) -> None:
+    pytest.importorskip("vl_convert")
+    out, checks = stored.with_name("out.html"), stored.with_name("e2e.jsonl")
+    checks.write_text("".join(json.dumps(each) + "\n" for each in pages.checks("kernel-1")))
+    code, _, err = run_cli("report", str(stored), "-o", str(out), "--e2e-json", str(checks))
+    assert (code, err.splitlines()) == (0, [f"report: {out} ({out.stat().st_size / 1e6:.1f} MB)"])
+    assert "one denoising step: kernel-1 1.10×" in out.read_text("utf-8")
+
+
+def test_rows_of_an_interrupted_replay(run_cli: RunCli, stored: Path) -> None:
+    pytest.importorskip("vl_convert")
+    text = stored.read_text()
+    stored.write_text(text[:-20])
+    code, _, err = run_cli("report", str(stored), "-o", str(stored.with_name("out.html")))
+    assert code == 0
+    assert f"{stored} ends within a row" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("nowhere.jsonl", "-o", "out.html"), "there is no file nowhere.jsonl: write one with"),
+        (("ROWS", "-o", "nowhere/out.html"), "cannot write nowhere/out.html: create its directory"),
+        (("ROWS", "-o", "."), "cannot write .: it is a directory"),
+        (("ROWS", "-o", "out.html", "--e2e-json", "ROWS"), "was not written by `replay --e2e-json"),
+        (("ROWS", "-o", "out.html", "--e2e-json", "."), "cannot read .: Is a directory"),
+        (("ROWS", "-o", "out.html", "--outputs", "."), "give --e2e-json FILE too"),
+        (("ROWS", "-o", "out.html", "--budget", "psnr=3"), "unknown metric 'psnr'"),
+        (("ROWS",), "the following arguments are required: -o/--out"),
+        (("NOTE", "-o", "out.html"), "line 1: not a row of `replay --json`"),
+    ],
+)
+def test_what_cannot_be_used(
+    run_cli: RunCli,
+    stored: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    sentence: str,
+) -> None:
+    monkeypatch.chdir(stored.parent)
+    monkeypatch.setattr(library, "require", lambda: None)
+    note = stored.with_name("note.txt")
+    note.write_text("a note\n")
+    names = {"ROWS": str(stored), "NOTE": str(note)}
+    code, out, err = run_cli("report", *(names.get(each, each) for each in arguments))
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert sentence in err
+
+
+@pytest.mark.parametrize("command", [("report", "ROWS", "-o", "out.html"), (*RANDOM, "--report")])
+def test_the_chart_library_is_missed_before_anything_runs(
+    run_cli: RunCli,
+    stored: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: tuple[str, ...],
+) -> None:
+    monkeypatch.chdir(stored.parent)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    given = [str(stored) if each == "ROWS" else each for each in command]
+    given += ["out.html", *QUICK] if given[-1] == "--report" else []
+    code, out, err = run_cli(*given)
+    assert (code, out) == (2, "")
+    assert "pip install 'attention-replay[report]'" in err
+    assert not Path("out.html").exists()
