@@ -183,6 +183,11 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("--resume", action="store_true", help="continue the --json file")
     report.add_argument("--csv", metavar="FILE", help="write the rows as CSV (- for stdout)")
     report.add_argument("--report", metavar="FILE", help="write all of it as one HTML file")
+    report.add_argument(
+        "--benchmark-json",
+        metavar="FILE",
+        help="write each kernel's time as github-action-benchmark reads it (- for stdout)",
+    )
     report.add_argument("--save-output", metavar="DIR", help="save every kernel's outputs")
     report.add_argument(
         "--check", action="store_true", help="exit with 1 if a kernel fails or is inaccurate"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import json
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +51,7 @@ SOURCES = ("dir", "random", "suite", "list_kernels", "selftest")
 SUBCOMMANDS = {"compare": "replay.cli.compare", "report": "replay.cli.report"}
 """Whose `run(argv)` returns the exit code, by the first argument."""
 
-WRITTEN = ("json", "csv", "e2e_json", "plan", "save_output", "report")
+WRITTEN = ("json", "csv", "benchmark_json", "e2e_json", "plan", "save_output", "report")
 READ = ("use_plan", "text", "tolerances", "env_file", "spread")
 """Options that name files."""
 
@@ -195,6 +196,7 @@ def _run(
 ) -> list[Row]:
     from replay.bench.resume import finished_rows
     from replay.cli.progress import shown_progress
+    from replay.report.benchmark_json import benchmark_entries
     from replay.rows.files import save_jsonl, write_csv, write_jsonl
     from replay.timing.machine import describe
 
@@ -216,6 +218,7 @@ def _run(
         reserved_stdout() as stdout,
         opened(arguments.json, stdout, append=arguments.resume) as json_file,
         opened(arguments.csv, stdout) as csv_file,
+        opened(arguments.benchmark_json, stdout) as benchmark_file,
     ):
         with shown_progress(len(workloads), quiet=arguments.quiet) as report:
             produced = collected(where.replay(workloads, assigned, settings, report))
@@ -225,12 +228,15 @@ def _run(
                 pass
         if csv_file is not None:
             write_csv(rows, csv_file)
+        if benchmark_file is not None:
+            json.dump(benchmark_entries(rows), benchmark_file, indent=1)
+            benchmark_file.write("\n")
     return rows
 
 
 def _tables_are_shown(arguments: argparse.Namespace) -> bool:
     """Whether stdout is for people, not for rows."""
-    return "-" not in (arguments.json, arguments.csv)
+    return "-" not in (arguments.json, arguments.csv, arguments.benchmark_json)
 
 
 def _print_next_step(arguments: argparse.Namespace, rows: list[Row], plan: Plan | None) -> None:
@@ -274,7 +280,7 @@ def _console(arguments: argparse.Namespace) -> Console:
     """Print tables to stdout, or to stderr if stdout carries JSON or CSV."""
     from rich.console import Console
 
-    taken = "-" in (arguments.json, arguments.csv, arguments.e2e_json)
+    taken = not _tables_are_shown(arguments) or arguments.e2e_json == "-"
     return Console(highlight=False, stderr=taken)
 
 

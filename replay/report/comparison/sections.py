@@ -159,9 +159,11 @@ def _notes(comparison: Comparison) -> list[str]:
 def _counts(comparison: Comparison) -> Table:
     speed = Counter(each.speed.verdict for each in comparison.pairs if each.speed)
     accuracy = Counter(each.accuracy.verdict for each in comparison.pairs if each.accuracy)
+    kernels = Counter(each.speed.verdict for each in comparison.kernels if each.speed)
     lines = [
         ("speed", *(str(speed[word]) for word in SPEED_WORDS)),
         ("accuracy", *(str(accuracy[word]) for word in ACCURACY_WORDS)),
+        ("kernels, all calls", *(str(kernels[word]) for word in SPEED_WORDS)),
     ]
     headings = ("rows", "same", "fast / better", "slow / worse", "ambiguous")
     return Table(f"{len(comparison.pairs)} rows in both", headings, tuple(lines))

@@ -154,6 +154,15 @@ def test_a_replay_keeps_its_rows_and_finds_what_a_kernel_lost(
     assert code == (1 if told else 0)
 
 
+def test_times_are_written_for_a_chart(run_cli: RunCli) -> None:
+    given = (*SHAPE, *QUICK, "--kernels", "torch-math")
+    assert run_cli(*given, "--benchmark-json", "chart.json")[0] == 0
+    names = [each["name"].split()[0] for each in json.loads(Path("chart.json").read_text())]
+    assert sorted(names) == ["torch-default", "torch-math"]
+    _, out, _ = run_cli(*given, "--benchmark-json", "-")
+    assert len(json.loads(out)) == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

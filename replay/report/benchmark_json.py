@@ -1,0 +1,52 @@
+"""Times in the form that github-action-benchmark reads, which draws them commit by commit.
+
+Its tool `customSmallerIsBetter` takes a list of name, value, unit and, as text, range and extra
+(https://github.com/benchmark-action/github-action-benchmark).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypedDict
+
+from capture.printable import printable
+from replay.report.cells import speedup_text
+from replay.report.groups import group_rows, pooled_speedup, typical_time
+from replay.rows.row import Row
+
+
+class Entry(TypedDict):
+    """A line of a chart."""
+
+    name: str
+    unit: str
+    value: float
+    range: str
+    extra: str
+
+
+def benchmark_entries(rows: Sequence[Row]) -> list[Entry]:
+    """The median time of each kernel that is correct on a group of calls, the median over calls.
+
+    The range is from p10 to p90; the speed-up over the baseline and the machine stand beside it.
+    """
+    entries: list[Entry] = []
+    for group in group_rows(rows):
+        for kernel, members in group.rows.items():
+            time = typical_time(members)
+            if time is None or not all(row.is_correct for row in members):
+                continue
+            speedup = None if kernel.name == group.baseline else pooled_speedup(group, kernel)
+            told = [f"{len(members)} calls", members[0].machine.device]
+            if speedup is not None:
+                told.insert(0, f"{speedup_text(speedup)} vs {group.baseline}")
+            entries.append(
+                Entry(
+                    name=printable(f"{kernel} · {group.title}"),
+                    unit="ms",
+                    value=time.p50,
+                    range=f"{time.p10:.4g}-{time.p90:.4g}",
+                    extra=printable(", ".join(filter(None, told))),
+                )
+            )
+    return entries
