@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
+
+import torch
+from torch.nn.functional import adaptive_max_pool2d
 
 from replay.plan.plan import Budget
 from replay.report.groups import Group, place, pooled_speedup, typical_time, worst
@@ -40,8 +44,8 @@ FACTS = (
 )
 """Fields that charts need and the table does not show, or shows elsewhere."""
 
-FIELD_ROWS, FIELD_RANGES = 32, 32
-"""At most, of one field of errors; larger ones are pooled by their worst cells."""
+FIELD = (32, 32)
+"""Heads and ranges of queries at most, of one field of errors."""
 DECADE = 8
 """Levels of error per power of ten, which a field is stored in."""
 LEAST = 1e-9
@@ -72,7 +76,7 @@ def page_data(
         for row in rows
         if id(row) in group_of and row.status != "unavailable"
     ]
-    trees = [row_to_json(row) for _, row in members]
+    trees = [row_to_json(_without_series(row)) for _, row in members]
     meanings = {field.path: field.meaning for field in FIELDS}
     metric = "relative_l1" if budget is None else budget.metric
     return {
@@ -162,40 +166,25 @@ def _short(value: Any) -> Any:
     return value
 
 
+def _without_series(row: Row) -> Row:
+    """The row without what is long and not shown as it is: its samples and its field of errors."""
+    time = row.time_ms and replace(row.time_ms, samples=())
+    core = row.core_time_ms and replace(row.core_time_ms, samples=())
+    accuracy = row.accuracy and replace(row.accuracy, where=None)
+    return replace(row, time_ms=time, core_time_ms=core, layer_host_ms=None, accuracy=accuracy)
+
+
 def _field(row: Row) -> list[str] | None:
-    """Where an output is wrong: a string of levels for each head, a character a range."""
+    """Where an output is wrong: a string for each head, its levels of error by range of queries.
+
+    Larger fields are pooled: a cell is the worst of those that it stands for.
+    """
     where = None if row.accuracy is None else row.accuracy.where
     if where is None or not where.relative_l1:
         return None
-    return [
-        "".join(_level(cell) for cell in _worst(heads, FIELD_RANGES))
-        for heads in _rows(where.relative_l1)
-    ]
-
-
-def _rows(cells: Sequence[Sequence[float]]) -> Iterator[list[float]]:
-    for heads in _parts(cells, FIELD_ROWS):
-        yield [max(column, key=_order) for column in zip(*heads, strict=True)]
-
-
-def _worst(cells: Sequence[float], most: int) -> Iterator[float]:
-    for part in _parts(cells, most):
-        yield max(part, key=_order)
-
-
-def _parts(items: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
-    """At most `most` runs of items, of almost equal length."""
-    count = min(most, len(items))
-    for at in range(count):
-        yield items[at * len(items) // count : (at + 1) * len(items) // count]
-
-
-def _order(value: float) -> float:
-    return math.inf if math.isnan(value) else value
-
-
-def _level(value: float) -> str:
-    if not math.isfinite(value):
-        return NOT_FINITE
-    level = round(DECADE * math.log10(max(value, LEAST) / LEAST))
-    return chr(min(ord(FIRST_LEVEL) + level, ord(NOT_FINITE) - 1))
+    errors = torch.tensor(where.relative_l1).nan_to_num(nan=math.inf, posinf=math.inf)
+    sizes = [min(most, size) for most, size in zip(FIELD, errors.shape, strict=True)]
+    errors = adaptive_max_pool2d(errors[None], sizes)[0]
+    levels = ord(FIRST_LEVEL) + (DECADE * (errors.clamp(min=LEAST) / LEAST).log10()).round()
+    levels = levels.clamp(max=ord(NOT_FINITE) - 1).where(errors.isfinite(), ord(NOT_FINITE))
+    return [bytes(line).decode("ascii") for line in levels.to(torch.uint8).tolist()]
