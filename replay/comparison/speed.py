@@ -17,6 +17,7 @@ from replay.rows.row import HERE, Row, SpeedVerdict
 from replay.timing.statistics import (
     RELEVANT,
     Interval,
+    independent_interval,
     median_interval,
     percentile,
     ratio_interval,
@@ -117,7 +118,7 @@ def over_calls(changes: Sequence[SpeedChange], spread: float) -> SpeedChange | N
     if not changes:
         return None
     ratios = [each.ratio for each in changes]
-    ratio, within, basis = percentile(ratios, 50), median_interval(ratios), changes[0].basis
+    ratio, within, basis = percentile(ratios, 50), independent_interval(ratios), changes[0].basis
     if within is None:
         return SpeedChange(ratio, None, None, "ambiguous", "too-few-calls", basis)
     return SpeedChange(ratio, *within, *judge(within, spread), basis)

@@ -143,11 +143,19 @@ def median_interval(*series: Sequence[float]) -> Interval | None:
     Where its ranks lie beyond the smallest and largest sample, they are extrapolated by the mean
     distance of their logarithms. None for fewer than `MINIMUM_ROUNDS` samples.
     """
-    ordered = sorted(sample for samples in series for sample in samples)
-    count = len(ordered)
-    if count < MINIMUM_ROUNDS:
+    samples = [sample for each in series for sample in each]
+    if len(samples) < MINIMUM_ROUNDS:
         return None
-    correlation = _autocorrelation(series)
+    return _order_interval(samples, _autocorrelation(series))
+
+
+def independent_interval(samples: Sequence[float]) -> Interval | None:
+    """The same of positive samples that are no series, none of which depends on the one before."""
+    return None if len(samples) < MINIMUM_ROUNDS else _order_interval(samples, 0.0)
+
+
+def _order_interval(samples: Sequence[float], correlation: float) -> Interval:
+    ordered, count = sorted(samples), len(samples)
     middle = (count + 1) / 2
     reach = (middle - _rank(count)) * math.sqrt((1 + correlation) / (1 - correlation))
     rank = middle - reach

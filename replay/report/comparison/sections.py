@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from capture.printable import printable
@@ -55,12 +55,11 @@ class Sections:
 
 def sections(comparison: Comparison) -> Sections:
     """Put a comparison in words."""
-    worse = [each for each in comparison.kernels if _is_worse(each)]
     tables = (_kernels(comparison), _rows(comparison), _came_and_went(comparison))
     return Sections(
         title=printable(f"{comparison.before.name} → {comparison.after.name}"),
         answer=_answer(comparison),
-        is_worse=bool(worse or comparison.missing),
+        is_worse=bool(comparison.missing) or any(map(_is_worse, comparison.kernels)),
         notes=tuple(map(printable, _notes(comparison))),
         counts=_counts(comparison),
         tables=tuple(table for table in tables if table.lines),
@@ -87,10 +86,10 @@ def accuracy_text(change: AccuracyChange) -> str:
 
 def _answer(comparison: Comparison) -> str:
     parts = [
-        _named("slower", (each for each in comparison.kernels if _is(each, "slow"))),
-        _named("faster", (each for each in comparison.kernels if _is(each, "fast"))),
-        _named("less accurate", filter(_lost_accuracy, comparison.kernels)),
-        _named("failing", filter(_fails, comparison.kernels)),
+        _named("failing", comparison, _fails),
+        _named("less accurate", comparison, _lost_accuracy),
+        _named("slower", comparison, _is_slow, "slow"),
+        _named("faster", comparison, _is_fast, "fast"),
     ]
     told = "; ".join(filter(None, parts))
     if comparison.missing:
@@ -106,8 +105,20 @@ def _answer(comparison: Comparison) -> str:
     return "nothing changed"
 
 
-def _named(word: str, kernels: Iterable[KernelChange]) -> str:
-    names = [printable(str(each.kernel)) for each in kernels]
+def _named(
+    word: str,
+    comparison: Comparison,
+    holds: Callable[[Pair], bool],
+    overall: SpeedVerdict | None = None,
+) -> str:
+    """Name the kernels of which something holds: over all calls, or on how many."""
+    names = []
+    for each in comparison.kernels:
+        name, count = printable(str(each.kernel)), sum(map(holds, each.pairs))
+        if each.speed is not None and each.speed.verdict == overall:
+            names.append(name)
+        elif count:
+            names.append(f"{name} ({count} of {len(each.pairs)} calls)")
     if not names:
         return ""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
@@ -179,7 +190,8 @@ def _kernels(comparison: Comparison) -> Table:
             _counted(each),
         )
         for each in sorted(comparison.kernels, key=_kernel_order)
-        if any(pair.is_changed for pair in each.pairs) or _is(each, "slow") or _is(each, "fast")
+        if any(pair.is_changed for pair in each.pairs)
+        or (each.speed and each.speed.verdict in ("slow", "fast"))
     ]
     return Table("kernels", ("kernel", "calls", "over all calls", "of them"), tuple(lines))
 
@@ -257,33 +269,34 @@ def _devices(names: Sequence[str]) -> str:
     return " and ".join(map(printable, names)) or "unknown device"
 
 
-def _is(kernel: KernelChange, verdict: SpeedVerdict) -> bool:
-    """Whether a kernel became faster or slower: over all calls, or on most where they are few."""
-    if kernel.speed is not None and kernel.speed.low is not None:
-        return kernel.speed.verdict == verdict
-    verdicts = [pair.speed.verdict for pair in kernel.pairs if pair.speed]
-    return bool(verdicts) and 2 * verdicts.count(verdict) > len(verdicts)
+def _is_slow(pair: Pair) -> bool:
+    return pair.speed is not None and pair.speed.verdict == "slow"
 
 
-def _lost_accuracy(kernel: KernelChange) -> bool:
-    return any(pair.accuracy and pair.accuracy.verdict == "worse" for pair in kernel.pairs)
+def _is_fast(pair: Pair) -> bool:
+    return pair.speed is not None and pair.speed.verdict == "fast"
 
 
-def _fails(kernel: KernelChange) -> bool:
-    return any(pair.outcome in ("failed", "refused") for pair in kernel.pairs)
+def _lost_accuracy(pair: Pair) -> bool:
+    return pair.accuracy is not None and pair.accuracy.verdict == "worse"
+
+
+def _fails(pair: Pair) -> bool:
+    return pair.outcome in ("failed", "refused")
 
 
 def _is_worse(kernel: KernelChange) -> bool:
-    return _is(kernel, "slow") or _lost_accuracy(kernel) or _fails(kernel)
+    if kernel.speed is not None and kernel.speed.verdict == "slow":
+        return True
+    return any(_fails(each) or _lost_accuracy(each) or _is_slow(each) for each in kernel.pairs)
 
 
 def _kernel_order(kernel: KernelChange) -> tuple[bool, bool, float]:
+    """As rows are ordered."""
     ratio = kernel.speed.ratio if kernel.speed else 1.0
-    return (not _fails(kernel), not _lost_accuracy(kernel), ratio)
+    return (not any(map(_fails, kernel.pairs)), not any(map(_lost_accuracy, kernel.pairs)), ratio)
 
 
 def _row_order(pair: Pair) -> tuple[bool, bool, float]:
     """Failures first, then lost accuracy, then the slowest, then what became better."""
-    lost = pair.accuracy is not None and pair.accuracy.verdict == "worse"
-    ratio = pair.speed.ratio if pair.speed else 1.0
-    return (pair.outcome not in ("failed", "refused"), not lost, ratio)
+    return (not _fails(pair), not _lost_accuracy(pair), pair.speed.ratio if pair.speed else 1.0)

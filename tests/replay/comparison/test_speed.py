@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from replay.comparison.comparison import Comparison, compare, measured_spread
-from replay.comparison.matching import ComparisonError, Difference
+from replay.comparison.matching import ComparisonError, Difference, Run
 from replay.comparison.speed import (
     NO_SPREAD,
     SpeedChange,
@@ -90,6 +90,18 @@ def test_rows_that_each_are_too_noisy_say_something_together() -> None:
     verdicts = [each.verdict for each in of_rows(found)]
     assert verdicts.count("ambiguous") > len(verdicts) / 2
     assert of_kernels(found)["bad"].verdict == "slow"
+
+
+def test_calls_that_changed_differently_do_not_widen_the_interval_beyond_them() -> None:
+    """Kinds of calls come one after the other: that is no noise of consecutive rounds."""
+    before = run("before", {"a": 0.5}, calls=20)
+    after = run("after", {"a": 0.55}, calls=20)
+    slower = run("slower", {"a": 0.75}, calls=20)
+    mixed = [*slower.rows[:20], *after.rows[20:]]
+    found = of_kernels(compare(before, Run("after", mixed), NO_SPREAD))["a"]
+    assert found.verdict == "slow"
+    assert found.low is not None
+    assert found.low > 0.6
 
 
 def test_few_calls_and_few_rounds_have_no_interval() -> None:

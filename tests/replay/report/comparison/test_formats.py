@@ -63,7 +63,9 @@ def test_everything_that_changed_is_told_and_nothing_else(
     write: Callable[[Comparison], str],
 ) -> None:
     text = words(write(changed()))
-    assert "slower: bad; less accurate: mine; failing: breaks; 12 rows missing" in text
+    assert (
+        "failing: breaks (1 of 1 calls); less accurate: mine (1 of 1 calls); slower: bad;" in text
+    )
     assert "before.jsonl" in text
     assert "speed-ups over torch-default are compared" in text
     assert "spread between runs: 1.0%" in text
@@ -71,6 +73,15 @@ def test_everything_that_changed_is_told_and_nothing_else(
     for each in ("error-grew", "missing", "gone", "new"):
         assert each in text
     assert "good" not in text
+
+
+def test_a_kernel_that_is_slower_on_some_calls_is_named_with_them() -> None:
+    kernels = {f"k{at}": 0.5 for at in range(2)}
+    before, slow = run("before", kernels).rows, run("after", {**kernels, "k1": 0.6}).rows
+    mixed = [*slow[: 5 * 3], *before[5 * 3 :]]
+    found = sections(compare(Run("before", before), Run("after", mixed), NO_SPREAD))
+    assert found.answer == "slower: k1 (5 of 12 calls)"
+    assert found.is_worse
 
 
 def test_the_worst_comes_first() -> None:
