@@ -1,0 +1,1 @@
+"""Charts for papers and READMEs: specifications in Vega-Lite, and their files."""

@@ -1,0 +1,151 @@
+"""What all charts share: the look, the colours, titles, and which kernels a chart has room for.
+
+Every value is in the specification, so that an author can restyle a chart without its rows. Text
+from a recording is data there: no specification has an expression, link or address made of it.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from capture.printable import printable
+from replay.rows.row import HERE, AccuracyClass, Row
+
+VEGA_LITE = "6.1"
+"""The version of the language."""
+
+OKABE_ITO = {
+    "blue": "#0072b2",
+    "vermillion": "#d55e00",
+    "green": "#009e73",
+    "purple": "#cc79a7",
+    "orange": "#e69f00",
+    "sky blue": "#56b4e9",
+    "black": "#000000",
+    "grey": "#7f7f7f",
+}
+"""The palette of Okabe and Ito, which is safe for colour-blind readers, with a grey for its yellow,
+which is hard to see on white."""
+CLASS_COLOURS: dict[AccuracyClass, str] = {
+    "exact": OKABE_ITO["blue"],
+    "quantised": OKABE_ITO["vermillion"],
+    "sparse": OKABE_ITO["green"],
+}
+SHAPES = ["circle", "square", "triangle-up", "diamond", "cross", "triangle-down"]
+SHAPES += ["triangle-right", "triangle-left"]
+"""So that lines are told apart in black and white too."""
+
+LEGEND_SYMBOL, LETTER = 34, 6.0
+"""Widths in a legend, in pixels: a symbol with the space around it, and a letter."""
+
+MOST_LINES = len(OKABE_ITO)
+"""Kernels in a chart of lines."""
+
+STYLE = {
+    "font": "Helvetica, Arial, Liberation Sans, sans-serif",
+    "background": "white",
+    "view": {"stroke": None},
+    "title": {"fontSize": 13, "subtitleFontSize": 11, "anchor": "start", "offset": 10},
+    "axis": {
+        "labelFontSize": 11,
+        "titleFontSize": 12,
+        "titleFontWeight": "normal",
+        "gridColor": "#e4e4e4",
+        "domainColor": "#666666",
+        "tickColor": "#666666",
+    },
+    "legend": {"labelFontSize": 11, "labelLimit": 260, "columnPadding": 14},
+    "line": {"strokeWidth": 1.8},
+}
+
+Spec = dict[str, Any]
+
+
+class Chart(NamedTuple):
+    """A chart, and what its files are called."""
+
+    name: str
+    spec: Spec
+
+
+class Lines(NamedTuple):
+    """The kernels that a chart of lines shows."""
+
+    names: list[str]
+    """As `line_name` gives them, the fastest first."""
+    note: list[str]
+    """What it leaves out, a sentence each."""
+
+
+def chart(name: Iterable[str], title: str, below: Iterable[str], spec: Spec) -> Chart:
+    """Add to a specification what all have; the parts of its name become a file's."""
+    words = [re.sub(r"\W+", "-", part).strip("-") for part in name]
+    return Chart(
+        "-".join(filter(None, words)).lower(),
+        {
+            "$schema": f"https://vega.github.io/schema/vega-lite/v{VEGA_LITE}.json",
+            "title": {
+                "text": printable(title),
+                "subtitle": [printable(line) for line in below],
+            },
+            **spec,
+            "config": STYLE,
+        },
+    )
+
+
+def line_name(row: Row) -> str:
+    """`sage2 (quantised)`; an exact kernel's class goes without saying."""
+    of_class = row.accuracy_class or "exact"
+    return printable(str(row.id) + (f" ({of_class})" if of_class != "exact" else ""))
+
+
+def lines(rows: Sequence[Row]) -> Lines:
+    """Choose the correct kernels of the rows, and the fastest of them if there are too many.
+
+    How fast one is among the others is its median time over the calls, in units of the fastest
+    kernel's.
+    """
+    baselines = {row.speedup.vs for row in rows if row.speedup}
+    # Another environment runs the baseline too, to pair its rounds with.
+    rows = [row for row in rows if row.environment == HERE or row.kernel not in baselines]
+    wrong = list(dict.fromkeys(line_name(row) for row in rows if row.status == "inaccurate"))
+    timed = [
+        (row, row.time_ms.p50)
+        for row in rows
+        if row.time_ms and row.is_correct and line_name(row) not in wrong
+    ]
+    best: dict[str, float] = {}
+    for row, ms in timed:
+        best[row.call.name] = min(ms, best.get(row.call.name, ms))
+    slowness: dict[str, list[float]] = {}
+    for row, ms in timed:
+        slowness.setdefault(line_name(row), []).append(ms / best[row.call.name])
+    order = sorted(slowness, key=lambda name: statistics.median(slowness[name]))
+    note = [f"incorrect and not shown: {_some(wrong)}"] if wrong else []
+    if len(order) > MOST_LINES:
+        note.append(f"the fastest {MOST_LINES} of {len(order)} correct kernels")
+    return Lines(order[:MOST_LINES], note)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+
+
+def line_encoding(names: Sequence[str], width: float) -> Spec:
+    """A colour and a shape for each kernel; the legend below lists them as given.
+
+    Args:
+        width: of the whole chart, in pixels, which the legend is to keep within.
+    """
+    columns = max(1, int(width / (LEGEND_SYMBOL + LETTER * max(map(len, names)))))
+    legend = {"orient": "bottom", "columns": columns, "title": None}
+    field = {"field": "kernel", "type": "nominal", "sort": list(names), "legend": legend}
+    colours = list(OKABE_ITO.values())[: len(names)]
+    return {
+        "color": {**field, "scale": {"domain": list(names), "range": colours}},
+        "shape": {**field, "scale": {"domain": list(names), "range": SHAPES[: len(names)]}},
+    }

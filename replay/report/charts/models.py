@@ -1,0 +1,125 @@
+"""The speed-up of each kernel on the calls of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from capture.printable import printable
+from replay.report.charts.chart import CLASS_COLOURS, Chart, Spec, chart
+from replay.report.groups import Group, group_rows, pooled_speedup
+from replay.rows.row import AccuracyClass, Row
+
+
+def model_charts(rows: Sequence[Row]) -> Iterator[Chart]:
+    """A bar per correct kernel, the fastest first, with the 95 % interval of its speed-up.
+
+    There is a chart for each machine and model, with a panel for each kind of call. The figures are
+    those of the tables: pooled over the paired rounds of all calls.
+    """
+    for (device, model), members in by_model(rows).items():
+        groups = [(group, values) for group in group_rows(members) if (values := _values(group))]
+        if not groups:
+            continue
+        longest = max(value["high"] for _, values in groups for value in values)
+        domain = [0, max(longest, 1) * 1.15]
+        classes = {value["class"] for _, values in groups for value in values}
+        shown = [name for name in CLASS_COLOURS if name in classes]
+        spec = {
+            "vconcat": [_panel(group, values, domain, shown) for group, values in groups],
+            "spacing": 16,
+            "resolve": {"scale": {"color": "shared"}},
+        }
+        below = ["speed-up of attention with its 95 % interval"]
+        yield chart(("speedup", model, device), f"{model}, {device}", below, spec)
+
+
+def by_model(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
+    """The rows of recorded calls by machine and model."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row.kernel and row.call.phase != "synthetic":
+            found.setdefault((row.machine.device, row.call.model), []).append(row)
+    return found
+
+
+def _values(group: Group) -> list[Spec]:
+    values = []
+    for kernel in group.rows:
+        is_correct = all(row.is_correct for row in group.rows[kernel])
+        if kernel.name == group.baseline or not is_correct:
+            continue
+        speedup = pooled_speedup(group, kernel)
+        if speedup is None:
+            continue
+        low = speedup.ratio if speedup.low is None else speedup.low
+        high = speedup.ratio if speedup.high is None else speedup.high
+        values.append(
+            {
+                "kernel": printable(str(kernel)),
+                "class": group.class_of(kernel),
+                "ratio": speedup.ratio,
+                "low": low,
+                "high": high,
+                "label": f"{speedup.ratio:.2f}×",
+            }
+        )
+    return sorted(values, key=lambda value: -value["ratio"])
+
+
+def _panel(
+    group: Group, values: list[Spec], domain: list[float], classes: Sequence[AccuracyClass]
+) -> Spec:
+    y = {
+        "field": "kernel",
+        "type": "nominal",
+        "sort": [value["kernel"] for value in values],
+        "title": None,
+        "axis": {"ticks": False, "labelLimit": 260, "labelPadding": 6},
+    }
+    colour = {
+        "field": "class",
+        "type": "nominal",
+        "title": None,
+        "scale": {"domain": list(CLASS_COLOURS), "range": list(CLASS_COLOURS.values())},
+        "legend": {"orient": "bottom", "values": classes} if len(classes) > 1 else None,
+    }
+
+    def x(field: str) -> Spec:
+        title = f"speed-up over {printable(group.baseline)}"
+        scale = {"domain": domain, "nice": False}
+        return {"field": field, "type": "quantitative", "title": title, "scale": scale}
+
+    return {
+        "title": {
+            "text": " · ".join(group.title.split(" · ")[1:]),
+            "fontSize": 11,
+            "fontWeight": "normal",
+            "anchor": "start",
+            "offset": 4,
+        },
+        "width": 300,
+        "height": {"step": 17},
+        "data": {"values": values},
+        "layer": [
+            {
+                "mark": {"type": "bar", "size": 11},
+                "encoding": {"x": x("ratio"), "y": y, "color": colour},
+            },
+            {
+                "mark": {"type": "rule", "strokeDash": [4, 3], "color": "#666666"},
+                "encoding": {"x": {"datum": 1, "type": "quantitative"}},
+            },
+            {
+                "mark": {"type": "rule", "strokeWidth": 1.4},
+                "encoding": {"x": x("low"), "x2": {"field": "high"}, "y": y},
+            },
+            {
+                "mark": {"type": "text", "align": "left", "dx": 5, "fontSize": 11},
+                "encoding": {
+                    "x": x("high"),
+                    "y": y,
+                    "text": {"field": "label", "type": "nominal"},
+                },
+            },
+        ],
+    }
