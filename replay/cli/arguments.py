@@ -38,6 +38,7 @@ EXAMPLES = """examples:
 sub-commands, each with a --help of its own:
   replay compare before.jsonl after.jsonl               what became faster, slower or wrong?
   replay report rows.jsonl -o out.html                  an earlier replay as one HTML file
+  replay report rows.jsonl --plot charts                charts for papers: SVG, PNG, Vega-Lite
 """
 
 
@@ -183,6 +184,11 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("--resume", action="store_true", help="continue the --json file")
     report.add_argument("--csv", metavar="FILE", help="write the rows as CSV (- for stdout)")
     report.add_argument("--report", metavar="FILE", help="write all of it as one HTML file")
+    report.add_argument(
+        "--plot",
+        metavar="DIR",
+        help="draw charts for papers: sweeps over lengths, models, layers (SVG, PNG, Vega-Lite)",
+    )
     report.add_argument(
         "--benchmark-json",
         metavar="FILE",

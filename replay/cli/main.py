@@ -21,7 +21,7 @@ from replay.cli import comparison_arguments
 from replay.cli.arguments import parser
 from replay.cli.end_to_end_arguments import misuse
 from replay.cli.files import UsageError, opened, shared_file
-from replay.cli.report import check_place
+from replay.cli.report import check_directory, check_place, draw
 from replay.cli.stdout import reserved_stdout
 from replay.rows.fields import METRICS
 from replay.timing.defaults import CALLS_BEFORE_IN_MODELS, CPU_SECONDS, SECONDS
@@ -51,7 +51,7 @@ SOURCES = ("dir", "random", "suite", "list_kernels", "selftest")
 SUBCOMMANDS = {"compare": "replay.cli.compare", "report": "replay.cli.report"}
 """Whose `run(argv)` returns the exit code, by the first argument."""
 
-WRITTEN = ("json", "csv", "benchmark_json", "e2e_json", "plan", "save_output", "report")
+WRITTEN = ("json", "csv", "benchmark_json", "e2e_json", "plan", "save_output", "report", "plot")
 READ = ("use_plan", "text", "tolerances", "env_file", "spread")
 """Options that name files."""
 
@@ -107,6 +107,7 @@ def _replay(arguments: argparse.Namespace, metrics: list[str], first: First | No
     device = _device(arguments.device)
     if arguments.report:
         check_place(Path(arguments.report))
+    plots = None if arguments.plot is None else check_directory(arguments.plot)
 
     from replay.workers.environments import interpreters
     from replay.workers.execution import execution
@@ -146,6 +147,8 @@ def _replay(arguments: argparse.Namespace, metrics: list[str], first: First | No
             )
         if arguments.report:
             _report(rows, checks, options, settings, arguments)
+        if plots is not None:
+            draw(rows, plots)
     code = max(changed, _exit_code(rows, checks, arguments))
     if not arguments.quiet and _tables_are_shown(arguments):
         _print_next_step(arguments, rows, plan)

@@ -29,10 +29,11 @@ def next_step(arguments: argparse.Namespace, rows: Sequence[Row], plan: Plan | N
     Args:
         plan: what `--plan` wrote.
     """
-    candidates = [row for row in rows if row.speedup is None or row.kernel != row.speedup.vs]
-    if not any(row.accuracy for row in candidates):
+    ran = {row.id for row in rows if row.accuracy}
+    if len(ran) < 2 and any(row.id not in ran for row in rows):
         return "see what the other kernels need: replay --list-kernels"
-    if not any(row.is_correct for row in candidates):
+    baselines = {row.speedup.vs for row in rows if row.speedup}
+    if not any(row.is_correct for row in rows if row.kernel not in baselines):
         look = _command(arguments, "--metric", "accuracy", "--per-call", "--compare-stats")
         return f"no kernel is correct; see where each is wrong: {look}"
     if not arguments.dir:
@@ -52,7 +53,13 @@ def next_step(arguments: argparse.Namespace, rows: Sequence[Row], plan: Plan | N
     if _has_one_census(arguments.dir):
         choose = _command(arguments, "--plan", "plan.json", "--budget", BUDGET)
         return f"choose the fastest kernel for each layer: {choose}"
-    return ""
+    if arguments.report:
+        return ""
+    if arguments.json:
+        look = shlex.join(["replay", "report", arguments.json, "-o", "out.html"])
+    else:
+        look = _command(arguments, "--report", "out.html")
+    return f"look at it as charts, and send it to others: {look}"
 
 
 def _command(arguments: argparse.Namespace, *further: str) -> str:

@@ -1,4 +1,4 @@
-"""`replay report`: one HTML file from the rows of an earlier replay."""
+"""`replay report`: one HTML file, or charts, from the rows of an earlier replay."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ def parser() -> OneSentenceParser:
     """Build the parser of `replay report`."""
     command = OneSentenceParser(
         prog="replay report",
-        description="Write one HTML file, which needs no network, from the rows of a replay.",
+        description="Write one HTML file, which needs no network, or charts for papers, from the "
+        "rows of a replay.",
     )
     command.add_argument("rows", type=Path, metavar="ROWS", help="what `replay --json` wrote")
-    command.add_argument("-o", "--out", type=Path, required=True, metavar="FILE", help="the report")
+    command.add_argument("-o", "--out", type=Path, metavar="FILE", help="the report")
+    command.add_argument("--plot", metavar="DIR", help="the charts, as SVG, PNG and Vega-Lite")
     command.add_argument(
         "--e2e-json", type=Path, metavar="FILE", help="what `replay --e2e --e2e-json` wrote"
     )
@@ -50,7 +52,11 @@ def run(argv: Sequence[str]) -> int:
     from replay.report.html.write import ReportError
 
     arguments = parser().parse_args(argv)
-    check_place(arguments.out)
+    if arguments.out is None and arguments.plot is None:
+        raise ReportError("nothing to write: give -o FILE for a report, --plot DIR for charts")
+    if arguments.out is not None:
+        check_place(arguments.out)
+    plots = None if arguments.plot is None else check_directory(arguments.plot)
     if arguments.outputs is not None and arguments.e2e_json is None:
         raise ReportError("--outputs are those of an end-to-end check: give --e2e-json FILE too")
     if arguments.outputs is not None and not arguments.outputs.is_dir():
@@ -63,7 +69,10 @@ def run(argv: Sequence[str]) -> int:
             f"there is no file {arguments.rows}: write one with replay --json {arguments.rows}"
         ) from error
     checks = [] if arguments.e2e_json is None else _read_checks(arguments.e2e_json)
-    write(rows, checks, arguments.out, arguments.outputs, budget)
+    if arguments.out is not None:
+        write(rows, checks, arguments.out, arguments.outputs, budget)
+    if plots is not None:
+        draw(rows, plots)
     if is_cut_off:
         sentence = "ends within a row: its replay was interrupted"
         print(f"replay: {printable(str(arguments.rows))} {sentence}", file=sys.stderr)
@@ -101,6 +110,32 @@ def write(
 
     write_html(rows, out, checks=checks, outputs=outputs, budget=budget)
     print(f"report: {out} ({out.stat().st_size / 1e6:.1f} MB)", file=sys.stderr)
+
+
+def check_directory(given: str) -> Path:
+    """Make the directory of `--plot`; kernels may change the current one.
+
+    Raises:
+        Error: it cannot be made, or charts cannot be drawn.
+    """
+    from replay.report.charts.write import prepare
+
+    directory = Path(given).absolute()
+    prepare(directory)
+    return directory
+
+
+def draw(rows: Sequence[Row], directory: Path) -> None:
+    """Write charts and say which.
+
+    Raises:
+        Error: a file cannot be written.
+    """
+    from replay.report.charts.write import write_plots
+
+    names = [path.name for path in write_plots(rows, directory) if path.suffix == ".svg"]
+    found = ", ".join(names) or "none: no correct kernel was timed on two lengths, or on a model"
+    print(f"charts in {printable(str(directory))}: {found}", file=sys.stderr)
 
 
 def _read_checks(path: Path) -> list[dict[str, Any]]:

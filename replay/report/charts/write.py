@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from attention_replay import Error
-from capture.errors import MissingPackage
 from replay.report.charts.chart import VEGA_LITE, Chart
 from replay.report.charts.layers import layer_charts
 from replay.report.charts.models import model_charts
 from replay.report.charts.sweeps import sweep_charts
+from replay.report.html import library
 from replay.rows.row import Row
 
 PNG_SCALE = 3.0
@@ -23,16 +22,18 @@ class PlotError(Error):
     """Charts cannot be written; the message names the remedy."""
 
 
-def require_renderer() -> None:
-    """Find out before an hour's work whether charts can be drawn after it.
+def prepare(directory: Path) -> None:
+    """Make the directory, and find out before an hour's work whether charts can be drawn after it.
 
     Raises:
         MissingPackage: vl-convert-python is not installed.
+        PlotError: the directory cannot be made.
     """
-    if importlib.util.find_spec("vl_convert") is None:
-        raise MissingPackage(
-            "charts require vl-convert-python: pip install 'attention-replay[report]'"
-        )
+    library.require()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PlotError(f"cannot write --plot {directory}: {error.strerror}") from error
 
 
 def charts(rows: Sequence[Row]) -> Iterator[Chart]:
@@ -52,10 +53,9 @@ def write_plots(rows: Sequence[Row], directory: Path) -> list[Path]:
         MissingPackage: vl-convert-python is not installed.
         PlotError: the directory cannot be written.
     """
-    require_renderer()
+    prepare(directory)
     written: list[Path] = []
     try:
-        directory.mkdir(parents=True, exist_ok=True)
         for name, spec in charts(rows):
             written += write_chart(spec, directory / name)
     except OSError as error:

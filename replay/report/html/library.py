@@ -18,7 +18,7 @@ def require() -> None:
     """
     if importlib.util.find_spec("vl_convert") is None:
         raise MissingPackage(
-            "a report requires vl-convert-python: pip install 'attention-replay[report]'"
+            "reports and charts require vl-convert-python: pip install 'attention-replay[report]'"
         )
 
 

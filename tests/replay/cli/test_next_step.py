@@ -41,7 +41,7 @@ def capture(model: str = "llama", **fields: Any) -> CaptureRecord:
 
 
 def measured(status: Any = "ok") -> list[Row]:
-    baseline = row("torch-default", ms=2.0, speedup=speedup_over())
+    baseline = row("torch-default", ms=2.0)
     return [baseline, row("mine", ms=1.0, status=status, speedup=speedup_over())]
 
 
@@ -102,22 +102,26 @@ def test_a_plan_that_changes_nothing(tmp_path: Path) -> None:
     ("captures", "ends"),
     [
         ([capture(settings={})], ["--plan", "plan.json", "--budget", "cosine=0.998"]),
-        ([capture(census={})], None),
-        ([capture(heads="0")], None),
-        ([capture(), capture("flux", settings={})], None),
+        ([capture(census={})], ["--report", "out.html"]),
+        ([capture(heads="0")], ["--report", "out.html"]),
+        ([capture(), capture("flux", settings={})], ["--report", "out.html"]),
         ([capture(), capture("flux")], ["--e2e"]),
     ],
     ids=["own script", "no census", "some heads", "two models, one own", "two models"],
 )
 def test_what_a_recording_does_not_allow_is_not_suggested(
-    tmp_path: Path, captures: list[CaptureRecord], ends: list[str] | None
+    tmp_path: Path, captures: list[CaptureRecord], ends: list[str]
 ) -> None:
     directory = str(recording(tmp_path / "recorded", *captures))
-    found = said("--dir", directory)
-    if ends is None:
-        assert found == ""
-    else:
-        assert command(found) == ["--dir", directory, *ends]
+    assert command(said("--dir", directory)) == ["--dir", directory, *ends]
+
+
+def test_at_last_the_report_unless_it_is_written(tmp_path: Path) -> None:
+    directory = str(recording(tmp_path / "recorded", capture(), capture("flux")))
+    checked = ("--dir", directory, "--e2e")
+    stored = said(*checked, "--json", "my rows.jsonl")
+    assert stored.endswith(": replay report 'my rows.jsonl' -o out.html")
+    assert said(*checked, "--report", "out.html") == ""
 
 
 def test_a_program_of_somebody_is_run_only_where_it_may(tmp_path: Path) -> None:
@@ -141,5 +145,5 @@ def test_nothing_correct_and_nothing_run() -> None:
     ]  # fmt: skip
     missing = row("mine", status="unavailable", reason="not installed")
     assert command(said(*shape, rows=[measured()[0], missing])) == ["--list-kernels"]
-    crashed = row("mine", call_facts(), status="crash", accuracy=accuracy())
-    assert said(*shape, rows=[crashed]).startswith("no kernel is correct")
+    alone = row("torch-default", call_facts(), status="inaccurate", accuracy=accuracy())
+    assert said(*shape, rows=[alone]).startswith("no kernel is correct")

@@ -65,7 +65,8 @@ def test_rows_of_an_interrupted_replay(run_cli: RunCli, stored: Path) -> None:
         (("ROWS", "-o", "out.html", "--e2e-json", "."), "cannot read .: Is a directory"),
         (("ROWS", "-o", "out.html", "--outputs", "."), "give --e2e-json FILE too"),
         (("ROWS", "-o", "out.html", "--budget", "psnr=3"), "unknown metric 'psnr'"),
-        (("ROWS",), "the following arguments are required: -o/--out"),
+        (("ROWS",), "give -o FILE for a report, --plot DIR for charts"),
+        (("ROWS", "--plot", "ROWS"), "cannot write --plot"),
         (("NOTE", "-o", "out.html"), "line 1: not a row of `replay --json`"),
     ],
 )
@@ -86,7 +87,30 @@ def test_what_cannot_be_used(
     assert sentence in err
 
 
-@pytest.mark.parametrize("command", [("report", "ROWS", "-o", "out.html"), (*RANDOM, "--report")])
+def test_charts_of_a_replay_and_of_stored_rows(
+    run_cli: RunCli, stored: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("vl_convert")
+    code, _, err = run_cli("report", str(stored), "--plot", str(tmp_path / "charts"))
+    assert code == 0
+    drawn = sorted(path.name for path in (tmp_path / "charts").glob("*.svg"))
+    assert drawn
+    assert err.startswith(f"charts in {tmp_path / 'charts'}: ")
+    assert all(name in err for name in drawn)
+    code, _, err = run_cli(*RANDOM, *QUICK, "--plot", str(tmp_path / "none"))
+    assert code == 0
+    assert f"charts in {tmp_path / 'none'}: none: no correct kernel" in err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("report", "ROWS", "-o", "out.html"),
+        ("report", "ROWS", "--plot", "out.html"),
+        (*RANDOM, "--report"),
+        (*RANDOM, "--plot"),
+    ],
+)
 def test_the_chart_library_is_missed_before_anything_runs(
     run_cli: RunCli,
     stored: Path,
@@ -96,7 +120,7 @@ def test_the_chart_library_is_missed_before_anything_runs(
     monkeypatch.chdir(stored.parent)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     given = [str(stored) if each == "ROWS" else each for each in command]
-    given += ["out.html", *QUICK] if given[-1] == "--report" else []
+    given += ["out.html", *QUICK] if given[-1].startswith("--") else []
     code, out, err = run_cli(*given)
     assert (code, out) == (2, "")
     assert "pip install 'attention-replay[report]'" in err

@@ -1,0 +1,274 @@
+"""Charts: what is in them, that they are drawn, and that names stay text."""
+
+from __future__ import annotations
+
+import json
+import logging
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from capture.shape import Shape
+from replay.report.charts.chart import MOST_LINES, Chart
+from replay.report.charts.layers import layer_charts, layer_labels
+from replay.report.charts.models import model_charts
+from replay.report.charts.sweeps import sweep_charts
+from replay.report.charts.write import PlotError, charts, write_plots
+from replay.report.groups import group_rows, pooled_speedup
+from replay.rows.row import CallFacts, KernelId, Machine, Row
+from tests.factories import accuracy, call_facts, errors, row, speedup, speedup_over
+
+H200 = Machine("NVIDIA H200")
+HOSTILE = '<script>alert("x")</script> & {{datum.x}}'
+
+
+def random_facts(length: int, *, dim: int = 64, causal: bool = False, q_len: int = 0) -> CallFacts:
+    facts = call_facts(f"{length}-{dim}-{causal}", "", "synthetic", is_causal=causal)
+    return replace(facts, model="sage", shape=Shape(4, 32, 32, q_len or length, length, dim, dim))
+
+
+def swept(kernel: str = "fast", ms: float = 2.0, **shape: Any) -> list[Row]:
+    """Rows at 1k and 2k."""
+    return [
+        row(
+            kernel,
+            random_facts(length, **shape),
+            ms=ms * times,
+            tflops=600 / ms / times,
+            gb_per_s=50.0,
+            machine=H200,
+            accuracy_class="exact",
+        )
+        for length, times in ((1024, 1.0), (2048, 3.0))
+    ]
+
+
+def in_a_model(kernel: str, ratio: float = 1.5, layers: int = 3, **fields: Any) -> list[Row]:
+    """A row per layer of `blocks.N.attn`, and the baseline's."""
+    found = []
+    for layer in range(layers):
+        facts = call_facts(f"call {layer}", f"blocks.{layer}.attn", call_index=layer)
+        found += [
+            row("torch-default", facts, ms=[3.0] * 8, machine=H200, accuracy_class="exact"),
+            row(
+                kernel,
+                facts,
+                **{
+                    "ms": [3.0 / ratio] * 8,
+                    "speedup": speedup_over(against=speedup(ratio, ratio, ratio)),
+                    "accuracy": accuracy(errors(relative_l1=0.01 * (layer + 1))),
+                    "accuracy_class": "quantised",
+                    "machine": H200,
+                    **fields,
+                },
+            ),
+        ]
+    return found
+
+
+def values(chart: Chart) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = chart.spec["data"]["values"]
+    return found
+
+
+def words(svg: Path) -> list[str]:
+    """The texts of a picture, as a reader sees them."""
+    root = ElementTree.fromstring(svg.read_text("utf-8"))
+    return ["".join(each.itertext()) for each in root.iter("{http://www.w3.org/2000/svg}text")]
+
+
+def test_a_sweep_has_the_figures_of_its_rows() -> None:
+    rows = [*swept(dim=64), *swept(dim=128, causal=True), *swept("slow", 6.0)]
+    (chart,) = sweep_charts(rows)
+    assert chart.name == "sweep-sage-bfloat16-b-4-h-32-nvidia-h200"
+    assert chart.spec["title"]["text"] == "NVIDIA H200"
+    assert chart.spec["facet"]["sort"] == ["head_dim 64, not causal", "head_dim 128, causal"]
+    figures = {(each["panel"], each["kernel"], each["length"]): each for each in values(chart)}
+    assert len(figures) == len(rows)
+    for of_row in rows:
+        facts = of_row.call
+        panel = f"head_dim {facts.shape.head_dim}, {'causal' if facts.is_causal else 'not causal'}"
+        each = figures[panel, of_row.kernel, f"{facts.shape.kv_len // 1024}k"]
+        assert each["value"] == of_row.tflops
+
+
+def test_bars_reach_from_the_slowest_to_the_fastest_tenth() -> None:
+    times = [1.0, 2.0, 2.0, 2.0, 4.0]
+    rows = [replace(each, time_ms=row(ms=times).time_ms) for each in swept()]
+    (chart,) = sweep_charts(rows)
+    for each, of_row in zip(values(chart), rows, strict=True):
+        assert of_row.time_ms is not None
+        assert of_row.tflops is not None
+        assert each["low"] == pytest.approx(of_row.tflops * 2.0 / of_row.time_ms.p90)
+        assert each["high"] == pytest.approx(of_row.tflops * 2.0 / of_row.time_ms.p10)
+        assert each["low"] < each["value"] < each["high"]
+
+
+def test_decoding_is_shown_by_bandwidth_and_machines_apart() -> None:
+    elsewhere = [replace(each, machine=Machine("NVIDIA H100")) for each in swept()]
+    found = list(sweep_charts([*swept(), *swept(q_len=1), *elsewhere]))
+    assert [chart.name for chart in found] == [
+        "sweep-sage-bfloat16-b-4-h-32-nvidia-h200",
+        "sweep-sage-decode-bfloat16-b-4-h-32-nvidia-h200",
+        "sweep-sage-bfloat16-b-4-h-32-nvidia-h100",
+    ]
+    assert {each["value"] for each in values(found[1])} == {50.0}
+
+
+def test_one_length_is_no_sweep() -> None:
+    assert list(sweep_charts(swept()[:1])) == []
+
+
+def test_a_kernel_that_is_incorrect_once_is_named_and_not_shown() -> None:
+    right, wrong = swept("wrong", 0.1)
+    (chart,) = sweep_charts([*swept(), right, replace(wrong, status="inaccurate")])
+    assert {each["kernel"] for each in values(chart)} == {"fast"}
+    assert "incorrect and not shown: wrong" in chart.spec["title"]["subtitle"]
+    *right, wrong = in_a_model("wrong")
+    assert list(model_charts([*right, replace(wrong, status="inaccurate")])) == []
+
+
+def test_of_many_kernels_the_fastest_are_shown_fastest_first() -> None:
+    rows = [each for place in range(12) for each in swept(f"kernel-{place}", 12.0 - place)]
+    (chart,) = sweep_charts(rows)
+    *_, line = chart.spec["spec"]["layer"]
+    shown = line["encoding"]["color"]["scale"]["domain"]
+    assert shown == [f"kernel-{place}" for place in range(11, 11 - MOST_LINES, -1)]
+    assert {each["kernel"] for each in values(chart)} == set(shown)
+    assert f"the fastest {MOST_LINES} of 12 correct kernels" in chart.spec["title"]["subtitle"]
+
+
+def test_the_baseline_of_another_environment_is_not_a_line_of_its_own() -> None:
+    other = [
+        replace(each, environment="fa4", speedup=speedup_over()) if each.kernel == "fast" else each
+        for each in in_a_model("fast")
+    ]
+    copies = [replace(each, environment="fa4") for each in other if each.kernel == "torch-default"]
+    (chart,) = layer_charts([*other, *copies])
+    assert {each["kernel"] for each in values(chart)} == {"torch-default", "fast@fa4 (quantised)"}
+
+
+def test_a_model_has_the_speedups_of_the_tables() -> None:
+    rows = [*in_a_model("slow", 0.5), *in_a_model("fast", 2.0)]
+    rows = [
+        replace(each, time_ms=row(ms=[3.0, 3.1, 2.9, 3.2, 2.8, 3.3, 3.0, 2.7]).time_ms)
+        if each.kernel == "torch-default"
+        else each
+        for each in rows
+    ]
+    (chart,) = model_charts(rows)
+    assert chart.name == "speedup-model-nvidia-h200"
+    (group,) = group_rows(rows)
+    (panel,) = chart.spec["vconcat"]
+    assert [each["kernel"] for each in panel["data"]["values"]] == ["fast", "slow"]
+    for each in panel["data"]["values"]:
+        pooled = pooled_speedup(group, KernelId(each["kernel"]))
+        assert pooled is not None
+        assert pooled.low is not None
+        assert pooled.low < pooled.ratio
+        assert (each["ratio"], each["low"], each["high"]) == (pooled.ratio, pooled.low, pooled.high)
+
+
+def test_layers_have_median_speedups_and_largest_errors() -> None:
+    rows = in_a_model("mine", 1.5)
+    later = [
+        replace(
+            each,
+            call=replace(each.call, name=f"later {each.call.name}", step=9),
+            accuracy=accuracy(errors(relative_l1=0.5)),
+            speedup=speedup_over(against=speedup(2.5)),
+        )
+        for each in rows
+        if each.kernel == "mine"
+    ]
+    (chart,) = layer_charts([*rows, *later])
+    mine = [each for each in values(chart) if each["kernel"] == "mine (quantised)"]
+    assert [(each["layer"], each["speedup"], each["relative_l1"]) for each in mine] == [
+        (layer, 2.0, 0.5) for layer in "012"
+    ]
+    assert chart.spec["vconcat"][1]["encoding"]["x"]["title"] == "layer (blocks.*.attn)"
+
+
+def test_layers_are_in_order_whatever_step_was_sampled_first() -> None:
+    rows = in_a_model("mine", layers=12)
+    shuffled = [
+        replace(each, call=replace(each.call, call_index=-each.call.call_index)) for each in rows
+    ]
+    (chart,) = layer_charts(shuffled)
+    assert chart.spec["vconcat"][0]["encoding"]["x"]["sort"] == [str(each) for each in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("modules", "labels", "pattern"),
+    [
+        (["blocks.0.attn1", "blocks.7.attn1"], ["0", "7"], "blocks.*.attn1"),
+        (["a.0.attn", "b.0.attn"], ["a", "b"], "*.0.attn"),
+        (["t.double.0.attn", "t.single.11.attn"], ["double.0", "single.11"], "t.*.attn"),
+        (["attn1", "attn2"], ["attn1", "attn2"], ""),
+        (["", "attn"], ["", "attn"], ""),
+        (["a", "a.b"], ["a", "a.b"], ""),
+        (["x.a", "x.a.b"], ["a", "a.b"], "x.*"),
+    ],
+)
+def test_labels_of_layers(modules: list[str], labels: list[str], pattern: str) -> None:
+    assert layer_labels(modules) == (labels, pattern)
+
+
+def everything(name: str = "mine") -> list[Row]:
+    rows = [*swept(), *swept("slow", 6.0), *swept(q_len=1), *in_a_model("mine")]
+    return [
+        replace(
+            each,
+            kernel=each.kernel.replace("mine", name),
+            machine=Machine(f"H200 {name}"),
+            call=replace(each.call, model=f"model {name}", weights=name),
+        )
+        for each in rows
+    ]
+
+
+def test_every_chart_is_written_as_svg_png_and_specification(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("vl_convert")
+    caplog.set_level(logging.WARNING)
+    rows = everything()
+    written = write_plots(rows, tmp_path / "made" / "here")
+    names = [chart.name for chart in charts(rows)]
+    assert len(names) == 4
+    assert [path.name for path in written] == [
+        f"{name}{suffix}" for name in names for suffix in (".vl.json", ".svg", ".png")
+    ]
+    assert caplog.messages == [], "Vega-Lite warns of what it does not understand"
+    for path in written:
+        if path.suffix == ".png":
+            assert path.read_bytes().startswith(b"\x89PNG")
+        if path.suffix == ".json":
+            assert json.loads(path.read_text("utf-8"))["$schema"].startswith("https://vega.github")
+    sweep = words(tmp_path / "made" / "here" / f"{names[0]}.svg")
+    assert {"TFLOPS", "sequence length", "1k", "2k", "fast", "slow"} <= set(sweep)
+    model = words(tmp_path / "made" / "here" / f"{names[2]}.svg")
+    assert {"1.50×", "speed-up over torch-default"} <= set(model)
+
+
+def test_names_from_a_recording_stay_text(tmp_path: Path) -> None:
+    pytest.importorskip("vl_convert")
+    written = write_plots(everything(HOSTILE), tmp_path)
+    assert len(written) == 12
+    assert all(path.parent == tmp_path for path in written)
+    pictures = [path for path in written if path.suffix == ".svg"]
+    for path in pictures:
+        assert f"H200 {HOSTILE}" in " ".join(words(path))
+        kinds = {each.tag.rpartition("}")[2] for each in ElementTree.parse(path).iter()}
+        assert kinds.isdisjoint({"script", "a", "image", "foreignObject"})
+    assert any(HOSTILE in words(path) for path in pictures)
+
+
+def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    pytest.importorskip("vl_convert")
+    (tmp_path / "file").touch()
+    with pytest.raises(PlotError, match=r"cannot write --plot .*file: File exists"):
+        write_plots(everything(), tmp_path / "file")
