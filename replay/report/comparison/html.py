@@ -13,7 +13,7 @@ LINES = 5000
 STYLE = """
 :root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.3rem; overflow-wrap: anywhere; }
+h1 { font-size: 1.3rem; margin-top: 3rem; overflow-wrap: anywhere; }
 h2 { font-size: 1rem; margin: 2rem 0 .5rem; }
 .answer { font-weight: 600; overflow-wrap: anywhere; }
 .worse { border-left: .3rem solid #d55e00; padding-left: .7rem; }
@@ -21,7 +21,7 @@ ul { padding-left: 1.2rem; opacity: .8; overflow-wrap: anywhere; }
 div { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; vertical-align: top; padding: .25rem .8rem .25rem 0;
-  border-bottom: 1px solid #8884; overflow-wrap: anywhere; }
+  border-bottom: 1px solid #8884; overflow-wrap: break-word; max-width: 24rem; }
 """
 
 

@@ -85,7 +85,7 @@ def _escaped(text: str) -> str:
 
 def _word(found: re.Match[str]) -> str:
     word = found[0]
-    if re.fullmatch(r"[\w×→…·%,():;/+.-]+", word) and not re.search("_|www|://", word):
+    if re.fullmatch(r"[\w×→…·%,():;/+.-]+", word) and not re.search(r"\b_|_\b|__|www|://", word):
         return word
     inner = re.sub(r"[^\w/-]|_", lambda each: f"&#{ord(each[0])};", word)
     return f"<code>{inner}</code>"

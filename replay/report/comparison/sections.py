@@ -112,13 +112,14 @@ def _named(
     overall: SpeedVerdict | None = None,
 ) -> str:
     """Name the kernels of which something holds: over all calls, or on how many."""
-    names = []
-    for each in comparison.kernels:
+    over_all, on_some = [], []
+    for each in sorted(comparison.kernels, key=_kernel_order):
         name, count = printable(str(each.kernel)), sum(map(holds, each.pairs))
         if each.speed is not None and each.speed.verdict == overall:
-            names.append(name)
+            over_all.append(name)
         elif count:
-            names.append(f"{name} ({count} of {len(each.pairs)} calls)")
+            on_some.append(f"{name} ({count} of {len(each.pairs)} calls)")
+    names = over_all + on_some
     if not names:
         return ""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
@@ -135,8 +136,8 @@ def _notes(comparison: Comparison) -> list[str]:
         )
     elif comparison.basis == "speed-up":
         notes.append(
-            f"{_devices(after.devices)}: speed-ups over {comparison.baseline} are compared, which "
-            "what slows the whole machine leaves as they are"
+            f"{_devices(after.devices)}: speed-ups over {comparison.baseline} are compared; they "
+            "stay the same when the whole machine slows down"
         )
     else:
         notes.append(f"{_devices(after.devices)}: times are compared")

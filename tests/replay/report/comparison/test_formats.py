@@ -23,7 +23,7 @@ from replay.rows.row import Row
 from tests.factories import call_facts, row
 from tests.replay.comparison.simulated import HERE, judged, noisy, run
 
-HOSTILE = "<script>alert(1)</script>|[x](http://e.com) **@all** #1 `&` [red]\x1b[2J\n_a_"
+HOSTILE = "<script>alert(1)</script>|[x](http://e.com) **@all** #1 `&` [red]\x1b[2J\n_a_ b__c"
 
 
 def as_text(found: Comparison) -> str:
@@ -161,6 +161,15 @@ def test_hostile_names_are_text_on_a_page() -> None:
     page = Tags(as_html(hostile()))
     assert "script" not in page.tags
     assert "<script>alert(1)</script>|[x](http://e.com) **@all**" in page.text
+
+
+def test_usual_names_are_plain_in_markdown() -> None:
+    before = run("my_runs/before.jsonl", {"k.py:my_attention[keep=0.05]": 0.5})
+    after = run("my_runs/after.jsonl", {"k.py:my_attention[keep=0.05]": 0.6})
+    text = as_markdown(compare(before, after, NO_SPREAD))
+    assert "### my_runs/before.jsonl → my_runs/after.jsonl\n" in text
+    assert "| call-0 (step 0 layers.0) |" in text
+    assert "<code>k&#46;py&#58;my&#95;attention&#91;keep&#61;0&#46;05&#93;</code>" in text
 
 
 def test_markdown_fits_into_a_comment_whatever_there_is() -> None:
