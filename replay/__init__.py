@@ -17,26 +17,34 @@ if TYPE_CHECKING:
     from replay.kernels.chosen_keys import mask_of_tokens
     from replay.kernels.registry import register_kernel, select
     from replay.patch.use_kernel import use_kernel, use_plan
+    from replay.report.notebook import Rows, read_rows
+    from replay.rows.frames import to_dataframe
     from replay.workloads.recorded import from_directory
 
 __all__ = [
+    "Rows",
     "Settings",
     "from_directory",
     "mask_of_tokens",
+    "read_rows",
     "register_kernel",
     "replay",
     "select",
+    "to_dataframe",
     "use_kernel",
     "use_plan",
 ]
 
 _HOMES = {
+    "Rows": "replay.report.notebook",
     "Settings": "replay.bench.settings",
     "from_directory": "replay.workloads.recorded",
     "mask_of_tokens": "replay.kernels.chosen_keys",
+    "read_rows": "replay.report.notebook",
     "register_kernel": "replay.kernels.registry",
     "replay": "replay.bench.runner",
     "select": "replay.kernels.registry",
+    "to_dataframe": "replay.rows.frames",
     "use_kernel": "replay.patch.use_kernel",
     "use_plan": "replay.patch.use_kernel",
 }

@@ -32,6 +32,7 @@ from capture.storage.call_file import FORMAT, FileEntry, file_path
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.journal import Journalled, call_files, journals
 from capture.storage.json_data import parsed, required, shown
+from capture.storage.notebook import dataset_html
 
 _FIRST_FORMAT = "attention-replay/1"
 """Readable still: its checksums are of whole files."""
@@ -267,6 +268,14 @@ class Dataset(Sequence[AttentionCall]):
         yield '\n],\n"files": [\n'
         yield ",\n".join(json.dumps(entry.to_json()) for entry in self.entries)
         yield "\n]}\n"
+
+    def __repr__(self) -> str:
+        models = [capture.model for capture in self.captures]
+        return f"Dataset({str(self.directory)!r}, calls={len(self)}, models={models})"
+
+    def _repr_html_(self) -> str:
+        damaged = [each.reason for each in self.damaged]
+        return dataset_html(self.entries, [repr(self), *filter(None, [self.note]), *damaged])
 
     def __len__(self) -> int:
         return len(self.entries)

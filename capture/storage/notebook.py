@@ -1,0 +1,37 @@
+"""A dataset as notebooks show it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from capture.html_table import html_table
+from capture.storage.call_file import FileEntry
+
+HEADINGS = ("call", "model", "step", "phase", "module", "B×H×S×D", "dtype", "mask", "MB")
+
+
+def dataset_html(entries: Sequence[FileEntry], above: Sequence[str]) -> str:
+    """A table with a line per recorded call, in HTML; nothing is loaded.
+
+    Args:
+        above: sentences to put above it.
+    """
+    return html_table(HEADINGS, [_line(entry) for entry in entries], above)
+
+
+def _line(entry: FileEntry) -> tuple[object, ...]:
+    origin, header = entry.origin, entry.header
+    mask = "causal" if header.is_causal else ""
+    if "attn_mask" in header.layouts:
+        mask = header.mask_structure or "mask"
+    return (
+        origin.call_index,
+        origin.model,
+        origin.step,
+        origin.phase,
+        origin.module,
+        str(header.shape),
+        header.dtype,
+        mask,
+        entry.nbytes / 1e6,
+    )
