@@ -11,16 +11,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import matplotlib
+import vl_convert
 
 from benchmarks import results
 from replay.kernels.registry import catalogue
+from replay.report.charts.chart import CLASS_COLOURS, VEGA_LITE, Chart, Spec, chart
 
 PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "speedup_and_error.svg"
-COLOURS = {"exact": "#0072b2", "quantised": "#d55e00"}
-"""From the Okabe-Ito palette, which is safe for colour-blind readers."""
-
-
 CLOSE = 0.01
 """Labels of speed-ups closer than this would overlap."""
 
@@ -44,35 +41,84 @@ def dots() -> dict[str, tuple[float, float, float, float]]:
     return found
 
 
-def main() -> None:
-    matplotlib.use("svg")
-    # Makes the file reproducible byte for byte.
-    matplotlib.rcParams["svg.hashsalt"] = "attention-replay"
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.2), layout="constrained")
+def picture() -> Chart:
+    """Return the plot, with a dot, an interval and a label per kernel."""
     found = dots()
+    values = []
     for kernel, (error, ratio, low, high) in found.items():
-        colour = COLOURS[catalogue()[kernel].accuracy_class]
-        spread = [[ratio - low], [high - ratio]]
-        axes.errorbar(error, ratio, yerr=spread, fmt="o", color=colour, capsize=3)
         # Labels of neighbouring dots: the upper one above, the lower one below.
         close = [other[1] for other in found.values() if 0 < abs(other[1] - ratio) < CLOSE]
-        shift = sum(8 if ratio > other else -8 for other in close)
-        axes.annotate(kernel, (error, ratio), xytext=(8, shift - 3), textcoords="offset points")
-    axes.axhline(1, color="grey", linewidth=0.8, linestyle="--")
-    axes.annotate("the model's own attention", (0.98, 1), xycoords=("axes fraction", "data"),
-                  xytext=(0, 3), textcoords="offset points", ha="right", color="grey")  # fmt: skip
-    for name, colour in COLOURS.items():
-        axes.plot([], [], "o", color=colour, label=f"{name} kernels")
-    axes.legend(frameon=False, loc="lower right")
-    axes.set_xscale("log")
-    axes.set_xlabel("worst relative L1 error of a recorded call (small trained CogVideoX)")
-    axes.set_ylabel("measured speed-up of a denoising step")
-    axes.set_title("CogVideoX-2b, NVIDIA H200")
-    axes.spines[["top", "right"]].set_visible(False)
+        values.append(
+            {
+                "kernel": kernel,
+                "class": f"{catalogue()[kernel].accuracy_class} kernels",
+                "error": error,
+                "ratio": ratio,
+                "low": low,
+                "high": high,
+                "shift": sum(-8 if ratio > other else 8 for other in close),
+            }
+        )
+    classes = {f"{name} kernels": CLASS_COLOURS[name] for name in ("exact", "quantised")}
+    colour = {
+        "field": "class",
+        "type": "nominal",
+        "title": None,
+        "scale": {"domain": list(classes), "range": list(classes.values())},
+        "legend": {"orient": "bottom-right"},
+    }
+    x: Spec = {
+        "field": "error",
+        "type": "quantitative",
+        "scale": {"type": "log"},
+        "axis": {"format": "~g", "tickCount": 4, "grid": False},
+        "title": "worst relative L1 error of a recorded call (small trained CogVideoX)",
+    }
+
+    def y(field: str) -> Spec:
+        title = "measured speed-up of a denoising step"
+        scale = {"zero": False}
+        return {"field": field, "type": "quantitative", "title": title, "scale": scale}
+
+    label = {"type": "text", "align": "left", "dx": 9, "dy": {"expr": "datum.shift"}}
+    own = {"y": {"datum": 1, "type": "quantitative"}}
+    spec = {
+        "width": 560,
+        "height": 300,
+        "data": {"values": values},
+        "layer": [
+            {"mark": {"type": "rule", "strokeDash": [5, 4], "color": "#7f7f7f"}, "encoding": own},
+            {
+                "data": {"values": [{}]},
+                "mark": {
+                    "type": "text",
+                    "text": "the model's own attention",
+                    "align": "right",
+                    "dy": -7,
+                    "color": "#666666",
+                },
+                "encoding": {**own, "x": {"value": "width"}},
+            },
+            {
+                "mark": {"type": "rule", "strokeWidth": 1.5},
+                "encoding": {"x": x, "y": y("low"), "y2": {"field": "high"}, "color": colour},
+            },
+            {
+                "mark": {"type": "point", "filled": True, "size": 55, "opacity": 1},
+                "encoding": {"x": x, "y": y("ratio"), "color": colour},
+            },
+            {
+                "mark": {**label, "fontSize": 12},
+                "encoding": {"x": x, "y": y("ratio"), "text": {"field": "kernel"}},
+            },
+        ],
+    }
+    return chart([PICTURE.stem], "CogVideoX-2b, NVIDIA H200", [], spec)
+
+
+def main() -> None:
     PICTURE.parent.mkdir(exist_ok=True)
-    figure.savefig(PICTURE, metadata={"Date": None})
+    PICTURE.write_text(vl_convert.vegalite_to_svg(picture().spec, vl_version=VEGA_LITE))
 
 
 if __name__ == "__main__":
