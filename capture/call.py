@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from capture import pages
 from capture.shape import Shape
-from capture.strides import copy_with_strides
+from capture.strides import copy_with_strides, is_leading_part
 from capture.variant import PLAIN, VARIANT_TENSORS, Span, Variant, beyond_arguments, features, spans
 
 
@@ -56,7 +57,8 @@ class AttentionCall:
     means 1/sqrt(D). `output` is None for synthetic calls and captures made with `output=False`.
 
     Everything after `enable_gqa` is beyond SDPA (`capture.variant` has the formula). Of a packed
-    call, whose sequences lie behind one another, B is 1 and Sq and Sk are the totals.
+    call, whose sequences lie behind one another, B is 1 and Sq and Sk are the totals. With a page
+    table, `key` is (P, Hkv, page_size, D), `value` likewise, and Sk what the table has room for.
     """
 
     query: Tensor
@@ -76,6 +78,9 @@ class AttentionCall:
     """The same of its keys."""
     seqused_k: Tensor | None = None
     """(B,) or, packed, (N,) int32: how many keys of each sequence count, from its first."""
+    page_table: Tensor | None = None
+    """(B, n) or, packed, (N, n) int32: the pages that each sequence's keys lie in
+    (`capture.pages`). Then `seqused_k` is there too, and `cu_seqlens_k` is not."""
     variant: Variant = PLAIN
     origin: Origin = field(default_factory=Origin)
 
@@ -86,15 +91,18 @@ class AttentionCall:
 
     @property
     def spans(self) -> Span:
-        """Which keys each query sees, before any `attn_mask`."""
+        """Which keys each query sees, before any `attn_mask`; of all that pages have room for."""
+        starts_k, kv_len = self.cu_seqlens_k, self.shape.kv_len
+        if self.page_table is not None and self.cu_seqlens_q is not None:
+            starts_k = _even_starts(self.page_table.shape[0], kv_len, self.device)
         return spans(
             self.query.shape[2],
-            self.key.shape[2],
+            kv_len,
             self.device,
             is_causal=self.is_causal,
             variant=self.variant,
             cu_seqlens_q=self.cu_seqlens_q,
-            cu_seqlens_k=self.cu_seqlens_k,
+            cu_seqlens_k=starts_k,
             seqused_k=self.seqused_k,
         )
 
@@ -102,7 +110,15 @@ class AttentionCall:
     def shape(self) -> Shape:
         batch, q_heads, q_len, head_dim = self.query.shape
         kv_heads, kv_len = self.key.shape[1:3]
+        if self.page_table is not None:
+            is_packed = self.cu_seqlens_q is not None
+            kv_len = pages.kv_len(self.page_table.shape, kv_len, is_packed=is_packed)
         return Shape(batch, q_heads, kv_heads, q_len, kv_len, head_dim, self.value.shape[3])
+
+    @property
+    def value_is_in_key(self) -> bool:
+        """Whether the value is the key's first Dv columns, in the same memory: absorbed MLA."""
+        return is_leading_part(self.value, self.key)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -136,10 +152,33 @@ class AttentionCall:
         return {**arguments, **beyond_arguments(self)}
 
     def to(self, device: str | torch.device) -> AttentionCall:
-        """Return the same call with every tensor on `device`, strides preserved."""
-        return self.with_tensors(
-            {name: copy_with_strides(tensor, device) for name, tensor in self.tensors().items()}
-        )
+        """Return the same call with every tensor copied to `device`, strides preserved."""
+        copies = {name: copy_with_strides(each, device) for name, each in self.tensors().items()}
+        if self.value_is_in_key:
+            copies["value"] = copies["key"][..., : self.value.shape[-1]]
+        return self.with_tensors(copies)
+
+    def without_pages(self) -> AttentionCall:
+        """Return the same call with each sequence's keys in one piece, gathered from its pages.
+
+        There is room for as many as the longest sequence has, in whole pages; those after a
+        sequence's last key are zeros. Waits for the GPU.
+        """
+        if self.page_table is None or self.seqused_k is None:
+            return self
+        sequences, page_size = self.page_table.shape[0], self.key.shape[2]
+        most = max(1, -(-int(self.seqused_k.max()) // page_size))
+        table = self.page_table[:, :most]
+        table = table.where(pages.read_entries(table, self.seqused_k, page_size), 0)
+        key, value = (pages.gathered(each, table) for each in (self.key, self.value))
+        is_key = torch.arange(most * page_size, device=self.device) < self.seqused_k[:, None]
+        for each in (key, value):  # by their bytes: float8 has no masked_fill_
+            each.view(torch.uint8).masked_fill_(~is_key[:, None, :, None], 0)
+        starts_k = None
+        if self.cu_seqlens_q is not None:
+            key, value = (each.transpose(0, 1).flatten(1, 2)[None] for each in (key, value))
+            starts_k = _even_starts(sequences, key.shape[2], self.device)
+        return replace(self, key=key, value=value, page_table=None, cu_seqlens_k=starts_k)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are not None, by field name."""
@@ -149,6 +188,12 @@ class AttentionCall:
     def with_tensors(self, tensors: dict[str, Tensor]) -> AttentionCall:
         """Return the same call with some tensors replaced, named as in `tensors()`."""
         return replace(self, **tensors)  # type: ignore[arg-type]
+
+
+def _even_starts(sequences: int, total: int, device: torch.device) -> Tensor:
+    """`cu_seqlens_k` of sequences that all have room for as many keys."""
+    each = total // sequences
+    return torch.arange(sequences + 1, dtype=torch.int32, device=device) * each
 
 
 TENSOR_FIELDS = ("query", "key", "value", "attn_mask", "output", *VARIANT_TENSORS)

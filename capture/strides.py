@@ -151,6 +151,25 @@ def copy_with_strides(tensor: Tensor, device: str | torch.device) -> Tensor:
     return _copied(narrow_expanded(tensor.detach()), Layout.of(tensor), device)
 
 
+def is_leading_part(part: Tensor, whole: Tensor) -> bool:
+    """Whether `part` is `whole[..., :n]`: the same memory, not a copy."""
+    if part.shape[:-1] != whole.shape[:-1] or not 0 < part.shape[-1] <= whole.shape[-1]:
+        return False
+    same_strides = all(
+        size == 1 or own == other
+        for size, own, other in zip(part.shape, part.stride(), whole.stride(), strict=True)
+    )
+    same_memory = 0 != part.data_ptr() == whole.data_ptr()
+    return same_strides and same_memory and part.dtype == whole.dtype
+
+
+def picked(tensor: Tensor, dim: int, indices: Tensor) -> Tensor:
+    """Copy some entries of a dimension: without gaps, the order of the dimensions preserved."""
+    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    chosen = tensor.detach().permute(order).index_select(order.index(dim), indices)
+    return chosen.permute([order.index(each) for each in range(tensor.ndim)])
+
+
 def narrow_expanded(tensor: Tensor) -> Tensor:
     """Return a view of `tensor` with each expanded (stride 0) dimension narrowed to size 1."""
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):

@@ -5,7 +5,8 @@ The score of query i and key j is `scale · q·k`, then `softcap · tanh(score /
 `bottom_right`, as in FlashAttention, Sk - Sq, which puts the last query beside the last key. A
 causal query sees keys up to the diagonal, a window (left, right) those from `left` before it to
 `right` after it. A sink is one more score of its head, without a value: it only takes weight. In a
-packed call the sequences lie behind one another, and none sees another's keys.
+packed call the sequences lie behind one another, and none sees another's keys. Keys may lie in
+pages (`capture.pages`).
 """
 
 from __future__ import annotations
@@ -26,12 +27,19 @@ FEATURES = {
     "sinks": "attention sinks",
     "packed": "packed sequences",
     "key-lengths": "number of valid keys per sequence",
+    "paged": "page table",
 }
 """What a kernel may know beyond SDPA, in words."""
 
 
-VARIANT_TENSORS = ("sinks", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
-"""A call's tensors beyond SDPA's, of one dimension each."""
+VARIANT_TENSORS = {
+    "sinks": 1,
+    "cu_seqlens_q": 1,
+    "cu_seqlens_k": 1,
+    "seqused_k": 1,
+    "page_table": 2,
+}
+"""A call's tensors beyond SDPA's, and how many dimensions each has."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +117,8 @@ class Asking(Protocol):
     @property
     def seqused_k(self) -> Tensor | None: ...
     @property
+    def page_table(self) -> Tensor | None: ...
+    @property
     def variant(self) -> Variant: ...
 
 
@@ -125,19 +135,21 @@ def features(call: Asking) -> tuple[str, ...]:
         "softcap": variant.softcap is not None,
         "sinks": call.sinks is not None,
         "packed": packed,
-        "key-lengths": call.seqused_k is not None,
+        "key-lengths": call.seqused_k is not None and call.page_table is None,
+        "paged": call.page_table is not None,
     }
     return tuple(name for name, is_asked in asked.items() if is_asked)
 
 
 def beyond(call: Asking) -> str:
     """What a call asks beyond SDPA, in a phrase: `window 1023/0, sinks`; empty for nothing."""
-    packed = call.cu_seqlens_q
+    packed, is_paged = call.cu_seqlens_q, call.page_table is not None
     parts = [
         str(call.variant),
         "sinks" if call.sinks is not None else "",
         f"{packed.shape[0] - 1} packed sequences" if packed is not None else "",
-        "key lengths" if call.seqused_k is not None else "",
+        "key lengths" if call.seqused_k is not None and not is_paged else "",
+        f"pages of {call.key.shape[-2]}" if is_paged else "",
     ]
     return ", ".join(filter(None, parts))
 

@@ -2,7 +2,7 @@
 
     python -m tests.fuzz_datasets --count 10000
 
-`HARMS` are applied to the same six calls, once or several times. What the command lines do with
+`HARMS` are applied to the same seven calls, once or several times. What the command lines do with
 a dataset is then done with it, in a process of little memory, with an alarm. A failure is printed
 with the seed and number that make it again: `--seed 7 --first 123 --count 1`.
 """
@@ -34,6 +34,7 @@ from rich.console import Console
 
 from attention_replay import Error
 from capture import load
+from capture.call import AttentionCall, Origin
 from capture.cli.show import show, show_findings
 from capture.cli.verify import verify
 from capture.storage.call_file import FileEntry, PackedCall
@@ -68,7 +69,7 @@ class Hung(BaseException):
 
 
 def make(directory: Path) -> None:
-    """Write the dataset that is harmed: four calls of a capture, two of a killed one."""
+    """Write the dataset that is harmed: five calls of a capture, two of a killed one."""
     directory.mkdir()
     expanded = normal(1, 1, 9, 32).expand(1, 2, 9, 32)
     calls = [
@@ -93,6 +94,7 @@ def make(directory: Path) -> None:
             variant=Variant(bottom_right=True, window=(3, None), softcap=2.0, max_seqlen_q=5),
             origin={"module": "a.3", "road": "flash_attn", "call_index": 6},
         ),
+        in_pages(),
     ]
     entries = [
         PackedCall.of(call).write(directory / f"model-{index}.safetensors")
@@ -115,6 +117,20 @@ def make(directory: Path) -> None:
         journal.append(**entry.to_json())
     journal.append(sampled=5)
     journal.close()
+
+
+def in_pages() -> AttentionCall:
+    """Two sequences that share a page, with a value that is part of the key."""
+    pool = normal(3, 1, 4, 24)
+    return AttentionCall(
+        normal(2, 2, 1, 24),
+        pool,
+        pool[..., :16],
+        enable_gqa=True,
+        seqused_k=torch.tensor([7, 3], dtype=torch.int32),
+        page_table=torch.tensor([[2, 0], [2, 1]], dtype=torch.int32),
+        origin=Origin(model="model", module="a.4", call_index=7),
+    )
 
 
 def harm(directory: Path, chance: Random) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,57 @@ from torch import Tensor
 from capture.call import AttentionCall
 from capture.variant import Variant
 from tests.factories import normal, random_call
+
+
+def paged_call(lengths: list[int], page_size: int, **sizes: Any) -> AttentionCall:
+    """Sequences of these numbers of keys in scrambled pages; the last page of each is not full.
+
+    Two pages are nobody's, and each row of the table is one longer than it must be. Queries are
+    packed if there are `cu_seqlens_q`.
+    """
+    pages = -(-max(*lengths, 1) // page_size) + 1
+    pool = len(lengths) * pages + 2
+    order = torch.randperm(pool, generator=torch.Generator().manual_seed(0))
+    batch = 1 if "cu_seqlens_q" in sizes else len(lengths)
+    call = random_call(
+        batch=pool,
+        kv_len=page_size,
+        **{"q_len": 3, **sizes},
+        seqused_k=torch.tensor(lengths).int(),
+        page_table=order[: len(lengths) * pages].view(-1, pages).int(),
+    )
+    return replace(call, query=call.query[:batch])
+
+
+def sequences(call: AttentionCall) -> list[AttentionCall]:
+    """Each sequence of a paged call, its keys looked up one by one: flash-attn's definition."""
+    table, lengths, size = call.page_table, call.seqused_k, call.key.shape[2]
+    assert table is not None
+    assert lengths is not None
+    found = []
+    for n, length in enumerate(lengths.tolist()):
+        places = [(int(table[n, t // size]), t % size) for t in range(length)]
+        key, value = (
+            torch.cat([pool[:1, :, :0], *(pool[page, None, :, t, None] for page, t in places)], 2)
+            for pool in (call.key, call.value)
+        )
+        rows = slice(n, n + 1), slice(None), slice(None)
+        if call.cu_seqlens_q is not None:
+            first, end = call.cu_seqlens_q[n : n + 2].tolist()
+            rows = slice(None), slice(None), slice(first, end)
+        found.append(
+            replace(
+                call,
+                query=call.query[rows],
+                key=key,
+                value=value,
+                seqused_k=None,
+                page_table=None,
+                cu_seqlens_q=None,
+            )
+        )
+    return found
+
 
 LENGTHS_Q, LENGTHS_K = torch.tensor([0, 5, 16]).int(), torch.tensor([0, 9, 24]).int()
 
@@ -52,6 +104,15 @@ CALLS: dict[str, AttentionCall] = {
         is_causal=True,
         seqused_k=torch.tensor([4, 13]).int(),
         variant=Variant(bottom_right=True),
+    ),
+    "paged": paged_call([9, 0, 5], 4, q_heads=4, kv_heads=2),
+    "paged, packed, bottom right, window": paged_call(
+        [9, 12],
+        4,
+        q_len=16,
+        is_causal=True,
+        cu_seqlens_q=LENGTHS_Q,
+        variant=Variant(bottom_right=True, window=(2, None)),
     ),
 }
 
@@ -98,7 +159,21 @@ def _calls(head_dim: int, dtype: torch.dtype) -> dict[str, AttentionCall]:
         "key lengths, bottom right": {**lengths, "is_causal": True, "variant": bottom_right},
         "key lengths, window": {**lengths, "is_causal": True, "variant": left},
     }
-    return {kind: random_call(**{**sizes, **changes}) for kind, changes in asked.items()}
+    calls = {kind: random_call(**{**sizes, **changes}) for kind, changes in asked.items()}
+    packed = {"q_len": 16, "cu_seqlens_q": LENGTHS_Q}
+    in_pages: dict[str, tuple[int, dict[str, Any]]] = {
+        "pages": (16, {}),
+        "pages of 256": (256, {}),
+        "pages, decode, window": (256, {"q_len": 1, "is_causal": True, "variant": left}),
+        "pages, packed, bottom right": (
+            256,
+            {**packed, "is_causal": True, "variant": bottom_right},
+        ),
+        "pages, packed, window": (16, {**packed, "is_causal": True, "variant": left}),
+    }
+    for kind, (page_size, changes) in in_pages.items():
+        calls[kind] = paged_call([17, 40], page_size, **sizes, **changes)
+    return calls
 
 
 LIBRARY_CALLS = _calls(64, torch.float16)

@@ -93,6 +93,11 @@ def _summary(capture: CaptureRecord, entries: list[FileEntry]) -> str:
 
 def _mask(header: Header) -> str:
     asked = [str(header.variant), *(name for name in VARIANT_TENSORS if name in header.layouts)]
+    if header.is_paged:
+        pool, _, page_size, _ = header.layouts["key"].size
+        asked = [f"{pool} pages of {page_size}" if each == "page_table" else each for each in asked]
+    if header.value_in_key:
+        asked.append(f"value = {header.value_in_key} columns of key")
     if "attn_mask" not in header.layouts:
         asked.insert(0, "causal" if header.is_causal else "")
         return ", ".join(filter(None, asked)) or "no mask"
@@ -106,7 +111,8 @@ def _strides(header: Header) -> str:
     """Describe each tensor's memory layout: `query BSHD, key and value BHSD`."""
     tensors: dict[str, list[str]] = {}
     for name in ("query", "key", "value"):
-        tensors.setdefault(_memory_order(header.layouts[name]), []).append(name)
+        if name in header.layouts:
+            tensors.setdefault(_memory_order(header.layouts[name]), []).append(name)
     return ", ".join(f"{' and '.join(names)} {order}" for order, names in tensors.items())
 
 

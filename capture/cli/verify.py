@@ -16,6 +16,7 @@ from capture.errors import DatasetError
 from capture.hooks.interceptor import TORCH_SDPA
 from capture.storage.call_file import FileEntry
 from capture.storage.dataset import Dataset
+from capture.variant import beyond
 
 _BACKENDS = {
     "torch-math": SDPBackend.MATH,
@@ -36,6 +37,8 @@ class Finding:
 
 def verify(dataset: Dataset) -> list[Finding]:
     """Check every file's checksum and shapes, and recompute its output with PyTorch's SDPA.
+
+    Outputs of calls that ask what SDPA has no argument for are not recomputed.
 
     The output is recomputed with the recorded backend on the type of device that produced it, or on
     the CPU if there is none. On the same device and version it should be bit-identical; elsewhere a
@@ -59,6 +62,9 @@ def _verify_entry(entry: FileEntry) -> Finding:
         return Finding(entry.path, False, f"cannot be loaded on {device}: {_first_line(error)}")
     if call.output is None:
         return Finding(entry.path, True, "intact; no output recorded")
+    if call.features:
+        text = f"intact; cannot be recomputed, as SDPA has no {beyond(call)}"
+        return Finding(entry.path, True, text)
     if call.dropout_p > 0:
         return Finding(entry.path, True, f"intact; dropout {call.dropout_p} cannot be recomputed")
     note = "" if recorded_on == device else f" (recomputed on cpu, recorded on {recorded_on})"

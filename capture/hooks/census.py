@@ -15,6 +15,7 @@ from torch import Tensor
 from capture.hooks.autocast import cast
 from capture.hooks.interceptor import Arguments
 from capture.hooks.modules import Site
+from capture.pages import kv_len
 from capture.storage.header import dtype_name
 from capture.variant import beyond
 
@@ -42,8 +43,8 @@ class Signature(NamedTuple):
         mask = arguments.attn_mask
         return cls(
             query=_sizes(arguments.query),
-            key=_sizes(arguments.key),
-            value=_sizes(arguments.value),
+            key=_sizes_of_all(arguments.key, arguments),
+            value=_sizes_of_all(arguments.value, arguments),
             dtype=dtype_name(arguments.query.dtype),
             mask=None if mask is None else _sizes(mask),
             mask_dtype=None if mask is None else dtype_name(mask.dtype),
@@ -145,6 +146,17 @@ class Census:
                 for (module, phase, signature), count in self._counts.items()
             ],
         }
+
+
+def _sizes_of_all(tensor: Tensor, arguments: Arguments) -> tuple[int, ...]:
+    """Return the shape of a key or value; of pages, whose pool is larger, what a table takes."""
+    table = arguments.page_table
+    if table is None:
+        return _sizes(tensor)
+    _, heads, page_size, head_dim = tensor.shape
+    is_packed = arguments.cu_seqlens_q is not None
+    length = kv_len(table.shape, page_size, is_packed=is_packed)
+    return (arguments.query.shape[0], heads, length, head_dim)
 
 
 def _sizes(tensor: Tensor) -> tuple[int, ...]:

@@ -44,6 +44,7 @@ class Arguments(NamedTuple):
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     seqused_k: Tensor | None = None
+    page_table: Tensor | None = None
     variant: Variant = PLAIN
     road: str = "sdpa"
     """How the model made the call."""

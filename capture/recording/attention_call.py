@@ -10,6 +10,7 @@ from torch._subclasses import FakeTensor
 
 from capture.call import AttentionCall, Origin
 from capture.hooks.interceptor import Arguments
+from capture.recording.paging import with_pages_read
 
 
 def can_be_copied(arguments: Arguments) -> bool:
@@ -31,7 +32,12 @@ def _has_values(tensor: Tensor) -> bool:
 
 
 def as_call(arguments: Arguments, output: Tensor | None, origin: Origin) -> AttentionCall:
-    """Return the call with four dimensions: the leading ones of SDPA's tensors become one."""
+    """Return the call with four dimensions: the leading ones of SDPA's tensors become one.
+
+    Of keys in pages, those are kept that are read.
+    """
+    if arguments.page_table is not None:
+        return with_pages_read(AttentionCall(**arguments.fields(), output=output, origin=origin))
     tensors = (arguments.query, arguments.key, arguments.value)
     leading = torch.broadcast_shapes(*(tensor.shape[:-3] for tensor in tensors))
     query, key, value = (_four_dims(tensor, leading) for tensor in tensors)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
+from capture.strides import picked
 
 
 def kv_heads_of(heads: Sequence[int], q_heads: int, kv_heads: int) -> list[int] | None:
@@ -27,12 +28,13 @@ def kv_heads_of(heads: Sequence[int], q_heads: int, kv_heads: int) -> list[int] 
 
 def pick(call: AttentionCall, heads: Sequence[int], kv_heads: Sequence[int]) -> AttentionCall:
     """Return a call of these heads only, with tensors in the same order of dimensions, dense."""
-    mask = call.attn_mask
+    mask, key = call.attn_mask, _picked(call.key, kv_heads)
+    value = key[..., : call.value.shape[-1]] if call.value_is_in_key else None
     return replace(
         call,
         query=_picked(call.query, heads),
-        key=_picked(call.key, kv_heads),
-        value=_picked(call.value, kv_heads),
+        key=key,
+        value=_picked(call.value, kv_heads) if value is None else value,
         attn_mask=mask if mask is None or mask.shape[1] == 1 else _picked(mask, heads),
         sinks=None if call.sinks is None else call.sinks[list(heads)],
         output=None if call.output is None else _picked(call.output, heads),
@@ -42,7 +44,4 @@ def pick(call: AttentionCall, heads: Sequence[int], kv_heads: Sequence[int]) -> 
 def _picked(tensor: Tensor, heads: Sequence[int]) -> Tensor:
     if tensor.stride(1) == 0:  # they are all the same memory
         return tensor[:, : len(heads)]
-    order = sorted(range(4), key=tensor.stride, reverse=True)
-    indices = torch.tensor(heads, device=tensor.device)
-    picked = tensor.index_select(1, indices).permute(order).contiguous()
-    return picked.permute([order.index(dim) for dim in range(4)])
+    return picked(tensor, 1, torch.tensor(heads, device=tensor.device))

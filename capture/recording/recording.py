@@ -34,7 +34,7 @@ from capture.recording.heads import kv_heads_of, pick
 from capture.recording.sampling import Place, Sampler
 from capture.recording.writer import Waiting, Writer
 from capture.storage.capture_record import CaptureRecord
-from capture.storage.header import Header, as_four_dimensional
+from capture.storage.header import Header, stored_tensors
 from capture.storage.target import Target
 
 _live: weakref.WeakSet[Recording] = weakref.WeakSet()
@@ -328,7 +328,11 @@ class Recording:
             return output
         try:
             site = self._tracker.site
-            mask, packed = arguments.attn_mask, arguments.cu_seqlens_q
+            mask, packed, table = (
+                arguments.attn_mask,
+                arguments.cu_seqlens_q,
+                arguments.page_table,
+            )
             like = (
                 site.module,
                 site.phase,
@@ -336,9 +340,10 @@ class Recording:
                 arguments.query.dtype,
                 None if mask is None else (mask.shape, mask.dtype),
                 None if packed is None else packed.shape,
+                None if table is None else table.shape,
                 *(each is None for each in (arguments.sinks, arguments.seqused_k)),
                 arguments[5:8],
-                *arguments[-4:],
+                *arguments[-5:],
             )
             known = self._alike.get(like) or self._find(like, site, arguments, None)
             index = self._next_index()
@@ -483,7 +488,7 @@ class Recording:
                 self.without_heads += 1
                 return
             call = pick(call, self._heads, kv_heads)
-        tensors, header = as_four_dimensional(call.tensors()), Header.of(call)
+        tensors, header = stored_tensors(call), Header.of(call)
         nbytes = stored_bytes(tensors)
         if fault := header.fault() or header.excess(nbytes):  # nobody could load it
             self.tell(f"a call cannot be stored: {fault}")

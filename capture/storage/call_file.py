@@ -15,7 +15,7 @@ from torch import Tensor
 from capture.call import AttentionCall, Origin
 from capture.errors import DatasetError
 from capture.storage import checksums
-from capture.storage.header import Header, as_four_dimensional, dtype_name
+from capture.storage.header import GAPS, GAPS_AT_LEAST, Header, dtype_name, stored_tensors
 from capture.storage.json_data import parsed, required
 from capture.storage.tensor_file import TensorFile, write_safetensors
 from capture.strides import pack, unpack
@@ -38,7 +38,7 @@ class PackedCall:
     @classmethod
     def of(cls, call: AttentionCall) -> PackedCall:
         """Copy `call`'s tensors to the CPU, so that later changes do not affect the file."""
-        tensors = as_four_dimensional(call.tensors())
+        tensors = stored_tensors(call)
         packed = {name: pack(tensor) for name, tensor in tensors.items()}
         layouts = {name: layout for name, (_, layout) in packed.items()}
         return cls.with_values(
@@ -148,8 +148,12 @@ class FileEntry:
             name: unpack(values.pop(name), layout, device)
             for name, layout in self.header.layouts.items()
         }
+        if columns := self.header.value_in_key:
+            tensors["value"] = tensors["key"][..., :columns]
         tensors.update(
-            (name, tensors[name].flatten()) for name in VARIANT_TENSORS if name in tensors
+            (name, tensors[name][(0,) * (4 - dimensions)])
+            for name, dimensions in VARIANT_TENSORS.items()
+            if name in tensors
         )
         call = AttentionCall(
             **tensors,
@@ -160,7 +164,7 @@ class FileEntry:
             variant=self.header.variant,
             origin=self.origin,
         )
-        if fault := _sequences_fault(call):
+        if fault := _sequences_fault(call) or _pages_fault(call, self.nbytes):
             raise DatasetError(f"{self.path}: {fault}")
         return call
 
@@ -228,8 +232,29 @@ def _sequences_fault(call: AttentionCall) -> str:
     used = call.seqused_k
     if used is not None:
         given = call.shape.kv_len if call.cu_seqlens_k is None else call.cu_seqlens_k.diff()
+        if call.page_table is not None:
+            given = call.page_table.shape[1] * call.key.shape[2]
         if bool(((used < 0) | (used > given)).any()):
             return "seqused_k counts keys that are not there"
+    return ""
+
+
+def _pages_fault(call: AttentionCall, nbytes: int) -> str:
+    """Why a call's page table is none, of a file of so many bytes; empty if it is, or without."""
+    table, used = call.page_table, call.seqused_k
+    if table is None or used is None:
+        return ""
+    pool, kv_heads, page_size, _ = call.key.shape
+    if bool(((table < 0) | (table >= pool)).any()):
+        return f"page_table names a page that is none of the {pool}"
+    longest = -(-int(used.max()) // page_size) * page_size
+    numbers = table.shape[0] * longest * kv_heads * (call.shape.head_dim + call.shape.v_head_dim)
+    gathered = numbers * call.key.element_size()
+    if gathered > max(GAPS * nbytes, GAPS_AT_LEAST):
+        return (
+            f"its sequences take {gathered} bytes of memory out of their pages for a file of "
+            f"{nbytes}: no more than {GAPS} times the file or {GAPS_AT_LEAST} bytes are reserved"
+        )
     return ""
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from capture import pages
 from capture.call import TENSOR_FIELDS, AttentionCall, Origin
 from capture.shape import Shape
 from capture.storage.json_data import fields_of, required
@@ -26,11 +27,13 @@ first tokens in a cache for 32,768 have gaps of a gigabyte."""
 
 _NUMBERS = {"float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"}
 _LENGTHS = {"int32", "int64"}
+_DIMENSIONS = {1: "one dimension", 2: "two dimensions"}
 _DTYPES = {
     "attn_mask": _NUMBERS | {"bool"},
     "cu_seqlens_q": _LENGTHS,
     "cu_seqlens_k": _LENGTHS,
     "seqused_k": _LENGTHS,
+    "page_table": _LENGTHS,
 }
 
 
@@ -48,13 +51,24 @@ class Header:
     mask_structure: str = ""
     """What the mask amounts to, in words (`capture.structure`); empty for nothing simpler."""
     variant: Variant = PLAIN
+    value_in_key: int = 0
+    """How many columns of the key, from the first, are the value, which is then not stored again;
+    0 where it has its own memory."""
 
     @property
     def shape(self) -> Shape:
         batch, q_heads, q_len, head_dim = self.layouts["query"].size
         _, kv_heads, kv_len, _ = self.layouts["key"].size
-        v_head_dim = self.layouts["value"].size[3]
+        if self.is_paged:
+            table, is_packed = self.layouts["page_table"].size[2:], "cu_seqlens_q" in self.layouts
+            kv_len = pages.kv_len(table, kv_len, is_packed=is_packed)
+        v_head_dim = self.value_in_key or self.layouts["value"].size[3]
         return Shape(batch, q_heads, kv_heads, q_len, kv_len, head_dim, v_head_dim)
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether the key is a pool of pages."""
+        return "page_table" in self.layouts
 
     @property
     def dtype(self) -> str:
@@ -67,7 +81,7 @@ class Header:
 
         The layouts are those of the tensors, in the tensors' own order of dimensions.
         """
-        tensors = as_four_dimensional(call.tensors())
+        tensors = stored_tensors(call)
         return cls(
             origin=call.origin,
             is_causal=call.is_causal,
@@ -77,6 +91,7 @@ class Header:
             dtypes={name: dtype_name(tensor.dtype) for name, tensor in tensors.items()},
             layouts={name: Layout.of(tensor) for name, tensor in tensors.items()},
             variant=call.variant,
+            value_in_key=0 if "value" in tensors else call.value.shape[-1],
         )
 
     @classmethod
@@ -99,6 +114,7 @@ class Header:
             layouts={name: Layout.from_json(layout) for name, layout in layouts.items()},
             mask_structure=_mask_structure(data),
             variant=Variant.from_json(data.get("variant", {})),
+            value_in_key=required({"value_in_key": 0, **data}, "value_in_key", int),
         )
         if fault := header.fault():
             raise ValueError(fault)
@@ -123,7 +139,10 @@ class Header:
         A stride can span any amount of memory, and an expanded dimension stand for any number of
         elements, whatever the size of the file.
         """
-        batch, q_heads, _, q_len, kv_len, _, _ = self.shape
+        batch, q_heads, _, q_len, kv_len, _, v_head_dim = self.shape
+        if self.is_paged:  # a query sees those of its own sequence alone
+            table, page_size = self.layouts["page_table"].size[2:], self.layouts["key"].size[2]
+            kv_len = pages.kv_len(table, page_size, is_packed=False)
         scores = batch * q_heads * q_len * kv_len
         if scores > SCORES_PER_BYTE * nbytes:
             return (
@@ -135,10 +154,11 @@ class Header:
                 f"{batch} × {q_heads} heads in a file of {nbytes} bytes: no more than one per byte "
                 f"or {HEADS_AT_LEAST} are computed"
             )
-        memory = sum(self._restored_bytes(name) for name in self.layouts)
+        output = batch * q_heads * q_len * v_head_dim * getattr(torch, self.dtype).itemsize
+        memory = output + sum(self._restored_bytes(name) for name in self.layouts)
         if memory > max(GAPS * nbytes, GAPS_AT_LEAST):
             return (
-                f"its strides take {memory} bytes of memory for a file of {nbytes}: no more than "
+                f"its tensors take {memory} bytes of memory for a file of {nbytes}: no more than "
                 f"{GAPS} times the file or {GAPS_AT_LEAST} bytes are reserved"
             )
         return ""
@@ -152,7 +172,8 @@ class Header:
     def fault(self) -> str:
         """Say why this is no call of attention; empty if it is."""
         names = self.layouts.keys()
-        if not {"query", "key", "value"} <= names <= set(TENSOR_FIELDS):
+        needed = {"query", "key"} if self.value_in_key else {"query", "key", "value"}
+        if not needed <= names <= set(TENSOR_FIELDS) or (self.value_in_key and "value" in names):
             return f"tensors {sorted(names)}"
         if names != self.dtypes.keys():
             return f"dtypes of {sorted(self.dtypes)} for tensors {sorted(names)}"
@@ -162,14 +183,21 @@ class Header:
         sizes = {name: layout.size for name, layout in self.layouts.items()}
         if any(math.prod(max(each, 1) for each in size) >= 2**62 for size in sizes.values()):
             return "sizes that no memory has"
+        if self.is_paged and (fault := self._pages_fault(sizes)):
+            return fault
         batch, q_heads, kv_heads, q_len, kv_len, head_dim, v_head_dim = self.shape
         if not (batch and q_heads and kv_heads and head_dim and v_head_dim):
             return f"shape {self.shape}: only the lengths may be 0"
         if q_heads % kv_heads:
             return f"{q_heads} query heads, no multiple of {kv_heads} key/value heads"
+        if not 0 <= self.value_in_key <= head_dim:
+            return f"a value of {self.value_in_key} of the key's {head_dim} columns"
+        in_memory = (batch, kv_heads, kv_len)
+        if self.is_paged:
+            in_memory = (sizes["key"][0], kv_heads, sizes["key"][2])
         expected = {
-            "key": (batch, kv_heads, kv_len, head_dim),
-            "value": (batch, kv_heads, kv_len, v_head_dim),
+            "key": (*in_memory, head_dim),
+            "value": (*in_memory, v_head_dim),
             "output": (batch, q_heads, q_len, v_head_dim),
         }
         for name, size in expected.items():
@@ -189,20 +217,35 @@ class Header:
         """Why the tensors beyond SDPA's do not fit the others; empty if they do."""
         given = {name: sizes[name] for name in VARIANT_TENSORS if name in sizes}
         for name, size in given.items():
-            if size[:3] != (1, 1, 1):
-                return f"{name} of shape {size}: it has one dimension"
+            dimensions = VARIANT_TENSORS[name]
+            if size[:-dimensions] != (1,) * (4 - dimensions):
+                return f"{name} of shape {size}: it has {_DIMENSIONS[dimensions]}"
         lengths = {name: size[3] for name, size in given.items()}
         batch, q_heads = self.shape[:2]
         if lengths.get("sinks", q_heads) != q_heads:
             return f"{lengths['sinks']} sinks for {q_heads} query heads"
-        packed = [name in lengths for name in ("cu_seqlens_q", "cu_seqlens_k")]
-        if any(packed) and not (all(packed) and batch == 1):
+        packed = {"cu_seqlens_q", "cu_seqlens_k"} & given.keys()
+        needed = {"cu_seqlens_q"} if self.is_paged else {"cu_seqlens_q", "cu_seqlens_k"}
+        if packed and (packed != needed or batch != 1):
             return "packed sequences have a batch of 1, cu_seqlens_q and cu_seqlens_k"
-        sequences = lengths["cu_seqlens_q"] - 1 if any(packed) else batch
+        sequences = lengths["cu_seqlens_q"] - 1 if packed else batch
         if sequences < 1 or lengths.get("cu_seqlens_k", sequences + 1) != sequences + 1:
             return "cu_seqlens_q and cu_seqlens_k of different lengths"
         if lengths.get("seqused_k", sequences) != sequences:
             return f"{lengths['seqused_k']} lengths of keys for {sequences} sequences"
+        if self.is_paged and sizes["page_table"][2] != sequences:
+            return f"a page table of {sizes['page_table'][2]} rows for {sequences} sequences"
+        return ""
+
+    def _pages_fault(self, sizes: dict[str, tuple[int, ...]]) -> str:
+        """Why the key is no pool of pages for a page table; empty if it is."""
+        if "seqused_k" not in sizes:
+            return "a page table without lengths of keys"
+        if unfit := sizes.keys() & {"attn_mask", "cu_seqlens_k"}:
+            return f"{min(unfit)} beside a page table"
+        pool, _, page_size, _ = sizes["key"]
+        if not (pool and page_size and sizes["page_table"][3]):
+            return f"{pool} pages of {page_size} keys, {sizes['page_table'][3]} for each sequence"
         return ""
 
 
@@ -213,8 +256,14 @@ def _mask_structure(data: dict[str, Any]) -> str:
     return NO_MASK if required(data, "mask_is_noop", bool) else ""
 
 
-def as_four_dimensional(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a call with leading dimensions of 1, as files store them."""
+def stored_tensors(call: AttentionCall) -> dict[str, Tensor]:
+    """Return a call's tensors as files store them: with leading dimensions of 1.
+
+    Of a value that is part of the key there is none.
+    """
+    tensors = call.tensors()
+    if call.value_is_in_key:
+        del tensors["value"]
     return {name: tensor[(None,) * (4 - tensor.ndim)] for name, tensor in tensors.items()}
 
 

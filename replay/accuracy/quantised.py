@@ -140,6 +140,7 @@ WAYS = (
 
 def _errors(call: AttentionCall, reference: Tensor, way: Way) -> tuple[Tensor, Tensor]:
     """Σ|error| and ‖error‖ of each row (B, Hq, Sq) of the call computed in 8 bits."""
+    call = call.without_pages()
     absolute = torch.empty(reference.shape[:3], dtype=torch.float64, device=reference.device)
     lengths = torch.empty_like(absolute)
     group = call.shape.q_heads // call.shape.kv_heads

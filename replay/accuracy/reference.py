@@ -14,7 +14,8 @@ together with `is_causal` means both, as torch's CPU flash backend has it.
 
 Beyond SDPA (`capture.variant`): a key outside the window, in another packed sequence or past the
 keys that count contributes nothing, whatever its values; a sink's weight is dropped after the
-softmax. `tests/replay/accuracy/test_variants.py` compares each with its library's own definition.
+softmax; keys in pages are gathered first. `tests/replay/accuracy/test_variants.py` compares each
+with its library's own definition.
 """
 
 from __future__ import annotations
@@ -126,6 +127,7 @@ def weights(
     Raises:
         ValueError: the query heads are not a multiple of the key/value heads.
     """
+    call = call.without_pages()
     shape = call.shape
     if shape.q_heads % shape.kv_heads:
         raise ValueError(

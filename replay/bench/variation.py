@@ -64,11 +64,13 @@ class Flip:
         group = max(shape.q_heads // shape.kv_heads, 1)
         batch, kv_head = draw.randrange(shape.batch), draw.randrange(shape.kv_heads)
         heads = range(kv_head * group, (kv_head + 1) * group)
-        parts = [(call.value, kv_head, max(shape.kv_len // VALUE_SHARE, 1))]
+        # A sequence's pages lie among those of others: the same rows of all of them are flipped.
+        keys_of, few = (batch, FLIPPED_ROWS) if call.page_table is None else (None, 1)
+        parts = [(call.value, keys_of, kv_head, max(call.value.shape[2] // VALUE_SHARE, 1))]
         if not values_only:
-            parts.append((call.key, kv_head, min(FLIPPED_ROWS, shape.kv_len)))
-            parts.append((call.query, draw.choice(heads), min(FLIPPED_ROWS, shape.q_len)))
-        self._views = [_part(draw, tensor, batch, head, rows) for tensor, head, rows in parts]
+            parts.append((call.key, keys_of, kv_head, few))
+            parts.append((call.query, batch, draw.choice(heads), FLIPPED_ROWS))
+        self._views = [_part(draw, *part) for part in parts]
         self.changed = Rows(
             [batch] * JUDGED_ROWS,
             _draw_heads(draw, call, heads),
@@ -109,9 +111,9 @@ class Walk:
     def __init__(
         self, call: AttentionCall, seed: int, number: int = 0, *, values_only: bool = False
     ) -> None:
-        draw, shape = random.Random(f"{seed} walk"), call.shape
+        draw = random.Random(f"{seed} walk")
         self.number = number
-        self._pools = [_blocks(draw, call.value, max(shape.kv_len // WALK_SHARE, 1))]
+        self._pools = [_blocks(draw, call.value, max(call.value.shape[2] // WALK_SHARE, 1))]
         if not values_only:
             self._pools.append(_blocks(draw, call.key, 1))
         self.changed, self.others = (_rows_of_one_head(draw, call) for _ in range(2))
@@ -186,6 +188,7 @@ def _blocks(draw: random.Random, tensor: Tensor, rows: int) -> list[Tensor]:
 
 def some_rows(call: AttentionCall, rows: Rows) -> AttentionCall:
     """The call that makes these rows alone, all of one key head: (1, 1, n, D), mask explicit."""
+    call = call.without_pages()
     shape = call.shape
     group = max(shape.q_heads // shape.kv_heads, 1)
     batch, kv_head = rows.batch[0], rows.head[0] // group
@@ -222,10 +225,14 @@ def some_rows(call: AttentionCall, rows: Rows) -> AttentionCall:
     )
 
 
-def _part(draw: random.Random, tensor: Tensor, batch: int, head: int, rows: int) -> Tensor:
-    """Some rows of one head, as they lie in memory: an expanded dimension is there once."""
+def _part(draw: random.Random, tensor: Tensor, batch: int | None, head: int, rows: int) -> Tensor:
+    """Some rows of one head, as they lie in memory: an expanded dimension is there once.
+
+    Args:
+        batch: None for all.
+    """
     memory = narrow_expanded(tensor)
-    batch, head = min(batch, memory.shape[0] - 1), min(head, memory.shape[1] - 1)
     rows = min(rows, memory.shape[2])
     first = draw.randrange(memory.shape[2] - rows + 1)
-    return memory[batch, head, first : first + rows]
+    of_head = memory[:, min(head, memory.shape[1] - 1), first : first + rows]
+    return of_head if batch is None else of_head[min(batch, memory.shape[0] - 1)]

@@ -20,6 +20,7 @@ from torch import Tensor
 from capture.call import AttentionCall
 from capture.hooks.interceptor import Arguments
 from capture.storage.header import dtype_name
+from capture.strides import is_leading_part
 
 AnyCall = Arguments | AttentionCall
 """One call of SDPA, as it is being made or as it was recorded: the same names."""
@@ -138,6 +139,42 @@ decode_only = max_queries(1)
 def decode_or_key_lengths(call: AttentionCall) -> str | None:
     """For kernels over caches, which take any number of queries where only some keys count."""
     return None if call.seqused_k is not None else decode_only(call)
+
+
+def page_size_multiple_of(divisor: int) -> Constraint:
+    def check(call: AttentionCall) -> str | None:
+        page_size = call.key.shape[2]
+        if call.page_table is None or page_size % divisor == 0:
+            return None
+        return f"pages of {page_size} keys: needs a multiple of {divisor}"
+
+    return check
+
+
+def page_size_of(only: int) -> Constraint:
+    def check(call: AttentionCall) -> str | None:
+        page_size = call.key.shape[2]
+        return None if page_size == only else f"pages of {page_size} keys: needs {only}"
+
+    return check
+
+
+def needs_pages(call: AnyCall) -> str | None:
+    """For kernels that read keys through a page table alone."""
+    return None if call.page_table is not None else "for keys in pages: this call has no page table"
+
+
+def value_in_key(call: AnyCall) -> str | None:
+    """For absorbed MLA, whose kernels are given no value: it is the first columns of the key."""
+    shares = is_leading_part(call.value, call.key)
+    return None if shares else "for absorbed MLA: the value is no part of this call's key"
+
+
+def packed_in_pages_only(call: AnyCall) -> str | None:
+    """For kernels over caches that take packed queries, whose keys are not packed."""
+    if call.cu_seqlens_q is None or call.page_table is not None:
+        return None
+    return "packed sequences whose keys do not lie in pages"
 
 
 def default_scale(call: AnyCall) -> str | None:
@@ -303,6 +340,9 @@ ASKED_AT_EVERY_CALL: tuple[Callable[[AnyCall], str | None], ...] = (
     causal_only_square,
     window_only_square,
     left_window_only,
+    packed_in_pages_only,
+    needs_pages,
+    value_in_key,
     default_scale,
 )
 """Arguments that a kernel would ignore or read in another way. Each looks at no tensor's values."""

@@ -36,7 +36,8 @@ def options(call: AnyCall, unlimited: int | None = -1) -> dict[str, Any]:
 
 
 def varlen_arguments(call: AnyCall, packed: Packed, unlimited: int | None = -1) -> dict[str, Any]:
-    """Those of `flash_attn_varlen_func`, `seqused_k` if there is one."""
+    """Those of `flash_attn_varlen_func`, `seqused_k` and `page_table` if there are any."""
+    pages = {} if packed.page_table is None else {"page_table": packed.page_table}
     lengths = {} if packed.seqused_k is None else {"seqused_k": packed.seqused_k}
     return {
         "q": packed.query_THD,
@@ -47,6 +48,7 @@ def varlen_arguments(call: AnyCall, packed: Packed, unlimited: int | None = -1) 
         "max_seqlen_q": packed.longest_query,
         "max_seqlen_k": packed.longest_key,
         **lengths,
+        **pages,
         **options(call, unlimited),
     }
 

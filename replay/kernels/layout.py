@@ -32,6 +32,7 @@ def in_layout(call: AnyCall, layout: Callable[[Tensor], Tensor]) -> Arguments:
         call.cu_seqlens_q,
         call.cu_seqlens_k,
         call.seqused_k,
+        call.page_table,
         call.variant,
     )
 
@@ -86,7 +87,7 @@ class Packed:
     """Sequences one after another: THD tensors and where each begins.
 
     A packed call as it is, a padded batch without its padding, or a batch whose sequences have as
-    many keys as `seqused_k` says.
+    many keys as `seqused_k` says. Keys in pages stay (P, page_size, H, D).
     """
 
     query_THD: Tensor
@@ -94,12 +95,14 @@ class Packed:
     value_THD: Tensor
     q_offsets: Tensor
     """(N + 1,) int32, as FlashAttention's `cu_seqlens_q`."""
-    k_offsets: Tensor
+    k_offsets: Tensor | None
+    """None of keys in pages."""
     longest_query: int
     longest_key: int
     batch: int
     """Batch elements of the call; 1 of a packed one, whatever N is."""
     seqused_k: Tensor | None = None
+    page_table: Tensor | None = None
 
     @classmethod
     def of(cls, call: AnyCall) -> Packed:
@@ -108,6 +111,8 @@ class Packed:
         SDPA answers every query, those of padding tokens too, so only keys and values are packed.
         Finding lengths that nobody stated waits for the GPU once, as in every model that does this.
         """
+        if call.page_table is not None:
+            return cls._of_pages(call, call.page_table)
         if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
             longest_q, longest_k = call.variant.max_seqlen_q, call.variant.max_seqlen_k
             return cls(
@@ -149,6 +154,27 @@ class Packed:
             q_len,
             int(lengths.max()),
             batch,
+        )
+
+    @classmethod
+    def _of_pages(cls, call: AnyCall, page_table: Tensor) -> Packed:
+        batch, _, q_len, _ = call.query.shape
+        offsets, longest_q = call.cu_seqlens_q, call.variant.max_seqlen_q
+        if offsets is None:
+            offsets, longest_q = _even_offsets(batch, q_len, call.query.device), q_len
+        longest_k = call.variant.max_seqlen_k
+        room = page_table.shape[1] * call.key.shape[2]
+        return cls(
+            _thd(call.query),
+            bshd(call.key),
+            bshd(call.value),
+            offsets,
+            None,
+            int(offsets.diff().max()) if longest_q is None else longest_q,
+            room if longest_k is None else longest_k,
+            batch,
+            call.seqused_k,
+            page_table,
         )
 
     def unpack(self, output_THD: Tensor) -> Tensor:

@@ -100,8 +100,8 @@ class Kernel:
 
     features: frozenset[str] = frozenset()
     """What it knows beyond SDPA, of `capture.variant.FEATURES`: `attention` gets what a call has of
-    `sinks`, `cu_seqlens_q`, `cu_seqlens_k`, `seqused_k`, `window`, `softcap`, `bottom_right`,
-    `max_seqlen_q` and `max_seqlen_k` as keyword arguments."""
+    `sinks`, `cu_seqlens_q`, `cu_seqlens_k`, `seqused_k`, `page_table`, `window`, `softcap`,
+    `bottom_right`, `max_seqlen_q` and `max_seqlen_k` as keyword arguments."""
 
     prefers_restated: Callable[[AttentionCall], bool] = _never
     """Whether it runs such a call in place of one with a mask that says the same

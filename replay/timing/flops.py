@@ -51,12 +51,15 @@ def flops(call: AttentionCall) -> int:
 def bytes_moved(call: AttentionCall) -> int:
     """Bytes of query, key, value and mask, each read once, and of the output, written once.
 
-    Each counts at its own stored element size; an expanded (stride 0) dimension is stored once. The
-    output has the query's dtype, as SDPA's has, also where a kernel quantises inside.
+    Each counts at its own stored element size; an expanded (stride 0) dimension is stored once, and
+    so is a value that is part of the key. Of keys in pages, each page counts once. The output has
+    the query's dtype, as SDPA's has, also where a kernel quantises inside.
     """
     shape = call.shape
     output_elements = shape.batch * shape.q_heads * shape.q_len * shape.v_head_dim
-    read = [call.query, call.key, call.value]
+    read = [call.query, call.key]
+    if not call.value_is_in_key:
+        read.append(call.value)
     if call.attn_mask is not None:
         read.append(call.attn_mask)
     read_bytes = sum(_stored_elements(tensor) * tensor.element_size() for tensor in read)

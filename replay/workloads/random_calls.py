@@ -121,10 +121,13 @@ def twin(recorded: Workload, seed: int) -> Workload:
         call = recorded.load(device)
         generator = torch.Generator(device).manual_seed(seed)
         tensors = {}
-        for name in ("query", "key", "value"):
+        shares = call.value_is_in_key
+        for name in ("query", "key") if shares else ("query", "key", "value"):
             tensors[name] = copy_with_strides(getattr(call, name), device)
             stored = narrow_expanded(tensors[name])
             stored.copy_(torch.randn(stored.shape, generator=generator, device=device))
+        if shares:
+            tensors["value"] = tensors["key"][..., : call.value.shape[-1]]
         origin = replace(call.origin, weights=NO_WEIGHTS)
         return replace(call.with_tensors(tensors), output=None, origin=origin)
 

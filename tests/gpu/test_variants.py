@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from capture.variant import Variant
 from replay.accuracy.judge import Expected, judge
 from replay.kernels.registry import catalogue, find
 from tests.factories import normal, random_call
+from tests.variant_calls import paged_call
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -172,6 +174,26 @@ CALLS: dict[str, dict[str, Any]] = {
     },
 }
 
+PAGED: dict[str, dict[str, Any]] = {
+    "pages of 16, decode": {"page_size": 16, "q_len": 1, "head_dim": 128},
+    "pages of 256, some queries, window": {
+        "page_size": 256,
+        "q_len": 4,
+        "head_dim": 64,
+        "is_causal": True,
+        "variant": Variant(True, (511, None)),
+    },
+    "pages of 256, packed": {
+        "page_size": 256,
+        "q_len": 1202,
+        "head_dim": 128,
+        "is_causal": True,
+        "cu_seqlens_q": _offsets(1, 700, 1, 500),
+        "variant": BOTTOM_RIGHT,
+    },
+    "absorbed MLA": {"page_size": 64, "q_len": 1, "head_dim": 576, "q_heads": 128, "kv_heads": 1},
+}
+
 KERNELS = [
     # FlashInfer compiles a module for each kind of call, which takes a minute.
     pytest.param(name, marks=[pytest.mark.slow] if name.startswith("flashinfer") else [])
@@ -182,11 +204,20 @@ KERNELS = [
 
 @functools.cache
 def _expected(name: str) -> tuple[AttentionCall, Expected]:
-    call = random_call(**{"dtype": BRAIN, **CALLS[name]}).to("cuda")
+    if name in PAGED:
+        call = _paged(**PAGED[name]).to("cuda")
+    else:
+        call = random_call(**{"dtype": BRAIN, **CALLS[name]}).to("cuda")
     return call, Expected.of(call)
 
 
-@pytest.mark.parametrize("name", CALLS)
+def _paged(page_size: int, **sizes: Any) -> AttentionCall:
+    sizes = {"q_heads": 32, "kv_heads": 8, "dtype": BRAIN, **sizes}
+    call = paged_call([4250, 1, 777, 2000], page_size, **sizes)
+    return replace(call, value=call.key[..., :512]) if sizes["head_dim"] == 576 else call
+
+
+@pytest.mark.parametrize("name", [*CALLS, *PAGED])
 @pytest.mark.parametrize("kernel_name", KERNELS)
 def test_a_kernel_is_right(kernel_name: str, name: str) -> None:
     kernel = find(kernel_name)

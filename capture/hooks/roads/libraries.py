@@ -1,7 +1,9 @@
-"""Functions of kernel libraries, called directly: flash-attn 2, 3 and 4, PyTorch's `varlen_attn`.
+"""Functions of kernel libraries, called directly: flash-attn 2, 3 and 4, FlashMLA, `varlen_attn`.
 
-They differ in the names of their arguments, which `NAMES` translates. An argument that is given and
-not among them is a reason to refuse the call. Functions of `COUNTED` are counted by name only.
+They differ in the names of their arguments, which `NAMES` translates. FlashMLA is given no value:
+the first `head_dim_v` columns of the key are the value, in the same memory. An argument that is
+given and not among them is a reason to refuse the call. Functions of `COUNTED` are counted by name
+only.
 """
 
 from __future__ import annotations
@@ -11,8 +13,10 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from capture.hooks.interceptor import Arguments, Handler
@@ -36,7 +40,9 @@ FOLLOWED: dict[str, tuple[str, tuple[str, ...]]] = {
         "fa3",
         ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"),
     ),
+    "vllm.vllm_flash_attn.flash_attn_interface": ("vllm-flash-attn", ("flash_attn_varlen_func",)),
     "flash_attn.cute.interface": ("fa4", ("flash_attn_func", "flash_attn_varlen_func")),
+    "flash_mla.flash_mla_interface": ("flash-mla", ("flash_mla_with_kvcache",)),
     "torch.nn.attention.varlen": ("torch-varlen", ("varlen_attn",)),
 }
 """By module: the kernel that its functions are, and those."""
@@ -73,12 +79,16 @@ NAMES = {
     "max_k": "max_seqlen_k",
     "seqused_k": "seqused_k",
     "cache_seqlens": "seqused_k",
+    "block_table": "page_table",
+    "page_table": "page_table",
 }
 _CHANGE_NOTHING = {
     *("deterministic", "num_splits", "pack_gqa", "sm_margin", "scheduler_metadata"),
     *("enable_gqa", "is_causal", "m_block_size", "n_block_size", "num_threads"),
-    "rotary_interleaved",
+    *("rotary_interleaved", "tile_scheduler_metadata", "min_seqlen_k", "fa_version"),
 }
+_DESCALES = {"q_descale", "k_descale", "v_descale"}
+"""They scale 8-bit tensors, and are ignored for others."""
 _RETURN_MORE = {"return_attn_probs", "return_softmax_lse", "return_lse", "return_aux"}
 
 
@@ -119,7 +129,7 @@ def _translation(function: Callable[..., Any], module: str, kernel: str) -> Tran
     def translate(*args: Any, **kwargs: Any) -> tuple[Arguments, Form]:
         given = signature.bind(*args, **kwargs).arguments
         named: dict[str, Any] = {}
-        refused, returns = [], ""
+        refused, scales, returns, out = [], [], "", None
         for name, value in given.items():
             if name in ("qkv", "kv"):
                 parts = value.unbind(-3)
@@ -128,13 +138,27 @@ def _translation(function: Callable[..., Any], module: str, kernel: str) -> Tran
                 refused += [] if value is None else ["new keys"] if name == "k" else []
             elif name in NAMES:
                 named[NAMES[name]] = value
+            elif name == "head_dim_v":  # of functions that return the log-sum-exp always
+                named["value"], returns = given["k_cache"][..., :value], "the log-sum-exp"
             elif name in _RETURN_MORE:
                 returns = "the log-sum-exp" if value else returns
+            elif name == "out":
+                out = value
+            elif name in _DESCALES:
+                scales += [] if value is None else [name]
             elif name not in _CHANGE_NOTHING and not _is_default(value, defaults[name]):
                 refused.append(name)
-        return _arguments(named, road, kernel, refused, returns)
+        if 1 in (named["query"].element_size(), named["key"].element_size()):
+            refused += scales
+        arguments, form = _arguments(named, road, kernel, refused, returns)
+        return arguments, form if out is None else _written_to(out, form)
 
     return translate
+
+
+def _written_to(out: Tensor, form: Form) -> Form:
+    """The form of a function that writes to memory of the caller's, and returns it."""
+    return replace(form, from_sdpa=lambda output: out.copy_(form.from_sdpa(output)))
 
 
 def _is_default(value: Any, default: Any) -> bool:
@@ -145,14 +169,18 @@ def _arguments(
     named: dict[str, Any], road: str, kernel: str, refused: list[str], returns: str
 ) -> tuple[Arguments, Form]:
     starts = {name: named.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k")}
-    if starts["cu_seqlens_k"] is None:
-        starts["cu_seqlens_k"] = starts["cu_seqlens_q"]
+    used, table = named.get("seqused_k"), named.get("page_table")
     is_packed = starts["cu_seqlens_q"] is not None
-    tensors = [named[name] for name in ("query", "key", "value")]
-    if is_packed:
-        query, key, value = (each.transpose(0, 1)[None] for each in tensors)
-    else:
-        query, key, value = (each.transpose(1, 2) for each in tensors)
+    query, key, value = (
+        each.transpose(0, 1)[None] if each.ndim == 3 else each.transpose(1, 2)
+        for each in (named[name] for name in ("query", "key", "value"))
+    )
+    if table is not None:
+        used, starts["cu_seqlens_k"] = _lengths(used, starts["cu_seqlens_k"], key, table), None
+    elif is_packed and named["key"].ndim == 4:
+        refused = [*refused, "packed queries of a batch of caches"]
+    elif starts["cu_seqlens_k"] is None:
+        starts["cu_seqlens_k"] = starts["cu_seqlens_q"]
     left, right = (
         None if side is None or side < 0 else int(side)
         for side in (named.get("window") or (None, None))
@@ -161,9 +189,9 @@ def _arguments(
     if kernel == "torch-varlen" and (left, right) == (None, 0):
         is_causal, right = True, None
     scale = named.get("scale")
-    used = named.get("seqused_k")
     if isinstance(used, int):
-        used = query.new_full((query.shape[0],), used).int()
+        sequences = query if table is None else table
+        used = query.new_full((sequences.shape[0],), used, dtype=torch.int32)
     return Arguments(
         query,
         key,
@@ -176,6 +204,7 @@ def _arguments(
         sinks=named.get("sinks"),
         **starts,
         seqused_k=used,
+        page_table=table,
         variant=Variant(
             bottom_right=is_causal or (left, right) != (None, None),
             window=(left, right),
@@ -188,6 +217,15 @@ def _arguments(
         refusal=f"takes {', '.join(refused)}" if refused else "",
         returns=returns,
     ), THD if is_packed else BSHD
+
+
+def _lengths(used: Tensor | int | None, starts_k: Tensor | None, key: Tensor, table: Tensor) -> Any:
+    """How many keys the sequences have, where a page table says in which pages they lie."""
+    if used is not None:
+        return used
+    if starts_k is not None:
+        return starts_k.diff()
+    return table.shape[1] * key.shape[2]
 
 
 def _counted(

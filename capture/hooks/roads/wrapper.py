@@ -56,6 +56,8 @@ def plainest(arguments: Arguments) -> Arguments:
     """
     variant, (left, right) = arguments.variant, arguments.variant.window
     q_len, kv_len = arguments.query.shape[-2], arguments.key.shape[-2]
+    if arguments.page_table is not None:
+        kv_len *= arguments.page_table.shape[-1]
     is_causal, alone = arguments.is_causal, arguments.cu_seqlens_q is None
     if alone and q_len == 1 and variant.bottom_right:  # its diagonal is the last key
         is_causal, right = False, None

@@ -2,7 +2,7 @@
 
 `eager` is the attention of a model's own code: a matrix of all scores, a softmax in float32, a
 second product. `torch-masked` is SDPA given causality, window and sequences as a mask, which is how
-models reach SDPA with what it has no argument for.
+models reach SDPA with what it has no argument for. Both copy keys that lie in pages together first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,34 @@ from torch import Tensor
 from capture.variant import FEATURES
 from replay.kernels.adapter import at_once, drop_in
 from replay.kernels.constraints import AnyCall, all_of, no_dropout
+from replay.kernels.layout import in_layout
 from replay.kernels.registry import Kernel, register
+
+
+def _gathered(call: AnyCall) -> AnyCall:
+    """A call whose keys lie in pages, with them copied into one piece for each sequence."""
+    table, lengths = call.page_table, call.seqused_k
+    if table is None or lengths is None:
+        return call
+    sequences, page_size = table.shape[0], call.key.shape[2]
+    most = max(-(-int(lengths.max()) // page_size), 1)
+    # What follows a sequence's last page may be any number.
+    table = torch.where(
+        torch.arange(most, device=table.device) * page_size < lengths[:, None], table[:, :most], 0
+    )
+    key_BHSD, value_BHSD = (
+        torch.cat([pool[pages.long()] for pages in table.unbind(1)], dim=2)
+        for pool in (call.key, call.value)
+    )
+    starts_k = None
+    if call.cu_seqlens_q is not None:
+        key_BHSD, value_BHSD = (
+            torch.cat(each.unbind(0), dim=1)[None] for each in (key_BHSD, value_BHSD)
+        )
+        starts_k = torch.arange(sequences + 1, device=table.device) * (most * page_size)
+    return in_layout(call, lambda tensor: tensor)._replace(
+        key=key_BHSD, value=value_BHSD, page_table=None, cu_seqlens_k=starts_k
+    )
 
 
 def _seen(call: AnyCall) -> Tensor | None:
@@ -60,6 +87,7 @@ def _mask(call: AnyCall) -> Tensor | None:
 
 
 def _eager(call: AnyCall) -> Tensor:
+    call = _gathered(call)
     query, key, value = call.query, call.key, call.value
     if query.shape[1] != key.shape[1]:
         group = query.shape[1] // key.shape[1]
@@ -89,6 +117,7 @@ def _may_see_nothing(call: AnyCall) -> bool:
 
 
 def _prepare_masked(call: AnyCall) -> Callable[[], Tensor]:
+    call = _gathered(call)
     mask = _mask(call)
     # SDPA's backends disagree about rows without a key, which only such calls have.
     without = None

@@ -3,7 +3,7 @@
 It takes BSHD, fewer key heads than query heads, a scale, a window, a soft cap, and a causal mask
 aligned bottom right (SDPA's is top left, so its causal calls need as many queries as keys). It
 takes no mask: `fa2-varlen` and `fa2-kvcache` serve those that only hide padding, and `fa2-varlen`
-packed sequences, `fa2-kvcache` lengths of keys.
+packed sequences, `fa2-kvcache` lengths of keys, and both keys in pages of multiples of 256.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from replay.kernels.constraints import (
     no_dropout,
     no_mask,
     padding_mask_only,
+    page_size_multiple_of,
     same_value_dim,
 )
 from replay.kernels.flash_attention import KNOWN, options, varlen_arguments
@@ -52,6 +53,9 @@ LIBRARY = Library(
     series=2,
 )
 
+PAGE_SIZE = 256
+"""A page has a multiple of so many keys."""
+
 _limits = (no_dropout, half_precision, same_value_dim, max_head_dim(256), multiple_of_8)
 
 
@@ -60,13 +64,19 @@ def _run(call: Arguments) -> Tensor:
 
 
 def _run_varlen(call: AnyCall, packed: Packed) -> Tensor:
-    return LIBRARY.load().flash_attn_varlen_func(**varlen_arguments(call, packed))
+    arguments = varlen_arguments(call, packed)
+    if packed.page_table is not None:  # lengths of keys are said by offsets, also of pages
+        lengths = arguments.pop("seqused_k").cumsum(0, dtype=torch.int32)
+        arguments["cu_seqlens_k"] = torch.nn.functional.pad(lengths, (1, 0))
+        arguments["block_table"] = arguments.pop("page_table")
+    return LIBRARY.load().flash_attn_varlen_func(**arguments)
 
 
 def _key_limits(call: AnyCall) -> dict[str, Tensor]:
-    """Where the keys of each batch element begin and end."""
+    """Where the keys of each batch element begin and end, and their pages."""
     if call.seqused_k is not None:
-        return {"cache_seqlens": call.seqused_k}
+        pages = {} if call.page_table is None else {"block_table": call.page_table}
+        return {"cache_seqlens": call.seqused_k, **pages}
     keys = padding_keys(call)
     if keys is None:
         return {}
@@ -117,10 +127,11 @@ register(
             needs_lengths,
             padding_mask_only,
             causal_only_square,
+            page_size_multiple_of(PAGE_SIZE),
         ),
         "FlashAttention 2 on packed sequences, and on padded batches, packed by their mask",
         prepare=_prepare_varlen,
-        features=(*KNOWN, "packed"),
+        features=(*KNOWN, "packed", "paged"),
     )
 )
 register(
@@ -135,9 +146,10 @@ register(
             mask_alone,
             causal_only_square,
             padding_mask_only,
+            page_size_multiple_of(PAGE_SIZE),
         ),
         "FlashAttention 2's decode over a key/value cache",
         prepare=_prepare_cached,
-        features=(*KNOWN, "key-lengths"),
+        features=(*KNOWN, "key-lengths", "paged"),
     )
 )

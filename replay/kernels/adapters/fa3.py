@@ -1,7 +1,7 @@
 """FlashAttention 3: the module `flash_attn_interface`, built from `hopper/` of its repository.
 
 Beyond SDPA it knows the bottom-right diagonal, windows and soft caps; `fa3-varlen` packed sequences
-and lengths of keys; `fa3-kvcache` lengths of keys.
+and lengths of keys; `fa3-kvcache` lengths of keys, and keys in pages, also of packed queries.
 
 `fa3-fp8` quantises query, key and value to float8_e4m3fn, with one scale for every batch element
 and key head (the shape its `q_descale`, `k_descale` and `v_descale` have). The drop-in includes
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from replay.kernels.constraints import (
     needs_lengths,
     no_dropout,
     no_mask,
+    packed_in_pages_only,
     padding_mask_only,
     same_value_dim,
 )
@@ -67,12 +69,19 @@ def _run_varlen(call: AnyCall, packed: Packed) -> Tensor:
 
 
 def _run_cached(call: Arguments) -> Tensor:
-    lengths = {} if call.seqused_k is None else {"cache_seqlens": call.seqused_k}
-    return output_of(
+    given = {"cache_seqlens": call.seqused_k, "page_table": call.page_table}
+    lengths: dict[str, Any] = {name: each for name, each in given.items() if each is not None}
+    query, offsets = call.query, call.cu_seqlens_q
+    if offsets is not None:
+        longest = call.variant.max_seqlen_q
+        longest = int(offsets.diff().max()) if longest is None else longest
+        query, lengths = query[0], {**lengths, "cu_seqlens_q": offsets, "max_seqlen_q": longest}
+    output = output_of(
         LIBRARY.load().flash_attn_with_kvcache(
-            call.query, call.key, call.value, **lengths, **options(call)
+            query, call.key, call.value, **lengths, **options(call)
         )
     )
+    return output if offsets is None else output[None]
 
 
 def quantise(tensor_BSHD: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
@@ -149,9 +158,16 @@ register(
         "fa3-kvcache",
         replace(LIBRARY, functions=("flash_attn_with_kvcache",)),
         _attend_cached,
-        (*_limits, no_mask, multiple_of_8, decode_or_key_lengths, causal_only_square),
+        (
+            *_limits,
+            no_mask,
+            multiple_of_8,
+            packed_in_pages_only,
+            decode_or_key_lengths,
+            causal_only_square,
+        ),
         "FlashAttention 3's decode over a key/value cache",
         prepare=_prepare_cached,
-        features=(*KNOWN, "key-lengths"),
+        features=(*KNOWN, "key-lengths", "packed", "paged"),
     )
 )

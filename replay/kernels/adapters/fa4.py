@@ -94,6 +94,13 @@ def _bfloat16_sinks(call: AnyCall) -> str | None:
     return f"takes bfloat16 sinks only, not {dtype_name(call.sinks.dtype)}"
 
 
+def _pages_on_data_centre_gpus(call: AttentionCall) -> str | None:
+    if call.page_table is None or call.device.type != "cuda":
+        return None
+    major, minor = torch.cuda.get_device_capability(call.device)
+    return f"no pages on compute capability {major}.{minor}" if major in (8, 12) else None
+
+
 def _sinks(call: AnyCall) -> dict[str, Any]:
     return {} if call.sinks is None else {"learnable_sink": call.sinks}
 
@@ -143,10 +150,11 @@ register(
             needs_lengths,
             padding_mask_only,
             causal_only_square,
+            _pages_on_data_centre_gpus,
         ),
         "FlashAttention 4 on packed sequences, and on padded batches, packed by their mask",
         prepare=_prepare_varlen,
         unavailable=partial(_unavailable, _VARLEN),
-        features=(*KNOWN, "sinks", "packed", "key-lengths"),
+        features=(*KNOWN, "sinks", "packed", "key-lengths", "paged"),
     )
 )

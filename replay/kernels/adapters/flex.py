@@ -157,15 +157,16 @@ def _block_mask_is_kept(call: AnyCall) -> bool:
 
 
 _limits = (no_dropout, up_to_float32, _sinks_on_gpu)
+_KNOWN = FEATURES.keys() - {"paged"}
 
 register(
     Kernel(
         "flex",
-        drop_in(at_once(_prepare), _limits, FEATURES),
+        drop_in(at_once(_prepare), _limits, _KNOWN),
         unsupported=all_of(*_limits),
         about="FlexAttention under torch.compile",
         library="torch",
-        features=frozenset(FEATURES),
+        features=frozenset(_KNOWN),
         prefers_restated=_block_mask_is_kept,
     )
 )

@@ -58,6 +58,7 @@ def _unavailable(device: torch.device) -> str | None:
 def _has_parameters(call: AnyCall) -> str | None:
     asked = {"enable_gqa": call.query.shape[1] != call.key.shape[1]}
     asked["seqused_k"] = call.seqused_k is not None
+    asked["block_table"] = call.page_table is not None
     missing = [name for name, is_asked in asked.items() if is_asked and name not in _parameters()]
     return (
         f"the varlen_attn of PyTorch {torch.__version__} has no {missing[0]}" if missing else None
@@ -81,6 +82,7 @@ def _run(call: AnyCall, packed: Packed) -> Tensor:
         window_size=(-1 if left is None else left, -1 if right is None else right),
         **({"enable_gqa": True} if is_grouped else {}),
         **({} if packed.seqused_k is None else {"seqused_k": packed.seqused_k}),
+        **({} if packed.page_table is None else {"block_table": packed.page_table}),
     )
     return output
 
@@ -107,6 +109,6 @@ register(
         "PyTorch's varlen_attn on packed sequences, and on padded batches, packed by their mask",
         prepare=_prepare,
         unavailable=_unavailable,
-        features=("bottom-right", "window", "packed", "key-lengths"),
+        features=("bottom-right", "window", "packed", "key-lengths", "paged"),
     )
 )

@@ -1,9 +1,9 @@
 """Our Triton kernels for one or a few query tokens: keys in one piece, and keys in pages.
 
-A captured cache is in one piece. The paged kernel first copies it into pages in a random order,
-which its drop-in counts and its core does not, where the pages are there already. A padded batch
-has as many tokens in its pages as its mask leaves. `page_size` is an option: `--page-size 64`, or
-the kernel's name with `[page_size=64]`.
+A cache that was captured in pages is read as it is. One in one piece the paged kernel first copies
+into pages in a random order, which its drop-in counts and its core does not, where the pages are
+there already. A padded batch has as many tokens in its pages as its mask leaves. `page_size` is an
+option: `--page-size 64`, or the kernel's name with `[page_size=64]`.
 """
 
 from __future__ import annotations
@@ -64,6 +64,16 @@ def paged(call: AnyCall, page_size: int) -> tuple[PagedCache, Tensor | None]:
     return page(call.key, call.value, page_size, lengths=lengths, starts=starts), starts
 
 
+def _recorded_pages(call: AnyCall) -> PagedCache | None:
+    """The pages that the call itself has, if its keys lie in pages."""
+    from replay.kernels.triton.paging import PagedCache
+
+    if call.page_table is None or call.seqused_k is None:
+        return None
+    key, value = (pool.transpose(1, 2) for pool in (call.key, call.value))
+    return PagedCache(key, value, call.page_table.int(), call.seqused_k.int())
+
+
 def _mask_alone(call: AnyCall) -> str | None:
     """In pages a padded sequence begins at 0, so that nothing else of it is where it was."""
     diagonal = call.is_causal or call.variant.window != (None, None)
@@ -77,7 +87,7 @@ def _prepare_paged(call: AnyCall, page_size: int) -> Callable[[], Tensor]:
 
     if reason := _mask_alone(call):
         raise NotImplementedError(reason)
-    cache, _ = paged(call, page_size)
+    cache = _recorded_pages(call) or paged(call, page_size)[0]
     return lambda: paged_decode(
         call.query,
         *cache,
@@ -110,7 +120,7 @@ register(
         _decode,
         DECODE_LIMITS,
         "ours: decode in Triton, the keys split among programs",
-        features=FEATURES.keys() - {"packed"},
+        features=FEATURES.keys() - {"packed", "paged"},
         prefers_restated=True,
     )
 )

@@ -26,7 +26,7 @@ from torch import nn
 
 class Attention(nn.Module):
     def forward(self, states):
-        return F.scaled_dot_product_attention(states, states, states)
+        return F.scaled_dot_product_attention(states, states, states.clone())
 
 
 def build():

@@ -81,6 +81,13 @@ def test_the_order_of_dimensions_stays_and_shared_heads_stay_shared() -> None:
     assert part.key.shape == (2, 2, 5, 8)
 
 
+def test_a_value_that_is_part_of_the_key_stays_part_of_it() -> None:
+    call = random_call(q_heads=4, kv_heads=2)
+    part = pick(call.with_tensors({"value": call.key[..., :16]}), (2, 3), [1])
+    assert part.value_is_in_key
+    assert torch.equal(part.value, call.key[:, 1:, :, :16])
+
+
 class Grouped(nn.Module):
     """Four query heads, two key/value heads; the second call has two and two."""
 

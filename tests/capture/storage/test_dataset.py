@@ -27,7 +27,9 @@ from capture.storage.call_file import FORMAT, FileEntry, PackedCall
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import MANIFEST, Dataset
 from capture.storage.header import Header
+from capture.variant import Variant
 from tests.factories import bits
+from tests.variant_calls import paged_call
 
 MakeCall = Callable[..., AttentionCall]
 
@@ -154,7 +156,7 @@ def test_indexing_slicing_iterating(dataset: Dataset) -> None:
 def test_an_expanded_mask_is_stored_once(tmp_path: Path, make_call: MakeCall) -> None:
     q_len, heads, batch = 64, 8, 4
     narrow = torch.randn(1, 1, q_len, q_len)
-    tensors = dict.fromkeys(("query", "key", "value"), torch.randn(batch, heads, q_len, 2))
+    tensors = {name: torch.randn(batch, heads, q_len, 2) for name in ("query", "key", "value")}
     call = make_call(attn_mask=narrow.expand(batch, heads, -1, -1), output=None, **tensors)
     data = write(tmp_path / "data", call)
     stored = data.entries[0].path.stat().st_size
@@ -267,6 +269,14 @@ def test_dropout_and_missing_outputs_are_said(tmp_path: Path, make_call: MakeCal
     )
     texts = [finding.text for finding in verify(data)]
     assert texts == ["intact; no output recorded", "intact; dropout 0.1 cannot be recomputed"]
+
+
+def test_what_sdpa_has_no_argument_for_is_intact(tmp_path: Path) -> None:
+    call = paged_call([9, 6], 4, variant=Variant(softcap=2.0))
+    data = write(tmp_path / "data", replace(call, output=torch.zeros_like(call.query)))
+    texts = [(finding.good, finding.text) for finding in verify(data)]
+    said = "intact; cannot be recomputed, as SDPA has no soft cap 2, pages of 4"
+    assert texts == [(True, said)]
 
 
 # Damage: one file of three; the others stay readable.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch
 from capture.call import AttentionCall
 from capture.errors import DatasetError
 from capture.storage.call_file import FileEntry, PackedCall
+from capture.storage.header import Header
+from capture.strides import Layout
 from capture.variant import Variant
 from tests.factories import normal, random_call
-from tests.variant_calls import CALLS
+from tests.variant_calls import CALLS, paged_call
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=list(CALLS))
@@ -50,3 +53,111 @@ def test_nonsense_is_refused(fields: dict[str, Any], tmp_path: Path) -> None:
     PackedCall.of(call).write(tmp_path / "call.safetensors")
     with pytest.raises(DatasetError):
         FileEntry.read(tmp_path / "call.safetensors").load()
+
+
+def write(call: AttentionCall, directory: Path) -> Path:
+    path = directory / "call.safetensors"
+    PackedCall.of(call).write(path)
+    return path
+
+
+PAGED = paged_call([9, 6], 4)
+assert PAGED.page_table is not None
+POOL, ROOM = PAGED.key.shape[0], PAGED.page_table.shape[1]
+PACKED = torch.tensor([0, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"page_table": PAGED.page_table + POOL}, f"a page that is none of the {POOL}"),
+        ({"page_table": PAGED.page_table - POOL}, f"a page that is none of the {POOL}"),
+        ({"page_table": PAGED.page_table.float()}, "page_table of dtype 'float32'"),
+        ({"page_table": PAGED.page_table[:1]}, "a page table of 1 rows for 2 sequences"),
+        ({"page_table": PAGED.page_table[:, :0]}, f"{POOL} pages of 4 keys, 0 for each sequence"),
+        ({"key": PAGED.key[:, :, :0], "value": PAGED.value[:, :, :0]}, "pages of 0 keys"),
+        ({"value": PAGED.value[:-1]}, "value of shape"),
+        ({"value": PAGED.value[:, :, :-1]}, "value of shape"),
+        ({"seqused_k": None}, "a page table without lengths of keys"),
+        ({"seqused_k": torch.tensor([4 * ROOM + 1, 1])}, "counts keys that are not there"),
+        ({"seqused_k": torch.tensor([-1, 1])}, "counts keys that are not there"),
+        ({"seqused_k": torch.tensor([1, 1, 1])}, "3 lengths of keys for 2 sequences"),
+        ({"attn_mask": torch.ones(3, 4 * ROOM).bool()}, "attn_mask beside a page table"),
+        ({"cu_seqlens_k": torch.tensor([0, 9, 15])}, "cu_seqlens_k beside a page table"),
+        ({"cu_seqlens_q": PACKED}, "packed sequences have a batch of 1"),
+        ({"cu_seqlens_q": PACKED[:2], "query": PAGED.query[:1]}, "2 lengths of keys for 1 seq"),
+        ({"cu_seqlens_q": PACKED + 1, "query": PAGED.query[:1]}, "cu_seqlens_q does not rise"),
+    ],
+    ids=str,
+)
+def test_a_page_table_that_is_none_is_refused(
+    fields: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    path = write(replace(PAGED, **fields), tmp_path)
+    with pytest.raises(DatasetError, match=re.escape(reason)) as caught:
+        FileEntry.read(path).load()
+    assert "\n" not in str(caught.value)
+
+
+def test_pages_that_stand_for_too_much_memory_are_refused(tmp_path: Path) -> None:
+    """One page, named again and again."""
+    table = torch.zeros(2000, 30, dtype=torch.int32)
+    lengths = torch.full((2000,), 30 * 64, dtype=torch.int32)
+    pool = normal(1, 8, 64, 64)
+    call = AttentionCall(
+        normal(2000, 8, 1, 64), pool, pool.clone(), seqused_k=lengths, page_table=table
+    )
+    entry = FileEntry.read(write(call, tmp_path))
+    with pytest.raises(DatasetError, match=r"take \d+ bytes of memory out of their pages"):
+        entry.load()
+
+
+MLA = paged_call([9, 6], 4, head_dim=24, kv_heads=1)
+MLA = replace(MLA, value=MLA.key[..., :16])
+
+
+def test_a_value_that_is_part_of_the_key_is_stored_once(tmp_path: Path) -> None:
+    separate = replace(MLA, value=MLA.value.clone())
+    (tmp_path / "separate").mkdir()
+    saved = write(separate, tmp_path / "separate").stat().st_size
+    path = write(MLA, tmp_path)
+    assert 0 < MLA.value.nbytes < saved - path.stat().st_size + 200
+    call = FileEntry.read(path).load()
+    assert call.value.data_ptr() == call.key.data_ptr()
+    assert call.value.stride() == call.key.stride()
+    assert torch.equal(call.value, MLA.value)
+    assert call.to("cpu").value_is_in_key
+    assert call.to("cpu").key.data_ptr() != call.key.data_ptr()
+    assert not FileEntry.read(tmp_path / "separate" / path.name).load().value_is_in_key
+
+
+@pytest.mark.parametrize(
+    ("columns", "reason"),
+    [
+        (25, "a value of 25 of the key's 24 columns"),
+        (-1, "a value of -1 of the key's 24 columns"),
+        (0, "tensors"),
+        (2.5, "value_in_key is 2.5"),
+    ],
+)
+def test_a_value_that_is_no_part_of_the_key_is_refused(columns: Any, reason: str) -> None:
+    header = {**PackedCall.of(MLA).header.to_json(), "value_in_key": columns}
+    header["layouts"] = {name: asdict(each) for name, each in MLA_LAYOUTS.items()}
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        Header.from_json(header)
+
+
+MLA_LAYOUTS = PackedCall.of(MLA).header.layouts
+
+
+def test_a_value_beside_the_one_in_the_key_is_refused() -> None:
+    data = PackedCall.of(replace(MLA, value=MLA.value.clone())).header.to_json()
+    data["layouts"] = {name: asdict(Layout.of(each)) for name, each in stored(MLA).items()}
+    with pytest.raises(ValueError, match="tensors"):
+        Header.from_json({**data, "value_in_key": 16})
+    assert Header.from_json(data).value_in_key == 0
+
+
+def stored(call: AttentionCall) -> dict[str, torch.Tensor]:
+    """With four dimensions, the value too."""
+    return {name: each[(None,) * (4 - each.ndim)] for name, each in call.tensors().items()}

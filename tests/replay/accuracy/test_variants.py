@@ -20,11 +20,14 @@ from replay.accuracy.reference import attention
 from replay.bench.variation import Flip, some_rows
 from replay.timing.flops import valid_pairs
 from tests.factories import normal, random_call
-from tests.variant_calls import visible
+from tests.variant_calls import paged_call, sequences, visible
 
 
 def dense(call: AttentionCall) -> Tensor:
     """The whole formula at once in float64."""
+    if call.page_table is not None:
+        along = 0 if call.cu_seqlens_q is None else 2
+        return torch.cat([dense(each) for each in sequences(call)], along)
     group = call.shape.q_heads // call.shape.kv_heads
     key, value = (each.double().repeat_interleave(group, 1) for each in (call.key, call.value))
     scores = call.query.double() @ key.mT * call.softmax_scale
@@ -65,24 +68,27 @@ def calls(draw: Any) -> AttentionCall:
         fields["seqused_k"] = torch.tensor([draw(st.integers(0, n)) for n in most]).int()
     if draw(st.booleans()):
         fields["sinks"] = normal(kv_heads * group, seed=3)
-    if draw(st.booleans()):
+    in_pages = draw(st.booleans())
+    if not in_pages and draw(st.booleans()):
         fields["attn_mask"] = normal(q_len, kv_len, seed=4) > -1
     variant = Variant(
         bottom_right=draw(st.booleans()),
         window=draw(st.tuples(side, side)),
         softcap=draw(st.sampled_from([None, 0.7])),
     )
-    return random_call(
-        batch=batch,
-        q_heads=kv_heads * group,
-        kv_heads=kv_heads,
-        q_len=q_len,
-        kv_len=kv_len,
-        head_dim=8,
-        is_causal=draw(st.booleans()),
-        variant=variant,
-        **fields,
-    )
+    fields |= {
+        "q_heads": kv_heads * group,
+        "kv_heads": kv_heads,
+        "q_len": q_len,
+        "head_dim": 8,
+        "is_causal": draw(st.booleans()),
+        "variant": variant,
+    }
+    if not in_pages:
+        return random_call(batch=batch, kv_len=kv_len, **fields)
+    fields.pop("cu_seqlens_k", None)
+    lengths = fields.pop("seqused_k", torch.tensor(most)).tolist()
+    return paged_call(lengths, draw(st.integers(1, 5)), **fields)
 
 
 @settings(max_examples=150, deadline=None)
@@ -90,10 +96,13 @@ def calls(draw: Any) -> AttentionCall:
 def test_the_reference_is_the_formula(call: AttentionCall, block_elements: int) -> None:
     expected = dense(call)
     assert torch.allclose(attention(call, block_elements=block_elements), expected)
-    allowed = visible(call)
-    if call.attn_mask is not None:
-        allowed = allowed & call.attn_mask
-    assert valid_pairs(call) == int(allowed.sum()) * call.shape.q_heads
+    parts = [call] if call.page_table is None else sequences(call)
+    allowed = [
+        visible(each) if each.attn_mask is None else visible(each) & each.attn_mask
+        for each in parts
+    ]
+    pairs = sum(int(each.sum()) for each in allowed)
+    assert valid_pairs(call) == pairs * call.shape.q_heads
 
 
 @settings(max_examples=60, deadline=None)
@@ -124,6 +133,24 @@ def test_a_key_out_of_sight_never_reaches_an_output() -> None:
     output = attention(call)
     assert output[:, :, :7].isfinite().all()
     assert output[:, :, 7].isnan().all()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_follows_the_keys_in_a_page_never_reaches_an_output(packed: bool) -> None:
+    """Nor does a page of nobody's, or what the table says after a sequence's last page."""
+    starts = {"cu_seqlens_q": torch.tensor([0, 1, 3])} if packed else {}
+    call = paged_call([6, 3], 4, **starts)
+    expected = attention(call)
+    assert call.page_table is not None
+    key, value = (torch.full_like(each, math.nan) for each in (call.key, call.value))
+    for sequence, length in enumerate((6, 3)):
+        for t in range(length):
+            page = call.page_table[sequence, t // 4]
+            key[page, :, t % 4] = call.key[page, :, t % 4]
+            value[page, :, t % 4] = call.value[page, :, t % 4]
+    call.page_table[1, 1:] = 2147480000
+    found = attention(call.with_tensors({"key": key, "value": value}))
+    assert torch.equal(found, expected)
 
 
 def test_features_are_what_a_kernel_must_know() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,15 +13,17 @@ from torch import Tensor
 
 from capture.call import AttentionCall
 from capture.errors import DatasetError
+from capture.storage.call_file import PackedCall
 from replay.bench.runner import replay
 from replay.bench.settings import Settings, WorkerOptions
-from replay.kernels.registry import catalogue, find
+from replay.kernels.registry import Kernel, catalogue, find
 from replay.rows.row import Mask, Row
+from replay.timing.flops import gb_per_s
 from replay.timing.rounds import Samples, measure
-from replay.workloads.recorded import Workload
+from replay.workloads.recorded import Workload, from_directory
 from tests.factories import settings
 from tests.replay.bench.small_kernels import MakeCall, MakeWorkload, Register, rows_of, sdpa
-from tests.variant_calls import CALLS
+from tests.variant_calls import CALLS, paged_call
 
 
 def test_how_samples_were_taken_is_in_the_row(
@@ -217,3 +220,32 @@ def test_a_call_beyond_sdpa_has_rows_of_the_kernels_that_know_it() -> None:
     assert rows["eager"].speedup is not None
     assert rows["eager"].speedup.vs == "torch-masked"
     assert rows["eager"].call.beyond == "window 3/∞"
+
+
+def test_a_call_in_pages_has_rows_of_the_kernels_that_read_them(tmp_path: Path) -> None:
+    """And of those that copy them together; timed samples are judged on pages that changed."""
+    call = paged_call([40, 70], 16, q_heads=4, kv_heads=1, head_dim=24)
+    shared = replace(call, value=call.key[..., :16], scale=0.2)
+    for number, each in enumerate((call, shared)):
+        PackedCall.of(each).write(tmp_path / f"model-{number}.safetensors")
+    kernels = [find(name) for name in ("torch-flash", "flex", "torch-masked", "eager")]
+    workloads, _ = from_directory(tmp_path)
+    rows = list(replay(workloads, kernels, settings()))
+    assert [row.status for row in rows] == ["unsupported", "unsupported", "ok", "ok"] * 2
+    assert {row.reason for row in rows[:2]} == {"has no page table"}
+    assert {row.call.beyond for row in rows} == {"pages of 16"}
+    assert rows[3].speedup is not None
+    assert rows[3].speedup.vs == "torch-masked"
+    assert rows[7].time_ms is not None
+    assert rows[7].gb_per_s == pytest.approx(gb_per_s(shared, rows[7].time_ms.p50))
+
+
+def test_a_kernel_that_reads_another_page_is_found_out() -> None:
+    def shifted(**arguments: Any) -> Tensor:
+        table = arguments["page_table"]
+        return find("eager").attention(**{**arguments, "page_table": table.roll(1, 0)})
+
+    call = paged_call([40, 40], 16)
+    kernel = Kernel("shifted", shifted, features=frozenset({"paged"}))
+    rows = replay([Workload("call", lambda device: call, {})], [kernel], settings())
+    assert {row.kernel: row.status for row in rows}["shifted"] == "inaccurate"

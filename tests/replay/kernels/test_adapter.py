@@ -128,9 +128,10 @@ FEATURES: dict[str, tuple[dict[str, Any], str]] = {
 ADAPTED = [
     name
     for name, kernel in catalogue().items()
-    if not kernel.variant_of and not name.startswith("torch-")
+    if not kernel.variant_of and not name.startswith("torch-") and name != "flash-mla"
 ]
-"""Those around PyTorch's own SDPA pass everything on, and repeat PyTorch's reasons."""
+"""Those around PyTorch's own SDPA pass everything on, and repeat PyTorch's reasons. FlashMLA takes
+no call of SDPA."""
 
 
 def supported(kernel: Kernel, make_call: MakeCall, **changes: Any) -> AttentionCall:

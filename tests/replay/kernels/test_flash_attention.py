@@ -7,6 +7,7 @@ The stand-ins have the parameters of flash-attn 2.8 (`flash_attn_interface.py`),
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -16,9 +17,12 @@ import torch.nn.attention
 from torch import Tensor
 
 from capture.call import AttentionCall
+from capture.variant import Variant
+from replay.accuracy.judge import Expected, judge
 from replay.kernels.adapters import fa3, torch_activated, torch_varlen
 from replay.kernels.layout import Packed
 from replay.kernels.registry import catalogue
+from tests.factories import random_call
 from tests.replay.kernels.kinds import (
     CAPPED,
     DENSE,
@@ -32,7 +36,7 @@ from tests.replay.kernels.kinds import (
     verify,
     verify_variants,
 )
-from tests.variant_calls import LIBRARY_CALLS
+from tests.variant_calls import LIBRARY_CALLS, paged_call
 
 Formula = Callable[..., Tensor]
 
@@ -79,6 +83,35 @@ def _cached(
     return torch.cat(outputs)
 
 
+def _from_pages(
+    pools: tuple[Tensor, Tensor], table: Tensor, lengths: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Key and value (T, H, D) out of pages (P, page_size, H, D), and where each sequence begins."""
+    assert table.dtype == lengths.dtype == torch.int32
+    key, value = (
+        torch.cat([pool[row].flatten(0, 1)[:n] for row, n in zip(table, lengths, strict=True)])
+        for pool in pools
+    )
+    return key, value, torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def _cached_in_pages(
+    formula: Formula,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    table: Tensor,
+    lengths: Tensor,
+    *arguments: Any,
+    **beyond: Any,
+) -> Tensor:
+    """The formula on each of a batch of queries (B, S, H, D), the keys in pages."""
+    q, *pools = tensors
+    key, value, starts_k = _from_pages((pools[0], pools[1]), table, lengths)
+    starts_q = torch.arange(len(q) + 1) * q.shape[1]
+    packed = (q.flatten(0, 1), key, value)
+    output = _each(formula, packed, starts_q, starts_k, None, *arguments, **beyond)
+    return output.unflatten(0, (len(q), -1))
+
+
 @pytest.fixture
 def flash_attn(install: Callable[..., ModuleType], formula: Formula) -> None:
     def flash_attn_func(
@@ -123,9 +156,15 @@ def flash_attn(install: Callable[..., ModuleType], formula: Formula) -> None:
         assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
         assert isinstance(max_seqlen_k, int)
         assert max_seqlen_q == int(cu_seqlens_q.diff().max())
-        assert max_seqlen_k == int(cu_seqlens_k.diff().max())
         beyond = {"window": window_size, "softcap": softcap}
         offsets = (cu_seqlens_q, cu_seqlens_k)
+        if block_table is not None:
+            assert k.shape[1] % 256 == 0
+            k, v, starts = _from_pages((k, v), block_table, cu_seqlens_k.diff())
+            assert torch.equal(starts, cu_seqlens_k)
+            assert max_seqlen_k >= int(starts.diff().max())
+        else:
+            assert max_seqlen_k == int(cu_seqlens_k.diff().max())
         return _each(formula, (q, k, v), *offsets, None, softmax_scale, causal, **beyond)
 
     def flash_attn_with_kvcache(
@@ -156,8 +195,12 @@ def flash_attn(install: Callable[..., ModuleType], formula: Formula) -> None:
             assert cache_seqlens.dtype == torch.int32
             if cache_leftpad is None:
                 beyond = {"window": window_size, "softcap": softcap}
-                caches = (q, k_cache, v_cache)
-                return _cached(formula, caches, cache_seqlens, softmax_scale, causal, **beyond)
+                caches, how = (q, k_cache, v_cache), (softmax_scale, causal)
+                if block_table is None:
+                    return _cached(formula, caches, cache_seqlens, *how, **beyond)
+                assert k_cache.shape[1] % 256 == 0
+                where = (block_table, cache_seqlens)
+                return _cached_in_pages(formula, caches, *where, *how, **beyond)
             assert cache_leftpad.dtype == torch.int32
             assert window_size == (-1, -1), "nobody has looked up where its diagonal then is"
             at = torch.arange(k_cache.shape[1])
@@ -276,8 +319,16 @@ def flash_attn_interface(
         if cache_seqlens is None:
             cache_seqlens = torch.tensor([k_cache.shape[1]] * len(k_cache))
         beyond = {"window": window_size, "softcap": softcap}
-        caches = (q, k_cache, v_cache)
-        return returned(_cached(formula, caches, cache_seqlens, softmax_scale, causal, **beyond))
+        caches, how = (q, k_cache, v_cache), (softmax_scale, causal)
+        if page_table is None:
+            return returned(_cached(formula, caches, cache_seqlens, *how, **beyond))
+        if cu_seqlens_q is None:
+            where = (page_table, cache_seqlens)
+            return returned(_cached_in_pages(formula, caches, *where, *how, **beyond))
+        assert max_seqlen_q == int(cu_seqlens_q.diff().max())
+        key, value, starts_k = _from_pages((k_cache, v_cache), page_table, cache_seqlens)
+        starts = (cu_seqlens_q, starts_k, None)
+        return returned(_each(formula, (q, key, value), *starts, *how, **beyond))
 
     def returned(output: Tensor) -> Any:
         return output if flash_attn_interface_returns == "a tensor" else (output, torch.empty(0))
@@ -332,6 +383,10 @@ def flash_attn_4(install: Callable[..., ModuleType], formula: Formula) -> None:
         _readable(q, k, v)
         assert qv is None
         assert cu_seqlens_q is not None
+        assert (cu_seqlens_k is None) == (page_table is not None)
+        if page_table is not None:
+            assert seqused_k is not None
+            k, v, cu_seqlens_k = _from_pages((k, v), page_table, seqused_k)
         assert cu_seqlens_k is not None
         beyond = beyond_sdpa(window_size, learnable_sink, softcap)
         offsets = (cu_seqlens_q, cu_seqlens_k, seqused_k)
@@ -414,27 +469,38 @@ def test_fa4_varlen_on_padded_batches() -> None:
 
 
 DECODE = {"bottom right, decode", "window, decode", "soft cap, decode"}
+LARGE_PAGES = {"pages of 256", "pages, decode, window"}
+PAGES = LARGE_PAGES | {"pages"}
+LARGE_PAGES_PACKED = {"pages, packed, bottom right"}
+PAGES_PACKED = LARGE_PAGES_PACKED | {"pages, packed, window"}
 VARLEN = PACKED | {"packed, soft cap", "soft cap, padded"}
 
 
 @pytest.mark.usefixtures("flash_attn")
 def test_fa2_beyond_sdpa() -> None:
     assert verify_variants("fa2") == DENSE | CAPPED
-    assert verify_variants("fa2-varlen") == VARLEN
-    assert verify_variants("fa2-kvcache") == DECODE | LENGTHS
+    assert verify_variants("fa2-varlen") == VARLEN | LARGE_PAGES | LARGE_PAGES_PACKED
+    assert verify_variants("fa2-kvcache") == DECODE | LENGTHS | LARGE_PAGES
+    assert catalogue()["fa2-kvcache"].refuses(LIBRARY_CALLS["pages"]) == (
+        "pages of 16 keys: needs a multiple of 256"
+    )
 
 
 @pytest.mark.usefixtures("flash_attn_interface")
 def test_fa3_beyond_sdpa() -> None:
     assert verify_variants("fa3") == verify_variants("fa3-fp8") == DENSE | CAPPED
     assert verify_variants("fa3-varlen") == VARLEN | LENGTHS | {"packed, key lengths"}
-    assert verify_variants("fa3-kvcache") == DECODE | LENGTHS
+    assert verify_variants("fa3-kvcache") == DECODE | LENGTHS | PAGES | PAGES_PACKED
+    assert catalogue()["fa3-kvcache"].refuses(LIBRARY_CALLS["packed"]) == (
+        "packed sequences whose keys do not lie in pages"
+    )
 
 
 @pytest.mark.usefixtures("flash_attn_4")
 def test_fa4_beyond_sdpa() -> None:
     assert verify_variants("fa4") == DENSE | CAPPED | SINKS
-    assert verify_variants("fa4-varlen") == VARLEN | LENGTHS | {"packed, key lengths"}
+    beyond = LENGTHS | {"packed, key lengths"} | PAGES | PAGES_PACKED
+    assert verify_variants("fa4-varlen") == VARLEN | beyond
 
 
 def test_fa4_rounds_no_sinks() -> None:
@@ -442,6 +508,109 @@ def test_fa4_rounds_no_sinks() -> None:
     assert call.sinks is not None
     in_float32 = call.with_tensors({"sinks": call.sinks.float()})
     assert catalogue()["fa4"].refuses(in_float32) == "takes bfloat16 sinks only, not float32"
+
+
+MLA = {"head_dim": 576, "v_head_dim": 512, "q_heads": 4, "kv_heads": 1, "dtype": torch.bfloat16}
+
+
+def mla_call(page_size: int = 64, **changes: Any) -> AttentionCall:
+    """Absorbed MLA: the value is the key's first 512 columns."""
+    call = paged_call([17, 140], page_size, **{**MLA, **changes})
+    return replace(call, value=call.key[..., :512])
+
+
+@pytest.fixture
+def flash_mla(install: Callable[..., ModuleType], formula: Formula) -> None:
+    """FlashMLA 1.0.0 of 2026 (`flash_mla/flash_mla_interface.py`), dense."""
+
+    def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[str, None]:
+        lengths, queries_per_head, kv_heads = args
+        assert lengths.tolist() == [17, 140]
+        assert (queries_per_head % 4, kv_heads) == (0, 1)
+        return "schedule", None
+
+    def flash_mla_with_kvcache(
+        q: Tensor,
+        k_cache: Tensor,
+        block_table: Tensor | None,
+        cache_seqlens: Tensor | None,
+        head_dim_v: int,
+        tile_scheduler_metadata: Any,
+        num_splits: None = None,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        is_fp8_kvcache: bool = False,
+        indices: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        _readable(q, k_cache)
+        assert (k_cache.shape[1], q.shape[3], head_dim_v) == (64, 576, 512)
+        assert tile_scheduler_metadata == "schedule"
+        assert block_table is not None
+        assert cache_seqlens is not None
+        assert q.is_contiguous()
+        caches = (q, k_cache, k_cache[..., :head_dim_v])
+        where = (block_table, cache_seqlens)
+        output = _cached_in_pages(formula, caches, *where, softmax_scale, causal)
+        return output, torch.empty(0)
+
+    install(
+        "flash_mla",
+        version=("flash_mla", "1.0.0"),
+        get_mla_metadata=get_mla_metadata,
+        flash_mla_with_kvcache=flash_mla_with_kvcache,
+    )
+
+
+@pytest.mark.usefixtures("flash_mla")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"q_len": 1, "scale": 0.05},
+        {"q_len": 2, "is_causal": True, "variant": Variant(bottom_right=True)},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["flash-mla", "eager", "torch-masked"])
+def test_absorbed_mla(name: str, changes: dict[str, Any]) -> None:
+    kernel, call = catalogue()[name], mla_call(**changes)
+    assert kernel.refuses(call) is None
+    outputs = [kernel.attention(**call.to("cpu").arguments())]
+    if kernel.prepare is not None:
+        outputs.append(kernel.prepare(call.to("cpu"))())
+    for output in outputs:
+        verdict = judge(output, Expected.of(call), "exact")
+        assert verdict.passed, verdict.sentence
+
+
+@pytest.mark.usefixtures("flash_mla")
+def test_what_flash_mla_declines() -> None:
+    kernel, call = catalogue()["flash-mla"], mla_call()
+    apart = replace(call, value=call.value.clone())
+    refused = {
+        kernel.refuses(each)
+        for each in (
+            apart,
+            mla_call(16),
+            replace(call, value=call.key[..., :256]),
+            mla_call(head_dim=520),
+            random_call(**MLA),
+        )
+    }
+    assert refused == {
+        "for absorbed MLA: the value is no part of this call's key",
+        "pages of 16 keys: needs 64",
+        "value head_dim 256: needs 512",
+        "head_dim 520: needs 576 or 512",
+        "for keys in pages: this call has no page table",
+    }
+    with pytest.raises(NotImplementedError, match="no part of this call's key"):
+        kernel.attention(**apart.arguments())
+
+
+@pytest.mark.usefixtures("flash_mla")
+def test_flash_mla_is_for_hopper(unavailable: Callable[..., str | None]) -> None:
+    assert unavailable("flash-mla") is None
+    assert unavailable("flash-mla", 10, 0) == ("needs compute capability 9.0 (this GPU has 10.0)")
 
 
 @pytest.fixture
@@ -466,6 +635,9 @@ def varlen_attn(install: Callable[..., ModuleType], formula: Formula) -> None:
         num_splits: int | None = None,
     ) -> Tensor:
         _readable(query, key, value)
+        if block_table is not None:
+            assert seqused_k is not None
+            key, value, cu_seq_k = _from_pages((key, value), block_table, seqused_k)
         assert cu_seq_k is not None
         assert enable_gqa == (query.shape[1] != key.shape[1])
         tensors = (query, key, value)
@@ -477,7 +649,8 @@ def varlen_attn(install: Callable[..., ModuleType], formula: Formula) -> None:
 
 @pytest.mark.usefixtures("varlen_attn")
 def test_torchs_varlen_attn(unavailable: Callable[..., str | None]) -> None:
-    assert verify_variants("torch-varlen") == PACKED | LENGTHS | {"packed, key lengths"}
+    taken = PACKED | LENGTHS | {"packed, key lengths"} | PAGES | PAGES_PACKED
+    assert verify_variants("torch-varlen") == taken
     assert unavailable("torch-varlen") is None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -105,11 +106,28 @@ def test_expanded_mask_is_neither_materialised_nor_moved_more_than_once() -> Non
 
 def test_each_tensor_counts_at_its_stored_size() -> None:
     shared = torch.zeros(1, 1, 5, 8, dtype=torch.bfloat16)
-    key = shared.expand(2, 4, 5, 8)
+    key, value = (each.expand(2, 4, 5, 8) for each in (shared, shared.clone()))
     query = torch.zeros(2, 4, 3, 8, dtype=torch.float32)
-    call = AttentionCall(query, key, key, attn_mask=torch.zeros(3, 5, dtype=torch.float64))
+    call = AttentionCall(query, key, value, attn_mask=torch.zeros(3, 5, dtype=torch.float64))
     output = 2 * 4 * 3 * 8 * 4  # the query's four bytes
     assert bytes_moved(call) == 2 * 4 * 3 * 8 * 4 + 2 * (5 * 8 * 2) + 3 * 5 * 8 + output
+
+
+def test_a_value_that_is_part_of_the_key_is_read_with_it() -> None:
+    """Absorbed MLA: 576 numbers a key, not 1088; a page that sequences share counts once."""
+    pool = torch.zeros(3, 1, 64, 576, dtype=torch.bfloat16)
+    call = AttentionCall(
+        torch.zeros(2, 16, 1, 576, dtype=torch.bfloat16),
+        pool,
+        pool[..., :512],
+        seqused_k=torch.tensor([128, 70]).int(),
+        page_table=torch.tensor([[0, 1], [0, 2]]).int(),
+    )
+    query_and_output = 2 * 16 * (576 + 512) * 2
+    assert bytes_moved(call) == query_and_output + 3 * 64 * 576 * 2
+    apart = replace(call, value=call.value.clone())
+    assert bytes_moved(apart) == query_and_output + 3 * 64 * (576 + 512) * 2
+    assert flops(call) == flops(apart) == 2 * 16 * (128 + 70) * (576 + 512)
 
 
 @settings(max_examples=60, deadline=None)

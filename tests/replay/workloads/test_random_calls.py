@@ -134,3 +134,12 @@ def test_a_twin_has_everything_of_a_call_but_its_values() -> None:
     assert torch.equal(found.query, twin(recorded, 5).load(CPU).query)
     assert not torch.equal(found.query, twin(recorded, 6).load(CPU).query)
     assert twin(recorded, 5).name == "call-random"
+
+
+def test_a_twin_s_value_is_part_of_the_key_where_the_call_s_is() -> None:
+    key = torch.randn(1, 1, 9, 24)
+    call = AttentionCall(torch.randn(1, 4, 2, 24), key, key[..., :16])
+    found = twin(Workload("call", lambda device: call), 5).load(CPU)
+    assert found.value_is_in_key
+    assert found.value.shape == call.value.shape
+    assert not torch.equal(found.key, call.key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
+import itertools
 import sys
 import types
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from capture import AttentionCall, load, record
+from replay import use_kernel
 from replay.accuracy.reference import attention
 from tests.factories import normal
 
@@ -69,9 +71,12 @@ def flash_attn_varlen_func(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
     block_table: Tensor | None = None,
 ) -> Tensor:
     options = (softmax_scale, causal, window_size, softcap)
+    if block_table is not None:
+        k, v = (in_one_piece(each, block_table, cu_seqlens_k.diff()) for each in (k, v))
     pairs = [
         attend(q[a:b], k[c:d], v[c:d], *options)
         for a, b, c, d in zip(
@@ -79,6 +84,17 @@ def flash_attn_varlen_func(
         )
     ]
     return torch.cat(pairs)
+
+
+def in_one_piece(pool: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
+    """(T, H, D) out of pages (P, page_size, H, D), as flash-attn's documentation has them."""
+    size = pool.shape[1]
+    tokens = [
+        pool[int(row[t // size]), t % size]
+        for row, length in zip(table, lengths.tolist(), strict=True)
+        for t in range(length)
+    ]
+    return torch.stack(tokens)
 
 
 def flash_attn_with_kvcache(
@@ -92,6 +108,14 @@ def flash_attn_with_kvcache(
     causal: bool = False,
 ) -> Tensor:
     """It writes the new keys and values into the cache."""
+    if block_table is not None:
+        assert isinstance(cache_seqlens, Tensor)
+        outputs = []
+        for n, length in enumerate(cache_seqlens.tolist()):
+            where = (block_table[n : n + 1], torch.tensor([length]))
+            key, value = (in_one_piece(each, *where) for each in (k_cache, v_cache))
+            outputs.append(attend(q[n], key, value, None, causal, (-1, -1), 0.0))
+        return torch.stack(outputs)
     length = int(torch.as_tensor(k_cache.shape[1] if cache_seqlens is None else cache_seqlens))
     if k is not None and v is not None:
         k_cache[:, length : length + k.shape[1]] += k
@@ -177,7 +201,7 @@ def test_packed_sequences_are_recorded(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("flash_attn")
 @pytest.mark.parametrize(
     ("function", "argument"),
-    [(flash_attn_func, "alibi_slopes"), (flash_attn_varlen_func, "block_table")],
+    [(flash_attn_func, "alibi_slopes"), (flash_attn_varlen_func, "alibi_slopes")],
 )
 def test_what_cannot_be_said_is_refused_by_its_name(
     function: Any, argument: str, tmp_path: Path
@@ -261,3 +285,221 @@ def test_a_cache_is_written_once(new: bool, tmp_path: Path) -> None:
         assert call.seqused_k is not None
         assert call.seqused_k.tolist() == [5]
         assert torch.allclose(attention(call), output.transpose(1, 2).double(), atol=1e-5)
+
+
+POOL = 40
+TABLE = torch.tensor([[31, 7, 38, -1, 99], [2, 7, 99, -1, -1]]).int()
+"""Page 7 is of both sequences; what follows their last pages is nothing."""
+
+
+def pools(page_size: int = 4) -> tuple[Tensor, Tensor]:
+    """Pages of key and value that alternate in memory, as in a cache (2 of each page)."""
+    both = normal(POOL, 2, page_size, 2, 8)
+    return both[:, 0], both[:, 1]
+
+
+@pytest.mark.usefixtures("flash_attn")
+def test_of_keys_in_pages_those_that_are_read_are_recorded(tmp_path: Path) -> None:
+    key, value = pools()
+    lengths = torch.tensor([10, 7]).int()
+    layer = Layer(flash_attn_with_kvcache, cache_seqlens=lengths, block_table=TABLE, causal=True)
+    call = recorded(layer, tmp_path / "calls", normal(2, 3, 4, 8, seed=1), key, value)
+    assert call.shape == (2, 4, 2, 3, 20, 8, 8)
+    assert call.features == ("bottom-right", "paged")
+    assert call.page_table is not None
+    assert call.page_table.tolist() == [[2, 1, 3, 0, 0], [0, 1, 0, 0, 0]]
+    assert call.seqused_k is not None
+    assert call.seqused_k.tolist() == [10, 7]
+    for stored, pool in ((call.key, key), (call.value, value)):
+        assert torch.equal(stored, pool[[2, 7, 31, 38]].transpose(1, 2))
+        assert stored.transpose(1, 2).is_contiguous()
+    assert call.output is not None
+    assert torch.allclose(attention(call), call.output.double(), atol=1e-5)
+
+
+@pytest.mark.usefixtures("flash_attn")
+def test_packed_queries_over_pages(tmp_path: Path) -> None:
+    """flash-attn 2 says lengths by offsets."""
+    starts_q, starts_k = torch.tensor([0, 2, 5]).int(), torch.tensor([0, 10, 17]).int()
+    layer = Layer(flash_attn_varlen_func, causal=True, window_size=(3, 0), block_table=TABLE)
+    tensors = (normal(5, 4, 8, seed=1), *pools(), starts_q, starts_k, 3, 10)
+    call = recorded(layer, tmp_path / "calls", *tensors)  # type: ignore[arg-type]
+    assert call.features == ("bottom-right", "window", "packed", "paged")
+    assert call.cu_seqlens_k is None
+    assert call.seqused_k is not None
+    assert call.seqused_k.tolist() == [10, 7]
+    assert call.variant.max_seqlen_k == 10
+    assert call.output is not None
+    assert torch.allclose(attention(call), call.output.double(), atol=1e-5)
+
+
+@pytest.mark.usefixtures("flash_attn")
+def test_a_page_that_is_not_there_costs_the_recording_alone(tmp_path: Path) -> None:
+    """On a GPU, looking it up would end the model's run."""
+    layer = Layer(flash_attn_with_kvcache, cache_seqlens=torch.tensor([10, 7]), block_table=TABLE)
+    query, (key, value) = normal(2, 3, 4, 8, seed=1), pools()
+    expected = layer(query, key, value)
+    layer.options["block_table"] = torch.where(TABLE == 31, 31 - POOL, TABLE)
+    with record(layer, tmp_path / "calls") as recording:
+        assert torch.equal(layer(query, key, value), expected)
+    assert recording.problems[0] == (
+        "an attention call could not be recorded: ValueError: the page table names pages -9 to 38 "
+        "of 40"
+    )
+    assert (recording.seen, recording.kept) == (1, 0)
+
+
+@pytest.mark.usefixtures("flash_attn")
+def test_calls_of_a_growing_cache_are_one_kind(tmp_path: Path) -> None:
+    key, value = pools()
+    layer = Layer(flash_attn_with_kvcache, block_table=TABLE)
+    with record(layer, tmp_path / "calls") as recording:
+        for lengths in ([10, 7], [11, 8]):
+            layer.options["cache_seqlens"] = torch.tensor(lengths).int()
+            layer(normal(2, 1, 4, 8, seed=1), key, value)
+    census = recording.census.to_json()
+    (signature,), (row,) = census["signatures"], census["rows"]
+    assert signature["key"] == (2, 2, 20, 8)
+    assert signature["beyond"] == "pages of 4"
+    assert row["calls"] == 2
+
+
+@pytest.mark.usefixtures("flash_attn")
+def test_one_module_s_calls_with_other_options_are_counted_apart(tmp_path: Path) -> None:
+    tensor = normal(1, 6, 2, 8)
+    layer = Layer(flash_attn_func, causal=True)
+    with record(layer, tmp_path / "calls") as recording:
+        for window in ((1, 0), (2, 0)):
+            layer.options["window_size"] = window
+            layer(tensor, tensor, tensor)
+    kinds = [each["beyond"] for each in recording.census.to_json()["signatures"]]
+    assert kinds == ["window 1/∞", "window 2/∞"]
+
+
+def flash_mla_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor | None,
+    cache_seqlens: Tensor | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: Any,
+    num_splits: None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool = False,
+    indices: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """FlashMLA's `reference_torch`, with its arguments."""
+    assert block_table is not None
+    assert cache_seqlens is not None
+    outputs = []
+    for n, length in enumerate(cache_seqlens.tolist()):
+        key = in_one_piece(k_cache, block_table[n : n + 1], torch.tensor([length]))
+        given = (q[n], key, key[..., :head_dim_v])
+        outputs.append(attend(*given, softmax_scale, causal, (-1, -1), 0.0))
+    return torch.stack(outputs), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
+
+
+@pytest.fixture
+def flash_mla(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("flash_mla.flash_mla_interface")
+    vars(module)["flash_mla_with_kvcache"] = flash_mla_with_kvcache
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+@pytest.mark.usefixtures("flash_mla")
+def test_a_value_that_is_part_of_the_key_stays_part_of_it(tmp_path: Path) -> None:
+    query, cache = normal(2, 1, 4, 24, seed=1), normal(POOL, 4, 1, 24)
+    lengths = torch.tensor([10, 7]).int()
+    layer = Layer(flash_mla_with_kvcache, softmax_scale=0.2, causal=True)
+    expected, _ = layer(query, cache, TABLE, lengths, 16, None)
+    with record(layer, tmp_path / "calls") as recording:
+        output, _ = layer(query, cache, TABLE, lengths, 16, None)
+    assert torch.equal(output, expected)
+    assert recording.problems == []
+    assert recording.nbytes == 4 * (query.numel() + 4 * 4 * 24 + output.numel() + 10 + 2)
+    (call,) = load(tmp_path / "calls")
+    assert call.shape == (2, 4, 1, 1, 20, 24, 16)
+    assert (call.origin.road, call.origin.backend, call.scale) == (
+        "flash_mla.flash_mla_with_kvcache",
+        "flash-mla",
+        0.2,
+    )
+    assert call.value_is_in_key
+    assert torch.equal(call.value, call.key[..., :16])
+    assert call.output is not None
+    assert torch.allclose(attention(call), call.output.double(), atol=1e-5)
+
+
+@pytest.mark.usefixtures("flash_mla")
+@pytest.mark.parametrize("option", [{"is_fp8_kvcache": True}, {"indices": torch.zeros(2, 1, 3)}])
+def test_what_flash_mla_computes_beside_is_refused(option: dict[str, Any], tmp_path: Path) -> None:
+    layer = Layer(flash_mla_with_kvcache, **option)
+    lengths = torch.tensor([10, 7]).int()
+    with record(layer, tmp_path / "calls") as recording:
+        layer(normal(2, 1, 4, 24), normal(POOL, 4, 1, 24), TABLE, lengths, 16, None)
+    (signature,) = recording.census.to_json()["signatures"]
+    assert signature["refusal"] == f"takes {next(iter(option))}"
+
+
+def test_vllms_flash_attn_writes_where_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its order of arguments, `out` and scales of 8-bit tensors that are none."""
+
+    def flash_attn_varlen_func(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        max_seqlen_q: int,
+        cu_seqlens_q: Tensor,
+        max_seqlen_k: int,
+        cu_seqlens_k: Tensor | None = None,
+        seqused_k: Tensor | None = None,
+        q_v: Tensor | None = None,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: list[int] | None = None,
+        block_table: Tensor | None = None,
+        out: Tensor | None = None,
+        k_descale: Tensor | None = None,
+        fa_version: int = 2,
+    ) -> Tensor:
+        assert seqused_k is not None
+        assert block_table is not None
+        assert out is not None
+        rest = (softmax_scale, causal, window_size or (-1, -1), 0.0)
+        for n, (first, end) in enumerate(itertools.pairwise(cu_seqlens_q.tolist())):
+            where = (block_table[n : n + 1], seqused_k[n : n + 1])
+            key, value = (in_one_piece(each, *where) for each in (k, v))
+            out[first:end] = attend(q[first:end], key, value, *rest)
+        return out
+
+    name = "vllm.vllm_flash_attn.flash_attn_interface"
+    module = types.ModuleType(name)
+    vars(module)["flash_attn_varlen_func"] = flash_attn_varlen_func
+    monkeypatch.setitem(sys.modules, name, module)
+    starts, query, (key, value) = torch.tensor([0, 2, 5]).int(), normal(5, 4, 8, seed=1), pools()
+    options: dict[str, Any] = {
+        "max_seqlen_q": 3,
+        "cu_seqlens_q": starts,
+        "max_seqlen_k": 10,
+        "seqused_k": torch.tensor([10, 7]).int(),
+        "causal": True,
+        "window_size": [-1, -1],
+        "block_table": TABLE,
+        "out": torch.empty(5, 4, 8),
+        "k_descale": torch.ones(2, 2),
+        "fa_version": 3,
+    }
+    call = recorded(Layer(flash_attn_varlen_func, **options), tmp_path / "calls", query, key, value)
+    assert call.features == ("bottom-right", "packed", "paged")
+    assert call.output is not None
+    assert torch.allclose(attention(call), call.output.double(), atol=1e-5)
+    expected = options["out"].clone()
+    options["out"].zero_()
+    with use_kernel("eager") as swap:
+        returned = flash_attn_varlen_func(query, key, value, **options)
+    assert (swap.hits, swap.fallbacks) == (1, {})
+    assert returned is options["out"]
+    assert torch.allclose(returned, expected, atol=1e-5)

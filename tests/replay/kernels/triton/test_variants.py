@@ -18,6 +18,7 @@ from replay.accuracy.judge import Expected, judge
 from replay.kernels.registry import find
 from replay.kernels.triton.prefill import prefill
 from tests import factories
+from tests.variant_calls import paged_call
 
 # The tanh of a large score is 1, whatever overflows on the way.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
@@ -189,6 +190,19 @@ DECODED: list[Variant] = [
     Variant(softcap=3.0),
     Variant(True, (5000, None), 0.5),
 ]
+
+
+@pytest.mark.parametrize("variant", [Variant(), Variant(True, (40, None), 2.0)], ids=str)
+def test_recorded_pages_are_read_as_they_lie(variant: Variant) -> None:
+    sizes = {"q_len": 3, "q_heads": 6, "kv_heads": 2, "dtype": torch.float16, "device": DEVICE}
+    call = paged_call([200, 70], 16, **sizes, is_causal=True, variant=variant).to(DEVICE)
+    verify("triton-paged-decode", call)
+    assert call.page_table is not None
+    key, value = call.key.clone(), call.value.clone()
+    nobodys = [page for page in range(key.shape[0]) if page not in call.page_table]
+    for tensor in (key, value):
+        tensor[nobodys] = math.nan
+    verify("triton-paged-decode", call.with_tensors({"key": key, "value": value}))
 
 
 @pytest.mark.parametrize("variant", DECODED, ids=str)

@@ -1,0 +1,37 @@
+"""Keeps of a cache in pages, which may fill a GPU, the pages that one call reads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from capture.call import AttentionCall
+from capture.pages import read_entries
+from capture.strides import picked
+
+
+def with_pages_read(call: AttentionCall) -> AttentionCall:
+    """Return the call with a pool of those pages alone, in the order in which they lay.
+
+    They move together and get new numbers; a page that sequences share stays one. Entries of the
+    table that no token needs become 0. Waits for the GPU.
+
+    Raises:
+        ValueError: the table names a page that is not there.
+    """
+    assert call.page_table is not None
+    assert call.seqused_k is not None
+    is_read = read_entries(call.page_table, call.seqused_k, call.key.shape[2])
+    kept, numbers = torch.unique(call.page_table[is_read], return_inverse=True)
+    table = torch.zeros_like(call.page_table)
+    table[is_read] = numbers.to(table.dtype)
+    if not kept.numel():
+        kept = kept.new_zeros(1)  # so that there is a page
+    first, last = int(kept[0]), int(kept[-1])
+    if first < 0 or last >= call.key.shape[0]:  # to look it up would end the CUDA context
+        raise ValueError(f"the page table names pages {first} to {last} of {call.key.shape[0]}")
+    key = picked(call.key, 0, kept)
+    shares = call.value_is_in_key
+    value = key[..., : call.value.shape[-1]] if shares else picked(call.value, 0, kept)
+    return replace(call, key=key, value=value, page_table=table)

@@ -1,0 +1,92 @@
+"""FlashMLA: decoding with DeepSeek's absorbed latent attention, over keys in pages.
+
+It takes BSHD queries and pages of 64 keys, and no value: the value is the key's first 512 columns.
+Before the first layer of a step a model makes the schedule (`get_mla_metadata`), which is good for
+all layers: the drop-in makes it at every call, the core does not. In the 2026 version the first
+call fills it in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from replay.kernels.adapter import adapt, at_once
+from replay.kernels.constraints import (
+    AnyCall,
+    causal_only_square,
+    half_precision,
+    head_dims,
+    needs_pages,
+    no_dropout,
+    page_size_of,
+    value_in_key,
+)
+from replay.kernels.layout import bshd
+from replay.kernels.library import Library
+from replay.kernels.registry import register
+
+LIBRARY = Library(
+    module="flash_mla",
+    package="flash_mla",
+    install="git clone --recursive https://github.com/deepseek-ai/FlashMLA && "
+    "pip install --no-build-isolation ./FlashMLA",
+    functions=("flash_mla_with_kvcache", "get_mla_metadata"),
+    runs_on=lambda capability: capability == (9, 0),
+    needs="9.0",
+)
+
+V_HEAD_DIM = 512
+
+
+def _v_head_dim(call: AnyCall) -> str | None:
+    found = call.value.shape[-1]
+    return None if found == V_HEAD_DIM else f"value head_dim {found}: needs {V_HEAD_DIM}"
+
+
+def _prepare(call: AnyCall) -> Callable[[], Tensor]:
+    library, lengths = LIBRARY.load(), call.seqused_k
+    _, q_heads, q_len, _ = call.query.shape
+    kv_heads = call.key.shape[1]
+    schedule, splits = library.get_mla_metadata(lengths, q_len * q_heads // kv_heads, kv_heads)
+    query_BSHD, pages = bshd(call.query).contiguous(), bshd(call.key)
+
+    def run() -> Tensor:
+        output, _ = library.flash_mla_with_kvcache(
+            query_BSHD,
+            pages,
+            call.page_table,
+            lengths,
+            V_HEAD_DIM,
+            schedule,
+            splits,
+            softmax_scale=call.scale,
+            causal=call.is_causal,
+        )
+        output_BHSD: Tensor = output.transpose(1, 2)
+        return output_BHSD
+
+    return run
+
+
+register(
+    adapt(
+        "flash-mla",
+        LIBRARY,
+        at_once(_prepare),
+        (
+            no_dropout,
+            half_precision,
+            head_dims(576, V_HEAD_DIM),
+            needs_pages,
+            page_size_of(64),
+            value_in_key,
+            _v_head_dim,
+            causal_only_square,
+        ),
+        "FlashMLA's decode with absorbed latent attention (Hopper)",
+        prepare=_prepare,
+        features=("bottom-right", "paged"),
+    )
+)
