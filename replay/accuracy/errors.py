@@ -202,7 +202,19 @@ def _relative_l1s(sums: Tensor) -> Tensor:
 def _position_of_lowest(values: Tensor) -> tuple[int, ...]:
     """Index of the lowest value, NaN counting as lower than any."""
     flat = int(values.nan_to_num(nan=-math.inf, neginf=-math.inf, posinf=math.inf).argmin())
-    return tuple(int(index) for index in torch.unravel_index(torch.tensor(flat), values.shape))
+    return unravelled(flat, values.shape)
+
+
+def unravelled(flat: int, shape: torch.Size) -> tuple[int, ...]:
+    """The index of the element that is so far into a tensor of that shape.
+
+    `torch.unravel_index` imports SymPy first, which takes half a second.
+    """
+    index = []
+    for size in reversed(shape):
+        flat, place = divmod(flat, size)
+        index.append(place)
+    return tuple(reversed(index))
 
 
 def _percentiles(values: Tensor, percents: tuple[float, ...]) -> list[float]:

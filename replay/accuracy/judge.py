@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
-from replay.accuracy.errors import RowErrors, row_errors
+from replay.accuracy.errors import RowErrors, row_errors, unravelled
 from replay.accuracy.quantised import QuantisedNoise
 from replay.accuracy.reference import attention_and_spread, reference_dtype, same_dtype
 from replay.accuracy.sparse import kept_share, restricted
@@ -186,7 +186,7 @@ def _worst(errors: Tensor, limits: Tensor) -> tuple[tuple[int, ...], float, floa
     limits = limits.to(errors.device)
     shares = (errors / limits).nan_to_num(nan=-math.inf, posinf=math.inf)
     shares = shares.masked_fill((errors == 0) | limits.isnan(), 0.0)
-    place = tuple(int(each) for each in torch.unravel_index(shares.argmax(), shares.shape))
+    place = unravelled(int(shares.argmax()), shares.shape)
     return place, float(errors[place]), float(limits[place])
 
 

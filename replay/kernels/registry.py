@@ -286,6 +286,8 @@ def find(name: str) -> Kernel:
     Raises:
         KernelNameError: there is none.
     """
+    if name in _kernels:  # to see what is installed takes milliseconds
+        return _kernels[name]
     kernels = catalogue()
     if name in kernels:
         return kernels[name]

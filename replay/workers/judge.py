@@ -122,9 +122,9 @@ class Hearing:
             self._blocks[kernel] = milliseconds, question["block_ms"], question["calls"]
             return {"agree": _agree(milliseconds, question["block_ms"])}
         if "accuracy_class" in question:
-            declared = question["accuracy_class"]
-            accuracy_class = self._classes.setdefault(kernel, _class_of(kernel, declared))
-            question = {**question, "accuracy_class": accuracy_class}
+            if kernel not in self._classes:
+                self._classes[kernel] = _class_of(kernel, question["accuracy_class"])
+            question = {**question, "accuracy_class": self._classes[kernel]}
         found = self.judge.answer(question, self.workload, self.settings)
         if "wrong" in found:
             self._verdicts.setdefault(kernel, []).append(not found["wrong"])
