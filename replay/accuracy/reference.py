@@ -31,8 +31,9 @@ from torch import Tensor
 from capture.call import AttentionCall
 from capture.variant import Span
 
-BLOCK_ELEMENTS = 2**24
-"""Scores held at a time: 128 MiB in float64, and about three times that at the peak."""
+BLOCK_ELEMENTS = {"cpu": 2**20, "cuda": 2**24}
+"""Scores held at a time, by the kind of device: 8 MiB in float64, which a processor's cache may
+hold, or 128 MiB, which keep a GPU busy; and about three times that at the peak."""
 
 FAST_FLOAT64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
 """CUDA compute capabilities whose float64 rate is half of float32's.
@@ -59,7 +60,7 @@ def reference_dtype(
     return torch.float64 if is_fast or call_dtype.itemsize >= 4 else torch.float32
 
 
-def same_dtype(call: AttentionCall, block_elements: int = BLOCK_ELEMENTS) -> Tensor:
+def same_dtype(call: AttentionCall, block_elements: int | None = None) -> Tensor:
     """The formula computed step by step in the call's own dtype: (B, Hq, Sq, Dv) of `call.dtype`.
 
     Q√scale, K√scale, scores, probabilities and output are each rounded to that dtype, which is what
@@ -73,12 +74,12 @@ def same_dtype(call: AttentionCall, block_elements: int = BLOCK_ELEMENTS) -> Ten
 def attention(
     call: AttentionCall,
     dtype: torch.dtype = torch.float64,
-    block_elements: int = BLOCK_ELEMENTS,
+    block_elements: int | None = None,
 ) -> Tensor:
     """What `call` should have returned: (B, Hq, Sq, Dv) in `dtype`, on the call's device.
 
-    Every step rounds to `dtype`. At most `block_elements` scores exist at a time, or those of one
-    query position in the heads that share a key head, where these are more.
+    Every step rounds to `dtype`. At most `block_elements` scores (None: `BLOCK_ELEMENTS`) exist at
+    a time, or those of one query position in the heads that share a key head, where these are more.
 
     Raises:
         ValueError: the query heads are not a multiple of the key/value heads.
@@ -92,7 +93,7 @@ def attention(
 def attention_and_spread(
     call: AttentionCall,
     dtype: torch.dtype = torch.float64,
-    block_elements: int = BLOCK_ELEMENTS,
+    block_elements: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attention`, and √Σⱼ pⱼ²‖vⱼ‖² of each row, (B, Hq, Sq): how far independent relative errors
     of its terms pⱼ·vⱼ, as rounding them makes, carry the row.
@@ -120,7 +121,7 @@ class Block(NamedTuple):
 
 
 def weights(
-    call: AttentionCall, dtype: torch.dtype, block_elements: int = BLOCK_ELEMENTS
+    call: AttentionCall, dtype: torch.dtype, block_elements: int | None = None
 ) -> Iterator[Block]:
     """softmax(scale · QKᵀ + mask) a block of rows at a time, and the values it is applied to.
 
@@ -137,10 +138,11 @@ def weights(
     if shape.kv_len == 0:
         return
     span = call.spans if call.is_causal or call.features else None
+    most = BLOCK_ELEMENTS[call.device.type] if block_elements is None else block_elements
     with torch.no_grad(), _full_precision_float32():
         for batch in range(shape.batch):
             for kv_head in range(shape.kv_heads):
-                yield from _weights_of_group(call, span, batch, kv_head, dtype, block_elements)
+                yield from _weights_of_group(call, span, batch, kv_head, dtype, most)
 
 
 def _empty_output(call: AttentionCall, dtype: torch.dtype) -> Tensor:
