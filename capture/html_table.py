@@ -11,6 +11,9 @@ from capture.printable import printable
 MOST_LINES = 60
 """As many as pandas shows."""
 
+LONG_TEXT = 60
+"""Letters of a cell above which it is broken into lines."""
+
 
 def html_table(
     headings: Sequence[str], lines: Sequence[Sequence[object]], above: Sequence[str] = ()
@@ -41,7 +44,8 @@ def _cells(tag: str, cells: Sequence[object]) -> Iterator[str]:
     for cell in cells:
         side = "left" if isinstance(cell, str) else "right"
         text = f"{cell:.4g}" if isinstance(cell, float) else "" if cell is None else str(cell)
-        yield f'<{tag} style="text-align: {side}">{_text(text)}</{tag}>'
+        wrap = "" if len(text) > LONG_TEXT else "; white-space: nowrap"
+        yield f'<{tag} style="text-align: {side}{wrap}">{_text(text)}</{tag}>'
 
 
 def _text(text: str) -> str:

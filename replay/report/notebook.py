@@ -63,5 +63,5 @@ def _line(row: Row) -> tuple[object, ...]:
         errors and f"{errors.cosine:.6f}",
         errors and f"{errors.relative_l1:.1e}",
         row.status,
-        row.reason,
+        "" if row.is_correct else row.reason,
     )

@@ -44,6 +44,9 @@ LEGEND_SYMBOL, LETTER = 34, 6.0
 MOST_LINES = len(OKABE_ITO)
 """Kernels in a chart of lines."""
 
+LONGEST_WORD = 40
+"""Letters of a model or a GPU in a file's name, which file systems limit to 255 bytes."""
+
 STYLE = {
     "font": "Helvetica, Arial, Liberation Sans, sans-serif",
     "background": "white",
@@ -82,7 +85,7 @@ class Lines(NamedTuple):
 
 def chart(name: Iterable[str], title: str, below: Iterable[str], spec: Spec) -> Chart:
     """Add to a specification what all have; the parts of its name become a file's."""
-    words = [re.sub(r"\W+", "-", part).strip("-") for part in name]
+    words = [re.sub(r"\W+", "-", part).strip("-")[:LONGEST_WORD] for part in name]
     return Chart(
         "-".join(filter(None, words)).lower(),
         {

@@ -11,6 +11,9 @@ from replay.report.charts.chart import Chart, Spec, chart, line_encoding, line_n
 from replay.report.charts.models import by_model
 from replay.rows.row import Row
 
+MOST_LABELS = 24
+"""Below the layers, where the labels are more than numbers."""
+
 
 def layer_charts(rows: Sequence[Row]) -> Iterator[Chart]:
     """A line per correct kernel: median speed-up and worst relative L1 over a layer's calls.
@@ -29,27 +32,27 @@ def layer_charts(rows: Sequence[Row]) -> Iterator[Chart]:
             continue
         labels, pattern = layer_labels(modules)
         short = dict(zip(modules, labels, strict=True))
-        vs = {row.speedup.vs for row in shown if row.speedup}
-        over = f" over {next(iter(vs))}" if len(vs) == 1 else ""
+        baselines = {row.speedup.vs for row in shown if row.speedup}
+        over = f" over {next(iter(baselines))}" if len(baselines) == 1 else ""
         width = max(320, min(16 * len(modules), 640))
         x = {
             "field": "layer",
             "type": "ordinal",
             "sort": labels,
             "title": f"layer ({pattern})" if pattern else "layer",
-            "axis": {"labelAngle": 0 if max(map(len, labels)) < 4 else -45, "labelLimit": 160},
+            "axis": _axis(labels),
         }
         spec = {
-            "data": {"values": _values(shown, short)},
+            "data": {"values": _values(shown, short, baselines)},
             "vconcat": [
                 _panel("speedup", "speed-up", "linear", {**x, "axis": None}, names, width),
                 _panel("relative_l1", "relative L1 error", "log", x, names, width),
             ],
             "spacing": 12,
         }
-        below = [f"{phase}; median speed-up{over} and largest error of each layer", *note]
+        below = [device, f"{phase}: median speed-up{over} and largest error of each layer", *note]
         name = ("layers", model, phase, device)
-        yield chart(name, f"{model}, {device}", below, spec)
+        yield chart(name, model, below, spec)
 
 
 def _in_order(rows: Sequence[Row]) -> list[str]:
@@ -86,13 +89,22 @@ def layer_labels(modules: Sequence[str]) -> tuple[list[str], str]:
     return labels, ".".join(rest) if len(rest) > 1 else ""
 
 
-def _values(rows: Sequence[Row], short: dict[str, str]) -> list[Spec]:
+def _axis(labels: Sequence[str]) -> Spec:
+    """Numbers stand upright; of many longer labels, every second or third is shown."""
+    if max(map(len, labels)) < 4:
+        return {"labelAngle": 0, "labelOverlap": "greedy"}
+    shown = labels[:: math.ceil(len(labels) / MOST_LABELS)]
+    return {"labelAngle": -45, "labelLimit": 160, "values": shown}
+
+
+def _values(rows: Sequence[Row], short: dict[str, str], baselines: set[str]) -> list[Spec]:
     of_layer: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         of_layer.setdefault((short[row.call.module], line_name(row)), []).append(row)
     values = []
     for (layer, kernel), members in of_layer.items():
         ratios = [row.speedup.ratio for row in members if row.speedup]
+        ratios += [1.0 for row in members if row.kernel in baselines]
         errors = [row.accuracy.reference.relative_l1 for row in members if row.accuracy]
         finite = [error for error in errors if math.isfinite(error) and error > 0]
         values.append(

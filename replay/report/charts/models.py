@@ -29,8 +29,8 @@ def model_charts(rows: Sequence[Row]) -> Iterator[Chart]:
             "spacing": 16,
             "resolve": {"scale": {"color": "shared"}},
         }
-        below = ["speed-up of attention with its 95 % interval"]
-        yield chart(("speedup", model, device), f"{model}, {device}", below, spec)
+        below = [device, "speed-up of attention with its 95 % interval"]
+        yield chart(("speedup", model, device), model, below, spec)
 
 
 def by_model(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from attention_replay import Error
@@ -56,11 +57,20 @@ def write_plots(rows: Sequence[Row], directory: Path) -> list[Path]:
     prepare(directory)
     written: list[Path] = []
     try:
-        for name, spec in charts(rows):
+        for name, spec in _with_names_of_their_own(charts(rows)):
             written += write_chart(spec, directory / name)
     except OSError as error:
         raise PlotError(f"cannot write --plot {directory}: {error.strerror}") from error
     return written
+
+
+def _with_names_of_their_own(found: Iterable[Chart]) -> Iterator[Chart]:
+    """Number charts whose models or machines are the same but for what a file's name leaves out."""
+    seen: Counter[str] = Counter()
+    for chart in found:
+        seen[chart.name] += 1
+        number = seen[chart.name]
+        yield chart if number == 1 else chart._replace(name=f"{chart.name}-{number}")
 
 
 def write_chart(spec: dict[str, object], path: Path) -> Iterator[Path]:

@@ -190,6 +190,8 @@ def test_layers_have_median_speedups_and_largest_errors() -> None:
         (layer, 2.0, 0.5) for layer in "012"
     ]
     assert chart.spec["vconcat"][1]["encoding"]["x"]["title"] == "layer (blocks.*.attn)"
+    baseline = [each for each in values(chart) if each["kernel"] == "torch-default"]
+    assert [each["speedup"] for each in baseline] == [1.0, 1.0, 1.0]
 
 
 def test_layers_are_in_order_whatever_step_was_sampled_first() -> None:
@@ -265,6 +267,21 @@ def test_names_from_a_recording_stay_text(tmp_path: Path) -> None:
         kinds = {each.tag.rpartition("}")[2] for each in ElementTree.parse(path).iter()}
         assert kinds.isdisjoint({"script", "a", "image", "foreignObject"})
     assert any(HOSTILE in words(path) for path in pictures)
+
+
+def test_charts_with_like_names_have_files_of_their_own(tmp_path: Path) -> None:
+    pytest.importorskip("vl_convert")
+    long = "a checkpoint " * 30
+    rows = [
+        replace(each, call=replace(each.call, model=model))
+        for model in ("org/model", "org model", f"{long}1", f"{long}2")
+        for each in in_a_model("mine")
+    ]
+    written = write_plots(rows, tmp_path)
+    assert len(set(written)) == len(written) == 4 * 2 * 3
+    assert tmp_path / "layers-org-model-denoise-nvidia-h200-2.svg" in written
+    titles = {json.loads(path.read_text())["title"]["text"] for path in tmp_path.glob("*.json")}
+    assert titles == {row.call.model for row in rows}
 
 
 def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
