@@ -80,17 +80,16 @@ def compare_accuracy(before: Row, after: Row) -> AccuracyChange | None:
     if before.accuracy is None or after.accuracy is None:
         return None
     old, new = before.accuracy.reference, after.accuracy.reference
-    ratio = _ratio(old.relative_l1, new.relative_l1)
-    places = _places(before, after)
-    found = _judged(places, ratio)
+    if before.accuracy.where == after.accuracy.where and _same_figures(old, new):
+        found = AccuracyChange(1.0, 1.0, 1.0, "same", "identical")
+    else:
+        found = _judged(_places(before, after), _ratio(old.relative_l1, new.relative_l1))
     if before.status != after.status and "inaccurate" in (before.status, after.status):
         worse = after.status == "inaccurate"
         return _told(found, *(("worse", "now-inaccurate") if worse else ("better", "now-ok")))
     more = _nonfinite(new) - _nonfinite(old)
     if more:
         return _told(found, *(("worse", "more-nan") if more > 0 else ("better", "fewer-nan")))
-    if _same_figures(old, new) and all(each.before == each.after for each in places):
-        return AccuracyChange(1.0, 1.0, 1.0, "same", "identical")
     return found
 
 

@@ -63,7 +63,9 @@ def judged(
     return row("mine", status=status, accuracy=whole)
 
 
-def noisy(heads: int, ranges: int, *, level: float = 1e-3, seed: int = 0) -> list[list[float]]:
-    """Errors of heads by range of queries, which differ by a tenth."""
-    noise = random.Random(seed)
-    return [[level * math.exp(noise.gauss(0, 0.1)) for _ in range(ranges)] for _ in range(heads)]
+def noisy(
+    heads: int, ranges: int, *, level: float = 1e-3, noise: float = 0.1, seed: int = 0
+) -> list[list[float]]:
+    """Errors of heads by range of queries, which differ by some noise."""
+    draw = random.Random(seed)
+    return [[level * math.exp(draw.gauss(0, noise)) for _ in range(ranges)] for _ in range(heads)]

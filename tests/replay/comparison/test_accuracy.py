@@ -56,6 +56,31 @@ def test_a_place_that_goes_wrong_alone_is_found_and_named() -> None:
     assert change(judged(before), judged(after)).place == (3, 7)
 
 
+def test_a_place_among_others_that_scatter_as_much_is_noise() -> None:
+    before, after = (noisy(8, 64, noise=0.4, seed=seed) for seed in (0, 1))
+    ratios = [
+        late / early
+        for olds, news in zip(before, after, strict=True)
+        for early, late in zip(olds, news, strict=True)
+    ]
+    assert max(ratios) > 4
+    assert told(judged(before), judged(after)) == ("ambiguous", "interval-includes-1")
+
+
+def test_a_place_whose_error_stays_tiny_does_not_matter() -> None:
+    before, after = noisy(8, 64), noisy(8, 64, seed=1)
+    before[3][7], after[3][7] = 1e-6, 1e-5
+    assert told(judged(before), judged(after)) == ("same", "within-10-percent")
+
+
+def test_a_tenth_more_is_an_error_that_grew_if_it_is_certain_to_have_grown() -> None:
+    after = judged(noisy(4, 64, level=1.1e-3, seed=1), relative_l1=1.1e-3)
+    found = change(judged(noisy(4, 64)), after)
+    assert found.low is not None
+    assert 1 < found.low < 1.1
+    assert (found.verdict, found.reason) == ("worse", "error-grew")
+
+
 def test_a_place_without_an_error_that_gets_one() -> None:
     before, after = noisy(4, 16), noisy(4, 16)
     before[2][1], after[2][1] = 0.0, 1.0

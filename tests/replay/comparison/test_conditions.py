@@ -82,6 +82,9 @@ def test_accuracy() -> None:
     assert failing(compared([exact], [worse]), "inaccurate") == []
     assert failing(compared([exact], [worse]), "less-accurate") == ["less-accurate: mine on call"]
     assert failing(compared([wrong], [exact]), "inaccurate,less-accurate") == []
+    worse_still = replace(judged(noisy(4, 16), nan_count=1), status="inaccurate")
+    assert failing(compared([wrong], [worse_still]), "inaccurate") == []
+    assert failing(compared([exact], [judged(noisy(4, 16), nan_count=1)]), "inaccurate") != []
 
 
 @pytest.mark.parametrize("status", ["error", "crash", "timeout", "out-of-memory"])
