@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -195,7 +196,9 @@ def _run_rounds(
     own, *others = arms
     shuffle = random.Random(seed).shuffle
     done, total = 0, requested or MOST_ROUNDS
+    began = time.monotonic()
     while done < total:
+        process.round = _round(done, total, time.monotonic() - began)
         kernels = [arm for arm in others if arm.failure is None]
         shuffle(kernels)
         for first in range(0, max(len(kernels), 1), NEIGHBOURS):
@@ -213,6 +216,18 @@ def _run_rounds(
             taken = [run.times.run for arm in arms for run in arm.runs]
             affordable = int(ROUNDS_SECONDS / statistics.mean(taken))
             total = min(MOST_ROUNDS, max(affordable, MINIMUM_ROUNDS))
+    process.round = ""
+
+
+def _round(done: int, total: int, elapsed: float) -> str:
+    """Name the round after these, and the seconds that the rest will take once one is done.
+
+    Another run of each kernel, with a timer on its calls, follows the rounds.
+    """
+    if not done:
+        return "first round"
+    left = elapsed / done * (total - done + 1)
+    return f"round {done + 1} of {total}, about {left:.0f} s left"
 
 
 def _attempt(arm: _Arm, process: ModelProcess, run: Callable[[], Run]) -> Run | None:

@@ -97,6 +97,7 @@ class ModelProcess:
     Attributes:
         is_built: whether the model exists; it is lost when a kernel crashes the process.
         builds: how often the model was built. A kernel's compiled code is lost with the process.
+        round: what is reported beside each stage, of the round that it is in.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class ModelProcess:
         report: Callable[[str], None] = lambda stage: None,
     ) -> None:
         self.builds = 0
+        self.round = ""
         self._process = Process(python, timeout, "replay.end_to_end.model_server")
         self._timeout = timeout
         self._build = {"step": "build", "arguments": arguments}
@@ -230,7 +232,7 @@ class ModelProcess:
         answer: dict[str, Any] = {}
         for message in self._process.ask(**request):
             if "at" in message:
-                self._report(message["at"])
+                self._report(", ".join(filter(None, (message["at"], self.round))))
             else:
                 answer |= message
         if "refused" in answer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -49,6 +50,8 @@ class Pretended:
         self.seconds, self.busy = seconds, busy
         self.waits: Mapping[str, float] = {}
         self.census = census or CENSUS
+        self.round = ""
+        self.rounds: list[str] = []
 
     def build(self) -> None:
         if not self.is_built:
@@ -64,6 +67,7 @@ class Pretended:
         save: tuple[Path, str] | None = None,
     ) -> Run:
         self.build()
+        self.rounds.append(self.round)
         self.log.append(variant.name)
         if self.errors.get(variant.name) == self.log.count(variant.name) - 1:
             raise RunFailed("error", "ValueError: no")
@@ -308,3 +312,16 @@ def test_runs_are_kept_as_they_were_timed() -> None:
     assert (own.delayed, a.delayed) == pytest.approx((0.5 / 1.5, 0.5))
     assert [times.run for times in a.runs] == [1.0] * 5
     assert all(sorted(times.forwards["denoise"])[-1] == 0.625 for times in a.runs)
+
+
+def test_each_round_says_how_long_the_others_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Pretended()
+    # A minute passes between two looks at the clock: one before the rounds, one before each.
+    clock = iter(range(0, 600, 60))
+    pretended = SimpleNamespace(monotonic=lambda: next(clock))
+    monkeypatch.setattr("replay.end_to_end.check.time", pretended)
+    record = CaptureRecord("model", "none", census=CENSUS)
+    check(record, [], [Variant("a", "a")], cast("ModelProcess", process), rounds=3)
+    in_rounds = ["first round", "round 2 of 3, about 360 s left", "round 3 of 3, about 180 s left"]
+    assert list(dict.fromkeys(process.rounds)) == ["", *in_rounds]
+    assert process.round == ""
