@@ -16,10 +16,10 @@ from capture.printable import printable
 from replay.cli.comparison_arguments import parser
 from replay.cli.files import UsageError, opened, shared_file
 from replay.comparison.baselines import as_run, is_file, load, location, machine_of, save
-from replay.comparison.comparison import Comparison, compare, to_json
+from replay.comparison.comparison import Comparison, basis_of, compare, to_json
 from replay.comparison.conditions import Condition, failures, read_conditions
 from replay.comparison.matching import Run
-from replay.comparison.speed import Spread
+from replay.comparison.speed import Basis
 from replay.comparison.spread import read_spread
 from replay.report.comparison.html import to_html
 from replay.report.comparison.markdown import to_markdown
@@ -48,8 +48,7 @@ def run(argv: Sequence[str]) -> int:
     if arguments.save_baseline is not None:
         location(arguments.save_baseline, machine)
     before = _before(arguments.before, after[0])
-    spread = read_spread(arguments.spread, before, arguments.of)
-    compared = [compare(before, each, spread, arguments.of) for each in after]
+    compared = [_compared(before, each, arguments.spread, arguments.of) for each in after]
     said = [sections(each) for each in compared]
     formats: dict[str, Callable[[], str]] = {
         "markdown": lambda: to_markdown(said),
@@ -71,7 +70,8 @@ class Earlier(NamedTuple):
     """What a replay is compared with, and how."""
 
     run: Run
-    spread: Spread
+    spread: str | None
+    """As it was given."""
     conditions: list[Condition]
 
 
@@ -87,8 +87,8 @@ def read_earlier(arguments: argparse.Namespace, machine: Machine) -> Earlier | N
     if arguments.compare_to is None:
         return None
     earlier = load(arguments.compare_to, machine)
-    spread = read_spread(arguments.spread, earlier)
-    return Earlier(earlier, spread, read_conditions(arguments.fail_on))
+    read_spread(arguments.spread, earlier)
+    return Earlier(earlier, arguments.spread, read_conditions(arguments.fail_on))
 
 
 def compare_with(earlier: Earlier, rows: Sequence[Row], console: Console) -> int:
@@ -97,9 +97,14 @@ def compare_with(earlier: Earlier, rows: Sequence[Row], console: Console) -> int
     Raises:
         ComparisonError: the runs cannot be compared.
     """
-    found = compare(earlier.run, Run("this run", rows), earlier.spread)
+    found = _compared(earlier.run, Run("this run", rows), earlier.spread, None)
     print_all([sections(found)], console)
     return exit_code([found], earlier.conditions)
+
+
+def _compared(before: Run, after: Run, spread: str | None, of: Basis | None) -> Comparison:
+    basis = of or basis_of(before, after)
+    return compare(before, after, read_spread(spread, before, basis), basis)
 
 
 def print_all(said: Sequence[Sections], console: Console) -> None:

@@ -125,7 +125,7 @@ def compare(before: Run, after: Run, spread: Spread, basis: Basis | None = None)
         Pair(
             old,
             new,
-            compare_speed(old, new, basis, spread.share),
+            compare_speed(old, new, basis, spread.of(old.id)),
             compare_accuracy(old, new),
         )
         for old, new in matched.pairs
@@ -140,12 +140,8 @@ def compare(before: Run, after: Run, spread: Spread, basis: Basis | None = None)
         spread,
         tuple(differing),
         pairs,
-        tuple(_kernels(pairs, spread.share)),
-        (
-            _baseline_time(pairs, baseline, spread.share)
-            if basis == "speed-up" and not crosses
-            else None
-        ),
+        tuple(_kernels(pairs, spread)),
+        (_baseline_time(pairs, baseline, spread) if basis == "speed-up" and not crosses else None),
         tuple(matched.missing),
         tuple(matched.new),
     )
@@ -160,15 +156,25 @@ def measured_spread(run: Run, again: Run, basis: Basis | None = None) -> Spread:
     matched = match(run, again)
     check_settings(matched.pairs, run, again)
     basis = basis or choose_basis(matched.pairs, differences(matched.pairs))
-    share = spread_of(matched.pairs, basis)
-    if share is None:
+    spread = spread_of(matched.pairs, basis, again.name)
+    if spread is None:
         raise ComparisonError(
             f"{run.name} and {again.name} have no times in common: give --spread a share, as 1.5%"
         )
-    return Spread(share, again.name)
+    return spread
 
 
-def _kernels(pairs: Sequence[Pair], spread: float) -> list[KernelChange]:
+def basis_of(before: Run, after: Run) -> Basis:
+    """What `compare` compares where nobody says.
+
+    Raises:
+        ComparisonError: they have nothing in common.
+    """
+    pairs = match(before, after).pairs
+    return choose_basis(pairs, differences(pairs))
+
+
+def _kernels(pairs: Sequence[Pair], spread: Spread) -> list[KernelChange]:
     grouped: dict[KernelId, list[Pair]] = {}
     for pair in pairs:
         if not pair.ran_in_neither:
@@ -177,16 +183,16 @@ def _kernels(pairs: Sequence[Pair], spread: float) -> list[KernelChange]:
         KernelChange(
             kernel,
             tuple(members),
-            over_calls([each.speed for each in members if each.speed], spread),
+            over_calls([each.speed for each in members if each.speed], spread.of(kernel)),
         )
         for kernel, members in grouped.items()
     ]
 
 
-def _baseline_time(pairs: Sequence[Pair], baseline: str, spread: float) -> SpeedChange | None:
+def _baseline_time(pairs: Sequence[Pair], baseline: str, spread: Spread) -> SpeedChange | None:
     own = [each for each in pairs if each.before.kernel == baseline]
-    times = [compare_speed(each.before, each.after, "time", spread) for each in own]
-    return over_calls([each for each in times if each], spread)
+    times = [compare_speed(each.before, each.after, "time", spread.share) for each in own]
+    return over_calls([each for each in times if each], spread.share)
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:
@@ -198,7 +204,13 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
             "after": comparison.after.name,
             "basis": comparison.basis,
             "baseline": comparison.baseline,
-            "spread": comparison.spread,
+            "spread": {
+                "share": comparison.spread.share,
+                "source": comparison.spread.source,
+                "of_kernels": {
+                    str(kernel): share for kernel, share in comparison.spread.of_kernels.items()
+                },
+            },
             "differences": comparison.differences,
             "baseline_time": _asdict(comparison.baseline_time),
             "kernels": [

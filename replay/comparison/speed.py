@@ -8,12 +8,14 @@ device, times are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from replay.comparison.matching import Difference
-from replay.rows.row import HERE, Row, SpeedVerdict
+from replay.rows.row import HERE, KernelId, Row, SpeedVerdict
+from replay.timing.defaults import MINIMUM_ROUNDS
 from replay.timing.statistics import (
     RELEVANT,
     Interval,
@@ -47,6 +49,11 @@ class Spread(NamedTuple):
     share: float
     source: str
     """Who says so: a file, or the user."""
+    of_kernels: Mapping[KernelId, float] = MappingProxyType({})
+    """The share of those that have one of their own: some repeat better than others."""
+
+    def of(self, kernel: KernelId) -> float:
+        return self.of_kernels.get(kernel, self.share)
 
 
 NO_SPREAD = Spread(0.0, "")
@@ -148,14 +155,26 @@ def judge(within: Interval, spread: float) -> tuple[SpeedVerdict, SpeedReason]:
     return "ambiguous", "noisy" if is_noisy else "interval-includes-1"
 
 
-def spread_of(pairs: Sequence[tuple[Row, Row]], basis: Basis) -> float | None:
+def spread_of(pairs: Sequence[tuple[Row, Row]], basis: Basis, source: str) -> Spread | None:
     """The share within which 95 % of the rows of two runs of the same kernels differ.
 
-    None if nothing was timed in both.
+    Of all, and of each kernel that has `MINIMUM_ROUNDS` rows. None if nothing was timed in both.
     """
-    changes = [compare_speed(before, after, basis, 0.0) for before, after in pairs]
-    found = [max(each.ratio, 1 / each.ratio) - 1 for each in changes if each is not None]
-    return percentile(found, 95) if found else None
+    found: dict[KernelId, list[float]] = {}
+    for before, after in pairs:
+        change = compare_speed(before, after, basis, 0.0)
+        if change is not None:
+            found.setdefault(before.id, []).append(max(change.ratio, 1 / change.ratio) - 1)
+    if not found:
+        return None
+    of_kernels = {
+        kernel: percentile(shares, 95)
+        for kernel, shares in found.items()
+        if len(shares) >= MINIMUM_ROUNDS
+    }
+    return Spread(
+        percentile([each for shares in found.values() for each in shares], 95), source, of_kernels
+    )
 
 
 def _have_same_baseline(before: Row, after: Row) -> bool:

@@ -147,6 +147,7 @@ def _notes(comparison: Comparison) -> list[str]:
     spread = comparison.spread
     notes.append(
         f"spread between runs: {spread.share:.1%} ({spread.source})"
+        + (", and what each kernel has of its own" if spread.of_kernels else "")
         if spread.source
         else "spread between runs: not given (--spread), so what changes from run to run alone may "
         "be called faster or slower"

@@ -17,6 +17,7 @@ from replay.comparison.speed import (
     judge,
 )
 from replay.rows.row import HERE as ENVIRONMENT
+from replay.rows.row import KernelId
 from replay.timing.statistics import Interval
 from tests.replay.comparison.simulated import BASELINE, HERE, run
 
@@ -156,11 +157,25 @@ def test_across_devices_speed_ups_are_compared_and_times_refused() -> None:
         compare(before, after, NO_SPREAD, "time")
 
 
+def test_a_kernel_that_repeats_better_than_others_is_held_to_its_own_spread() -> None:
+    steady = {name: run(name, {"steady": 0.5}).rows for name in ("before", "again")}
+    noisy = {name: run(name, {"noisy": 0.5}, kernel_noise=0.2).rows[1::2] for name in steady}
+    before, again = (Run(name, [*steady[name], *noisy[name]]) for name in steady)
+    spread = measured_spread(before, again)
+    assert spread.of(KernelId("steady")) < 0.01 < 0.03 < spread.of(KernelId("noisy"))
+    assert spread.of(KernelId("unknown")) == spread.share
+    slower = run("after", {"steady": 0.52}).rows
+    found = compare(before, Run("after", [*slower, *noisy["again"]]), spread)
+    verdicts = {name: each.verdict for name, each in of_kernels(found).items()}
+    assert verdicts == {"steady": "slow", "noisy": "same"}
+
+
 def test_the_spread_of_two_equal_runs_covers_95_percent_of_their_rows() -> None:
     kernels = {f"k{at}": 0.5 for at in range(5)}
     first, again = (run(name, kernels, kernel_noise=0.03) for name in ("first", "again"))
     spread = measured_spread(first, again)
     assert spread.source == "again"
+    assert {kernel.name for kernel in spread.of_kernels} == set(kernels)
     assert 0.005 < spread.share < 0.05
     ratios = [each.ratio for each in of_rows(compare(first, again, NO_SPREAD))]
     within = [1 / (1 + spread.share) <= each <= 1 + spread.share for each in ratios]

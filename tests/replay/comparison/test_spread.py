@@ -39,9 +39,11 @@ def test_the_self_test(tmp_path: Path) -> None:
 def test_a_second_run(tmp_path: Path) -> None:
     path = tmp_path / "again.jsonl"
     save_jsonl(run("again", {"a": 0.5}).rows, path)
-    share, source = read_spread(str(path), BEFORE)
-    assert 0 < share < 0.01
-    assert source == str(path)
+    spread = read_spread(str(path), BEFORE)
+    assert 0 < spread.share < 0.01
+    assert spread.source == str(path)
+    by_time = read_spread(str(path), BEFORE, "time")
+    assert by_time.share != spread.share
 
 
 @pytest.mark.parametrize(
