@@ -29,6 +29,7 @@ from replay.rows.row import (
     Machine,
     Mask,
     Program,
+    Roof,
     Row,
     SpeedReason,
     SpeedupOver,
@@ -124,7 +125,8 @@ def rows(figures: st.SearchStrategy[float]) -> st.SearchStrategy[Row]:
         calls_before=st.none() | counts,
         machine=st.builds(Machine, *[words] * 9),
         energy=st.none() | st.builds(Energy, *[finite] * 4),
-        **dict.fromkeys(("burst_ms", "sustained_ms"), optional),
+        roof=st.none() | st.builds(Roof, finite, finite),
+        **dict.fromkeys(("burst_ms", "sustained_ms", "roof_share"), optional),
         timer=words,
     )
 
