@@ -21,6 +21,7 @@ from replay.accuracy.thresholds import Thresholds
 from replay.kernels.registry import catalogue
 from replay.rows.fields import COLUMNS, FIELDS
 from replay.rows.meaning import OVER_CALLS
+from replay.workloads.distributions import DISTRIBUTIONS
 
 REPOSITORY = Path(__file__).parent.parent
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -64,6 +65,13 @@ def fields() -> str:
             path = path.replace("reference", "{reference,captured,kernel,noise_floor,chosen}")
             meaning = meaning.partition(";")[0]
         lines.append(f"| `{path}` | {item.unit} | {_escaped(meaning)} |")
+    return "\n".join(lines) + "\n"
+
+
+def distributions() -> str:
+    """List the values that `replay --random --distribution` takes."""
+    lines = ["| `--distribution` | what it provokes |", "|---|---|"]
+    lines += [f"| `{name}` | {each.provokes} |" for name, each in DISTRIBUTIONS.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -420,6 +428,7 @@ def _escaped(text: str) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "distributions": distributions,
     "demo": demo,
     "power_limit": power_limit,
     "coverage": coverage,

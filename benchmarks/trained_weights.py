@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks import results
 from benchmarks.full_size import run
 from models import pretrained_weights
-from replay.workloads.random_calls import NO_WEIGHTS
+from replay.workloads.twins import MATCHED, RANDOM
 
 MODELS = ("cogvideo", "flux", "llama")
 KERNELS = (
@@ -70,7 +70,7 @@ def main() -> None:
                     f"--max 10 --out {recorded}"
                 )
                 run(
-                    f"replay --dir {recorded} --kernels {arguments.kernels} --also-random "
+                    f"replay --dir {recorded} --kernels {arguments.kernels} --versus-random "
                     f"--max-seconds 0.1 --metric accuracy --json {file}"
                 )
                 rows += [row | {"of": VALUES[weights]} for row in results.read_jsonl(file)]
@@ -85,6 +85,9 @@ def main() -> None:
             results.write_lines(lines, COLUMNS, arguments.out)
 
 
+RANDOM_VALUES = {RANDOM: "random values", MATCHED: "random values, matched"}
+
+
 def summary(
     rows: list[dict[str, Any]], checks: dict[str, dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
@@ -97,7 +100,7 @@ def summary(
     for row in rows:
         if row["status"] not in ("unavailable", "unsupported"):
             call = row["call"]
-            values = "random values" if call["weights"] == NO_WEIGHTS else row["of"]
+            values = RANDOM_VALUES.get(call["weights"], row["of"])
             groups[call["model"], call["phase"], values, row["kernel"]].append(row)
     for (model, phase, values, kernel), group in groups.items():
         errors = [row["accuracy"]["reference"] for row in group if row["accuracy"]]

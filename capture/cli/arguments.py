@@ -93,8 +93,8 @@ def _integer(given: str, least: int) -> int:
     return int(given)
 
 
-def seconds(given: str) -> float:
-    """Parse a time limit greater than 0, for `add_argument(type=…)`."""
+def positive_number(given: str) -> float:
+    """Parse a number greater than 0, e.g. a time limit, for `add_argument(type=…)`."""
     value = _number(given)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"must be a finite number greater than 0, not {given}")

@@ -13,6 +13,7 @@ from replay.bench.stages import NO_ENERGY
 from replay.kernels.registry import Kernel
 from replay.rows.files import RowsError, read_jsonl
 from replay.rows.row import HERE, CallFacts, Machine, Row
+from replay.workloads.random_calls import random_weights
 from replay.workloads.recorded import Workload
 
 
@@ -113,8 +114,9 @@ def _is_about(facts: CallFacts, workload: Workload) -> bool:
     if source.get("kind") == "synthetic":
         spec = source["spec"]
         sizes = Shape(*(spec[name] for name in Shape._fields))
-        here = (source["model"], sizes, spec["dtype"], spec["is_causal"])
-        return here == (facts.model, facts.shape, facts.dtype, facts.is_causal)
+        here = (source["model"], sizes, spec["dtype"], spec["is_causal"], spec["mask"] == "none")
+        shown = (facts.model, facts.shape, facts.dtype, facts.is_causal, facts.mask is None)
+        return here == shown and facts.weights == random_weights(spec["distribution"])
     if source.get("kind") != "recorded":
         return True
     header = FileEntry.from_json(Path(source["directory"]), source["entry"]).header

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from capture.cli.arguments import OneSentenceParser, natural, positive, seconds, share
+from capture.cli.arguments import OneSentenceParser, natural, positive, positive_number, share
 from capture.cli.verbosity import add_verbosity
 from replay.cli.comparison_arguments import add_baselines
 from replay.cli.end_to_end_arguments import add_arguments
@@ -17,6 +17,19 @@ from replay.timing.defaults import (
     SECONDS,
 )
 
+DISTRIBUTIONS = (
+    "normal",
+    "uniform",
+    "outlier-channels",
+    "sink",
+    "late-sink",
+    "staircase",
+    "underflow",
+    "model-like",
+)
+"""Those of `replay.workloads.distributions`, which imports torch."""
+MASKS = ("none", "causal", "padding", "window", "random")
+"""`causal`, and those of `replay.workloads.random_masks`."""
 SUITES = ("flux", "sage", "aiter", "cogvideo", "llama")
 
 EXAMPLES = """examples:
@@ -27,7 +40,8 @@ EXAMPLES = """examples:
   replay --random -hq 32 -hk 8 -sq 1 -sk 8192 -d 128    one decoded token, grouped heads
   replay --suite llama                                  a published list of shapes
   replay --dir captured_inputs --kernels 'torch-*,my_file.py:my_attention'
-  replay --dir captured_inputs --kernels 'triton-*decode' --keep 0.05 --also-random
+  replay --dir captured_inputs --versus-random          how far do random inputs mislead?
+  replay --random -sq 4096 --distribution sink --mask padding
   replay --dir captured_inputs --env fa4=/opt/fa4/bin/python
   replay --dir captured_inputs --e2e                    run the kernels in the model
   replay --dir captured_inputs --plan plan.json --budget cosine=0.998
@@ -74,16 +88,17 @@ def parser() -> argparse.ArgumentParser:
         help="keys per page for paged kernels (default 16)",
     )
     what.add_argument(
-        "--also-random",
+        "--versus-random",
         action="store_true",
-        help="follow each call of --dir by one with random values, same shapes, strides and mask",
+        help="replay each call of --dir beside random and moment-matched values, with the same "
+        "shapes, strides and mask, and show how far those mislead",
     )
     what.add_argument("--variants", choices=["all"], help="also run every variant of these kernels")
     what.add_argument("--max-seq", type=positive, metavar="N", help="skip longer shapes")
     what.add_argument("--seed", type=natural, default=0, help="seed of random values (default 0)")
     what.add_argument("--device", help="cuda, cpu … (default: cuda if available)")
 
-    shape = command.add_argument_group("shape of --random")
+    shape = command.add_argument_group("shape and values of --random")
     shape.add_argument("-b", type=positive, default=1, metavar="B", help="batch (default 1)")
     shape.add_argument(
         "-hq", type=positive, default=16, metavar="HQ", help="query heads (default 16)"
@@ -96,6 +111,22 @@ def parser() -> argparse.ArgumentParser:
     )
     shape.add_argument("-dv", type=positive, metavar="DV", help="value head dimension (default: D)")
     shape.add_argument("--causal", action="store_true", help="top-left causal mask")
+    shape.add_argument(
+        "--mask",
+        choices=MASKS,
+        default="none",
+        help="none (default), causal, or a boolean attn_mask: padding, window or random",
+    )
+    shape.add_argument(
+        "--scale", type=positive_number, metavar="X", help="of the scores (default: 1/√D)"
+    )
+    shape.add_argument(
+        "--distribution",
+        choices=DISTRIBUTIONS,
+        default="normal",
+        metavar="NAME",
+        help=f"of the values: {', '.join(DISTRIBUTIONS)} (docs/replay.md says what each provokes)",
+    )
     command.add_dtype(shape, default="bfloat16")
 
     how = command.add_argument_group("how to measure")
@@ -115,7 +146,7 @@ def parser() -> argparse.ArgumentParser:
     )
     how.add_argument(
         "--max-seconds",
-        type=seconds,
+        type=positive_number,
         metavar="S",
         help=f"time limit per kernel and call, which may reduce the rounds to {MINIMUM_ROUNDS} "
         f"(default {SECONDS:g}, on CPUs {CPU_SECONDS:g})",
@@ -144,7 +175,7 @@ def parser() -> argparse.ArgumentParser:
     where.add_argument("--env-file", metavar="TOML", help="file with a table [environments]")
     where.add_argument(
         "--timeout",
-        type=seconds,
+        type=positive_number,
         default=300.0,
         metavar="S",
         help="kill a kernel that hangs for this long (default 300)",

@@ -60,8 +60,8 @@ def misuse(arguments: argparse.Namespace) -> str:
         return ""
     if not arguments.dir:
         return "--e2e and --plan require a recording: give --dir DIR"
-    if arguments.also_random:
-        return "--e2e and --plan do not combine with --also-random: leave it out"
+    if arguments.versus_random:
+        return "--e2e and --plan do not combine with --versus-random: leave it out"
     if arguments.baseline_kernel is not None:
         return "the baseline of a whole model is its own attention: leave out --baseline-kernel"
     if arguments.e2e and arguments.in_process:

@@ -9,9 +9,10 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from attention_replay import Error
 from capture.cli.standard_streams import make_usable
@@ -84,8 +85,12 @@ def _dispatch(arguments: argparse.Namespace) -> int:
     metrics = _metrics(arguments.metric)
     if not any(getattr(arguments, source) for source in SOURCES):
         raise UsageError("nothing to replay: give --dir DIR, --random or --suite NAME")
-    if arguments.also_random and not arguments.dir:
-        raise UsageError("--also-random requires recorded calls: give --dir DIR")
+    if arguments.dir:
+        for name, unset in (("distribution", "normal"), ("mask", "none"), ("scale", None)):
+            if getattr(arguments, name) != unset:
+                raise UsageError(f"--{name} is for random calls: give --random or --suite NAME")
+    if arguments.versus_random and not arguments.dir:
+        raise UsageError("--versus-random requires recorded calls: give --dir DIR")
     if arguments.resume and arguments.json in (None, "-"):
         raise UsageError("--resume requires a file to continue: give --json FILE")
     wrong = misuse(arguments) or comparison_arguments.misuse(arguments)
@@ -256,6 +261,7 @@ def _print_tables(
     from rich.console import Console
 
     from replay.report.table import print_report
+    from replay.report.versus_random import print_versus_random
     from replay.timing.machine import describe
 
     console = Console(highlight=False)
@@ -277,6 +283,8 @@ def _print_tables(
         per_call=arguments.per_call,
         compare_stats=settings.compare_stats,
     )
+    if arguments.versus_random:
+        print_versus_random(rows, console)
 
 
 def _console(arguments: argparse.Namespace) -> Console:
@@ -496,14 +504,24 @@ def _workloads(
     from replay.bench.feasibility import check_size
     from replay.workloads import random_calls
     from replay.workloads.recorded import from_directory
+    from replay.workloads.twins import with_twins
 
     if arguments.dir:
         recorded, note = from_directory(arguments.dir)
-        if arguments.also_random:
-            return random_calls.with_twins(recorded, arguments.seed), note
+        if arguments.versus_random:
+            return with_twins(recorded, arguments.seed), note
         return recorded, note
+    values: dict[str, Any] = {
+        "distribution": arguments.distribution,
+        "mask": "none" if arguments.mask == "causal" else arguments.mask,
+        "scale": arguments.scale,
+    }
+    causal = arguments.causal or arguments.mask == "causal"
     if arguments.suite:
-        specs = random_calls.suite(arguments.suite, arguments.dtype, arguments.max_seq)
+        specs = [
+            replace(spec, is_causal=spec.is_causal or causal, **values)
+            for spec in random_calls.suite(arguments.suite, arguments.dtype, arguments.max_seq)
+        ]
         check_size(specs, device, _runnable(kernels, device))
         return random_calls.workloads(arguments.suite, specs, arguments.seed), ""
     spec = random_calls.Spec(
@@ -514,8 +532,9 @@ def _workloads(
         kv_len=arguments.sq if arguments.sk is None else arguments.sk,
         head_dim=arguments.d,
         v_head_dim=arguments.d if arguments.dv is None else arguments.dv,
-        is_causal=arguments.causal,
+        is_causal=causal,
         dtype=random_calls.dtype(arguments.dtype),
+        **values,
     )
     check_size([spec], device, _runnable(kernels, device))
     return random_calls.workloads("random", [spec], arguments.seed), ""

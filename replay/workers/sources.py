@@ -7,8 +7,9 @@ from typing import Any
 
 from capture.storage.call_file import FileEntry
 from capture.storage.dataset import DamagedFile
-from replay.workloads.random_calls import Spec, dtype, twin, workload
+from replay.workloads.random_calls import Spec, dtype, workload
 from replay.workloads.recorded import Workload, damaged_file, pickled_call, recorded_call
+from replay.workloads.twins import twin
 
 
 def workload_of(source: dict[str, Any]) -> Workload:
@@ -20,6 +21,6 @@ def workload_of(source: dict[str, Any]) -> Workload:
     if source["kind"] == "pickled":
         return pickled_call(Path(source["path"]))
     if source["kind"] == "twin":
-        return twin(workload_of(source["of"]), source["seed"])
+        return twin(workload_of(source["of"]), source["values"], source["seed"])
     spec = Spec(**{**source["spec"], "dtype": dtype(source["spec"]["dtype"])})
     return workload(source["name"], source["model"], spec, source["seed"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -10,10 +10,15 @@ import torch
 from attention_replay import Error
 from capture.call import AttentionCall, Origin
 from capture.storage.header import dtype_name
-from capture.strides import copy_with_strides, narrow_expanded
+from replay.workloads.distributions import DISTRIBUTIONS, Values
+from replay.workloads.random_masks import MASKS
 from replay.workloads.recorded import Workload
 
-NO_WEIGHTS = "none: random values, standard normal"
+
+def random_weights(distribution: str) -> str:
+    """What rows say of the weights that values of a distribution come from."""
+    drawn = "standard normal" if distribution == "normal" else distribution
+    return f"none: random values, {drawn}"
 
 
 class ShapeError(Error):
@@ -33,6 +38,11 @@ class Spec:
     v_head_dim: int
     is_causal: bool = False
     dtype: torch.dtype = torch.bfloat16
+    distribution: str = "normal"
+    """One of `replay.workloads.distributions.DISTRIBUTIONS`."""
+    mask: str = "none"
+    """One of `replay.workloads.random_masks.MASKS`, beside `is_causal`."""
+    scale: float | None = None
 
     def __post_init__(self) -> None:
         sizes = {
@@ -56,7 +66,7 @@ class Spec:
     def call(
         self, device: torch.device | str, generator: torch.Generator | None = None, name: str = ""
     ) -> AttentionCall:
-        """Make a call of this shape: contiguous (B, H, S, D), standard normal values.
+        """Make a call of this shape: contiguous (B, H, S, D).
 
         On the `meta` device, it has sizes but no values.
         """
@@ -64,16 +74,27 @@ class Spec:
         def normal(heads: int, length: int, dim: int) -> torch.Tensor:
             size = (self.batch, heads, length, dim)
             # Drawn in float32 on the device: bfloat16 randn differs between devices and versions.
-            values = torch.randn(size, generator=generator, device=device, dtype=torch.float32)
-            return values.to(self.dtype)
+            return torch.randn(size, generator=generator, device=device, dtype=torch.float32)
 
-        return AttentionCall(
+        values = Values(
             normal(self.q_heads, self.q_len, self.head_dim),
             normal(self.kv_heads, self.kv_len, self.head_dim),
             normal(self.kv_heads, self.kv_len, self.v_head_dim),
+        )
+        scale = 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale
+        values = DISTRIBUTIONS[self.distribution].apply(values, scale)
+        mask = MASKS[self.mask]
+        sizes = (self.batch, self.q_len, self.kv_len)
+        query, key, value = (each.to(self.dtype) for each in values)
+        return AttentionCall(
+            query,
+            key,
+            value,
+            attn_mask=None if mask is None else mask(*sizes, torch.device(device), generator),
             is_causal=self.is_causal,
+            scale=self.scale,
             enable_gqa=self.q_heads != self.kv_heads,
-            origin=Origin(model=name, weights=NO_WEIGHTS, phase="synthetic"),
+            origin=Origin(model=name, weights=random_weights(self.distribution), phase="synthetic"),
         )
 
     @property
@@ -99,40 +120,6 @@ def workload(name: str, model: str, spec: Spec, seed: int) -> Workload:
     return Workload(
         name, load, {"kind": "synthetic", "name": name, "model": model, "seed": seed, "spec": sizes}
     )
-
-
-def with_twins(recorded: Sequence[Workload], seed: int) -> list[Workload]:
-    """Follow each call by the same call with random values."""
-    return [
-        each
-        for number, workload in enumerate(recorded)
-        for each in (workload, twin(workload, seed + number))
-    ]
-
-
-def twin(recorded: Workload, seed: int) -> Workload:
-    """Replace the query, key and value of a recorded call by standard normal values.
-
-    Shapes, strides, dtype, mask and scale stay the same, so any difference in speed or error is due
-    to the values.
-    """
-
-    def load(device: torch.device) -> AttentionCall:
-        call = recorded.load(device)
-        generator = torch.Generator(device).manual_seed(seed)
-        tensors = {}
-        shares = call.value_is_in_key
-        for name in ("query", "key") if shares else ("query", "key", "value"):
-            tensors[name] = copy_with_strides(getattr(call, name), device)
-            stored = narrow_expanded(tensors[name])
-            stored.copy_(torch.randn(stored.shape, generator=generator, device=device))
-        if shares:
-            tensors["value"] = tensors["key"][..., : call.value.shape[-1]]
-        origin = replace(call.origin, weights=NO_WEIGHTS)
-        return replace(call.with_tensors(tensors), output=None, origin=origin)
-
-    source = {"kind": "twin", "of": recorded.source, "seed": seed}
-    return Workload(f"{recorded.name}-random", load, source if recorded.source else {})
 
 
 def _square(

@@ -39,7 +39,7 @@ from replay.rows.row import (
     TimeSummary,
 )
 from replay.timing.statistics import summarize
-from replay.workloads.random_calls import Spec, workloads
+from replay.workloads.random_calls import Spec, random_weights, workloads
 from replay.workloads.recorded import Workload
 from tests import factories
 from tests.factories import kernel
@@ -111,6 +111,8 @@ def rows(figures: st.SearchStrategy[float]) -> st.SearchStrategy[Row]:
         layer_host_ms=st.none() | times,
         **dict.fromkeys(("first_call_ms", "host_ms", "tflops", "gb_per_s"), optional),
         flop_per_byte=optional,
+        roof=st.none() | st.builds(Roof, finite, finite),
+        roof_share=optional,
         speedup=st.none()
         | st.builds(SpeedupOver, finite, optional, optional, verdicts, reasons, words),
         kept=optional,
@@ -171,7 +173,8 @@ HERE = Machine("H200", torch="2.11.0")
 def row(call: int, name: str, environment: str = "this", **fields: Any) -> Row:
     """Of one of `CALLS`."""
     shape = Shape(1, 2, 2, 4 + call, 4 + call, 8, 8)
-    facts = {"model": "random", "weights": "", "module": "", "phase": "", "shape": shape, **fields}
+    usual = {"model": "random", "weights": random_weights("normal"), "module": "", "phase": ""}
+    facts = {**usual, "shape": shape, **fields}
     call_facts = factories.call_facts(f"random-{call:02d}", **facts)
     return factories.row(name, call_facts, environment=environment)
 
@@ -263,6 +266,8 @@ def test_no_file_yet(tmp_path: Path) -> None:
         ([row(7, "a")], "", "has rows of another random-07: resume what it was written for"),
         ([row(0, "a", shape=Shape(1, 2, 2, 9, 9, 8, 8))], "", "rows of another random-00"),
         ([row(0, "a", dtype="float16")], "", "rows of another random-00"),
+        ([row(0, "a", weights=random_weights("sink"))], "", "rows of another random-00"),
+        ([row(0, "a", mask=Mask("bool", (1, 1, 1, 4)))], "", "rows of another random-00"),
     ],
 )
 def test_another_file(

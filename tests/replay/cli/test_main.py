@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import re
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -89,7 +90,9 @@ def test_random_shape(run_cli: RunCli) -> None:
         ((*SHAPE, "--cache", "cold"), ("--cache cold requires a GPU",)),
         (("--random", "-hq", "6", "-hk", "4"), ("-hq 6 is not a multiple of -hk 4",)),
         (("--random", "-sq", "0"), ("-sq: must be an integer of at least 1",)),
-        ((*SHAPE, "--also-random"), ("--also-random requires recorded calls", "--dir")),
+        ((*SHAPE, "--versus-random"), ("--versus-random requires recorded calls", "--dir")),
+        (("--dir", "x", "--mask", "window"), ("--mask is for random calls", "--random")),
+        ((*SHAPE, "--scale", "0"), ("--scale: must be a finite number greater than 0",)),
         ((*SHAPE, "--keep", "0.1"), ("--keep requires one of triton-sparse-decode", "--kernels")),
         (
             (*SHAPE, "--page-size", "8", "--kernels", "flex"),
@@ -192,22 +195,34 @@ def test_recorded_calls_against_the_models_own_backend(run_cli: RunCli, recorded
     assert all(row["accuracy"]["captured"] for row in found)
 
 
+SUFFIXES = ("", "-random", "-matched")
+
+
 def test_random_values_beside_recorded_ones(run_cli: RunCli, recorded: Path) -> None:
     arguments = ("--dir", str(recorded), *QUICK, "--kernels", "torch-flash", "--seed", "9")
-    arguments = (*arguments, "--also-random")
+    arguments = (*arguments, "--versus-random")
     code, out, _ = run_cli(*arguments, "--json=-")
     assert code == 0
     found = [row for row in rows(out) if row["kernel"] == "torch-flash"]
-    names = [f"model-{index:06d}{suffix}" for index in range(3) for suffix in ("", "-random")]
+    names = [f"model-{index:06d}{suffix}" for index in range(3) for suffix in SUFFIXES]
     assert [row["call"]["name"] for row in found] == names
-    for real, random in zip(found[::2], found[1::2], strict=True):
+    for real, random in zip(found[::3], found[1::3], strict=True):
         assert real["call"]["shape"] == random["call"]["shape"]
         assert real["call"]["module"] == random["call"]["module"]
         assert random["call"]["weights"].startswith("none: random values")
         assert real["accuracy"]["reference"]["rmse"] != random["accuracy"]["reference"]["rmse"]
         assert random["accuracy"]["captured"] is None
     table = run_cli(*arguments)[1]
-    assert table.count("weights: none: random values") == 1
+    assert table.count("weights: none: random values") == 2
+    summary = table.partition("recorded against random inputs")[2]
+    (line,) = [line for line in summary.splitlines() if line.startswith("torch-flash")]
+    own, *multiples = (float(cell.rstrip("×")) for cell in line.split()[4:])
+    real, random, matched = (
+        statistics.median(row["accuracy"]["reference"]["relative_l1"] for row in found[at::3])
+        for at in range(3)
+    )
+    assert own == pytest.approx(real, rel=0.1)
+    assert multiples == [pytest.approx(each / real, abs=0.011) for each in (random, matched)]
 
 
 def test_options_are_in_the_kernels_name(run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,8 @@ from dataclasses import astuple, replace
 import pytest
 import torch
 
-from capture.call import AttentionCall, Origin
 from replay.cli.arguments import SUITES as SUITE_NAMES
-from replay.workloads.random_calls import SUITES, ShapeError, Spec, suite, twin, workloads
-from replay.workloads.recorded import Workload
+from replay.workloads.random_calls import SUITES, ShapeError, Spec, suite, workloads
 
 CPU = torch.device("cpu")
 SMALL = Spec(1, 4, 2, 5, 7, 8, 16)
@@ -110,36 +108,3 @@ def test_a_seed_reproduces_and_every_call_differs() -> None:
 def test_sizes_that_no_call_can_have(changed: dict[str, int], sentence: str) -> None:
     with pytest.raises(ShapeError, match=sentence):
         replace(SMALL, **changed)  # type: ignore[arg-type]
-
-
-def test_a_twin_has_everything_of_a_call_but_its_values() -> None:
-    fused = torch.randn(2, 9, 4, 3, 8).to(torch.bfloat16)
-    query, key, value = (fused[:, :, :, part].transpose(1, 2) for part in range(3))
-    key = key[:, :1].expand(2, 4, 9, 8)
-    mask = torch.rand(2, 1, 1, 9) > 0.5
-    origin = Origin(
-        model="model", weights="a checkpoint", module="layers.3", step=7, phase="decode"
-    )
-    call = AttentionCall(query, key, value, mask, query.clone(), scale=0.3, origin=origin)
-    recorded = Workload("call", lambda device: call)
-    found = twin(recorded, 5).load(CPU)
-    for name in ("query", "key", "value"):
-        one, other = getattr(call, name), getattr(found, name)
-        assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
-        assert not torch.equal(one, other)
-        assert 0.7 < float(other.float().std()) < 1.3
-    assert found.attn_mask is mask
-    assert (found.scale, found.is_causal, found.output) == (0.3, False, None)
-    assert found.origin == replace(origin, weights="none: random values, standard normal")
-    assert torch.equal(found.query, twin(recorded, 5).load(CPU).query)
-    assert not torch.equal(found.query, twin(recorded, 6).load(CPU).query)
-    assert twin(recorded, 5).name == "call-random"
-
-
-def test_a_twin_s_value_is_part_of_the_key_where_the_call_s_is() -> None:
-    key = torch.randn(1, 1, 9, 24)
-    call = AttentionCall(torch.randn(1, 4, 2, 24), key, key[..., :16])
-    found = twin(Workload("call", lambda device: call), 5).load(CPU)
-    assert found.value_is_in_key
-    assert found.value.shape == call.value.shape
-    assert not torch.equal(found.key, call.key)

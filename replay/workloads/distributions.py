@@ -1,0 +1,184 @@
+"""Values of synthetic calls: what real ones are known to do to kernels, and normal ones do not.
+
+Each starts from standard normal values, so that a seed decides all of them. `L` below is a score
+before the softmax, and u a direction, of length 1, that a key/value head's queries have in common.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Values(NamedTuple):
+    """Query (B, Hq, Sq, D), key (B, Hkv, Sk, D) and value (B, Hkv, Sk, Dv) in float32."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+    @property
+    def groups(self) -> int:
+        """Query heads per key/value head."""
+        return self.query.shape[1] // self.key.shape[1]
+
+    def directed(self, scores: Tensor, scale: float) -> Values:
+        """Add `scores` (Sk,), in expectation, to what every query scores against each key.
+
+        Queries get a common part, keys a multiple of its direction. One of √(most / scale) for
+        both keeps the two equally far from the rest of the values.
+        """
+        most = scores.abs().max()
+        length = (most / scale).sqrt()
+        shares = scores / most.clamp(min=torch.finfo(scores.dtype).tiny)
+        one = torch.ones_like(self.key[:, :, :1]) / math.sqrt(self.key.shape[-1])
+        query = self.query + length * one.repeat_interleave(self.groups, dim=1)
+        key = _without(self.key, one) + (shares * length)[:, None] * one
+        return self._replace(query=query, key=key)
+
+
+class Distribution(NamedTuple):
+    """A kind of values."""
+
+    apply: Callable[[Values, float], Values]
+    """From standard normal values and the softmax's scale."""
+    provokes: str
+    """What it does to a kernel, and where it was seen."""
+
+
+OUTLIERS = 4
+OUTLIER_SIZE = 20.0
+SINK = 12.0
+SINK_VALUE = 0.1
+STAIRCASE = 60.0
+SMOOTHNESS = 0.9
+NEGLIGIBLE = 1e-6
+
+
+def _without(values: Tensor, direction: Tensor) -> Tensor:
+    """The part of values (…, S, D) that is at right angles to a direction (…, 1, D)."""
+    return values - (values * direction).sum(-1, keepdim=True) * direction
+
+
+def _normal(values: Values, scale: float) -> Values:
+    return values
+
+
+def _uniform(values: Values, scale: float) -> Values:
+    """On [0, 1): each value's place in the normal distribution."""
+    return Values(*(torch.special.ndtr(each) for each in values))
+
+
+def _outlier_channels(values: Values, scale: float) -> Values:
+    """The same few channels of K are far from 0 for every token; Q's are small there."""
+    channels = torch.linspace(0, values.key.shape[-1] - 1, OUTLIERS).round().long()
+    key, query = values.key.clone(), values.query.clone()
+    key[..., channels] = key[..., channels] + OUTLIER_SIZE
+    query[..., channels] = query[..., channels] / OUTLIER_SIZE
+    return values._replace(query=query, key=key)
+
+
+def _sink_at(values: Values, scale: float, place: int) -> Values:
+    scores = torch.zeros(values.key.shape[2], device=values.key.device)
+    scores[place] = SINK
+    found = values.directed(scores, scale)
+    value = found.value.clone()
+    value[:, :, place] *= SINK_VALUE
+    return found._replace(value=value)
+
+
+def _sink(values: Values, scale: float) -> Values:
+    return _sink_at(values, scale, 0)
+
+
+def _late_sink(values: Values, scale: float) -> Values:
+    return _sink_at(values, scale, -1)
+
+
+def _staircase(values: Values, scale: float) -> Values:
+    count, device = values.key.shape[2], values.key.device
+    return values.directed(torch.linspace(0, STAIRCASE, count, device=device), scale)
+
+
+def _underflow(values: Values, scale: float) -> Values:
+    """Key 0 weighs as much as all others together, L = ln(Sk - 1) above them."""
+    count = values.key.shape[2]
+    small = values._replace(query=values.query / 4, key=values.key / 4)
+    scores = torch.zeros(count, device=values.key.device)
+    scores[0] = math.log(max(count - 1, 1))
+    return small.directed(scores, scale)
+
+
+def _model_like(values: Values, scale: float) -> Values:
+    """Neighbouring tokens are alike, channels differ in size, K has a mean, token 0 is a sink."""
+    query, key, value = (_smooth(each) for each in values)
+    dim = key.shape[-1]
+    sizes = torch.exp(torch.linspace(-1.0, 1.0, dim, device=key.device))
+    offset = torch.linspace(-2.0, 2.0, dim, device=key.device)
+    shaped = Values(query / sizes, key * sizes + offset, value)
+    scores = torch.zeros(key.shape[2], device=key.device)
+    scores[0] = SINK / 2
+    return shaped.directed(scores, scale)
+
+
+def _smooth(values: Tensor) -> Tensor:
+    """An autoregressive sequence of order 1 over tokens, of variance 1.
+
+    Summed by doubling: (1 + az)(1 + a²z²)(1 + a⁴z⁴)… is the series of all powers of az.
+    """
+    found = values * math.sqrt(1 - SMOOTHNESS**2)
+    found[:, :, 0] = values[:, :, 0]
+    shift, count = 1, values.shape[2]
+    while shift < count and SMOOTHNESS**shift > NEGLIGIBLE:
+        found[:, :, shift:] = found[:, :, shift:] + SMOOTHNESS**shift * found[:, :, :-shift]
+        shift *= 2
+    return found
+
+
+DISTRIBUTIONS: dict[str, Distribution] = {
+    "normal": Distribution(
+        _normal,
+        "standard normal, independent: what most microbenchmarks use; nothing stands out, which "
+        "flatters 8-bit kernels",
+    ),
+    "uniform": Distribution(
+        _uniform,
+        "on [0, 1), as torch.rand draws: all scores are large and alike, so that attention is a "
+        "mean of V and errors in the softmax hardly show",
+    ),
+    "outlier-channels": Distribution(
+        _outlier_channels,
+        "a few channels of K are 20 deviations from 0 for every token: they take the range of an "
+        "8-bit scale unless K is smoothed, as SageAttention and KIVI found in trained models",
+    ),
+    "sink": Distribution(
+        _sink,
+        "the first key draws most of the weight and has a small value, as in language "
+        "models (StreamingLLM): what is left to the others lies in the last bits",
+    ),
+    "late-sink": Distribution(
+        _late_sink,
+        "the same at the last key: the largest score comes in the last tile, and a kernel that "
+        "rescales wrongly loses all that came before; it turned videos black",
+    ),
+    "staircase": Distribution(
+        _staircase,
+        "scores rise along the keys by 60: every tile has a new maximum, the most rescaling there "
+        "can be, also where small steps are skipped (FlashAttention 4)",
+    ),
+    "underflow": Distribution(
+        _underflow,
+        "one key weighs as much as all others together: half of the output is made of weights "
+        "that 8-bit types round to 0",
+    ),
+    "model-like": Distribution(
+        _model_like,
+        "neighbouring tokens alike, channels of different size, K with a mean, a mild sink: the "
+        "structure that trained models have and normal values lack (docs/accuracy.md)",
+    ),
+}
+"""By the name that `--distribution` takes."""

@@ -1,0 +1,132 @@
+"""Values of synthetic calls: what each distribution promises of the attention it makes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from replay.cli import arguments
+from replay.workloads.distributions import DISTRIBUTIONS
+from replay.workloads.random_calls import Spec
+from replay.workloads.random_masks import MASKS
+
+SPEC = Spec(2, 4, 2, 64, 512, 64, 32, dtype=torch.float32)
+
+
+def weights(name: str, **changes: object) -> tuple[Tensor, Tensor]:
+    """Attention weights (B, Hq, Sq, Sk) of a call, and its scores."""
+    spec = Spec(**{**vars(SPEC), "distribution": name, **changes})
+    call = spec.call("cpu", torch.Generator().manual_seed(3))
+    key = call.key.repeat_interleave(2, dim=1)
+    scores = call.query @ key.mT * call.softmax_scale
+    return scores.softmax(-1), scores
+
+
+def test_the_command_knows_them_all() -> None:
+    assert tuple(DISTRIBUTIONS) == arguments.DISTRIBUTIONS
+    assert {*MASKS, "causal"} == set(arguments.MASKS)
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_a_seed_decides_all_values(name: str) -> None:
+    spec = Spec(**{**vars(SPEC), "distribution": name})
+    one, same, other = (spec.call("cpu", torch.Generator().manual_seed(seed)) for seed in (5, 5, 6))
+    assert torch.equal(one.key, same.key)
+    assert not torch.equal(one.key, other.key)
+    assert all(bool(each.isfinite().all()) for each in (one.query, one.key, one.value))
+    assert one.origin.weights == (
+        "none: random values, standard normal"
+        if name == "normal"
+        else f"none: random values, {name}"
+    )
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize("kv_len", [1, 2])
+def test_hardly_any_keys(name: str, kv_len: int) -> None:
+    found, _ = weights(name, kv_len=kv_len)
+    assert bool(found.isfinite().all())
+
+
+def test_uniform_values() -> None:
+    spec = Spec(**{**vars(SPEC), "distribution": "uniform"})
+    key = spec.call("cpu", torch.Generator().manual_seed(0)).key
+    assert 0 <= float(key.min()) < 0.01
+    assert 0.99 < float(key.max()) <= 1
+    assert float(key.mean()) == pytest.approx(0.5, abs=0.02)
+
+
+def test_outlier_channels_take_the_range_and_change_little_else() -> None:
+    spec = Spec(**{**vars(SPEC), "distribution": "outlier-channels"})
+    means = spec.call("cpu", torch.Generator().manual_seed(0)).key.mean((0, 1, 2)).abs()
+    assert int((means > 15).sum()) == 4
+    assert int((means < 0.5).sum()) == 60
+    found, _ = weights("outlier-channels")
+    assert float(found.amax(-1).mean()) < 0.1
+
+
+@pytest.mark.parametrize(("name", "place"), [("sink", 0), ("late-sink", -1)])
+@pytest.mark.parametrize("scale", [None, 0.01])
+def test_a_sink_draws_most_of_the_weight(name: str, place: int, scale: float | None) -> None:
+    found, _ = weights(name, scale=scale)
+    assert float(found[..., place].mean()) > 0.5
+    spec = Spec(**{**vars(SPEC), "distribution": name})
+    value = spec.call("cpu", torch.Generator().manual_seed(0)).value
+    assert float(value[:, :, place].std()) < 0.2 * float(value.std())
+
+
+def test_a_staircase_has_a_new_maximum_in_every_tile() -> None:
+    _, scores = weights("staircase")
+    maxima = scores.unflatten(-1, (8, 64)).amax(-1).mean((0, 1, 2))
+    assert bool((maxima.diff() > 4).all())
+
+
+def test_half_of_the_weight_lies_below_what_8_bits_hold() -> None:
+    found, _ = weights("underflow")
+    largest = found.amax(-1, keepdim=True)
+    small = found.where(
+        found < largest * 2**-6, 0.0
+    )  # what E4M3 holds to three digits, scaled to 1
+    assert float(small.sum(-1).mean()) == pytest.approx(0.5, abs=0.1)
+
+
+def test_neighbours_are_alike_and_have_the_same_size() -> None:
+    spec = Spec(**{**vars(SPEC), "distribution": "model-like", "batch": 8})
+    value = spec.call("cpu", torch.Generator().manual_seed(0)).value
+    neighbours = (value[:, :, 1:] * value[:, :, :-1]).mean() / value.square().mean()
+    assert float(neighbours) == pytest.approx(0.9, abs=0.03)
+    assert float(value[:, :, :8].std()) == pytest.approx(float(value[:, :, -8:].std()), rel=0.15)
+
+
+@pytest.mark.parametrize("name", ["padding", "window", "random"])
+def test_every_query_sees_a_key_and_misses_some(name: str) -> None:
+    spec = Spec(**{**vars(SPEC), "mask": name})
+    call = spec.call("cpu", torch.Generator().manual_seed(1))
+    assert call.attn_mask is not None
+    assert call.attn_mask.dtype == torch.bool
+    seen = call.attn_mask.expand(2, 1, 64, 512).sum(-1)
+    assert 0 < int(seen.min()) <= int(seen.max()) <= 512
+    assert int(seen.sum()) < seen.numel() * 512
+
+
+def test_a_window_with_more_queries_than_keys() -> None:
+    spec = Spec(**{**vars(SPEC), "mask": "window", "q_len": 600, "kv_len": 20})
+    mask = spec.call("cpu").attn_mask
+    assert mask is not None
+    assert int(mask.sum(-1).min()) > 0
+
+
+def test_a_scale_is_the_calls() -> None:
+    call = Spec(**{**vars(SPEC), "scale": 0.5}).call("cpu")
+    assert (call.scale, call.softmax_scale) == (0.5, 0.5)
+    assert SPEC.call("cpu").softmax_scale == pytest.approx(1 / math.sqrt(64))
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_sizes_can_be_known_without_values(name: str) -> None:
+    call = Spec(**{**vars(SPEC), "distribution": name, "mask": "padding"}).call("meta")
+    assert call.query.is_meta
+    assert call.shape == SPEC.call("meta").shape
