@@ -111,8 +111,6 @@ def rows(figures: st.SearchStrategy[float]) -> st.SearchStrategy[Row]:
         layer_host_ms=st.none() | times,
         **dict.fromkeys(("first_call_ms", "host_ms", "tflops", "gb_per_s"), optional),
         flop_per_byte=optional,
-        roof=st.none() | st.builds(Roof, finite, finite),
-        roof_share=optional,
         speedup=st.none()
         | st.builds(SpeedupOver, finite, optional, optional, verdicts, reasons, words),
         kept=optional,
