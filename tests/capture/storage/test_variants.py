@@ -161,3 +161,14 @@ def test_a_value_beside_the_one_in_the_key_is_refused() -> None:
 def stored(call: AttentionCall) -> dict[str, torch.Tensor]:
     """With four dimensions, the value too."""
     return {name: each[(None,) * (4 - each.ndim)] for name, each in call.tensors().items()}
+
+
+def test_a_huge_output_of_no_keys_is_refused(tmp_path: Path) -> None:
+    """An expanded value without keys has no memory, and its output would take 8 TB."""
+    empty = normal(1, 1, 0, 1)
+    call = AttentionCall(
+        normal(1, 1, 1, 1).expand(1, 1, 2**20, 1), empty, empty.expand(1, 1, 0, 2**21)
+    )
+    path = write(call, tmp_path)
+    with pytest.raises(DatasetError, match=r"its tensors take \d+ bytes"):
+        FileEntry.read(path)

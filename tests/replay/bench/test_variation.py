@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from capture.call import AttentionCall
+from replay.accuracy.reference import attention
 from replay.bench.variation import Flip, Variation, Walk, some_rows
 from tests.factories import random_call
+from tests.variant_calls import paged_call
 
 CALLS: dict[str, Callable[[], AttentionCall]] = {
     "plain": lambda: random_call(q_len=40, kv_len=40),
@@ -117,3 +120,28 @@ def test_a_walk_turns_back_after_all_its_steps() -> None:
         walk.step()
         assert torch.equal(call.value, value) == (number % 8 == 0)
     assert torch.equal(call.key, key)
+
+
+@pytest.mark.parametrize("shares_value", [False, True])
+def test_a_flip_reaches_the_rows_that_are_judged_wherever_their_pages_lie(
+    shares_value: bool,
+) -> None:
+    call = paged_call([40, 70, 20], 16, q_heads=4, kv_heads=2, head_dim=24)
+    if shares_value:
+        call = replace(call, value=call.key[..., :16])
+    before = attention(call)
+    for number in range(20):
+        flip = Flip(call, 0, number)
+        flip.apply()
+        rows = flip.changed.of(before)
+        moved = torch.linalg.vector_norm(
+            attention(call)[flip.changed.on(call.device)] - rows, dim=1
+        )
+        assert (moved > 0.05 * torch.linalg.vector_norm(rows, dim=1)).all()
+        flip.apply()
+    assert torch.equal(attention(call), before)
+    walk = Walk(call, 0, 5)
+    walk.apply()
+    assert not torch.allclose(attention(call), before)
+    walk.apply()
+    assert torch.equal(attention(call), before)
