@@ -33,6 +33,7 @@ EXAMPLES = """examples:
   capture --model my_model.py:build                     your function: returns (module, run)
   capture --model llama --phase decode --heads 0-3      part of each call of one phase
   capture --show captured_inputs                        list what was recorded
+  capture --show captured_inputs --stats                what makes its values hard for a kernel
   capture --verify captured_inputs                      check the files and recompute the outputs
 
 then: replay --dir captured_inputs --metric all
@@ -142,6 +143,11 @@ def _parser() -> argparse.ArgumentParser:
 
     inspect = parser.add_argument_group("inspect a recording")
     inspect.add_argument("--show", metavar="DIR", help="list what DIR contains")
+    inspect.add_argument(
+        "--stats",
+        action="store_true",
+        help="with --show: outlier channels of K and structure of the attention, layer by layer",
+    )
     inspect.add_argument("--verify", metavar="DIR", help="check files and recompute outputs")
     inspect.add_argument("--repair", metavar="DIR", help="finish what a killed capture left in DIR")
     add_verbosity(parser)
@@ -157,7 +163,9 @@ def _dispatch(arguments: argparse.Namespace, parser: argparse.ArgumentParser) ->
     if len(jobs) > 1:
         parser.error(f"{' and '.join(jobs)} are different jobs: give one of them")
     if arguments.show:
-        return _show(arguments.show)
+        return _show(arguments.show, arguments.stats)
+    if arguments.stats:
+        parser.error("--stats is about a recording: give --show DIR too")
     if arguments.verify:
         return _verify(arguments.verify, quiet=arguments.quiet)
     if arguments.repair:
@@ -274,13 +282,16 @@ def _run_with_progress(runnable: Any, recording: Recording, console: Any) -> Non
         runnable.run()
 
 
-def _show(directory: str) -> int:
+def _show(directory: str, stats: bool) -> int:
     from rich.console import Console
 
-    from capture.cli.show import show
+    from capture.cli.show import show, show_statistics
     from capture.storage.dataset import load
 
-    show(load(directory), Console())
+    dataset, console = load(directory), Console()
+    show(dataset, console)
+    if stats:
+        show_statistics(dataset, console)
     return 0
 
 

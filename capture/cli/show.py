@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
+import re
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from capture.call_statistics import CallStatistics, call_statistics, mean
 from capture.cli.verify import Finding
+from capture.errors import DatasetError
 from capture.printable import printable
 from capture.storage.call_file import FileEntry
 from capture.storage.capture_record import CaptureRecord
@@ -29,6 +33,54 @@ def show(dataset: Dataset, console: Console) -> None:
             console.print("\n", _text(kind, "cyan"), sep="")
             console.print(_calls(alike))
         console.print()
+
+
+STATISTICS = (
+    "outliers: channels of K of over 4 times the size of the head's median channel, in the head "
+    "that has most · K mean/dev.: what smoothing K removes, in units of what remains · entropy: of "
+    "the attention weights, 1 is uniform · largest: weight of a query · top 1 %: weight of the "
+    "heaviest keys · of queries that see at least 16 keys"
+)
+
+
+def show_statistics(dataset: Dataset, console: Console) -> None:
+    """Print, for each layer in each phase, what makes its calls hard for a kernel."""
+    found: dict[tuple[str, str], dict[str, list[CallStatistics]]] = {}
+    with Console(stderr=True).status("") as status:
+        for number, entry in enumerate(dataset.entries, start=1):
+            status.update(Text(f"call {number} of {len(dataset.entries)}"))
+            origin = entry.origin
+            try:
+                statistics = call_statistics(entry.load())
+            except DatasetError as error:
+                console.print(_text(f"note: {error}", "yellow"))
+                continue
+            layers = found.setdefault((origin.model, origin.phase), {})
+            layers.setdefault(origin.module, []).append(statistics)
+    for (model, phase), layers in found.items():
+        console.print(_text(model, "bold") + _text(f" · {phase}"))
+        table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+        table.add_column("module", overflow="fold")
+        for heading in ("calls", "outliers", "K mean/dev.", "entropy", "largest", "top 1 %"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for module in sorted(layers, key=_natural):
+            calls = layers[module]
+            each = mean(calls)
+            figures = (each.key_offset, each.entropy, each.largest, each.top_mass)
+            shown = ("-" if math.isnan(figure) else f"{figure:.3f}" for figure in figures)
+            table.add_row(
+                _text(module or "-"), str(len(calls)), f"{each.outlier_channels:.0f}", *shown
+            )
+        console.print(table)
+        console.print()
+    console.print(Text(STATISTICS, style="dim"))
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """A key that sorts `layers.2` before `layers.10`."""
+    return [
+        (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)
+    ]
 
 
 def _calls(entries: list[FileEntry]) -> Table:

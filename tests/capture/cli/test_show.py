@@ -12,7 +12,8 @@ from rich.console import Console
 from torch import Tensor
 
 from capture import load
-from capture.cli.show import show
+from capture.cli.main import main
+from capture.cli.show import show, show_statistics
 from capture.storage.call_file import PackedCall
 from tests.factories import normal, random_call
 from tests.variant_calls import paged_call
@@ -44,3 +45,29 @@ def test_pages_and_a_value_in_the_key_in_words(tmp_path: Path) -> None:
     show(load(tmp_path), Console(file=file, width=200))
     said = "seqused_k, 14 pages of 16, value = 16 columns of key · query and key BHSD"
     assert said in file.getvalue()
+
+
+def test_statistics_by_layer(tmp_path: Path) -> None:
+    for index, module in enumerate(["layers.10", "layers.2", "layers.2", "[red]x"]):
+        call = random_call(q_len=64, kv_len=64)
+        call = replace(call, query=call.query * 0) if module == "[red]x" else call
+        origin = replace(call.origin, model="model", module=module, phase="prefill")
+        PackedCall.of(replace(call, origin=origin)).write(tmp_path / f"m-{index}.safetensors")
+    dataset = load(tmp_path)
+    broken = tmp_path / "m-0.safetensors"
+    broken.write_bytes(broken.read_bytes()[:-8])
+    file = io.StringIO()
+    show_statistics(dataset, Console(file=file, width=80))
+    note, *lines = file.getvalue().splitlines()
+    assert note.startswith("note: ")
+    assert "m-0.safetensors" in note.replace("\n", "")
+    table = [line.split() for line in lines if line.startswith(("layers", "[red]"))]
+    assert [(line[0], line[1]) for line in table] == [("[red]x", "1"), ("layers.2", "2")]
+    assert table[0][4:] == ["1.000", "0.016", "0.016"]
+
+
+def test_statistics_are_about_a_recording(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--model", "llama", "--stats"])
+    assert stopped.value.code == 2
+    assert "give --show DIR too" in capsys.readouterr().err
