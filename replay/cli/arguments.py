@@ -40,6 +40,7 @@ EXAMPLES = """examples:
   replay --random -hq 32 -hk 8 -sq 1 -sk 8192 -d 128    one decoded token, grouped heads
   replay --suite llama                                  a published list of shapes
   replay --dir captured_inputs --kernels 'torch-*,my_file.py:my_attention'
+  replay --dir captured_inputs --call llama-000007 --kernels torch-flash,triton-decode
   replay --dir captured_inputs --versus-random          how far do random inputs mislead?
   replay --random -sq 4096 --distribution sink --mask padding
   replay --dir captured_inputs --env fa4=/opt/fa4/bin/python
@@ -73,6 +74,9 @@ def parser() -> argparse.ArgumentParser:
     source.add_argument("--list-kernels", action="store_true", help="list kernels and exit")
     source.add_argument(
         "--selftest", action="store_true", help="check that this machine measures right, and exit"
+    )
+    what.add_argument(
+        "--call", metavar="A,B,'GLOB*'", help="of --dir, only the calls of these names"
     )
     what.add_argument("--kernels", metavar="A,B,'GLOB*'", help="default: a few; all for every one")
     what.add_argument(

@@ -60,6 +60,8 @@ def misuse(arguments: argparse.Namespace) -> str:
         return ""
     if not arguments.dir:
         return "--e2e and --plan require a recording: give --dir DIR"
+    if arguments.call is not None:
+        return "--e2e and --plan require all calls of a recording: leave out --call"
     if arguments.versus_random:
         return "--e2e and --plan do not combine with --versus-random: leave it out"
     if arguments.baseline_kernel is not None:

@@ -91,6 +91,8 @@ def _dispatch(arguments: argparse.Namespace) -> int:
                 raise UsageError(f"--{name} is for random calls: give --random or --suite NAME")
     if arguments.versus_random and not arguments.dir:
         raise UsageError("--versus-random requires recorded calls: give --dir DIR")
+    if arguments.call is not None and not arguments.dir:
+        raise UsageError("--call chooses recorded calls: give --dir DIR")
     if arguments.resume and arguments.json in (None, "-"):
         raise UsageError("--resume requires a file to continue: give --json FILE")
     wrong = misuse(arguments) or comparison_arguments.misuse(arguments)
@@ -503,11 +505,13 @@ def _workloads(
 ) -> tuple[list[Workload], str]:
     from replay.bench.feasibility import check_size
     from replay.workloads import random_calls
-    from replay.workloads.recorded import from_directory
+    from replay.workloads.recorded import chosen, from_directory
     from replay.workloads.twins import with_twins
 
     if arguments.dir:
         recorded, note = from_directory(arguments.dir)
+        if arguments.call is not None:
+            recorded = chosen(recorded, arguments.call)
         if arguments.versus_random:
             return with_twins(recorded, arguments.seed), note
         return recorded, note

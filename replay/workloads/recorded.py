@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,24 @@ def from_directory(directory: str | Path) -> tuple[list[Workload], str]:
     dataset = Dataset.open(directory)
     calls = [recorded_call(entry) for entry in dataset.entries]
     return [*calls, *map(damaged_file, dataset.damaged)], dataset.note
+
+
+def chosen(workloads: Sequence[Workload], patterns: str) -> list[Workload]:
+    """Return the calls that any of some comma-separated names or globs matches, in their order.
+
+    Raises:
+        DatasetError: a pattern matches none.
+    """
+    names = [workload.name for workload in workloads]
+    found: set[str] = set()
+    for pattern in [patterns] if patterns in names else patterns.split(","):
+        matching = [name for name in names if fnmatch.fnmatchcase(name, pattern.strip())]
+        if not matching:
+            near = difflib.get_close_matches(pattern, names, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"the first is {names[0]}"
+            raise DatasetError(f"no call {pattern.strip()!r} was recorded: {hint}")
+        found.update(matching)
+    return [workload for workload in workloads if workload.name in found]
 
 
 def recorded_call(entry: FileEntry) -> Workload:

@@ -90,6 +90,7 @@ def test_random_shape(run_cli: RunCli) -> None:
         ((*SHAPE, "--cache", "cold"), ("--cache cold requires a GPU",)),
         (("--random", "-hq", "6", "-hk", "4"), ("-hq 6 is not a multiple of -hk 4",)),
         (("--random", "-sq", "0"), ("-sq: must be an integer of at least 1",)),
+        ((*SHAPE, "--call", "x"), ("--call chooses recorded calls", "--dir")),
         ((*SHAPE, "--versus-random"), ("--versus-random requires recorded calls", "--dir")),
         (("--dir", "x", "--mask", "window"), ("--mask is for random calls", "--random")),
         ((*SHAPE, "--scale", "0"), ("--scale: must be a finite number greater than 0",)),
@@ -193,6 +194,29 @@ def test_recorded_calls_against_the_models_own_backend(run_cli: RunCli, recorded
     assert {row["kernel"] for row in found} == {"torch-flash", "torch-math"}
     assert {row["speedup"]["vs"] for row in found if row["speedup"]} == {"torch-math"}
     assert all(row["accuracy"]["captured"] for row in found)
+
+
+@pytest.mark.parametrize(
+    ("given", "replayed"),
+    [
+        ("model-000001", [1]),
+        ("model-00000[02]", [0, 2]),
+        ("model-000002, model-000000", [0, 2]),
+        ("*", [0, 1, 2]),
+    ],
+)
+def test_chosen_calls(run_cli: RunCli, recorded: Path, given: str, replayed: list[int]) -> None:
+    arguments = ("--dir", str(recorded), *QUICK, "--kernels", "torch-math", "--json=-")
+    code, out, _ = run_cli(*arguments, "--call", given)
+    assert code == 0
+    names = dict.fromkeys(row["call"]["name"] for row in rows(out))
+    assert list(names) == [f"model-{index:06d}" for index in replayed]
+
+
+def test_a_call_that_was_not_recorded(run_cli: RunCli, recorded: Path) -> None:
+    code, out, err = run_cli("--dir", str(recorded), *QUICK, "--call", "model-000001,modle-000002")
+    assert (code, out) == (2, "")
+    assert "no call 'modle-000002' was recorded: did you mean model-000002?" in err
 
 
 SUFFIXES = ("", "-random", "-matched")

@@ -62,6 +62,7 @@ PLAN = ("--dir", "recorded", "--plan", "plan.json")
     [
         (("--random", "--e2e"), "--e2e and --plan require a recording: give --dir DIR"),
         ((*E2E, "--in-process"), "leave out --in-process"),
+        ((*E2E, "--call", "x"), "--e2e and --plan require all calls of a recording: leave out"),
         ((*E2E, "--versus-random"), "--e2e and --plan do not combine with --versus-random"),
         ((*E2E, "--baseline-kernel", "torch-math"), "leave out --baseline-kernel"),
         ((*E2E, "--text", "none.txt"), "--text requires a language model"),
