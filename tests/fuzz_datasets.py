@@ -10,6 +10,7 @@ with the seed and number that make it again: `--seed 7 --first 123 --count 1`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import io
 import json
@@ -138,7 +139,8 @@ def harm(directory: Path, chance: Random) -> str:
     name = chance.choice(list(HARMS))
     files = sorted(filter(is_small_file, directory.iterdir()))
     if files:
-        HARMS[name](directory, chance.choice(files), chance)
+        with contextlib.suppress(RecursionError):  # of ours, in what an earlier harm made deep
+            HARMS[name](directory, chance.choice(files), chance)
     return name
 
 
