@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
         RowsError: a file cannot be read.
     """
     arguments = parser().parse_args(argv)
-    if wrong := _twice(arguments) or shared_file(arguments, (), WRITTEN):
+    if wrong := _twice(arguments) or shared_file(arguments, ("spread",), WRITTEN):
         raise UsageError(wrong)
     conditions = read_conditions(arguments.fail_on)
     after = [_read(name) for name in arguments.after]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -55,6 +56,8 @@ def run(argv: Sequence[str]) -> int:
     if arguments.out is None and arguments.plot is None:
         raise ReportError("nothing to write: give -o FILE for a report, --plot DIR for charts")
     if arguments.out is not None:
+        if arguments.out.resolve() in [path.resolve() for path in _read_files(arguments)]:
+            raise ReportError(f"-o would overwrite {arguments.out}: name another file")
         check_place(arguments.out)
     plots = None if arguments.plot is None else check_directory(arguments.plot)
     if arguments.outputs is not None and arguments.e2e_json is None:
@@ -77,6 +80,10 @@ def run(argv: Sequence[str]) -> int:
         sentence = "ends within a row: its replay was interrupted"
         print(f"replay: {printable(str(arguments.rows))} {sentence}", file=sys.stderr)
     return 0
+
+
+def _read_files(arguments: argparse.Namespace) -> list[Path]:
+    return [path for path in (arguments.rows, arguments.e2e_json) if path is not None]
 
 
 def check_place(out: Path) -> None:

@@ -49,7 +49,7 @@ def row_from_json(data: dict[str, Any]) -> Row:
         KeyError, TypeError, AttributeError: it is no row.
     """
     schema = data.get("schema", 1)
-    if schema != SCHEMA and "kernel" in data:
+    if schema != SCHEMA and {"kernel", "call"} <= data.keys():
         raise OtherSchema(f"rows of version {schema}, and this is version {SCHEMA}")
     return rebuilt(Row, {name: value for name, value in data.items() if name != "schema"})
 

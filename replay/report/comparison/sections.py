@@ -101,7 +101,8 @@ def _answer(comparison: Comparison) -> str:
         each.speed is not None and each.speed.verdict == "ambiguous" for each in comparison.pairs
     )
     if open_rows:
-        return f"nothing changed that can be told from noise ({open_rows} rows are ambiguous)"
+        ambiguous = "1 row is ambiguous" if open_rows == 1 else f"{open_rows} rows are ambiguous"
+        return f"nothing changed that can be told from noise ({ambiguous})"
     return "nothing changed"
 
 

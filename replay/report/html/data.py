@@ -180,7 +180,7 @@ def _field(row: Row) -> list[str] | None:
     Larger fields are pooled: a cell is the worst of those that it stands for.
     """
     where = None if row.accuracy is None else row.accuracy.where
-    if where is None or not where.relative_l1:
+    if where is None or not any(where.relative_l1):
         return None
     errors = torch.tensor(where.relative_l1).nan_to_num(nan=math.inf, posinf=math.inf)
     sizes = [min(most, size) for most, size in zip(FIELD, errors.shape, strict=True)]

@@ -323,7 +323,7 @@ async function drawModels() {
       block.append(element("div", undefined, { class: "chart", id }));
       await draw(id, modelChart(span, spans.filter((each) => each.span === span)), "");
     }
-    block.append(table(["kernel", "answered", "fell back", "output", "status", "reason"], kernels));
+    block.append(table(`What became of each kernel in ${name}`, ["kernel", "answered", "fell back", "output", "status", "reason"], kernels));
     const outputs = data.outputs[name] ?? [];
     if (!outputs.length) continue;
     block.append(element("h3", "Outputs"));
@@ -333,7 +333,7 @@ async function drawModels() {
       const figure = element("figure");
       figure.append(element("figcaption", kernel));
       for (const [at, src] of pictures.entries()) figure.append(element("img", undefined, { src, alt: `picture ${at + 1} with ${kernel}` }));
-      if (text !== null) figure.append(element("pre", text, { tabindex: "0" }));
+      if (text !== null) figure.append(element("pre", text, { tabindex: "0", role: "region", "aria-label": `text with ${kernel}` }));
       grid.append(figure);
     }
     block.append(grid);
@@ -361,7 +361,7 @@ function modelChart(span, lines) {
   };
 }
 
-function table(headings, lines) {
+function table(label, headings, lines) {
   const made = element("table");
   const head = element("tr");
   headings.forEach((heading) => head.append(element("th", heading, { scope: "col" })));
@@ -372,7 +372,7 @@ function table(headings, lines) {
     headings.forEach((heading) => row.append(element("td", line[heading] ?? "", { class: typeof line[heading] === "number" ? "number" : "text", title: String(line[heading] ?? "") })));
     made.tBodies[0].append(row);
   }
-  const scroll = element("div", undefined, { class: "scroll", tabindex: "0" });
+  const scroll = element("div", undefined, { class: "scroll", tabindex: "0", role: "region", "aria-label": label });
   scroll.append(made);
   return scroll;
 }

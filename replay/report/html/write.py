@@ -25,6 +25,7 @@ from replay.report.html import library, model
 from replay.report.html.answer import fastest_kernels
 from replay.report.html.data import page_data
 from replay.report.html.outputs import KERNELS, saved_outputs
+from replay.rows.files import plain
 from replay.rows.row import Row
 
 MOST_ANSWERS = 12
@@ -70,7 +71,7 @@ def write_html(
         unavailable="\n".join(_unavailable(rows)),
         style=_resource("style.css"),
         script=_resource("page.js"),
-        data=_packed(json.dumps(data, separators=(",", ":"))),
+        data=_packed(json.dumps(plain(data), separators=(",", ":"))),
         library=_packed(library.bundle()),
     )
     try:

@@ -79,6 +79,10 @@ def test_every_format_is_written(run_cli: RunCli) -> None:
         (("before.jsonl", "slow.jsonl", "--spread", "other.jsonl"), "no kernel on the same call"),
         (("before.jsonl", "slow.jsonl", "--fail-on", "fast"), "no such condition, choose from"),
         (("before.jsonl", "slow.jsonl", "--json", "slow.jsonl"), "--json would overwrite slow"),
+        (
+            ("before.jsonl", "slow.jsonl", "--spread", "equal.jsonl", "--json", "equal.jsonl"),
+            "--spread and --json both name equal.jsonl",
+        ),
         (("before.jsonl", "slow.jsonl", "--json", "-", "--html", "-"), "both name stdout"),
         (("before.jsonl", "slow.jsonl", "--json", "no/x"), "cannot write no/x"),
         (("before.jsonl", "slow.jsonl", "--save-baseline", ".."), "cannot be a baseline's name"),

@@ -61,6 +61,9 @@ def test_rows_of_an_interrupted_replay(run_cli: RunCli, stored: Path) -> None:
         (("nowhere.jsonl", "-o", "out.html"), "there is no file nowhere.jsonl: write one with"),
         (("ROWS", "-o", "nowhere/out.html"), "cannot write nowhere/out.html: create its directory"),
         (("ROWS", "-o", "."), "cannot write .: it is a directory"),
+        (("ROWS", "-o", "./rows.jsonl"), "-o would overwrite rows.jsonl: name another file"),
+        (("ROWS", "-o", "e2e.jsonl", "--e2e-json", "e2e.jsonl"), "-o would overwrite e2e.jsonl"),
+        (("e2e.jsonl", "-o", "out.html"), "line 1: not a row of `replay --json`"),
         (("ROWS", "-o", "out.html", "--e2e-json", "ROWS"), "was not written by `replay --e2e-json"),
         (("ROWS", "-o", "out.html", "--e2e-json", "."), "cannot read .: Is a directory"),
         (("ROWS", "-o", "out.html", "--outputs", "."), "give --e2e-json FILE too"),
@@ -81,10 +84,14 @@ def test_what_cannot_be_used(
     monkeypatch.setattr(library, "require", lambda: None)
     note = stored.with_name("note.txt")
     note.write_text("a note\n")
+    checks = "".join(json.dumps(each) + "\n" for each in pages.checks("kernel-1"))
+    stored.with_name("e2e.jsonl").write_text(checks)
+    before = stored.read_text()
     names = {"ROWS": str(stored), "NOTE": str(note)}
     code, out, err = run_cli("report", *(names.get(each, each) for each in arguments))
     assert (code, out, len(err.splitlines())) == (2, "", 1)
     assert sentence in err
+    assert stored.read_text() == before
 
 
 def test_charts_of_a_replay_and_of_stored_rows(

@@ -30,8 +30,13 @@ pytest.importorskip("vl_convert", reason="a report requires vl-convert-python")
 def data_of(page: str) -> dict[str, Any]:
     packed = re.search(r'<script type="text/plain" id="data">([^<]*)</script>', page)
     assert packed is not None
-    found: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(packed[1])))
+    text = gzip.decompress(base64.b64decode(packed[1]))
+    found: dict[str, Any] = json.loads(text, parse_constant=_no_json)
     return found
+
+
+def _no_json(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON, and browsers refuse it")
 
 
 @pytest.fixture
@@ -85,6 +90,24 @@ def test_figures_are_those_of_the_rows() -> None:
     assert (wrong["correct"], wrong["status"]) == (False, "inaccurate")
 
 
+def test_figures_that_are_not_finite_are_missing_ones(tmp_path: Path) -> None:
+    rows = [_without_finite_figures(row) for row in pages.rows(3, 2)]
+    write_html(rows, tmp_path / "out.html", checks=pages.checks("kernel-1"))
+    data = data_of((tmp_path / "out.html").read_text("utf-8"))
+    assert {each["error"] for each in data["pooled"]} == {None}
+    assert {each["p50"] for each in data["pooled"]} == {None}
+
+
+def _without_finite_figures(row: Row) -> Row:
+    """With what a stored row has where its file has null."""
+    assert row.accuracy is not None
+    assert row.time_ms is not None
+    nan = float("nan")
+    errors = replace(row.accuracy.reference, relative_l1=nan, cosine=nan)
+    time = replace(row.time_ms, p10=nan, p50=nan, p90=nan)
+    return replace(row, accuracy=replace(row.accuracy, reference=errors), time_ms=time)
+
+
 def test_errors_are_drawn_in_the_budgets_metric() -> None:
     rows = pages.rows()
     data = page_data(rows, group_rows(rows), Budget("cosine", 0.9995))
@@ -128,6 +151,16 @@ def test_a_large_field_of_errors_keeps_its_worst_cells() -> None:
     counted = sorted({error(cell) for line in cells for cell in line if cell != levels["nan"]})
     assert counted == [pytest.approx(1e-5), pytest.approx(1e-1)]
     assert [line.count(levels["nan"]) for line in cells] == [0, 1] + [0] * 30
+
+
+def test_a_field_without_cells_is_none() -> None:
+    rows = pages.rows(1, 1)
+    accuracy = rows[0].accuracy
+    assert accuracy is not None
+    assert accuracy.where is not None
+    where = replace(accuracy.where, relative_l1=((), ()))
+    rows[0] = replace(rows[0], accuracy=replace(accuracy, where=where))
+    assert page_data(rows, group_rows(rows), None)["fields"] == [None]
 
 
 def test_saved_pictures_and_texts_stand_side_by_side(tmp_path: Path) -> None:
