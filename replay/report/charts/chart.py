@@ -86,18 +86,22 @@ class Lines(NamedTuple):
 def chart(name: Iterable[str], title: str, below: Iterable[str], spec: Spec) -> Chart:
     """Add to a specification what all have; the parts of its name become a file's."""
     words = [re.sub(r"\W+", "-", part).strip("-")[:LONGEST_WORD] for part in name]
-    return Chart(
-        "-".join(filter(None, words)).lower(),
-        {
-            "$schema": f"https://vega.github.io/schema/vega-lite/v{VEGA_LITE}.json",
-            "title": {
-                "text": printable(title),
-                "subtitle": [printable(line) for line in below],
-            },
-            **spec,
-            "config": STYLE,
-        },
-    )
+    whole = {
+        "$schema": f"https://vega.github.io/schema/vega-lite/v{VEGA_LITE}.json",
+        "title": {"text": title, "subtitle": list(below)},
+        **spec,
+        "config": STYLE,
+    }
+    return Chart("-".join(filter(None, words)).lower(), _printable_tree(whole))
+
+
+def _printable_tree(value: Any) -> Any:
+    """Make all text of a specification printable: vl-convert ends the process at control codes."""
+    if isinstance(value, dict):
+        return {key: _printable_tree(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_printable_tree(part) for part in value]
+    return printable(value) if isinstance(value, str) else value
 
 
 def line_name(row: Row) -> str:

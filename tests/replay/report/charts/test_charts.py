@@ -269,6 +269,28 @@ def test_names_from_a_recording_stay_text(tmp_path: Path) -> None:
     assert any(HOSTILE in words(path) for path in pictures)
 
 
+def test_no_chart_has_characters_that_end_the_process() -> None:
+    bad = "\x00\x1b\u202e"
+    rows = [
+        replace(
+            row,
+            call=replace(
+                row.call,
+                module=row.call.module and f"{bad}{row.call.module}{bad}",
+                phase=row.call.phase if row.call.phase == "synthetic" else bad,
+                dtype=f"bfloat16{bad}",
+            ),
+        )
+        for row in everything(bad)
+    ]
+    found = list(charts(rows))
+    assert len(found) == 4
+    for each in found:
+        text = json.dumps(each.spec, ensure_ascii=False)
+        assert text.isprintable()
+        assert "\\u00" not in text
+
+
 def test_charts_with_like_names_have_files_of_their_own(tmp_path: Path) -> None:
     pytest.importorskip("vl_convert")
     long = "a checkpoint " * 30
