@@ -8,6 +8,7 @@ device, times are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -79,6 +80,11 @@ class _Measured(NamedTuple):
     figure: float
     within: Interval | None
 
+    @property
+    def is_positive(self) -> bool:
+        """Whether it is a figure that has ratios; a damaged file may hold others."""
+        return all(0 < each < math.inf for each in (self.figure, *(self.within or ())))
+
 
 def choose_basis(pairs: Sequence[tuple[Row, Row]], differing: Sequence[Difference]) -> Basis:
     """What tells most: speed-ups, unless only times of the same device mean the same."""
@@ -93,7 +99,8 @@ def choose_basis(pairs: Sequence[tuple[Row, Row]], differing: Sequence[Differenc
 
 
 def compare_speed(before: Row, after: Row, basis: Basis, spread: float) -> SpeedChange | None:
-    """Compare a kernel that is correct in both runs; None where one of them has no such figure.
+    """Compare a kernel that is correct in both runs; None where one of them has no such figure,
+    or none that is positive and finite.
 
     Args:
         spread: the share by which two runs of the same kernels differ.
@@ -107,7 +114,7 @@ def compare_speed(before: Row, after: Row, basis: Basis, spread: float) -> Speed
         old, new = _speedup(before), _speedup(after)
     else:
         return None
-    if old is None or new is None:
+    if old is None or new is None or not (old.is_positive and new.is_positive):
         return None
     ratio = new.figure / old.figure
     if old.within is None or new.within is None:
