@@ -153,7 +153,8 @@ class Writer:
             with self._changed:
                 self._closing = True
                 self._changed.notify_all()
-            self._thread.join()
+            while self._thread.is_alive():  # a signal just before a wait is seen after it
+                self._thread.join(_POLL_SECONDS)
         except BaseException:
             with self._changed:
                 for index in [*self._waiting]:

@@ -340,7 +340,9 @@ def test_ctrl_c_while_it_is_written_gives_up_the_rest(
     original, may_go_on = call_file.write_safetensors, threading.Event()
 
     def slow(*arguments: Any) -> str:
-        time.sleep(0.2)  # Python may forget a signal that comes just before a thread waits
+        writer = recordings[0]._writer
+        while writer is None or not writer._closing:
+            time.sleep(0.01)
         signal.pthread_kill(main, signal.SIGINT)
         may_go_on.wait(60)
         return original(*arguments)

@@ -17,7 +17,7 @@ from replay.cli.arguments import parser
 EMPTY = ("", " ", "\t\n")
 NO_NUMBERS = (*EMPTY, "x", "1x", "nan", "inf", "-inf", "1e400", "9" * 30, "9" * 5000, "0", "-1")
 MAY_BE_ZERO = {"--seed", "--calls-before", "--heads", "--rank"}
-MAY_BE_LARGE = {"--max-seconds", "--timeout", "--max-bytes", "--buffer-bytes"}
+MAY_BE_LARGE = {"--scale", "--max-seconds", "--timeout", "--max-bytes", "--buffer-bytes"}
 
 
 def cases() -> Iterator[tuple[argparse.ArgumentParser, str, str]]:

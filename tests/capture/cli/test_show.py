@@ -58,9 +58,9 @@ def test_statistics_by_layer(tmp_path: Path) -> None:
     broken.write_bytes(broken.read_bytes()[:-8])
     file = io.StringIO()
     show_statistics(dataset, Console(file=file, width=80))
-    note, *lines = file.getvalue().splitlines()
-    assert note.startswith("note: ")
-    assert "m-0.safetensors" in note.replace("\n", "")
+    lines = file.getvalue().splitlines()
+    assert lines[0].startswith("note: ")
+    assert "m-0.safetensors" in "".join(lines[:5])
     table = [line.split() for line in lines if line.startswith(("layers", "[red]"))]
     assert [(line[0], line[1]) for line in table] == [("[red]x", "1"), ("layers.2", "2")]
     assert table[0][4:] == ["1.000", "0.016", "0.016"]
