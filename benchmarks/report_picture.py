@@ -15,12 +15,12 @@ from pathlib import Path
 from PIL import Image
 
 PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "report.png"
-SIZE = (1100, 2050)
+SIZE = (1100, 1880)
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 def main(report: Path) -> None:
-    """Write the picture, in few colours, so that it is small."""
+    """Write the picture, with a palette, so that it is small."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         sys.exit(f"none of {', '.join(BROWSERS)} is installed: apt-get install chromium")
@@ -43,7 +43,7 @@ def main(report: Path) -> None:
             capture_output=True,
         )
         with Image.open(drawn) as picture:
-            picture.convert("RGB").quantize(64).save(PICTURE, optimize=True)
+            picture.convert("RGB").quantize(256).save(PICTURE, optimize=True)
 
 
 if __name__ == "__main__":
