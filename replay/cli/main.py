@@ -83,19 +83,7 @@ def _subcommand(given: list[str]) -> Callable[[], int]:
 
 def _dispatch(arguments: argparse.Namespace) -> int:
     metrics = _metrics(arguments.metric)
-    if not any(getattr(arguments, source) for source in SOURCES):
-        raise UsageError("nothing to replay: give --dir DIR, --random or --suite NAME")
-    if arguments.dir:
-        for name, unset in (("distribution", "normal"), ("mask", "none"), ("scale", None)):
-            if getattr(arguments, name) != unset:
-                raise UsageError(f"--{name} is for random calls: give --random or --suite NAME")
-    if arguments.versus_random and not arguments.dir:
-        raise UsageError("--versus-random requires recorded calls: give --dir DIR")
-    if arguments.call is not None and not arguments.dir:
-        raise UsageError("--call chooses recorded calls: give --dir DIR")
-    if arguments.resume and arguments.json in (None, "-"):
-        raise UsageError("--resume requires a file to continue: give --json FILE")
-    wrong = misuse(arguments) or comparison_arguments.misuse(arguments)
+    wrong = _misuse(arguments) or misuse(arguments) or comparison_arguments.misuse(arguments)
     if wrong := wrong or shared_file(arguments, READ, WRITTEN):
         raise UsageError(wrong)
     if arguments.selftest:
@@ -108,6 +96,25 @@ def _dispatch(arguments: argparse.Namespace) -> int:
     # PyTorch is imported by these and by this process at the same time.
     with first_processes(arguments.timeout) as first:
         return _replay(arguments, metrics, first)
+
+
+def _misuse(arguments: argparse.Namespace) -> str:
+    """Say in one sentence why what to replay does not combine; empty if it does."""
+    if not any(getattr(arguments, source) for source in SOURCES):
+        return "nothing to replay: give --dir DIR, --random or --suite NAME"
+    for name, unset in (("distribution", "normal"), ("mask", "none"), ("scale", None)):
+        if arguments.dir and getattr(arguments, name) != unset:
+            return f"--{name} is for random calls: give --random or --suite NAME"
+    if arguments.versus_random and not arguments.dir:
+        return "--versus-random requires recorded calls: give --dir DIR"
+    if arguments.call is not None and not arguments.dir:
+        return "--call chooses recorded calls: give --dir DIR"
+    if arguments.resume and arguments.json in (None, "-"):
+        return "--resume requires a file to continue: give --json FILE"
+    for name in ("report", "plot"):
+        if getattr(arguments, name) and (arguments.selftest or arguments.list_kernels):
+            return f"--{name} shows a replay: give --dir DIR, --random or --suite NAME"
+    return ""
 
 
 def _replay(arguments: argparse.Namespace, metrics: list[str], first: First | None) -> int:

@@ -123,7 +123,7 @@ def lines(rows: Sequence[Row]) -> Lines:
     timed = [
         (row, row.time_ms.p50)
         for row in rows
-        if row.time_ms and row.is_correct and line_name(row) not in wrong
+        if row.time_ms and row.time_ms.p50 > 0 and row.is_correct and line_name(row) not in wrong
     ]
     best: dict[str, float] = {}
     for row, ms in timed:

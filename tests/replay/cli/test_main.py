@@ -90,6 +90,8 @@ def test_random_shape(run_cli: RunCli) -> None:
         ((*SHAPE, "--cache", "cold"), ("--cache cold requires a GPU",)),
         (("--random", "-hq", "6", "-hk", "4"), ("-hq 6 is not a multiple of -hk 4",)),
         (("--random", "-sq", "0"), ("-sq: must be an integer of at least 1",)),
+        (("--selftest", "--report", "x.html"), ("--report shows a replay", "--random")),
+        (("--list-kernels", "--plot", "x"), ("--plot shows a replay", "--random")),
         ((*SHAPE, "--call", "x"), ("--call chooses recorded calls", "--dir")),
         ((*SHAPE, "--versus-random"), ("--versus-random requires recorded calls", "--dir")),
         (("--dir", "x", "--mask", "window"), ("--mask is for random calls", "--random")),
