@@ -87,7 +87,7 @@ def replay(
     referees = referees or local_referee
     report = on_progress or (lambda workload, stage: None)
     machine = describe(settings.device)
-    roofs: dict[torch.dtype, Roof] = {}
+    roofs: dict[torch.dtype, Roof | None] = {}
 
     def unreadable(workload: Workload, status: Status, reason: str) -> Row:
         facts = CallFacts(workload.name)

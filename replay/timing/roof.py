@@ -24,9 +24,17 @@ SLOW = 0.025
 COPIED_BYTES = {"cuda": 2**29, "cpu": 2**27}
 
 
-def measure_roof(dtype: torch.dtype, device: torch.device) -> Roof:
-    """Matrix products in `dtype`, and copies, on a device that nothing else is at work on."""
-    return Roof(_tflops(dtype, device), _gb_per_s(device))
+def measure_roof(dtype: torch.dtype, device: torch.device) -> Roof | None:
+    """Matrix products in `dtype`, and copies, on a device that nothing else is at work on.
+
+    Returns:
+        None where PyTorch has no matrix product of that dtype there, or no memory is left for it: a
+        call has its rows without.
+    """
+    try:
+        return Roof(_tflops(dtype, device), _gb_per_s(device))
+    except (RuntimeError, MemoryError):
+        return None
 
 
 def _tflops(dtype: torch.dtype, device: torch.device) -> float:

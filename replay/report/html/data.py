@@ -15,7 +15,6 @@ from torch.nn.functional import adaptive_max_pool2d
 
 from replay.plan.plan import Budget
 from replay.report.groups import Group, place, pooled_speedup, typical_time, worst
-from replay.report.html.answer import fastest_kernels
 from replay.report.ranking import is_correct
 from replay.rows.fields import COLUMNS, FIELDS, leaf
 from replay.rows.files import row_to_json
@@ -112,9 +111,7 @@ def _group(group: Group) -> dict[str, Any]:
         "short": group.title.rpartition(" · ")[0],
         "model": first.model,
         "phase": first.phase,
-        "weights": group.weights,
         "baseline": group.baseline,
-        "answer": fastest_kernels(group),
     }
 
 
@@ -144,9 +141,6 @@ def _pooled(at: int, group: Group, metric: str) -> Iterator[dict[str, Any]]:
             "ratio": 1.0 if kernel.name == group.baseline else speedup and _short(speedup.ratio),
             "low": speedup and _short(speedup.low),
             "high": speedup and _short(speedup.high),
-            "tflops": _short(
-                max((row.tflops for row in rows if row.tflops is not None), default=None)
-            ),
         }
 
 

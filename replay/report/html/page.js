@@ -382,7 +382,7 @@ function table(label, headings, lines) {
 const TABLE = ["name", "status", "call.model", "call.phase", "place", "shape", "call.dtype", "accuracy_class"];
 const AFTER = ["flags", "reason"];
 const HEADINGS = { name: "kernel", place: "call", shape: "shape", status: "verdict", "call.model": "model", "call.phase": "phase", "call.dtype": "dtype", accuracy_class: "class", flags: "noticed", reason: "reason" };
-const tableState = { paths: [], sort: "", descending: false, shown: PAGE, order: [], texts: [] };
+const tableState = { paths: [], sort: "", descending: false, shown: PAGE, texts: [] };
 
 function prepareTable() {
   const figures = Object.keys(data.columns).filter((path) => data.columns[path].heading && !TABLE.includes(path) && isFigure(path));

@@ -26,6 +26,7 @@ def test_the_fastest_call_counts(monkeypatch: pytest.MonkeyPatch, dtype: torch.d
 
     monkeypatch.setattr(roof, "_cpu_seconds", slow_at_first)
     found = measure_roof(dtype, torch.device("cpu"))
+    assert found is not None
     assert found.tflops == pytest.approx(2 * 64**3 / 0.002 / 1e12)
     assert found.gb_per_s == pytest.approx(2 * 1000 / 0.002 / 1e9)
 
@@ -42,4 +43,17 @@ def test_a_slow_dtype_costs_no_large_product(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(roof, "SIDES", {"cpu": (16, 2**20)})
     monkeypatch.setattr(roof, "COPIED_BYTES", {"cpu": 1000})
     monkeypatch.setattr(roof, "_cpu_seconds", lambda work: (work(), 1.0)[1])
-    assert measure_roof(torch.float16, torch.device("cpu")).tflops == pytest.approx(8192 / 1e12)
+    found = measure_roof(torch.float16, torch.device("cpu"))
+    assert found is not None
+    assert found.tflops == pytest.approx(8192 / 1e12)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("not implemented"), torch.OutOfMemoryError()])
+def test_where_there_is_no_product_there_is_no_roof(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(torch, "matmul", refuse)
+    assert measure_roof(torch.float32, torch.device("cpu")) is None
