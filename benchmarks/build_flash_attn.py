@@ -2,10 +2,10 @@
 
     python -m benchmarks.build_flash_attn flash_attn-2.8.3.tar.gz DIRECTORY
 
-Takes 8 minutes on 16 cores; the whole package takes many times as long. Builds head dimensions 64, 128 and 256
-(smaller ones use the next larger kernel), with windows, soft caps and split keys, without backward,
-dropout and ALiBi, and puts the package and its library into DIRECTORY, to be named in PYTHONPATH.
-The archive is PyPI's; torch's own `nvcc` and ninja must be there.
+Builds head dimensions 64, 128 and 256 (smaller ones use the next larger kernel), with windows, soft
+caps and split keys, without backward, dropout and ALiBi: 8 minutes on 16 cores. Puts the package
+and its library into DIRECTORY, to be named in PYTHONPATH. The archive is PyPI's; the machine needs
+a CUDA build of torch, the same `nvcc`, and ninja.
 """
 
 from __future__ import annotations
