@@ -288,6 +288,36 @@ def _drift_cell(row: dict[str, str], phase: str) -> str:
     return ""
 
 
+def misleading_inputs() -> str:
+    """List, by size and machine, figures on recorded calls and what random values make of them."""
+    tables: dict[tuple[str, str], list[dict[str, str]]] = defaultdict(list)
+    for row in results.read(results.DIRECTORY / "misleading_inputs.csv"):
+        tables[row["size"], row["machine.device"]].append(row)
+    text = []
+    for (size, _), rows in tables.items():
+        lines = {
+            f"{row['kernel'].rpartition('/')[2]}, {row['model']} {row['phase']}": [
+                _misled_cell(row, "time", ".4g", " ms"),
+                _misled_cell(row, "speedup", ".2f", "×"),
+                _misled_cell(row, "error", ".1e", ""),
+                _misled_cell(row, "power", ".0f", " W"),
+            ]
+            for row in rows
+        }
+        headings = [f"{size} models", "time", "speed-up", "relative L1", "power"]
+        text.append(_table(headings, lines) + _machine(rows))
+    return "\n".join(text)
+
+
+def _misled_cell(row: dict[str, str], figure: str, form: str, unit: str) -> str:
+    """`9.15 ms (0.98×, 0.99×)`: on recorded calls, and multiples on random and matched values."""
+    recorded, *twins = (row[f"{figure}.{values}"] for values in ("recorded", "random", "matched"))
+    if not recorded:
+        return ""
+    multiples = ", ".join(f"{float(twin) / float(recorded):.2f}×" for twin in twins if twin)
+    return f"{float(recorded):{form}}{unit} ({multiples})"
+
+
 def demo() -> str:
     """Quote the first block and the summary that `make demo` printed."""
     head, first, *others = (results.DIRECTORY / "demo.txt").read_text().rstrip().split("\n\n")
@@ -430,6 +460,7 @@ def _escaped(text: str) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "distributions": distributions,
     "demo": demo,
+    "misleading_inputs": misleading_inputs,
     "power_limit": power_limit,
     "coverage": coverage,
     "capture_faults": capture_faults,

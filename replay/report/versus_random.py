@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from replay.report.groups import group_rows
+from replay.report.groups import Group, group_rows
 from replay.rows.row import KernelId, Row
 from replay.timing.statistics import percentile
 from replay.workloads.twins import KINDS
@@ -23,20 +23,23 @@ class Misled:
     """
 
     kernel: KernelId
+    calls: int
     recorded: dict[str, float | None]
-    """By figure: `speedup`, `error` (relative L1) and `power` (W)."""
+    """By figure: `time` (ms), `speedup`, `error` (relative L1) and `power` (W)."""
     twins: dict[str, dict[str, float | None]]
 
 
 FIGURES: dict[str, Callable[[Row], float | None]] = {
+    "time": lambda row: row.time_ms.p50 if row.time_ms else None,
     "speedup": lambda row: row.speedup.ratio if row.speedup else None,
     "error": lambda row: row.accuracy.reference.relative_l1 if row.accuracy else None,
-    "power": lambda row: row.gpu_during.power_w if row.gpu_during else None,
+    # Not that of `gpu_during`: kernels take turns while it is read.
+    "power": lambda row: row.energy.power_w if row.energy else None,
 }
 
 
-def misled(rows: Sequence[Row]) -> list[tuple[str, list[Misled]]]:
-    """By title of a group of recorded calls: its kernels that ran, in the rows' order.
+def misled(rows: Sequence[Row]) -> list[tuple[Group, list[Misled]]]:
+    """By group of recorded calls: its kernels that ran, in the rows' order.
 
     Kernels that are slow or wrong alike on all values are there too.
     """
@@ -55,20 +58,21 @@ def misled(rows: Sequence[Row]) -> list[tuple[str, list[Misled]]]:
                 recorded, *twins = (
                     _figures(list(filter(None, part))) for part in zip(*whole, strict=True)
                 )
-                kernels.append(Misled(kernel, recorded, dict(zip(KINDS, twins, strict=True))))
+                by_kind = dict(zip(KINDS, twins, strict=True))
+                kernels.append(Misled(kernel, len(whole), recorded, by_kind))
         if kernels:
-            found.append((group.title, kernels))
+            found.append((group, kernels))
     return found
 
 
 def print_versus_random(rows: Sequence[Row], console: Console) -> None:
     """Print a table for each group of recorded calls; random figures as multiples of recorded."""
     console.print(Text("recorded against random inputs", style="bold"))
-    for title, kernels in misled(rows):
-        console.print(Text(title))
+    for group, kernels in misled(rows):
+        console.print(Text(group.title))
         table = Table(box=None, pad_edge=False, header_style="cyan", padding=(0, 1, 0, 0))
         table.add_column("kernel", overflow="fold")
-        shown = [name for name in FIGURES if any(each.recorded[name] for each in kernels)]
+        shown = [name for name in HEADINGS if any(each.recorded[name] for each in kernels)]
         for name in shown:
             table.add_column(HEADINGS[name], justify="right")
             for kind in KINDS:
@@ -86,6 +90,7 @@ def print_versus_random(rows: Sequence[Row], console: Console) -> None:
 
 
 HEADINGS = {"speedup": "speed-up", "error": "rel L1", "power": "W"}
+"""Of the figures that a line has room for."""
 FORMS: dict[str, Callable[[float], str]] = {
     "speedup": lambda value: f"{value:.2f}×",
     "error": lambda value: f"{value:.1e}",

@@ -1,0 +1,50 @@
+"""Kernels with 8-bit inputs for machines that have none: the rounding of real ones, in PyTorch.
+
+    replay --dir captured_inputs --kernels torch-default,benchmarks/emulated_8_bit.py:int8
+
+They are slow, so that only their errors mean something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from capture.call import AttentionCall
+from replay import register_kernel
+from replay.accuracy.quantised import to_fp8, to_int8
+
+BLOCK = 64
+"""Tokens that share a scale in INT8."""
+
+
+def _no_mask(call: AttentionCall) -> str | None:
+    return None if call.attn_mask is None else "takes no mask"
+
+
+@register_kernel("emulated-int8", unsupported=_no_mask, accuracy_class="quantised")
+def int8(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
+    """SageAttention 1: query and smoothed key in INT8 by blocks, the rest as it is."""
+    query = _by_block(query.float(), to_int8).to(query.dtype)
+    smooth = key.float() - key.float().mean(2, keepdim=True)
+    key = _by_block(smooth, to_int8).to(key.dtype)
+    return scaled_dot_product_attention(query, key, value, *others, **options)
+
+
+@register_kernel("emulated-fp8", unsupported=_no_mask, accuracy_class="quantised")
+def fp8(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
+    """FlashAttention 3: query, key and value in e4m3, with a scale per head."""
+    query, key, value = (
+        to_fp8(each.float(), each.float().abs().amax((2, 3), keepdim=True)).to(each.dtype)
+        for each in (query, key, value)
+    )
+    return scaled_dot_product_attention(query, key, value, *others, **options)
+
+
+def _by_block(tensor: Tensor, rounded: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    parts = tensor.split(BLOCK, dim=2)
+    return torch.cat([rounded(each, each.abs().amax((2, 3), keepdim=True)) for each in parts], 2)

@@ -1,0 +1,66 @@
+"""Recorded calls against their twins: by hand."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from replay.report.versus_random import misled, print_versus_random
+from replay.rows.row import Energy, GpuState, Row
+from replay.workloads.twins import KINDS
+from tests import factories
+from tests.factories import accuracy, call_facts, errors
+
+
+def measured(name: str, weights: str, ms: float, error: float, watts: float | None) -> Row:
+    return factories.row(
+        "fast",
+        call_facts(name, weights=weights),
+        ms,
+        speedup=factories.speedup_over(against=factories.speedup(6.0 / ms)),
+        accuracy=accuracy(errors(relative_l1=error)),
+        energy=None if watts is None else Energy(1.0, 1.0, watts, 1.0),
+        gpu_during=GpuState(1980, 650.0, 60, ()),  # while every kernel took its turn
+    )
+
+
+def rows(watts: bool = True) -> list[Row]:
+    of_twins = {kind: weights for kind, (weights, _) in KINDS.items()}
+    figures = {  # milliseconds, error, watts; the third call has no twins
+        "a": (3.0, 0.02, 600.0),
+        "a-random": (2.0, 0.01, 500.0),
+        "a-matched": (3.0, 0.04, 600.0),
+        "b": (3.0, 0.04, 620.0),
+        "b-random": (2.0, 0.01, 520.0),
+        "b-matched": (3.0, 0.08, 620.0),
+        "c": (100.0, 9.0, 100.0),
+    }
+    return [
+        measured(
+            name, of_twins.get(name.partition("-")[2], "trained"), ms, error, w if watts else None
+        )
+        for name, (ms, error, w) in figures.items()
+    ]
+
+
+def test_medians_over_the_calls_that_have_all_their_twins() -> None:
+    ((group, (fast,)),) = misled(rows())
+    assert (group.weights, fast.kernel.name, fast.calls) == ("trained", "fast", 2)
+    assert fast.recorded == {"time": 3.0, "speedup": 2.0, "error": 0.03, "power": 610.0}
+    assert fast.twins == {
+        "random": {"time": 2.0, "speedup": 3.0, "error": 0.01, "power": 510.0},
+        "matched": {"time": 3.0, "speedup": 2.0, "error": 0.06, "power": 610.0},
+    }
+
+
+def test_power_is_that_of_the_kernel_alone() -> None:
+    ((_, (fast,)),) = misled(rows(watts=False))
+    assert fast.recorded["power"] is None
+    console = Console(width=100)
+    with console.capture() as printed:
+        print_versus_random(rows(), console)
+    (line,) = [line for line in printed.get().splitlines() if line.startswith("fast")]
+    assert line.split() == [
+        *("fast", "2.00×", "1.50×", "1.00×"),
+        *("3.0e-02", "0.33×", "2.00×"),
+        *("610", "0.84×", "1.00×"),
+    ]
