@@ -20,6 +20,7 @@ from capture.cli.verbosity import narrated
 from capture.printable import printable
 from replay.cli import comparison_arguments
 from replay.cli.arguments import parser
+from replay.cli.device import device_of
 from replay.cli.end_to_end_arguments import misuse
 from replay.cli.files import UsageError, opened, shared_file
 from replay.cli.report import check_directory, check_place, draw
@@ -49,7 +50,10 @@ logger = logging.getLogger(__name__)
 SOURCES = ("dir", "random", "suite", "list_kernels", "selftest")
 """Arguments that say what to do."""
 
-SUBCOMMANDS = {"compare": "replay.cli.compare", "report": "replay.cli.report"}
+SUBCOMMANDS = {
+    "compare": "replay.cli.compare",
+    "report": "replay.cli.report",
+}
 """Whose `run(argv)` returns the exit code, by the first argument."""
 
 WRITTEN = ("json", "csv", "benchmark_json", "e2e_json", "plan", "save_output", "report", "plot")
@@ -87,7 +91,7 @@ def _dispatch(arguments: argparse.Namespace) -> int:
     if wrong := wrong or shared_file(arguments, READ, WRITTEN):
         raise UsageError(wrong)
     if arguments.selftest:
-        return _selftest(arguments, _device(arguments.device))
+        return _selftest(arguments, device_of(arguments.device))
     if arguments.in_process:
         return _replay(arguments, metrics, None)
 
@@ -118,7 +122,7 @@ def _misuse(arguments: argparse.Namespace) -> str:
 
 
 def _replay(arguments: argparse.Namespace, metrics: list[str], first: First | None) -> int:
-    device = _device(arguments.device)
+    device = device_of(arguments.device)
     if arguments.report:
         check_place(Path(arguments.report))
     plots = None if arguments.plot is None else check_directory(arguments.plot)
@@ -581,26 +585,6 @@ def _no_readings(arguments: argparse.Namespace, device: torch.device) -> str:
     if device.type == "cpu" and _wants(arguments, "energy"):
         return "energy needs an NVIDIA GPU"
     return why_no_state(device)
-
-
-def _device(name: str | None) -> torch.device:
-    import torch
-
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise UsageError(f"--device {name}: {str(error).partition(chr(10))[0]}") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"--device {name}: PyTorch finds no CUDA device, use --device cpu")
-    if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"--device {name}: only cpu and cuda are supported")
-    if device.type == "cpu" and device.index is not None:
-        raise UsageError(f"--device {name}: there is one, write --device cpu")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(
-            f"--device {name}: PyTorch finds {torch.cuda.device_count()} CUDA devices, from cuda:0"
-        )
-    return device
 
 
 def _explain(error: Exception) -> int:
