@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from capture.hooks.interceptor import Arguments, Handler
@@ -154,21 +156,11 @@ def _flash(name: str) -> Translate:
         window: Window = (None, None)
         if sliding_window is not None and key.shape[2] > sliding_window:
             window = (sliding_window - 1, sliding_window - 1)
-        starts = others.get("cu_seq_lens_q"), others.get("cu_seq_lens_k")
-        packed: dict[str, Any] = {}
-        if starts[0] is not None and starts[1] is not None:
-            packed = {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
-        lengths = (
-            {}
-            if not packed
-            else {
-                "max_seqlen_q": _whole(others.get("max_length_q")),
-                "max_seqlen_k": _whole(others.get("max_length_k")),
-            }
-        )
-        mask = None
+        mask, packed = None, _Packed()
         if attention_mask is not None:
             mask = attention_mask[:, None, None, : key.shape[2]]
+        else:
+            packed = _packed(query, others)
         return _arguments(
             (query, key, value, mask, dropout, causal, scaling),
             backend=_FLASH_KERNELS.get(name, f"transformers.{name}"),
@@ -177,14 +169,49 @@ def _flash(name: str) -> Translate:
                 bottom_right=causal or window != (None, None),
                 window=window,
                 softcap=softcap,
-                **lengths,
+                max_seqlen_q=packed.max_seqlen_q,
+                max_seqlen_k=packed.max_seqlen_k,
             ),
             refusal=_refusal(others, {"indices", "block_indices"}),
             returns=_returns(module, others),
-            **packed,
+            cu_seqlens_q=packed.cu_seqlens_q,
+            cu_seqlens_k=packed.cu_seqlens_k,
         )
 
     return translate
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """Where packed sequences begin, and the lengths of the longest; nothing if there is one."""
+
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+
+
+def _packed(query: Tensor, others: dict[str, Any]) -> _Packed:
+    """As `transformers.modeling_flash_attention_utils._flash_attention_forward` finds it.
+
+    That is by arguments that say so, or else by position ids of a batch of one that begin again.
+    """
+    names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    starts_q, starts_k, *longest = (others.get(name) for name in names)
+    if starts_q is not None and starts_k is not None:
+        return _Packed(starts_q, starts_k, *map(_whole, longest))
+    positions = others.get("position_ids")
+    batch, _, q_len, _ = query.shape
+    if positions is None or batch != 1 or q_len == 1 or positions.numel() != q_len:
+        return _Packed()
+    positions = positions.flatten()
+    first = positions.min()
+    if torch.equal(positions, first + torch.arange(q_len, device=positions.device)):
+        return _Packed()
+    (begins,) = torch.where(positions == first)
+    starts = torch.cat([begins, begins.new_tensor([q_len])]).int()
+    longest_of_all = int(starts.diff().max())
+    return _Packed(starts, starts, longest_of_all, longest_of_all)
 
 
 _FLASH_KERNELS = {
@@ -243,7 +270,7 @@ def _arguments(
 
 def _refusal(others: dict[str, Any], unknown: set[str]) -> str:
     """Why a call cannot be said in SDPA's terms; empty if it can."""
-    if others.get("cache") is not None:
+    if others.get("cache") is not None or others.get("block_table") is not None:
         return "a paged key/value cache"
     given = sorted(name for name in unknown if others.get(name) is not None)
     return f"takes {', '.join(given)}" if given else ""

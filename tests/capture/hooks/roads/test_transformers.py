@@ -16,6 +16,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from capture import AttentionCall, load, record
 from capture.recording.recording import Recording
 from replay.accuracy.reference import attention
+from tests.capture.hooks.roads.flash_attn_stand_in import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
 from tests.factories import normal
 
 TOKENS = torch.arange(1, 13)[None]
@@ -190,6 +195,68 @@ def test_packed_sequences(tmp_path: Path) -> None:
         assert call.cu_seqlens_q is not None
         assert call.cu_seqlens_q.tolist() == [0, 5, 12]
         assert call.variant.max_seqlen_q == 7
+
+
+@pytest.fixture
+def _flash_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers' own way to flash-attn, and a stand-in of the functions at its end."""
+    utils = pytest.importorskip("transformers.modeling_flash_attention_utils")
+    functions = (flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache)
+    helpers = (utils._pad_input, utils._unpad_input)
+    monkeypatch.setattr(utils, "_lazy_imports", lambda *others, **options: (*functions, *helpers))
+    monkeypatch.setattr(utils, "_loaded_implementation", None)
+
+
+@pytest.mark.usefixtures("_flash_functions")
+@pytest.mark.parametrize("kind", ["Llama", "Mistral"])
+def test_position_ids_that_begin_again_are_packed_sequences(kind: str, tmp_path: Path) -> None:
+    model = with_flash(language_model(kind, "eager"))
+    positions = torch.cat([torch.arange(5), torch.arange(1), torch.arange(6)])[None]
+
+    def run() -> Tensor:
+        output: Tensor = model(TOKENS, position_ids=positions, use_cache=False).logits
+        return output
+
+    calls, _ = recorded(model, run, tmp_path / "calls")
+    for call in calls:
+        assert call.cu_seqlens_q is not None
+        assert call.cu_seqlens_q.tolist() == [0, 5, 6, 12]
+        assert call.variant.max_seqlen_q == 6
+
+
+@pytest.mark.usefixtures("_flash_functions")
+@pytest.mark.parametrize("first", [0, 7])
+def test_position_ids_that_go_on_are_one_sequence(first: int, tmp_path: Path) -> None:
+    model = with_flash(language_model("Llama", "eager"))
+    positions = torch.arange(first, first + 12)[None]
+
+    def run() -> Tensor:
+        output: Tensor = model(TOKENS, position_ids=positions, use_cache=False).logits
+        return output
+
+    calls, _ = recorded(model, run, tmp_path / "calls")
+    assert all(call.cu_seqlens_q is None for call in calls)
+
+
+@pytest.mark.usefixtures("_flash_functions")
+def test_padding_is_the_mask_of_a_padded_batch(tmp_path: Path) -> None:
+    model = with_flash(language_model("Llama", "eager"))
+    tokens = TOKENS.expand(2, -1)
+    mask = torch.ones_like(tokens)
+    mask[1, :4] = 0
+
+    def run() -> Tensor:
+        output: Tensor = model(tokens, attention_mask=mask, use_cache=False).logits
+        return output
+
+    with torch.no_grad(), record(model, tmp_path / "calls") as recording:
+        run()
+    assert recording.problems == []
+    for call in load(tmp_path / "calls"):
+        assert call.attn_mask is not None
+        assert call.output is not None
+        seen = attention(call)[:, :, 4:]
+        assert torch.allclose(seen, call.output[:, :, 4:].double(), atol=1e-5)
 
 
 def test_an_implementation_that_somebody_registered(tmp_path: Path) -> None:
