@@ -437,6 +437,38 @@ def capture_faults() -> str:
     return _table(["fault", "tried", "what happened"], lines)
 
 
+def doctor_score() -> str:
+    """List, by cause, how many planted faults `replay doctor` named right, and its false alarms."""
+    rows = results.read(results.DIRECTORY / "doctor_score.csv")
+    *causes, healthy = rows
+    lines = {
+        row["cause"]: [
+            row["planted"],
+            *(row[f"{part}.right"] for part in ("cause", "layer")),
+            *(
+                f"{row[f'{part}.right']} of {row[f'{part}s']}" if row[f"{part}s"] != "0" else ""
+                for part in ("step", "head")
+            ),
+        ]
+        for row in causes
+    }
+    planted, right = (sum(int(row[name]) for row in causes) for name in ("planted", "right"))
+    summary = (
+        f"\nCause and layer are right in {right} of {planted}; "
+        f"{healthy['findings']} findings in {healthy['calls']} calls of kernels without a fault.\n"
+    )
+    headings = [
+        "planted fault",
+        "planted",
+        "cause right",
+        "layer right",
+        "step right",
+        "head right",
+    ]
+    machine = f"\n{healthy['machine.device']}, torch {healthy['machine.torch']}.\n"
+    return _table(headings, lines) + summary + machine
+
+
 def _table(headings: list[str], lines: dict[str, list[str]]) -> str:
     text = [f"| {' | '.join(headings)} |", f"|---|{'---:|' * (len(headings) - 1)}"]
     text += [f"| {first} | {' | '.join(cells)} |" for first, cells in lines.items()]
@@ -464,6 +496,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "power_limit": power_limit,
     "coverage": coverage,
     "capture_faults": capture_faults,
+    "doctor_score": doctor_score,
     "capture_overhead": partial(overhead, "capture_overhead.csv"),
     "calls_not_kept": partial(overhead, "calls_not_kept.csv"),
     "replay_overhead": partial(overhead, "replay_overhead.csv"),

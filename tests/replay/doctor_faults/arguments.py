@@ -1,0 +1,75 @@
+"""SDPA's arguments, made ready: what a kernel is left with when its bug is elsewhere."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+
+def with_sdpa_arguments(attend: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]):
+    """Give a function of (query, key, value, bias, scale) SDPA's signature.
+
+    `key` and `value` come with as many heads as `query`, the very tensors where they have as many;
+    `bias` is float32, (B or 1, H or 1, Sq, Sk): 0 or what a mask adds, -inf where nothing is seen.
+    """
+
+    @functools.wraps(attend)
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        bias = bias_of(query, key, attn_mask, is_causal)
+        key, value = for_each_head(query, key, value)
+        return attend(query, key, value, bias, scale_of(query, scale))
+
+    return attention
+
+
+def bias_of(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+    """What is added to the scores, float32, (B or 1, H or 1, Sq, Sk)."""
+    q_len, kv_len = query.shape[2], key.shape[2]
+    bias = torch.zeros(1, 1, q_len, kv_len, device=query.device)
+    if is_causal:
+        bias = bias.masked_fill(~torch.ones_like(bias, dtype=torch.bool).tril(), -math.inf)
+    if attn_mask is None:
+        return bias
+    if attn_mask.dtype == torch.bool:
+        return bias.masked_fill(~attn_mask, -math.inf)
+    return bias + attn_mask.float()
+
+
+def for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Key and value with as many heads as the query."""
+    group = query.shape[1] // key.shape[1]
+    if group == 1:
+        return key, value
+    return key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+
+
+def scale_of(query: Tensor, scale: float | None) -> float:
+    """The factor of the scores."""
+    return query.shape[-1] ** -0.5 if scale is None else scale
+
+
+def tiles(length: int, size: int) -> Iterator[slice]:
+    """Slices of `size`; the last may be shorter."""
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+
+
+def attend_in_float32(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float
+) -> Tensor:
+    """The plain formula: (B, H, Sq, Dv) in the query's dtype."""
+    scores = query.float() @ key.float().mT * scale + bias
+    return (scores.softmax(-1) @ value.float()).to(query.dtype)

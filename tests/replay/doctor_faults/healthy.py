@@ -1,0 +1,63 @@
+"""Kernels without a fault, each written in another way."""
+
+import torch
+from arguments import attend_in_float32, tiles, with_sdpa_arguments
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from replay import register_kernel
+
+
+def plain(query: Tensor, key: Tensor, value: Tensor, *more, **named) -> Tensor:
+    """PyTorch's own."""
+    return scaled_dot_product_attention(query, key, value, *more, **named)
+
+
+@with_sdpa_arguments
+def in_float32(query, key, value, bias, scale) -> Tensor:
+    """The formula."""
+    return attend_in_float32(query, key, value, bias, scale)
+
+
+@with_sdpa_arguments
+def online_softmax(query, key, value, bias, scale) -> Tensor:
+    """Keys in tiles of 64, with the usual rescaling."""
+    shape = query.shape[:3]
+    largest, total = torch.full((*shape, 1), -1e30), torch.zeros(*shape, 1)
+    summed = torch.zeros(*shape, value.shape[3])
+    for keys in tiles(key.shape[2], 64):
+        scores = query.float() @ key[:, :, keys].float().mT * scale + bias[..., keys]
+        now = torch.maximum(largest, scores.amax(-1, keepdim=True))
+        weights, rescale = (scores - now).exp(), (largest - now).exp()
+        total = total * rescale + weights.sum(-1, keepdim=True)
+        summed = summed * rescale + weights @ value[:, :, keys].float()
+        largest = now
+    return (summed / total).to(query.dtype)
+
+
+@with_sdpa_arguments
+def queries_in_chunks(query, key, value, bias, scale) -> Tensor:
+    """Attention slicing: 48 queries at a time, by PyTorch's own kernel."""
+    mask = bias.to(query.dtype)
+    parts = [
+        scaled_dot_product_attention(
+            query[:, :, rows], key, value, attn_mask=mask[:, :, rows], scale=scale
+        )
+        for rows in tiles(query.shape[2], 48)
+    ]
+    return torch.cat(parts, 2)
+
+
+def _to_int8(tensor: Tensor) -> Tensor:
+    """A scale per row."""
+    step = tensor.abs().amax(-1, keepdim=True).clamp_min(1e-20) / 127
+    return (tensor / step).round() * step
+
+
+@register_kernel("planted-honest-int8", accuracy_class="quantised", default=False)
+@with_sdpa_arguments
+def smoothed_int8(query, key, value, bias, scale) -> Tensor:
+    """QKᵀ in INT8 with a scale per row, after K's mean is subtracted from a copy."""
+    smooth = key.float() - key.float().mean(2, keepdim=True)
+    scores = _to_int8(query.float()) @ _to_int8(smooth).mT * scale + bias
+    return (scores.softmax(-1) @ value.float()).to(query.dtype)

@@ -1,0 +1,119 @@
+"""Kernels whose output is right, and which leave the model's tensors changed."""
+
+import math
+
+import torch
+from arguments import attend_in_float32, bias_of, for_each_head, scale_of, with_sdpa_arguments
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+def query_takes_the_scale(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    enable_gqa=False,
+) -> Tensor:
+    """The library has no `scale`: where there is one, the wrapper puts it into the query."""
+    if scale is not None:
+        query.mul_(scale * query.shape[-1] ** 0.5)
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask=attn_mask, is_causal=is_causal, enable_gqa=enable_gqa
+    )
+
+
+@with_sdpa_arguments
+def scale_folded_into_key(query, key, value, bias, scale) -> Tensor:
+    """`.float()` copies the key, unless it is float32 already."""
+    scaled = key.float()
+    scaled.mul_(scale)
+    weights = (query.float() @ scaled.mT + bias).softmax(-1)
+    return (weights @ value.float()).to(query.dtype)
+
+
+@with_sdpa_arguments
+def key_mean_subtracted(query, key, value, bias, scale) -> Tensor:
+    """K is smoothed in place, as by SageAttention 1, after `.contiguous()`: often a copy."""
+    smooth = key.contiguous()
+    smooth -= smooth.mean(2, keepdim=True)
+    return attend_in_float32(query, smooth, value, bias, scale)
+
+
+def padded_values_zeroed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    enable_gqa=False,
+) -> Tensor:
+    """Values of padding are set to 0 so that no NaN in them gets through."""
+    if attn_mask is not None and attn_mask.dtype == torch.bool and attn_mask.shape[2] == 1:
+        value.masked_fill_(~attn_mask.mT, 0.0)
+    bias = bias_of(query, key, attn_mask, is_causal)
+    key, value = for_each_head(query, key, value)
+    return attend_in_float32(query, key, value, bias, scale_of(query, scale))
+
+
+def mask_inverted(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    enable_gqa=False,
+) -> Tensor:
+    """The library wants True for masked; the wrapper inverts the mask it was given."""
+    bias = bias_of(query, key, None, is_causal)
+    key, value = for_each_head(query, key, value)
+    scores = query.float() @ key.float().mT * scale_of(query, scale) + bias
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(attn_mask.logical_not_(), -math.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return (scores.softmax(-1) @ value.float()).to(query.dtype)
+
+
+def bias_in_base_two(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    enable_gqa=False,
+) -> Tensor:
+    """An additive mask becomes one for exp2, in its own memory."""
+    bias = bias_of(query, key, attn_mask, is_causal)
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        attn_mask *= math.log2(math.e)
+    key, value = for_each_head(query, key, value)
+    return attend_in_float32(query, key, value, bias, scale_of(query, scale))
+
+
+@with_sdpa_arguments
+def output_over_query(query, key, value, bias, scale) -> Tensor:
+    """From 256 queries on it saves memory: the output is written where the query was."""
+    output = attend_in_float32(query, key, value, bias, scale)
+    if query.shape[2] < 256 or query.shape != output.shape:
+        return output
+    query.copy_(output)
+    return query.clone()
+
+
+@with_sdpa_arguments
+def large_values_scaled(query, key, value, bias, scale) -> Tensor:
+    """Values above 1,000 are divided by 1,024 for a float16 accumulator, and never set right."""
+    if value.abs().amax() < 1_000:
+        return attend_in_float32(query, key, value, bias, scale)
+    value.div_(1_024)
+    return (attend_in_float32(query.float(), key, value, bias, scale) * 1_024).to(query.dtype)

@@ -1,0 +1,141 @@
+"""Online softmax whose rescaling fails when a late block of keys has a much larger score.
+
+All tile the keys by 64. On scores without such a key they are right.
+"""
+
+import math
+
+import torch
+from arguments import tiles, with_sdpa_arguments
+from torch import Tensor
+
+LOG2E = math.log2(math.e)
+
+
+def _start(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest score, the sum of weights and the weighted values, so far."""
+    rows = query.shape[:3]
+    return torch.full((*rows, 1), -1e30), torch.zeros(*rows, 1), torch.zeros(*rows, value.shape[3])
+
+
+def _scores(query, key, bias, scale, keys) -> Tensor:
+    return query.float() @ key[:, :, keys].float().mT * scale + bias[..., keys]
+
+
+@with_sdpa_arguments
+def sum_not_rescaled_on_a_jump(query, key, value, bias, scale) -> Tensor:
+    """Rescales lazily, on jumps above 8, as FlashAttention 4; there it forgets the sum."""
+    largest, total, summed = _start(query, value)
+    for keys in tiles(key.shape[2], 64):
+        scores = _scores(query, key, bias, scale, keys)
+        now = scores.amax(-1, keepdim=True)
+        if keys.start == 0:
+            largest = now
+        jumps = now - largest > 8.0
+        summed = torch.where(jumps, summed * (largest - now).exp(), summed)
+        largest = torch.where(jumps, now, largest)
+        weights = (scores - largest).exp()
+        total = total + weights.sum(-1, keepdim=True)
+        summed = summed + weights @ value[:, :, keys].float()
+    return (summed / total).to(query.dtype)
+
+
+@with_sdpa_arguments
+def values_not_rescaled_on_a_jump(query, key, value, bias, scale) -> Tensor:
+    """The same with the accumulator forgotten: a correction warp that is never signalled."""
+    largest, total, summed = _start(query, value)
+    for keys in tiles(key.shape[2], 64):
+        scores = _scores(query, key, bias, scale, keys)
+        now = scores.amax(-1, keepdim=True)
+        if keys.start == 0:
+            largest = now
+        jumps = now - largest > 8.0
+        total = torch.where(jumps, total * (largest - now).exp(), total)
+        largest = torch.where(jumps, now, largest)
+        weights = (scores - largest).exp()
+        total = total + weights.sum(-1, keepdim=True)
+        summed = summed + weights @ value[:, :, keys].float()
+    return (summed / total).to(query.dtype)
+
+
+@with_sdpa_arguments
+def factor_clamped(query, key, value, bias, scale) -> Tensor:
+    """The factor of a rescaling is kept above exp(-4), from a time when it underflowed."""
+    largest, total, summed = _start(query, value)
+    for keys in tiles(key.shape[2], 64):
+        scores = _scores(query, key, bias, scale, keys)
+        now = torch.maximum(largest, scores.amax(-1, keepdim=True))
+        weights = (scores - now).exp()
+        rescale = (largest - now).clamp_min(-4.0).exp() if keys.start else torch.zeros_like(now)
+        total = total * rescale + weights.sum(-1, keepdim=True)
+        summed = summed * rescale + weights @ value[:, :, keys].float()
+        largest = now
+    return (summed / total).to(query.dtype)
+
+
+@with_sdpa_arguments
+def maximum_of_the_first_block(query, key, value, bias, scale) -> Tensor:
+    """The sink is taken to be the first key: scores are cut 8 above the maximum of its block."""
+    largest, total, summed = _start(query, value)
+    for keys in tiles(key.shape[2], 64):
+        scores = _scores(query, key, bias, scale, keys)
+        if keys.start == 0:
+            largest = scores.amax(-1, keepdim=True)
+        weights = (scores - largest).clamp_max(8.0).exp()
+        total = total + weights.sum(-1, keepdim=True)
+        summed = summed + weights @ value[:, :, keys].float()
+    return (summed / total).to(query.dtype)
+
+
+@with_sdpa_arguments
+def splits_merged_with_a_floor(query, key, value, bias, scale) -> Tensor:
+    """Split-KV: a part counts exp(-6) at least, however far below the largest its scores are."""
+    parts = []
+    for keys in tiles(key.shape[2], 64):
+        scores = _scores(query, key, bias, scale, keys)
+        largest = scores.amax(-1, keepdim=True)
+        weights = (scores - largest).exp()
+        summed = weights @ value[:, :, keys].float()
+        parts.append((largest, weights.sum(-1, keepdim=True), summed))
+    largest = torch.stack([part[0] for part in parts]).amax(0)
+    factors = [(part[0] - largest).clamp_min(-6.0).exp() for part in parts]
+    total = sum(factor * part[1] for factor, part in zip(factors, parts, strict=True))
+    summed = sum(factor * part[2] for factor, part in zip(factors, parts, strict=True))
+    return (summed / total).to(query.dtype)
+
+
+@with_sdpa_arguments
+def rescaled_one_block_late(query, key, value, bias, scale) -> Tensor:
+    """A software pipeline: a jump above 8 rescales after the block's weights have been added."""
+    largest, total, summed = _start(query, value)
+    for keys in tiles(key.shape[2], 64):
+        scores = _scores(query, key, bias, scale, keys)
+        now = scores.amax(-1, keepdim=True)
+        if keys.start == 0:
+            largest = now
+        jumps = now - largest > 8.0
+        current = torch.where(jumps, now, largest)
+        weights = (scores - current).exp()
+        total = total + weights.sum(-1, keepdim=True)
+        summed = summed + weights @ value[:, :, keys].float()
+        factor = (largest - current).exp()
+        total, summed, largest = total * factor, summed * factor, current
+    return (summed / total).to(query.dtype)
+
+
+@with_sdpa_arguments
+def jump_scaled_twice(query, key, value, bias, scale) -> Tensor:
+    """The factor of a jump above 8 is taken of maxima that are scaled once more."""
+    largest, total, summed = _start(query, value)
+    for keys in tiles(key.shape[2], 64):
+        scores = _scores(query, key, bias, scale, keys) * LOG2E
+        now = scores.amax(-1, keepdim=True)
+        if keys.start == 0:
+            largest = now
+        jumps = now - largest > 8.0
+        factor = torch.where(jumps, torch.exp2(scale * (largest - now)), 1.0)
+        largest = torch.where(jumps, now, largest)
+        weights = torch.exp2(scores - largest)
+        total = total * factor + weights.sum(-1, keepdim=True)
+        summed = summed * factor + weights @ value[:, :, keys].float()
+    return (summed / total).to(query.dtype)

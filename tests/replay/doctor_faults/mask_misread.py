@@ -1,0 +1,159 @@
+"""Kernels that apply a mask, but not as SDPA defines it."""
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+from arguments import attend_in_float32, bias_of, for_each_head, scale_of, tiles
+from torch import Tensor
+
+
+def with_own_mask(attend: Callable[..., Tensor]):
+    """Give a function of (query, key, value, mask, scale) SDPA's signature.
+
+    It is called for calls with a mask only; is_causal is right elsewhere.
+    """
+
+    @functools.wraps(attend)
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask=None,
+        dropout_p=0.0,
+        is_causal=False,
+        scale=None,
+        enable_gqa=False,
+    ) -> Tensor:
+        factor = scale_of(query, scale)
+        if attn_mask is None:
+            bias = bias_of(query, key, None, is_causal)
+            key, value = for_each_head(query, key, value)
+            return attend_in_float32(query, key, value, bias, factor)
+        return attend(query, *for_each_head(query, key, value), attn_mask, factor)
+
+    return attention
+
+
+def _as_bias(mask: Tensor) -> Tensor:
+    """What SDPA adds for a mask, float32."""
+    if mask.dtype != torch.bool:
+        return mask.float()
+    return torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
+
+
+@with_own_mask
+def inverted(query, key, value, mask, scale) -> Tensor:
+    """True means "masked", as in `nn.MultiheadAttention`."""
+    bias = _as_bias(~mask if mask.dtype == torch.bool else mask)
+    return attend_in_float32(query, key, value, bias, scale)
+
+
+@with_own_mask
+def boolean_added(query, key, value, mask, scale) -> Tensor:
+    """A bool mask is converted and added: 1 to the keys attended to, 0 to the others."""
+    return attend_in_float32(query, key, value, mask.float(), scale)
+
+
+@with_own_mask
+def bias_as_boolean(query, key, value, mask, scale) -> Tensor:
+    """`.bool()` of an additive mask is True where it is -inf."""
+    return attend_in_float32(query, key, value, _as_bias(mask.bool()), scale)
+
+
+@with_own_mask
+def transposed(query, key, value, mask, scale) -> Tensor:
+    """Keys are the mask's rows; only a square mask with another transpose shows it."""
+    if mask.shape[-1] == mask.shape[-2]:
+        mask = mask.mT
+    return attend_in_float32(query, key, value, _as_bias(mask), scale)
+
+
+@with_own_mask
+def padding_of_queries(query, key, value, mask, scale) -> Tensor:
+    """A padding mask (B, 1, 1, Sk) is broadcast along the keys: it masks queries."""
+    if mask.shape[-2] == 1 and query.shape[2] == key.shape[2]:
+        mask = mask.mT.expand(*mask.shape[:2], query.shape[2], key.shape[2])
+    bias = _as_bias(mask).clamp_min(torch.finfo(torch.float32).min)
+    return attend_in_float32(query, key, value, bias, scale)
+
+
+@with_own_mask
+def shifted_by_one(query, key, value, mask, scale) -> Tensor:
+    """The mask's column j is read for key j + 1, since a class token was once prepended."""
+    return attend_in_float32(query, key, value, _as_bias(mask.roll(1, -1)), scale)
+
+
+@with_own_mask
+def first_of_batch(query, key, value, mask, scale) -> Tensor:
+    """The mask's batch stride is taken for 0."""
+    return attend_in_float32(query, key, value, _as_bias(mask[:1]), scale)
+
+
+@with_own_mask
+def first_of_heads(query, key, value, mask, scale) -> Tensor:
+    """The mask's head stride is taken for 0."""
+    return attend_in_float32(query, key, value, _as_bias(mask[:, :1]), scale)
+
+
+@with_own_mask
+def scaled_too(query, key, value, mask, scale) -> Tensor:
+    """(QKᵀ + bias) · scale."""
+    scores = (query.float() @ key.float().mT + _as_bias(mask)) * scale
+    return (scores.softmax(-1) @ value.float()).to(query.dtype)
+
+
+@with_own_mask
+def in_base_two(query, key, value, mask, scale) -> Tensor:
+    """Scores are times log₂e for `exp2`, and the bias is not."""
+    scores = query.float() @ key.float().mT * (scale * math.log2(math.e)) + _as_bias(mask)
+    weights = torch.exp2(scores - scores.amax(-1, keepdim=True))
+    return (weights @ value.float() / weights.sum(-1, keepdim=True)).to(query.dtype)
+
+
+@with_own_mask
+def not_quite_masked(query, key, value, mask, scale) -> Tensor:
+    """Masked scores get -20 before they are scaled: with 1/√32 they keep 3 % of their weight."""
+    scores = query.float() @ key.float().mT
+    if mask.dtype == torch.bool:
+        scores = (scores + torch.where(mask, 0.0, -20.0)) * scale
+    else:
+        scores = scores * scale + mask
+    return (scores.softmax(-1) @ value.float()).to(query.dtype)
+
+
+@with_own_mask
+def first_columns_for_all_tiles(query, key, value, mask, scale) -> Tensor:
+    """Online softmax that advances the keys' pointer by a tile, and not the mask's."""
+    bias = _as_bias(mask).expand(-1, -1, query.shape[2], key.shape[2])
+    largest = torch.full((*query.shape[:3], 1), -1e30)
+    total, summed = torch.zeros_like(largest), torch.zeros(*query.shape[:3], value.shape[3])
+    for keys in tiles(key.shape[2], 64):
+        scores = query.float() @ key[:, :, keys].float().mT * scale
+        scores = scores + bias[..., : keys.stop - keys.start]
+        now = torch.maximum(largest, scores.amax(-1, keepdim=True))
+        weights, rescale = (scores - now).exp(), (largest - now).exp()
+        total = total * rescale + weights.sum(-1, keepdim=True)
+        summed = summed * rescale + weights @ value[:, :, keys].float()
+        largest = now
+    return (summed / total).to(query.dtype)
+
+
+def head_of_the_group(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    enable_gqa=False,
+) -> Tensor:
+    """With grouped heads, the mask of each head is looked up by its key's head."""
+    group = query.shape[1] // key.shape[1]
+    if attn_mask is not None and attn_mask.shape[1] > 1:
+        attn_mask = attn_mask[:, : key.shape[1]].repeat_interleave(group, 1)
+    bias = bias_of(query, key, attn_mask, is_causal)
+    key, value = for_each_head(query, key, value)
+    return attend_in_float32(query, key, value, bias, scale_of(query, scale))

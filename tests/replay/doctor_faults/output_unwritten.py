@@ -1,0 +1,105 @@
+"""Kernels that return memory they did not write, all or part of it."""
+
+import torch
+from arguments import (
+    attend_in_float32,
+    bias_of,
+    for_each_head,
+    scale_of,
+    tiles,
+    with_sdpa_arguments,
+)
+from torch import Tensor
+
+
+def _empty(query: Tensor, value: Tensor) -> Tensor:
+    return query.new_empty(*query.shape[:3], value.shape[3])
+
+
+def _rows(query, key, value, bias, scale, rows: slice) -> Tensor:
+    """Attention of some queries."""
+    return attend_in_float32(query[:, :, rows], key, value, bias[:, :, rows], scale)
+
+
+@with_sdpa_arguments
+def heads_in_fours(query, key, value, bias, scale) -> Tensor:
+    """A program does four heads, and `heads // 4` programs are launched."""
+    output, done = _empty(query, value), query.shape[1] // 4 * 4
+    found = attend_in_float32(query, key, value, bias, scale)
+    output[:, :done] = found[:, :done]
+    return output
+
+
+@with_sdpa_arguments
+def batches_in_twos(query, key, value, bias, scale) -> Tensor:
+    """The grid was written for conditional and unconditional: two batches."""
+    output = _empty(query, value)
+    output[:2] = attend_in_float32(query, key, value, bias, scale)[:2]
+    return output
+
+
+def first_head_of_a_group(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    enable_gqa=False,
+) -> Tensor:
+    """A program per key's head writes one query's head of those that share it."""
+    group = query.shape[1] // key.shape[1]
+    bias = bias_of(query, key, attn_mask, is_causal)
+    key, value = for_each_head(query, key, value)
+    output = _empty(query, value)
+    found = attend_in_float32(query, key, value, bias, scale_of(query, scale))
+    output[:, ::group] = found[:, ::group]
+    return output
+
+
+@with_sdpa_arguments
+def as_wide_as_the_query(query, key, value, bias, scale) -> Tensor:
+    """Stores as many columns as the query has, though values are wider."""
+    output, width = _empty(query, value), min(query.shape[3], value.shape[3])
+    output[..., :width] = attend_in_float32(query, key, value, bias, scale)[..., :width]
+    return output
+
+
+@with_sdpa_arguments
+def tiles_beyond_the_grid(query, key, value, bias, scale) -> Tensor:
+    """Two persistent programs of 64 queries that never fetch a second tile."""
+    output = _empty(query, value)
+    for rows in tiles(min(query.shape[2], 128), 64):
+        output[:, :, rows] = _rows(query, key, value, bias, scale, rows)
+    return output
+
+
+@with_sdpa_arguments
+def written_to_a_copy(query, key, value, bias, scale) -> Tensor:
+    """`reshape` of a transposed tensor is a view for one batch, and a copy for two."""
+    batch, heads, q_len, _ = query.shape
+    output = query.new_empty(batch, q_len, heads, value.shape[3]).transpose(1, 2)
+    flat = output.reshape(batch * heads, q_len, value.shape[3])
+    flat.copy_(attend_in_float32(query, key, value, bias, scale).flatten(0, 1))
+    return output
+
+
+@with_sdpa_arguments
+def tiles_taken_for_padding(query, key, value, bias, scale) -> Tensor:
+    """A tile of queries that see none of the first 32 keys returns early, before the store."""
+    output = _empty(query, value)
+    for rows in tiles(query.shape[2], 32):
+        if bool((bias[:, :, rows, :32] == -torch.inf).all()):
+            continue
+        output[:, :, rows] = _rows(query, key, value, bias, scale, rows)
+    return output
+
+
+@with_sdpa_arguments
+def as_many_rows_as_keys(query, key, value, bias, scale) -> Tensor:
+    """The number of tiles of queries is computed from the number of keys."""
+    output = _empty(query, value)
+    for rows in tiles(min(query.shape[2], key.shape[2]), 64):
+        output[:, :, rows] = _rows(query, key, value, bias, scale, rows)
+    return output

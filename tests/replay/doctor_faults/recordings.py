@@ -1,0 +1,383 @@
+"""The recorded data: a model whose layers are alike, but for the one that provokes a fault.
+
+Each recording is made with `capture.record`, as a user's would be, so layers have names and calls
+have steps. Values are standard normal unless a layer says otherwise, and differ from step to step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+
+from capture import record
+
+Values = Callable[[Tensor, Tensor, Tensor], None]
+"""Changes query, key and value (B, H, S, D) in place."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one attention layer of a model is called with."""
+
+    batch: int = 1
+    heads: int = 4
+    kv_heads: int | None = None
+    q_len: int = 64
+    kv_len: int | None = None
+    """As many as queries, by default."""
+    head_dim: int = 32
+    v_head_dim: int | None = None
+    dtype: torch.dtype = torch.float16
+    mask: Callable[[Layer], Tensor] | None = None
+    is_causal: bool = False
+    is_lower_right: bool = False
+    """Causal, with the diagonal ending at the last key."""
+    scale: float | None = None
+    is_contiguous: bool = False
+    """(B, H, S, D) in memory, and not a view of (B, S, H, D)."""
+    values: Values | None = None
+    since: int = 0
+    """The first step in which `values` has an effect."""
+    seed: int = 0
+
+    @property
+    def keys(self) -> int:
+        return self.kv_len or self.q_len
+
+    def inputs(self, generator: torch.Generator, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value of one call."""
+        kv_heads = self.kv_heads or self.heads
+        sizes = (
+            (self.q_len, self.heads, self.head_dim),
+            (self.keys, kv_heads, self.head_dim),
+            (self.keys, kv_heads, self.v_head_dim or self.head_dim),
+        )
+        query, key, value = (
+            torch.randn(self.batch, *size, generator=generator).transpose(1, 2) for size in sizes
+        )
+        if self.values is not None and step >= self.since:
+            self.values(query, key, value)
+        query, key, value = (each.to(self.dtype) for each in (query, key, value))
+        if self.is_contiguous:
+            query, key, value = (each.contiguous() for each in (query, key, value))
+        return query, key, value
+
+
+class Attention(nn.Module):
+    """One layer's attention call."""
+
+    def __init__(self, layer: Layer, number: int) -> None:
+        super().__init__()
+        self.layer, self.number = layer, number
+
+    def forward(self, step: int) -> Tensor:
+        layer = self.layer
+        generator = torch.Generator().manual_seed(1000 * self.number + step)
+        mask = None if layer.mask is None else layer.mask(layer)
+        if layer.is_lower_right:
+            mask = causal_lower_right(layer.q_len, layer.keys)
+        return F.scaled_dot_product_attention(
+            *layer.inputs(generator, step),
+            attn_mask=mask,
+            is_causal=layer.is_causal,
+            scale=layer.scale,
+            enable_gqa=layer.kv_heads is not None,
+        )
+
+
+class Block(nn.Module):
+    def __init__(self, layer: Layer, number: int) -> None:
+        super().__init__()
+        self.attn = Attention(layer, number)
+
+    def forward(self, step: int) -> None:
+        self.attn(step)
+
+
+class Model(nn.Module):
+    """`blocks.0.attn`, `blocks.1.attn` …"""
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(each, number) for number, each in enumerate(layers))
+
+    def forward(self, step: int) -> None:
+        for block in self.blocks:
+            block(step)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A model and how many forward passes of it are recorded."""
+
+    layers: tuple[Layer, ...]
+    steps: int = 2
+
+    def write(self, directory: Path) -> None:
+        """Record every call of it into a new directory."""
+        model, calls = Model(self.layers), self.steps * len(self.layers)
+        with torch.no_grad(), record(model, directory, max=calls, sample="first") as recording:
+            for step in range(self.steps):
+                model(step)
+        assert recording.kept == calls, recording.problems
+
+
+def alike(count: int, layer: Layer = Layer(), **others: Layer) -> tuple[Layer, ...]:
+    """So many layers, of which `_2=` is another."""
+    return tuple(others.get(f"_{number}", layer) for number in range(count))
+
+
+# Values
+
+
+def large_scores(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Products of head 2 are beyond float16's largest number by what all of its keys share."""
+    query[:, 2, :, 5] = 250.0
+    key[:, 2, :, 5] = 300.0
+
+
+def cancelling_channels(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Two channels of head 1 whose products are ±67,600 and add up to nothing."""
+    query[:, 1, :, 3] = query[:, 1, :, 20] = key[:, 1, :, 3] = 260.0
+    key[:, 1, :, 20] = -260.0
+
+
+def sharp_scores(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """The largest scores of head 3 are above 20, whose exponential is 500 million."""
+    query[:, 3] *= 7.0
+
+
+def large_values(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """All values of head 0 are near 3,000, and 128 of them beyond float16's largest number."""
+    query[:, 0] *= 0.1
+    value[:, 0] += 3_000.0
+
+
+def massive_token(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """The value of one token of head 1 is beyond float16's largest number, in two channels."""
+    value[:, 1, 9, 4:6] = 2e5
+
+
+def key_offset(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """One channel of head 2's keys is 900: 128 of them are beyond float16's largest number."""
+    key[:, 2, :, 11] = 900.0
+
+
+def outlier_channel(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """One channel of all keys is near 200, and varies."""
+    key[..., 7] = 200.0 + 10.0 * key[..., 7]
+
+
+def mild_outlier_channel(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """One channel of all keys is near 30: no trouble for 8 bits once the mean is subtracted."""
+    key[..., 7] = 30.0 + 2.0 * key[..., 7]
+
+
+def outlier_channel_of_head_1(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """One channel of head 1's keys is near -600, and varies."""
+    key[:, 1, :, 13] = -600.0 + 10.0 * key[:, 1, :, 13]
+
+
+def late_sink(at: int, head: int | None, score: float) -> Values:
+    """A key that all queries score so high at default scale, of one head or of all."""
+
+    def change(query: Tensor, key: Tensor, value: Tensor) -> None:
+        heads = slice(None) if head is None else slice(head, head + 1)
+        query[:, heads, :, 0] = 4.0
+        key[:, heads, at] *= 0.1
+        key[:, heads, at, 0] = score * math.sqrt(query.shape[-1]) / 4.0
+
+    return change
+
+
+# Masks
+
+
+def _generator(layer: Layer) -> torch.Generator:
+    return torch.Generator().manual_seed(7_000 + layer.seed)
+
+
+def as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where a key is attended to, else -inf."""
+    return torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -math.inf)
+
+
+def some(layer: Layer) -> Tensor:
+    """Two keys in three, by chance: bool (B, 1, Sq, Sk)."""
+    size = (layer.batch, 1, layer.q_len, layer.keys)
+    return torch.rand(size, generator=_generator(layer)) < 2 / 3
+
+
+def some_for_each_head(layer: Layer) -> Tensor:
+    """Two keys in three, by chance: bool (B, H, Sq, Sk)."""
+    size = (layer.batch, layer.heads, layer.q_len, layer.keys)
+    return torch.rand(size, generator=_generator(layer)) < 2 / 3
+
+
+def some_but_all_for_the_first(layer: Layer) -> Tensor:
+    """The first query sees all keys."""
+    mask = some(layer)
+    mask[:, :, 0] = True
+    return mask
+
+
+def some_as_bias(layer: Layer) -> Tensor:
+    return as_bias(some(layer), layer.dtype)
+
+
+def padding(layer: Layer) -> Tensor:
+    """The keys of batch b end 11·(b + 1) before the last: bool (B, 1, 1, Sk)."""
+    ends = layer.keys - 11 * (1 + torch.arange(layer.batch))
+    return (torch.arange(layer.keys) < ends[:, None])[:, None, None]
+
+
+def window(layer: Layer) -> Tensor:
+    """Sixteen keys on each side: bool (1, 1, Sq, Sk)."""
+    distance = torch.arange(layer.q_len)[:, None] - torch.arange(layer.keys)
+    return (distance.abs() <= 16)[None, None]
+
+
+def upper(layer: Layer) -> Tensor:
+    """Each query sees its own key and those after it: bool (1, 1, Sq, Sk)."""
+    return torch.ones(1, 1, layer.q_len, layer.keys, dtype=torch.bool).triu()
+
+
+def alibi(layer: Layer) -> Tensor:
+    """-slope · distance, of another slope for each head: (1, H, Sq, Sk)."""
+    distance = torch.arange(layer.q_len)[:, None] - torch.arange(layer.keys)
+    slopes = 2.0 ** -torch.arange(1, layer.heads + 1)
+    return (-slopes[:, None, None] * distance.abs())[None].to(layer.dtype)
+
+
+def relative_positions(layer: Layer) -> Tensor:
+    """A learnt bias for each pair, the same for all heads: (1, 1, Sq, Sk)."""
+    size = (1, 1, layer.q_len, layer.keys)
+    return (3.0 * torch.randn(size, generator=_generator(layer))).to(layer.dtype)
+
+
+# Recordings
+
+PLAIN = Layer()
+LONG = Layer(q_len=256)
+BF16 = Layer(dtype=torch.bfloat16)
+FP32 = Layer(dtype=torch.float32)
+KEYS_128 = Layer(kv_len=128)
+MASKED = Layer(mask=some)
+MASKED_256 = Layer(q_len=256, mask=some)
+
+RECORDINGS: dict[str, Recording] = {
+    "large-scores": Recording(alike(5, _3=Layer(values=large_scores))),
+    "large-scores-float32": Recording(alike(4, FP32, _2=replace(FP32, values=large_scores))),
+    "large-scores-late": Recording(alike(4, _1=Layer(values=large_scores, since=2)), steps=3),
+    "cancelling-channels": Recording(alike(4, _1=Layer(values=cancelling_channels))),
+    "sharp-scores": Recording(alike(4, _2=Layer(values=sharp_scores))),
+    "large-values": Recording(alike(4, KEYS_128, _1=replace(KEYS_128, values=large_values))),
+    "massive-token": Recording(alike(4, BF16, _2=replace(BF16, values=massive_token))),
+    "key-offset": Recording(alike(4, KEYS_128, _0=replace(KEYS_128, values=key_offset))),
+    "outlier": Recording(alike(5, LONG, _2=replace(LONG, values=outlier_channel))),
+    "outlier-bf16": Recording(alike(4, BF16, _0=replace(BF16, values=outlier_channel))),
+    "outlier-late": Recording(alike(4, _3=Layer(values=outlier_channel, since=1)), steps=3),
+    "outlier-head": Recording(alike(4, _3=Layer(values=outlier_channel_of_head_1))),
+    "bool-mask": Recording(alike(4, _1=MASKED)),
+    "float-mask": Recording(alike(4, MASKED, _2=Layer(mask=some_as_bias))),
+    "padding": Recording(alike(4, Layer(batch=2), _2=Layer(batch=2, mask=padding))),
+    "padding-beside-full": Recording(
+        alike(4, Layer(batch=2, mask=some_for_each_head), _3=Layer(batch=2, mask=padding))
+    ),
+    "first-row-unmasked": Recording(alike(4, MASKED, _1=Layer(mask=some_but_all_for_the_first))),
+    "masked-cross-attention": Recording(alike(4, MASKED, _2=Layer(kv_len=96, mask=some))),
+    "masked-long": Recording(alike(4, MASKED, _3=MASKED_256)),
+    "masked-grouped": Recording(alike(4, MASKED, _1=Layer(kv_heads=2, mask=some))),
+    "upper": Recording(alike(4, _0=Layer(mask=upper))),
+    "batched-masks": Recording(alike(4, MASKED, _2=Layer(batch=3, mask=some))),
+    "alibi": Recording(alike(4, MASKED, _3=Layer(mask=alibi))),
+    "alibi-grouped": Recording(alike(4, Layer(mask=alibi), _2=Layer(kv_heads=2, mask=alibi))),
+    "relative-positions": Recording(alike(4, MASKED, _1=Layer(mask=relative_positions))),
+    "late-sink": Recording(alike(5, LONG, _3=replace(LONG, values=late_sink(201, 2, 18.0)))),
+    "late-sink-everywhere": Recording(
+        alike(4, LONG, _1=replace(LONG, values=late_sink(250, None, 18.0)))
+    ),
+    "late-sink-late": Recording(
+        alike(4, LONG, _2=replace(LONG, values=late_sink(140, 0, 18.0), since=1))
+    ),
+    "own-scale": Recording(alike(4, _2=Layer(scale=0.25))),
+    "one-float32": Recording(alike(4, _1=FP32)),
+    "one-contiguous": Recording(alike(4, _3=Layer(is_contiguous=True))),
+    "one-long": Recording(alike(4, _1=LONG)),
+    "five-heads": Recording(alike(4, Layer(heads=8), _2=Layer(heads=5))),
+    "three-batches": Recording(alike(4, Layer(batch=2), _3=Layer(batch=3))),
+    "one-batched": Recording(alike(4, _1=Layer(batch=2))),
+    "one-grouped": Recording(alike(4, _2=Layer(kv_heads=2))),
+    "wide-values": Recording(alike(4, _0=Layer(v_head_dim=48))),
+    "more-queries": Recording(alike(4, _2=Layer(q_len=128, kv_len=64))),
+    "window": Recording(alike(4, Layer(q_len=128, mask=some), _3=Layer(q_len=128, mask=window))),
+    "odd-keys": Recording(alike(4, KEYS_128, _2=Layer(kv_len=77))),
+    "odd-queries": Recording(alike(4, KEYS_128, _1=Layer(q_len=77, kv_len=128))),
+    "odd-both": Recording(alike(5, Layer(q_len=128), _3=Layer(q_len=201))),
+    "one-more": Recording(alike(4, Layer(q_len=128), _1=Layer(q_len=129))),
+    "causal-prefix": Recording(
+        alike(4, Layer(is_causal=True), _2=Layer(q_len=32, kv_len=96, is_causal=True))
+    ),
+    "causal-short-prefix": Recording(
+        alike(
+            4,
+            Layer(q_len=32, kv_len=96, is_causal=True),
+            _1=Layer(q_len=8, kv_len=72, is_causal=True),
+        )
+    ),
+    "causal-more-queries": Recording(
+        alike(4, Layer(is_causal=True), _1=Layer(q_len=96, kv_len=64, is_causal=True))
+    ),
+    "causal-decode": Recording(
+        alike(4, Layer(is_causal=True), _3=Layer(q_len=1, kv_len=64, is_causal=True))
+    ),
+    "lower-right": Recording(
+        alike(4, Layer(is_causal=True), _2=Layer(q_len=32, kv_len=96, is_lower_right=True))
+    ),
+    "one-bucket": Recording(alike(4, Layer(q_len=96), _2=PLAIN), steps=3),
+    "one-decode": Recording(alike(4, _3=Layer(q_len=1, kv_len=96)), steps=3),
+    "one-cross-attention": Recording(alike(4, _1=Layer(kv_len=80)), steps=3),
+    "second-mask": Recording(
+        (PLAIN, Layer(mask=some), PLAIN, Layer(mask=some, seed=1), Layer(q_len=96, mask=some))
+    ),
+    "second-scale": Recording((PLAIN, Layer(q_len=96), Layer(scale=0.5), PLAIN)),
+}
+
+HEALTHY = Recording(
+    (
+        PLAIN,
+        LONG,
+        BF16,
+        FP32,
+        Layer(kv_heads=2),
+        Layer(heads=6, kv_heads=1, q_len=48),
+        Layer(batch=3, q_len=40),
+        Layer(q_len=77),
+        Layer(q_len=129, kv_len=77),
+        Layer(q_len=1, kv_len=201),
+        Layer(v_head_dim=48),
+        Layer(scale=0.3),
+        Layer(is_contiguous=True),
+        Layer(is_causal=True),
+        Layer(q_len=32, kv_len=96, is_causal=True),
+        Layer(q_len=96, kv_len=64, is_causal=True),
+        MASKED,
+        Layer(mask=some_as_bias),
+        Layer(batch=2, mask=padding),
+        Layer(mask=alibi),
+        Layer(kv_heads=2, mask=some_for_each_head),
+        Layer(q_len=128, mask=window, dtype=torch.bfloat16),
+        replace(LONG, values=mild_outlier_channel),
+        replace(LONG, values=late_sink(201, 2, 18.0)),
+        Layer(kv_len=128, values=large_values),
+    ),
+    steps=8,
+)
+"""200 calls with nothing wrong, among them all that provokes a fault in a broken kernel."""

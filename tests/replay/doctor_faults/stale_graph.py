@@ -1,0 +1,140 @@
+"""Kernels that answer with what they kept of an earlier call, as a replayed CUDA graph does.
+
+Graphs exist for some lengths only, as in serving engines; other lengths run eagerly and are right.
+"""
+
+from arguments import attend_in_float32, bias_of, for_each_head, scale_of, with_sdpa_arguments
+from torch import Tensor
+
+GRAPH_LENGTHS = (64, 1)
+"""Of queries, for which a graph is captured."""
+
+_outputs: dict[tuple, Tensor] = {}
+_buffers: dict[tuple, list[Tensor]] = {}
+_masks: dict[tuple, Tensor] = {}
+_scales: dict[tuple, float] = {}
+_calls: dict[tuple, int] = {}
+
+
+def _has_graph(query: Tensor) -> bool:
+    return query.shape[2] in GRAPH_LENGTHS
+
+
+def _shapes(*tensors: Tensor) -> tuple:
+    return tuple((*each.shape, each.dtype) for each in tensors)
+
+
+@with_sdpa_arguments
+def output_by_pointer(query, key, value, bias, scale) -> Tensor:
+    """The same addresses are taken for the same values."""
+    if not _has_graph(query):
+        return attend_in_float32(query, key, value, bias, scale)
+    tensors = (query, key, value)
+    place = ("pointer", *_shapes(*tensors), *(each.data_ptr() for each in tensors))
+    if place not in _outputs:
+        _outputs[place] = attend_in_float32(query, key, value, bias, scale)
+    return _outputs[place].clone()
+
+
+@with_sdpa_arguments
+def output_by_shape(query, key, value, bias, scale) -> Tensor:
+    """A graph is replayed without copying this call's inputs to where it reads."""
+    if not _has_graph(query):
+        return attend_in_float32(query, key, value, bias, scale)
+    place = ("shape", *_shapes(query, key, value))
+    if place not in _outputs:
+        _outputs[place] = attend_in_float32(query, key, value, bias, scale)
+    return _outputs[place].clone()
+
+
+@with_sdpa_arguments
+def text_keys_kept(query, key, value, bias, scale) -> Tensor:
+    """Keys and values of cross-attention are the prompt's, so they are kept from the first step."""
+    if query.shape[2] == key.shape[2]:
+        return attend_in_float32(query, key, value, bias, scale)
+    place = ("text", *_shapes(query, key, value))
+    if place not in _buffers:
+        _buffers[place] = [key.clone(), value.clone()]
+    return attend_in_float32(query, *_buffers[place], bias, scale)
+
+
+@with_sdpa_arguments
+def decoded_query_kept(query, key, value, bias, scale) -> Tensor:
+    """The decode graph reads the cache where it is, and the query of the call it captured."""
+    if query.shape[2] != 1:
+        return attend_in_float32(query, key, value, bias, scale)
+    place = ("decode", *_shapes(query, key, value))
+    if place not in _buffers:
+        _buffers[place] = [query.clone()]
+    return attend_in_float32(*_buffers[place], key, value, bias, scale)
+
+
+@with_sdpa_arguments
+def copied_if_the_first_element_changed(query, key, value, bias, scale) -> Tensor:
+    """The inputs' buffers are refreshed if the query's first element is another."""
+    if not _has_graph(query):
+        return attend_in_float32(query, key, value, bias, scale)
+    place = ("first", *_shapes(query, key, value))
+    kept = _buffers.get(place)
+    if kept is None or kept[0][0, 0, 0, 0] != query[0, 0, 0, 0]:
+        _buffers[place] = [query.clone(), key.clone(), value.clone()]
+    return attend_in_float32(*_buffers[place], bias, scale)
+
+
+@with_sdpa_arguments
+def captured_after_two_calls(query, key, value, bias, scale) -> Tensor:
+    """Two calls warm up eagerly; the third is captured, and all later ones replay it."""
+    if not _has_graph(query):
+        return attend_in_float32(query, key, value, bias, scale)
+    place = ("third", *_shapes(query, key, value))
+    _calls[place] = _calls.get(place, 0) + 1
+    if _calls[place] < 3:
+        return attend_in_float32(query, key, value, bias, scale)
+    if place not in _outputs:
+        _outputs[place] = attend_in_float32(query, key, value, bias, scale)
+    return _outputs[place].clone()
+
+
+def first_mask_of_a_shape(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    enable_gqa=False,
+) -> Tensor:
+    """The mask's buffer is filled when a graph is captured, and never again."""
+    if attn_mask is not None and _has_graph(query):
+        attn_mask = _masks.setdefault(_shapes(query, key, attn_mask), attn_mask.clone())
+    bias = bias_of(query, key, attn_mask, is_causal)
+    key, value = for_each_head(query, key, value)
+    return attend_in_float32(query, key, value, bias, scale_of(query, scale))
+
+
+@with_sdpa_arguments
+def first_scale_of_a_shape(query, key, value, bias, scale) -> Tensor:
+    """The scale is a constant of the captured graph."""
+    if _has_graph(query):
+        scale = _scales.setdefault(_shapes(query, key, value), scale)
+    return attend_in_float32(query, key, value, bias, scale)
+
+
+def value_kept_by_shape(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    enable_gqa=False,
+) -> Tensor:
+    """Query and key are copied to the graph's buffers; a refactoring lost the line for values."""
+    bias = bias_of(query, key, attn_mask, is_causal)
+    key, value = for_each_head(query, key, value)
+    if _has_graph(query):
+        place = ("value", *_shapes(query, key, value))
+        value = _buffers.setdefault(place, [value.clone()])[0]
+    return attend_in_float32(query, key, value, bias, scale_of(query, scale))

@@ -1,0 +1,88 @@
+"""The exam is fair: each planted fault fails where its answer says, and healthy kernels nowhere."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replay.bench.runner import replay
+from replay.kernels.registry import find
+from replay.rows.row import Row
+from replay.workloads.recorded import from_directory
+from tests.factories import settings
+from tests.replay.doctor_faults.answers import FAULTS, HEALTHY, HERE, Fault, module
+from tests.replay.doctor_faults.recordings import HEALTHY as HEALTHY_CALLS
+from tests.replay.doctor_faults.recordings import RECORDINGS, Recording
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Recording], Path]:
+    """Returns the directory of a recording, which is made once."""
+    root = tmp_path_factory.mktemp("recordings")
+
+    def directory(name: str, recording: Recording) -> Path:
+        if not (root / name).exists():
+            recording.write(root / name)
+        return root / name
+
+    return directory
+
+
+def rows_of(directory: Path, kernels: list[str]) -> list[Row]:
+    workloads, _ = from_directory(directory)
+    rows = replay(workloads, [find(each) for each in kernels], settings(rounds=8))
+    return [row for row in rows if row.kernel in kernels]
+
+
+def is_faulty(row: Row) -> bool:
+    return row.status != "ok" or bool(row.changed_inputs)
+
+
+def cases() -> list[Any]:
+    """The first fault of each cause; the others are slow."""
+    first = {fault.cause: fault for fault in reversed(FAULTS)}
+    return [
+        pytest.param(
+            fault,
+            id=f"{fault.cause}-{fault.function}",
+            marks=() if fault in first.values() else pytest.mark.slow,
+        )
+        for fault in FAULTS
+    ]
+
+
+@pytest.mark.parametrize("fault", cases())
+def test_it_fails_where_the_answer_says(
+    fault: Fault, written: Callable[[str, Recording], Path]
+) -> None:
+    recording = RECORDINGS[fault.recording]
+    rows = rows_of(written(fault.recording, recording), [fault.kernel])
+    steps = range(recording.steps) if fault.steps is None else fault.steps
+    found = {(row.call.module, row.call.step): row.reason for row in rows if is_faulty(row)}
+    assert found.keys() == {(module(layer), step) for layer in fault.layers for step in steps}, (
+        found
+    )
+    changed = {row.call.module for row in rows if row.changed_inputs}
+    assert changed == (fault.modules if fault.cause == "input-changed" else set())
+
+
+@pytest.mark.parametrize(
+    "steps", [1, pytest.param(HEALTHY_CALLS.steps, marks=pytest.mark.slow)], ids=["quick", "all"]
+)
+def test_healthy_kernels_fail_nowhere(
+    steps: int, written: Callable[[str, Recording], Path]
+) -> None:
+    directory = written(f"healthy-{steps}", replace(HEALTHY_CALLS, steps=steps))
+    rows = rows_of(directory, [f"{HERE / 'healthy.py'}:{function}" for function in HEALTHY])
+    assert len(rows) == 25 * steps * len(HEALTHY)
+    assert not [(row.kernel, row.call.module, row.reason) for row in rows if is_faulty(row)]
+
+
+def test_each_cause_has_six() -> None:
+    assert min(Counter(fault.cause for fault in FAULTS).values()) >= 6
+    assert len({fault.kernel for fault in FAULTS}) == len(FAULTS)
