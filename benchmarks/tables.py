@@ -146,13 +146,14 @@ def by_shape(file: str, *, decode: bool | None = None) -> str:
 
 
 def by_call(path: Path) -> str:
-    """List ms of the drop-in by call and kernel; what went wrong where there is no time."""
+    """List ms of the drop-in by call and kernel; nothing where it is not supported."""
     rows = results.read(path)
     kernels = list(dict.fromkeys(row["kernel"] for row in rows))
     calls: dict[str, dict[str, str]] = {}
     for row in rows:
         cells = calls.setdefault(row["call.name"], {})
-        cells[row["kernel"]] = _scene_cell([row], "time_ms.p50")
+        supported = row["status"] != "unsupported"
+        cells[row["kernel"]] = _scene_cell([row], "time_ms.p50") if supported else ""
     lines = {name: [cells.get(each, "") for each in kernels] for name, cells in calls.items()}
     return _table(["ms", *kernels], lines) + _machine(rows)
 
