@@ -43,7 +43,16 @@ class Origin:
     """Torch backends that were switched off when the model made the call (`sdpa_kernel`,
     `torch.backends.cuda.enable_flash_sdp(False)` …), as kernel names; empty for plain SDPA."""
     heads: str = ""
-    """The query heads of the model's call that are stored, if not all: `0,2-3`."""
+    """The query heads of the model's call that are stored, if not all: `0,2-3`. Of a part, those of
+    the whole call, where that is known."""
+    split: str = ""
+    """What several ranks share out of the model's call, of which this is one part: `heads` or
+    `queries` (`capture.splits`); empty for a whole call."""
+    split_ranks: list[int] = field(default_factory=list)
+    """The ranks that share the call, in the order of their parts; of a joined call, those that
+    shared it."""
+    call_in_step: int = 0
+    """Position among the calls of this module in this step; counted where there are ranks."""
     versions: dict[str, str] = field(default_factory=dict)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -168,6 +169,30 @@ def picked(tensor: Tensor, dim: int, indices: Tensor) -> Tensor:
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     chosen = tensor.detach().permute(order).index_select(order.index(dim), indices)
     return chosen.permute([order.index(each) for each in range(tensor.ndim)])
+
+
+def concatenated(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """Concatenate: without gaps, the order of the first one's dimensions preserved.
+
+    Other dimensions that are expanded in all stay expanded.
+    """
+    first = tensors[0]
+    expanded = [
+        each
+        for each in range(first.ndim)
+        if each != dim and first.shape[each] > 1 and not any(t.stride(each) for t in tensors)
+    ]
+    size = list(first.shape)
+    for each in expanded:
+        tensors = [tensor.narrow(each, 0, 1) for tensor in tensors]
+    # A dimension of size 1 may claim the stride of the one that it lies within.
+    order = sorted(
+        range(first.ndim), key=lambda each: (first.stride(each), first.shape[each]), reverse=True
+    )
+    joined = torch.cat([tensor.detach().permute(order) for tensor in tensors], order.index(dim))
+    joined = joined.permute([order.index(each) for each in range(first.ndim)])
+    size[dim] = joined.shape[dim]
+    return joined.expand(size)
 
 
 def narrow_expanded(tensor: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from capture.call import AttentionCall, Origin
+from capture.recording.heads import pick
 from capture.shape import Shape
+from capture.storage.call_file import PackedCall
 from replay.accuracy.errors import compare
 from replay.bench.settings import Settings
 from replay.kernels.registry import Kernel
@@ -86,6 +89,25 @@ def random_call(
         return call
     with sdpa_kernel(SDPBackend.MATH):
         return call.with_tensors({"output": scaled_dot_product_attention(**call.arguments())})
+
+
+def store_part(
+    directory: Path, call: AttentionCall, by: int, ranks: Sequence[int], **origin: Any
+) -> None:
+    """Write the two heads of a call that are a rank's, as if it had recorded them.
+
+    Args:
+        by: the rank.
+        ranks: those that share the call, in the order of their heads.
+        origin: what is different of the part's origin.
+    """
+    first = 2 * ranks.index(by)
+    part = pick(call, range(first, first + 2), range(first, first + 2))
+    place = {"rank": by, "split": "heads", "split_ranks": [*ranks], "heads": f"{first}-{first + 1}"}
+    described = replace(call.origin, model=f"model.rank{by}", **{**place, **origin})
+    directory.mkdir(exist_ok=True)
+    path = directory / f"model.rank{by}-{described.call_index:06}.safetensors"
+    PackedCall.of(replace(part, origin=described)).write(path)
 
 
 def sized_call(sizes: tuple[int, int, int, int, int, int, int], **options: Any) -> AttentionCall:

@@ -17,8 +17,9 @@ from capture.cli.models_package import import_models
 from capture.cli.standard_streams import make_usable
 from capture.cli.verbosity import add_verbosity, narrated
 from capture.printable import printable
-from capture.recording.ranges import parse_ranges
+from capture.ranges import parse_ranges
 from capture.recording.sampling import PHASES, check_sample
+from capture.splits import SPLITS
 
 if TYPE_CHECKING:
     from capture.recording.recording import Recording
@@ -123,6 +124,12 @@ def _parser() -> argparse.ArgumentParser:
         help="rank of this process: ranks share DIR (default: from the environment, as torchrun "
         "sets it)",
     )
+    store.add_argument(
+        "--split",
+        choices=SPLITS,
+        help="what ranks share out of each call, so that `replay --join-ranks` can put it together "
+        "(default: heads, where distributed tensors say so)",
+    )
     store.add_argument("--overwrite", action="store_true", help="replace this model's capture")
 
     store.add_argument(
@@ -222,6 +229,7 @@ def _capture(arguments: argparse.Namespace) -> int:
         weights=runnable.weights,
         seed=arguments.seed,
         rank=rank,
+        split=arguments.split,
         settings={"model": arguments.model, "given": given, **runnable.settings},
         max_bytes=arguments.max_bytes,
         buffer_bytes=arguments.buffer_bytes,

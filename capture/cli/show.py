@@ -10,10 +10,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from capture.call import Origin
 from capture.call_statistics import CallStatistics, call_statistics, mean
 from capture.cli.verify import Finding
 from capture.errors import DatasetError
 from capture.printable import printable
+from capture.ranges import ranges
 from capture.storage.call_file import FileEntry
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
@@ -138,9 +140,17 @@ def _summary(capture: CaptureRecord, entries: list[FileEntry]) -> str:
         parts.append(capture.device)
     if capture.heads:
         parts.append(f"heads {capture.heads} of each call")
+    if parts_of := sorted({_part(entry.origin) for entry in entries if entry.origin.split}):
+        parts.append(" and ".join(parts_of))
     if not capture.complete:
         parts.append("incomplete: the run did not finish")
     return " · ".join(parts)
+
+
+def _part(origin: Origin) -> str:
+    """Say which part of its calls a rank recorded: `heads 4-7, split over ranks 0-1`."""
+    of_whole = f"{origin.split} {origin.heads}".strip() if origin.split == "heads" else origin.split
+    return f"{of_whole}, split over ranks {ranges(tuple(sorted(origin.split_ranks)))}"
 
 
 def _mask(header: Header) -> str:

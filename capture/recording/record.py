@@ -13,10 +13,11 @@ from capture.hooks.audit import Audit
 from capture.hooks.interceptor import observe
 from capture.hooks.modules import ModuleTracker, denoisers, matches, roots_of
 from capture.hooks.roads import on_all_roads
+from capture.ranges import parse_ranges, ranges
 from capture.recording.description import checked, name_of_weights, plain_settings, versions
 from capture.recording.memory import default_buffer_bytes
 from capture.recording.nothing_kept import no_match, nothing_kept
-from capture.recording.ranges import parse_ranges, ranges
+from capture.recording.parts import declared
 from capture.recording.recording import Recording
 from capture.recording.sampling import PHASES, make_sampler
 from capture.recording.termination import before_termination
@@ -38,6 +39,8 @@ def record(
     weights: str | None = None,
     seed: int | None = None,
     rank: int | None = None,
+    split: str | None = None,
+    split_ranks: Sequence[int] | None = None,
     settings: dict[str, Any] | None = None,
     max_bytes: int | None = None,
     buffer_bytes: int | None = None,
@@ -71,6 +74,10 @@ def record(
         seed: the seed of the run, stored for reference; also that of `reservoir`.
         rank: the rank of this process, stored for reference. By default that of
             `torch.distributed`, or the environment's RANK, if there are several.
+        split: what the ranks share out of each call, so that `load(out).joined()` can put it
+            together: `heads` (tensor parallel, Ulysses) or `queries` (each rank has all keys). By
+            default heads, where distributed tensors (`torch.distributed.tensor`) say so.
+        split_ranks: the ranks that share a call, in the order of their parts; by default all.
         settings: what is needed to rebuild the run, stored in the manifest (plain JSON).
         max_bytes: limit on the total size of the stored calls.
         buffer_bytes: host memory for calls that wait to be written; when it is full, the model
@@ -88,7 +95,7 @@ def record(
         A `Recording` with live counts.
 
     Raises:
-        ValueError: `sample`, `phase`, `heads`, `rank` or a limit is none.
+        ValueError: `sample`, `phase`, `heads`, `rank`, `split` or a limit is none.
         CaptureError: before the block begins: `out` is not writable or already contains a capture
             of that name, `settings` are not JSON, or no module matches.
         RuntimeError: another recording is active.
@@ -104,6 +111,7 @@ def record(
         rank = current_rank()
     elif rank < 0:
         raise ValueError(f"rank must be at least 0, not {rank}")
+    part = declared(split, split_ranks, rank)
     if heads is not None:
         heads = parse_ranges(",".join(map(str, heads)))
     roots = roots_of(module)
@@ -138,6 +146,7 @@ def record(
             capture,
             seed=seed,
             rank=rank,
+            part=part,
             keeps_output=output,
             heads=heads,
             buffer_bytes=default_buffer_bytes() if buffer_bytes is None else buffer_bytes,

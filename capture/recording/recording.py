@@ -31,6 +31,7 @@ from capture.hooks.signals import is_of_signal_handler
 from capture.recording.attention_call import as_call, can_be_copied
 from capture.recording.copies import HostCopier, buffer_size, stored_bytes
 from capture.recording.heads import kv_heads_of, pick
+from capture.recording.parts import WHOLE, Part, as_local, is_distributed, of_weights
 from capture.recording.sampling import Place, Sampler
 from capture.recording.writer import Waiting, Writer
 from capture.storage.capture_record import CaptureRecord
@@ -79,6 +80,7 @@ class Recording:
         *,
         seed: int | None,
         rank: int | None,
+        part: Part | None,
         keeps_output: bool,
         heads: Sequence[int] | None,
         buffer_bytes: int,
@@ -98,7 +100,9 @@ class Recording:
         """How long it took, after the model had returned, until everything was on the disk."""
         self.without_heads = 0
         """Calls that cannot be stored because there is no call of just the wanted heads."""
-        self._seed, self._rank = seed, rank
+        self._seed, self._rank, self._part = seed, rank, part
+        self._visits: dict[str, list[int]] = {}
+        """By module: the step of its latest call, and that call's position in the step."""
         self._keeps_output, self._heads = keeps_output, heads
         self._durable = durable
         self._tracker = tracker
@@ -221,6 +225,7 @@ class Recording:
         """
         alike, running, sampler = self._alike, self._tracker.running, self._sampler
         wants, lock, next_index = sampler.wants, self._lock, self._next_index
+        visit = None if self._rank is None else self._visit
         is_tracing = torch._C._is_tracing
 
         def observe(
@@ -285,6 +290,8 @@ class Recording:
                 count, place = known.count, known.place
                 count.calls += 1
                 count.last_step = step
+                if visit is not None:
+                    visit(site)
                 if place is None or (
                     known.refused_step == step and known.refused_at == sampler.changes
                 ):
@@ -349,6 +356,8 @@ class Recording:
             index = self._next_index()
             known.count.calls += 1
             known.count.last_step = site.step
+            if self._rank is not None:
+                self._visit(site)
             with self._lock:
                 place = known.place
                 if place and self._sampler.wants(place, site.step) and not self._closed:
@@ -382,6 +391,12 @@ class Recording:
                 with contextlib.suppress(TypeError):  # symbolic sizes have no hash
                     found = self._alike.setdefault(like, found)
             return found
+
+    def _visit(self, site: Site) -> None:
+        """Count a call of a module in its step, by which ranks' calls are matched."""
+        latest = self._visits.setdefault(site.module, [-1, 0])
+        latest[1] = latest[1] + 1 if latest[0] == site.step else 0
+        latest[0] = site.step
 
     def tell(self, problem: str) -> None:
         """Add to `problems`; the first is warned of at once."""
@@ -477,11 +492,24 @@ class Recording:
         """Store a call that the sampler wants, unless it has no values or does not fit."""
         assert self._writer is not None
         self._forget_failed(self._writer)
+        part = self._part
+        if is_distributed(arguments):
+            found = as_local(arguments, result)
+            if found is None:
+                self.tell(
+                    f"{site.module} splits its tensors by something else than batch and heads: its "
+                    "calls are counted and not stored"
+                )
+                return
+            arguments, result, part = found
         if not can_be_copied(arguments):
             self.without_values += 1
             return
+        if part is None:
+            stack = self._tracker.running.stack
+            part = WHOLE if self._rank is None else of_weights(stack[-1][0], *arguments[:2])
         output = result if self._keeps_output else None
-        call = as_call(arguments, output, self._origin(index, site, arguments, sdpa))
+        call = as_call(arguments, output, self._origin(index, site, arguments, sdpa, part))
         if self._heads is not None:
             kv_heads = kv_heads_of(self._heads, call.shape.q_heads, call.shape.kv_heads)
             if kv_heads is None:
@@ -531,7 +559,12 @@ class Recording:
             count.kept -= 1
 
     def _origin(
-        self, index: int, site: Site, arguments: Arguments, sdpa: Callable[..., Tensor]
+        self,
+        index: int,
+        site: Site,
+        arguments: Arguments,
+        sdpa: Callable[..., Tensor],
+        part: Part,
     ) -> Origin:
         device = arguments.query.device
         described = device.type
@@ -551,7 +584,10 @@ class Recording:
             road=arguments.road,
             backend=arguments.backend or function_or_backend(arguments, sdpa),
             disabled_backends=disabled_backends(),
-            heads=self.capture.heads,
+            heads=self.capture.heads or part.heads,
+            split=part.split,
+            split_ranks=[*part.ranks],
+            call_in_step=0 if self._rank is None else self._visits[site.module][1],
             versions=self.capture.versions,
         )
 

@@ -30,6 +30,7 @@ from capture.errors import DatasetError
 from capture.storage import plain_files
 from capture.storage.call_file import FORMAT, FileEntry, file_path
 from capture.storage.capture_record import CaptureRecord
+from capture.storage.joined_calls import JoinedCalls
 from capture.storage.journal import Journalled, call_files, journals
 from capture.storage.json_data import parsed, required, shown
 from capture.storage.notebook import dataset_html
@@ -268,6 +269,13 @@ class Dataset(Sequence[AttentionCall]):
         yield '\n],\n"files": [\n'
         yield ",\n".join(json.dumps(entry.to_json()) for entry in self.entries)
         yield "\n]}\n"
+
+    def joined(self) -> JoinedCalls:
+        """Return whole calls, each joined from the parts that ranks recorded of it.
+
+        Calls that no ranks share are among them; of those that lack a part, `missing` tells.
+        """
+        return JoinedCalls(self.entries, check=self.checks)
 
     def __repr__(self) -> str:
         models = [capture.model for capture in self.captures]

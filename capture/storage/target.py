@@ -169,11 +169,17 @@ def current_rank() -> int | None:
 
     From `torch.distributed`, or else from the environment's RANK and WORLD_SIZE.
     """
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    else:
-        rank, ranks = (_environment(each) for each in ("RANK", "WORLD_SIZE"))
-    return rank if ranks > 1 else None
+    rank = torch.distributed.get_rank() if _is_group() else _environment("RANK")
+    return rank if number_of_ranks() > 1 else None
+
+
+def number_of_ranks() -> int:
+    """Return how many processes run together, from where `current_rank` has it; 0 if unsaid."""
+    return torch.distributed.get_world_size() if _is_group() else _environment("WORLD_SIZE")
+
+
+def _is_group() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def rank_name(name: str, rank: int | None) -> str:

@@ -78,6 +78,11 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--call", metavar="A,B,'GLOB*'", help="of --dir, only the calls of these names"
     )
+    what.add_argument(
+        "--join-ranks",
+        action="store_true",
+        help="of --dir, replay the calls that ranks of a distributed model share, each as a whole",
+    )
     what.add_argument("--kernels", metavar="A,B,'GLOB*'", help="default: a few; all for every one")
     what.add_argument(
         "--keep",

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 from attention_replay import Error
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
+from capture.storage.joined_calls import is_part, model_of
 from replay.bench.settings import Settings
 from replay.end_to_end.check import Checked, check
 from replay.end_to_end.model_process import OWN, ModelProcess, ModelRefused, Variant, import_path
@@ -53,7 +54,8 @@ def read_options(arguments: argparse.Namespace, device: str) -> ModelOptions:
     """
     budget = None if arguments.budget is None else parse_budget(arguments.budget)
     plan = None if arguments.use_plan is None else Plan.load(arguments.use_plan)
-    captures = Dataset.open(arguments.dir).captures
+    dataset = Dataset.open(arguments.dir)
+    captures = dataset.captures
     models = ", ".join(capture.model for capture in captures)
     if not captures or not all(capture.census.get("rows") for capture in captures):
         raise CheckError(
@@ -65,6 +67,12 @@ def read_options(arguments: argparse.Namespace, device: str) -> ModelOptions:
             f"{arguments.dir} contains only heads {partial[0].heads} of each call of "
             f"{partial[0].model}, which do not tell what whole calls cost: capture it again "
             "without --heads"
+        )
+    if parts := [entry.origin for entry in dataset.entries if is_part(entry.origin)]:
+        raise CheckError(
+            f"{arguments.dir} contains the {parts[0].split} that each rank of "
+            f"{model_of(parts[0])} has, and no single process runs such a model: leave out "
+            "--e2e and --plan, or capture it in one process"
         )
     if arguments.plan is not None and len(captures) > 1:
         raise CheckError(

@@ -113,6 +113,8 @@ def _misuse(arguments: argparse.Namespace) -> str:
         return "--versus-random requires recorded calls: give --dir DIR"
     if arguments.call is not None and not arguments.dir:
         return "--call chooses recorded calls: give --dir DIR"
+    if arguments.join_ranks and not arguments.dir:
+        return "--join-ranks joins recorded calls: give --dir DIR"
     if arguments.resume and arguments.json in (None, "-"):
         return "--resume requires a file to continue: give --json FILE"
     for name in ("report", "plot"):
@@ -520,7 +522,7 @@ def _workloads(
     from replay.workloads.twins import with_twins
 
     if arguments.dir:
-        recorded, note = from_directory(arguments.dir)
+        recorded, note = from_directory(arguments.dir, join_ranks=arguments.join_ranks)
         if arguments.call is not None:
             recorded = chosen(recorded, arguments.call)
         if arguments.versus_random:

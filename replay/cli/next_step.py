@@ -7,7 +7,9 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from attention_replay import Error
+from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
+from capture.storage.joined_calls import is_part
 from replay.cli.arguments import parser
 from replay.end_to_end.rebuild import load_arguments
 from replay.plan.plan import Plan
@@ -15,7 +17,7 @@ from replay.rows.row import Row
 
 SHAPE = ("b", "hq", "hk", "sq", "sk", "d", "dv")
 CARRIED = (
-    *("dir", "random", "suite", *SHAPE, "causal", "dtype", "max_seq", "seed"),
+    *("dir", "join_ranks", "random", "suite", *SHAPE, "causal", "dtype", "max_seq", "seed"),
     *("kernels", "keep", "page_size", "device", "env", "env_file", "timeout", "tolerances"),
 )
 """Options that the next command takes over from this one, where they were given."""
@@ -82,18 +84,30 @@ def _carried(arguments: argparse.Namespace) -> Iterator[str]:
 def _can_be_rebuilt(arguments: argparse.Namespace) -> bool:
     """Whether `--e2e` can run every model of the recording; how is for `read_options` to say."""
     try:
-        captures = Dataset.open(arguments.dir).captures
+        captures = _whole_captures(arguments.dir)
         for capture in captures:
             load_arguments(capture, arguments.device or "", trust_code=arguments.trust_code)
     except Error:
         return False
-    return bool(captures) and all(each.census.get("rows") and not each.heads for each in captures)
+    return bool(captures) and all(each.census.get("rows") for each in captures)
 
 
 def _has_one_census(directory: str) -> bool:
     """Whether the recording counts the calls of one model, as a plan requires."""
     try:
-        captures = Dataset.open(directory).captures
+        captures = _whole_captures(directory)
     except Error:
         return False
-    return len(captures) == 1 and bool(captures[0].census.get("rows")) and not captures[0].heads
+    return len(captures) == 1 and bool(captures[0].census.get("rows"))
+
+
+def _whole_captures(directory: str) -> list[CaptureRecord]:
+    """Those of a recording, unless some of its calls are only heads or parts of the model's.
+
+    Raises:
+        DatasetError: there is no recording.
+    """
+    dataset = Dataset.open(directory)
+    if any(is_part(entry.origin) for entry in dataset.entries):
+        return []
+    return [] if any(each.heads for each in dataset.captures) else dataset.captures

@@ -7,8 +7,15 @@ from typing import Any
 
 from capture.storage.call_file import FileEntry
 from capture.storage.dataset import DamagedFile
+from capture.storage.joined_calls import JoinedCall
 from replay.workloads.random_calls import Spec, dtype, workload
-from replay.workloads.recorded import Workload, damaged_file, pickled_call, recorded_call
+from replay.workloads.recorded import (
+    Workload,
+    damaged_file,
+    joined_call,
+    pickled_call,
+    recorded_call,
+)
 from replay.workloads.twins import twin
 
 
@@ -16,6 +23,10 @@ def workload_of(source: dict[str, Any]) -> Workload:
     """The call that a source names, not read yet."""
     if source["kind"] == "recorded":
         return recorded_call(FileEntry.from_json(Path(source["directory"]), source["entry"]))
+    if source["kind"] == "joined":
+        directory = Path(source["directory"])
+        entries = [FileEntry.from_json(directory, entry) for entry in source["entries"]]
+        return joined_call(JoinedCall(tuple(entries)))
     if source["kind"] == "damaged":
         return damaged_file(DamagedFile(Path(source["path"]), source["reason"]))
     if source["kind"] == "pickled":

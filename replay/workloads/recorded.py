@@ -19,6 +19,7 @@ from capture.storage import plain_files
 from capture.storage.call_file import FileEntry
 from capture.storage.dataset import DamagedFile, Dataset
 from capture.storage.header import Header
+from capture.storage.joined_calls import JoinedCall, is_part
 
 
 @dataclass(frozen=True)
@@ -33,22 +34,45 @@ class Workload:
     reads it); empty for calls that exist only in this process."""
 
 
-def from_directory(directory: str | Path) -> tuple[list[Workload], str]:
+def from_directory(
+    directory: str | Path, *, join_ranks: bool = False
+) -> tuple[list[Workload], str]:
     """Return the calls recorded in a directory, and a note on how it was read (usually empty).
 
     A damaged file is a workload too, whose loading says what is wrong with it. Directories of the
     older `*_input_N.pt` files can be read too.
 
+    Args:
+        join_ranks: of calls that several ranks share, the whole ones, not their parts.
+
     Raises:
-        DatasetError: the directory is missing or contains no recorded call.
+        DatasetError: the directory is missing or contains no recorded call, or none to join.
     """
     directory = Path(directory)
     pickled = _numbered(directory.glob("*_input_*.pt")) if directory.is_dir() else []
-    if pickled and not any(directory.glob("*.safetensors")):
+    if pickled and not join_ranks and not any(directory.glob("*.safetensors")):
         return [pickled_call(path) for path in pickled], ""
     dataset = Dataset.open(directory)
-    calls = [recorded_call(entry) for entry in dataset.entries]
-    return [*calls, *map(damaged_file, dataset.damaged)], dataset.note
+    damaged = map(damaged_file, dataset.damaged)
+    has_parts = any(is_part(entry.origin) for entry in dataset.entries)
+    if not join_ranks:
+        calls = [recorded_call(entry) for entry in dataset.entries]
+        parts = "these calls are parts that ranks share: --join-ranks replays whole calls"
+        return [*calls, *damaged], _notes(dataset.note, parts if has_parts else "")
+    if not has_parts:
+        raise DatasetError(
+            f"{directory}: every call is whole, none is shared by ranks: leave out --join-ranks"
+        )
+    joined = dataset.joined()
+    if not joined.calls:
+        raise DatasetError(
+            f"{directory}: {joined.note}; leave out --join-ranks to replay the parts"
+        )
+    return [*map(joined_call, joined.calls), *damaged], _notes(dataset.note, joined.note)
+
+
+def _notes(*notes: str) -> str:
+    return "; ".join(filter(None, notes))
 
 
 def chosen(workloads: Sequence[Workload], patterns: str) -> list[Workload]:
@@ -78,6 +102,14 @@ def recorded_call(entry: FileEntry) -> Workload:
     directory = str(entry.path.parent.resolve())
     source = {"kind": "recorded", "directory": directory, "entry": entry.to_json()}
     return Workload(entry.path.stem, load, source)
+
+
+def joined_call(call: JoinedCall) -> Workload:
+    """Make a workload of a call that ranks recorded in parts; loading it verifies checksums."""
+    directory = str(call.entries[0].path.parent.resolve())
+    entries = [entry.to_json() for entry in call.entries]
+    source = {"kind": "joined", "directory": directory, "entries": entries}
+    return Workload(call.name, call.load, source)
 
 
 def damaged_file(damaged: DamagedFile) -> Workload:

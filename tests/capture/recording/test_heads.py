@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from capture import load, record
 from capture.cli.verify import verify
 from capture.errors import RecordingWarning
+from capture.ranges import parse_ranges, ranges
 from capture.recording.heads import kv_heads_of, pick
-from capture.recording.ranges import parse_ranges, ranges
 from tests.factories import random_call
 
 

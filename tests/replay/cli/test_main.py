@@ -93,6 +93,7 @@ def test_random_shape(run_cli: RunCli) -> None:
         (("--selftest", "--report", "x.html"), ("--report shows a replay", "--random")),
         (("--list-kernels", "--plot", "x"), ("--plot shows a replay", "--random")),
         ((*SHAPE, "--call", "x"), ("--call chooses recorded calls", "--dir")),
+        ((*SHAPE, "--join-ranks"), ("--join-ranks joins recorded calls", "--dir")),
         ((*SHAPE, "--versus-random"), ("--versus-random requires recorded calls", "--dir")),
         (("--dir", "x", "--mask", "window"), ("--mask is for random calls", "--random")),
         ((*SHAPE, "--scale", "0"), ("--scale: must be a finite number greater than 0",)),

@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 
 from capture.call import Origin
-from capture.storage.call_file import PackedCall
+from capture.storage.call_file import FileEntry, PackedCall
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
 from replay.cli.arguments import parser
+from replay.cli.end_to_end import CheckError, read_options
 from replay.cli.end_to_end_arguments import misuse
 from replay.cli.next_step import next_step
 from replay.plan.plan import Budget, Choice, Plan
 from replay.rows.row import Row
-from tests.factories import accuracy, call_facts, census, random_call, row, speedup_over
+from tests.factories import accuracy, call_facts, census, random_call, row, speedup_over, store_part
 
 BUILT_IN = {"model": "llama", "given": {}, "size": "tiny", "weights": None}
 COUNTED = census(("layers.0", "prefill", 64, 4))
@@ -114,6 +115,19 @@ def test_what_a_recording_does_not_allow_is_not_suggested(
 ) -> None:
     directory = str(recording(tmp_path / "recorded", *captures))
     assert command(said("--dir", directory)) == ["--dir", directory, *ends]
+
+
+def test_parts_of_ranks_are_not_built_and_stay_joined(tmp_path: Path) -> None:
+    """The recording could be built in one process, if its calls were whole."""
+    directory = recording(tmp_path / "calls", capture(), capture("model.rank0"))
+    dataset = Dataset.open(directory)
+    store_part(directory, random_call(), 0, [0, 1])
+    part = FileEntry.read(directory / "model.rank0-000000.safetensors")
+    Dataset(directory, [*dataset.entries, part], dataset.captures).save_manifest()
+    assert "--e2e" not in said("--dir", str(directory))
+    assert "--join-ranks" in said("--dir", str(directory), "--join-ranks")
+    with pytest.raises(CheckError, match="contains the heads that each rank of model has"):
+        read_options(parser().parse_args(["--dir", str(directory), "--e2e"]), "cpu")
 
 
 def test_at_last_the_report_unless_it_is_written(tmp_path: Path) -> None:

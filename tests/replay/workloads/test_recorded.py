@@ -17,7 +17,7 @@ from capture.storage.call_file import PackedCall
 from replay.bench.runner import replay
 from replay.workers.sources import workload_of
 from replay.workloads.recorded import from_directory
-from tests.factories import kernel, settings
+from tests.factories import kernel, random_call, settings, store_part
 
 CPU = torch.device("cpu")
 
@@ -173,3 +173,40 @@ def test_directories_without_recordings(tmp_path: Path) -> None:
         from_directory(tmp_path)
     with pytest.raises(DatasetError, match="no such directory"):
         from_directory(tmp_path / "missing")
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> Path:
+    """A call that two ranks share, and one of which a rank's part is missing."""
+    for rank in (0, 1):
+        store_part(tmp_path, random_call(q_heads=4), rank, [0, 1])
+    store_part(tmp_path, random_call(q_heads=4), 0, [0, 1], call_index=1, step=1)
+    return tmp_path
+
+
+def test_parts_of_ranks_are_replayed_as_they_are_and_said_to_be_parts(parts: Path) -> None:
+    workloads, note = from_directory(parts)
+    assert [each.load(CPU).shape.q_heads for each in workloads] == [2, 2, 2]
+    assert "these calls are parts that ranks share: --join-ranks replays whole calls" in note
+
+
+def test_whole_calls_are_joined_on_request_also_by_a_worker(parts: Path) -> None:
+    workloads, note = from_directory(parts, join_ranks=True)
+    assert [each.name for each in workloads] == ["model.ranks0-1-000000"]
+    assert "1 call is left out" in note
+    again = workload_of(json.loads(json.dumps(workloads[0].source)))
+    for each in (workloads[0], again):
+        call = each.load(CPU)
+        assert (each.name, call.origin.model) == ("model.ranks0-1-000000", "model")
+        assert torch.equal(call.query, random_call(q_heads=4).query)
+
+
+def test_where_nothing_can_be_joined_that_is_said(parts: Path, tmp_path: Path) -> None:
+    for path in parts.glob("*rank1*"):
+        path.unlink()
+    with pytest.raises(DatasetError, match=r"2 calls are left out.*leave out --join-ranks to"):
+        from_directory(parts, join_ranks=True)
+    whole = tmp_path / "whole"
+    store_part(whole, random_call(q_heads=4), 0, [0], split="", split_ranks=[])
+    with pytest.raises(DatasetError, match="every call is whole, none is shared by ranks"):
+        from_directory(whole, join_ranks=True)

@@ -1,0 +1,161 @@
+"""The files of calls that ranks recorded in parts, joined when they are loaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import overload
+
+import torch
+
+from capture.call import AttentionCall, Origin
+from capture.errors import DatasetError
+from capture.joining import JoinError, join
+from capture.ranges import ranges
+from capture.splits import SPLITS
+from capture.storage.call_file import FileEntry
+from capture.storage.header import GAPS, GAPS_AT_LEAST
+
+
+@dataclass(frozen=True)
+class JoinedCall:
+    """A call of the whole model, in one file for each rank that shares it."""
+
+    entries: tuple[FileEntry, ...]
+    """In the order of the parts; a call that no ranks share is one file."""
+
+    @property
+    def origin(self) -> Origin:
+        """That of the first part, as one process would have recorded the call."""
+        origin = self.entries[0].origin
+        if len(self.entries) == 1:
+            return origin
+        heads = "" if origin.split == "heads" else origin.heads
+        return replace(origin, model=model_of(origin), rank=None, split="", heads=heads)
+
+    @property
+    def name(self) -> str:
+        """A name that no other call of the dataset has."""
+        first = self.entries[0].path.stem
+        if len(self.entries) == 1:
+            return first
+        sharing = ranges(tuple(sorted(self.entries[0].origin.split_ranks)))
+        return first.replace(f".rank{self.entries[0].origin.rank}", f".ranks{sharing}", 1)
+
+    def load(self, device: str | torch.device = "cpu", *, check: bool = True) -> AttentionCall:
+        """Load the parts and join them on `device`.
+
+        Raises:
+            DatasetError: a file cannot be read (`FileEntry.load`), or they are not parts of a call.
+        """
+        if len(self.entries) == 1:
+            return self.entries[0].load(device, check=check)
+        if excess := self._excess():
+            raise DatasetError(f"{self.name}: {excess}")
+        parts = [entry.load(device, check=check) for entry in self.entries]
+        try:
+            whole = join(parts, self.entries[0].origin.split)
+        except JoinError as error:
+            raise DatasetError(f"{self.name} cannot be joined: {error}") from error
+        return replace(whole, origin=self.origin)
+
+    def _excess(self) -> str:
+        """Say what is out of proportion to the files; empty if nothing is (`Header.excess`)."""
+        nbytes = sum(entry.nbytes for entry in self.entries)
+        memory = sum(
+            math.prod(layout.size) * getattr(torch, entry.header.dtypes[name]).itemsize
+            for entry in self.entries
+            for name, layout in entry.header.layouts.items()
+        )
+        if memory <= max(GAPS * nbytes, GAPS_AT_LEAST):
+            return ""
+        return f"its parts take {memory} bytes of memory for files of {nbytes}"
+
+
+class JoinedCalls(Sequence[AttentionCall]):
+    """The whole calls of a dataset, joined from their parts as they are loaded."""
+
+    def __init__(self, entries: Sequence[FileEntry], *, check: bool) -> None:
+        self._check = check
+        self.calls: list[JoinedCall] = []
+        """What they are joined from, in the order in which the first of their ranks made them."""
+        self.missing: list[str] = []
+        """Why parts are left out, a sentence for each call that lacks some."""
+        groups: dict[tuple[object, ...], list[FileEntry]] = {}
+        for entry in entries:
+            if not is_part(entry.origin):
+                self.calls.append(JoinedCall((entry,)))
+            elif fault := _fault(entry.origin):
+                self.missing.append(f"{entry.path.stem} {fault}")
+            else:
+                groups.setdefault(_key(entry.origin), []).append(entry)
+        for group in groups.values():
+            sharing, by_rank = group[0].origin.split_ranks, {e.origin.rank: e for e in group}
+            if len(by_rank) < len(group):
+                self.missing.append(f"{group[0].path.stem} has several parts of one rank")
+            elif lacking := sorted({*sharing} - by_rank.keys()):
+                kind = "rank" if len(lacking) == 1 else "ranks"
+                named = ranges(tuple(lacking))
+                self.missing.append(f"{group[0].path.stem} lacks the part of {kind} {named}")
+            else:
+                self.calls.append(JoinedCall(tuple(by_rank[rank] for rank in sharing)))
+        places = {entry.path: at for at, entry in enumerate(entries)}
+        self.calls.sort(key=lambda call: places[call.entries[0].path])
+
+    @property
+    def note(self) -> str:
+        """What is left out, in a sentence; empty if nothing is."""
+        if not self.missing:
+            return ""
+        count = len(self.missing)
+        calls = "1 call is" if count == 1 else f"{count} calls are"
+        return f"{calls} left out, with no part of every rank: {self.missing[0]}"
+
+    def __len__(self) -> int:
+        return len(self.calls)
+
+    @overload
+    def __getitem__(self, index: int) -> AttentionCall: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[AttentionCall]: ...
+    def __getitem__(self, index: int | slice) -> AttentionCall | list[AttentionCall]:
+        if isinstance(index, slice):
+            return [call.load(check=self._check) for call in self.calls[index]]
+        return self.calls[index].load(check=self._check)
+
+    def __iter__(self) -> Iterator[AttentionCall]:
+        return (call.load(check=self._check) for call in self.calls)
+
+
+def is_part(origin: Origin) -> bool:
+    """Whether it is that of a part of a call, which other ranks recorded the rest of."""
+    return bool(origin.split)
+
+
+def model_of(origin: Origin) -> str:
+    """Return the name of a part's model, without its rank."""
+    return origin.model.removesuffix(f".rank{origin.rank}")
+
+
+def _fault(origin: Origin) -> str:
+    """Why a part can be joined with none; empty if it can."""
+    sharing = origin.split_ranks
+    if origin.split not in SPLITS:
+        return f"is split by {origin.split[:40]!r}: {' and '.join(SPLITS)} can be joined"
+    if origin.rank not in sharing or len(set(sharing)) < len(sharing) or min(sharing) < 0:
+        return f"was recorded by rank {origin.rank}, which shares no call with others"
+    return ""
+
+
+def _key(origin: Origin) -> tuple[object, ...]:
+    """What the parts of one call have in common, and no other call."""
+    return (
+        model_of(origin),
+        origin.split,
+        *origin.split_ranks,
+        origin.module,
+        origin.phase,
+        origin.step,
+        origin.call_in_step,
+    )

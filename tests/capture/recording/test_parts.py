@@ -1,0 +1,214 @@
+"""Which part of a call this rank has. A group of ranks is pretended: nothing is communicated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as group
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from capture import load, record
+from capture.errors import CaptureError
+from capture.recording.parts import WHOLE, Part, declared, of_weights
+from tests.factories import normal
+
+
+@pytest.fixture
+def four_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """This process is rank 1 of 4, or another; a collective does nothing."""
+    rank = getattr(request, "param", 1)
+    group.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
+    yield
+    group.destroy_process_group()
+
+
+class Sdpa(nn.Module):
+    def forward(self, *tensors: Tensor, **options: Any) -> Tensor:
+        return F.scaled_dot_product_attention(*tensors, **options)
+
+
+class Attention(nn.Module):
+    """Sixteen heads of eight."""
+
+    def __init__(self, *, fused: bool = False, rows: int = 128) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(128, 3 * rows if fused else rows, bias=False)
+        self.o_proj = nn.Linear(128, 128, bias=False)
+
+
+def query_and_key(heads: int, kv_heads: int) -> tuple[Tensor, Tensor]:
+    return normal(1, heads, 3, 8), normal(1, kv_heads, 3, 8)
+
+
+@pytest.mark.usefixtures("four_ranks")
+@pytest.mark.parametrize(
+    ("attention", "heads", "kv_heads", "expected"),
+    [
+        (Attention(), 4, 4, Part("heads", (0, 1, 2, 3), "4-7")),
+        (Attention(), 4, 1, Part("heads", (0, 1, 2, 3), "4-7")),
+        (Attention(fused=True), 4, 4, Part("heads", (0, 1, 2, 3), "4-7")),
+        (Attention(rows=256), 4, 4, Part("heads", (0, 1, 2, 3), "4-7")),  # with a gate
+        (Attention(rows=112), 4, 4, WHOLE),  # 28 rows here make no 4 heads
+        (Attention(), 16, 16, WHOLE),  # gathered before attention
+    ],
+)
+def test_weights_that_are_sharded_by_rows_tell(
+    attention: Attention, heads: int, kv_heads: int, expected: Part
+) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    parallelize_module(attention, mesh, {"q_proj": ColwiseParallel(), "o_proj": RowwiseParallel()})
+    assert of_weights(attention, *query_and_key(heads, kv_heads)) == expected
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_ranks_are_those_of_the_mesh() -> None:
+    """Two groups of two."""
+    attention = Attention()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "heads"))
+    parallelize_module(attention, mesh["heads"], {"q_proj": ColwiseParallel()})
+    assert of_weights(attention, *query_and_key(8, 8)) == Part("heads", (0, 1), "8-15")
+
+
+@pytest.mark.parametrize(("four_ranks", "heads"), [(1, 2), (3, 1)], indirect=["four_ranks"])
+@pytest.mark.usefixtures("four_ranks")
+def test_uneven_heads_have_no_known_range(heads: int) -> None:
+    """Seven heads: three ranks have two, and the last has one."""
+    attention = Attention(rows=7 * 2)
+    parallelize_module(attention, init_device_mesh("cpu", (4,)), {"q_proj": ColwiseParallel()})
+    query = normal(1, heads, 3, 2)
+    assert of_weights(attention, query, query) == Part("heads", (0, 1, 2, 3))
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_plain_and_replicated_weights_tell_nothing() -> None:
+    attention = Attention()
+    assert of_weights(attention, *query_and_key(4, 4)) == WHOLE
+    mesh = init_device_mesh("cpu", (4,))
+    weight = DTensor.from_local(attention.q_proj.weight.data, mesh, [Replicate()], run_check=False)
+    attention.q_proj.weight = nn.Parameter(weight)
+    assert of_weights(attention, *query_and_key(4, 4)) == WHOLE
+
+
+@pytest.mark.usefixtures("four_ranks")
+@pytest.mark.parametrize(
+    ("placement", "shape", "heads"),
+    [
+        (Shard(1), (2, 2, 5, 8), "2-3"),
+        (Shard(0), (2, 8, 5, 8), ""),
+        (Replicate(), (8, 8, 5, 8), ""),
+    ],
+)
+def test_distributed_tensors_are_stored_as_this_rank_has_them(
+    tmp_path: Path, placement: Any, shape: tuple[int, ...], heads: str
+) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    tensors = [
+        DTensor.from_local(normal(*shape, seed=seed), mesh, [placement], run_check=False)
+        for seed in range(3)
+    ]
+    model = Sdpa()
+    with record(model, tmp_path, name="model") as recording:
+        output = model(*tensors)
+    assert recording.problems == []
+    (call,) = load(tmp_path)
+    assert tuple(call.query.shape) == shape
+    assert torch.equal(call.key, tensors[1].to_local())
+    assert call.output is not None
+    # A call of two batches and of some heads is gathered by PyTorch.
+    whole = output.placements[0].is_replicate() and heads
+    own = output.to_local()[:, 2:4] if whole else output.to_local()
+    assert torch.equal(call.output, own)
+    split = ("heads", [0, 1, 2, 3]) if heads else ("", [])
+    assert (call.origin.split, call.origin.split_ranks, call.origin.heads) == (*split, heads)
+
+
+@pytest.mark.usefixtures("four_ranks")
+@pytest.mark.parametrize(
+    ("of_query", "of_key"), [(Shard(2), Shard(2)), (Shard(1), Replicate())], ids=str
+)
+def test_distributed_tensors_that_are_split_otherwise_are_told(
+    tmp_path: Path, of_query: Any, of_key: Any
+) -> None:
+    """By tokens, or with query heads whose key/value heads are elsewhere."""
+    mesh = init_device_mesh("cpu", (4,))
+    query, key = (
+        DTensor.from_local(normal(1, heads, 8, 8), mesh, [placement], run_check=False)
+        for heads, placement in ((4, of_query), (4 if of_key == of_query else 16, of_key))
+    )
+    model = Sdpa()
+    told = pytest.warns(match="Sdpa splits its tensors by something else than batch and heads")
+    with told, record(model, tmp_path, name="model") as recording:
+        model(query, key, key)
+    assert (recording.seen, recording.kept) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("split", "ranks", "rank", "expected"),
+    [
+        (None, None, 1, None),
+        ("heads", None, None, WHOLE),
+        ("heads", [1], 1, WHOLE),
+        ("heads", [3, 1], 1, Part("heads", (3, 1))),
+        ("queries", (0, 1), 0, Part("queries", (0, 1))),
+    ],
+)
+def test_what_a_user_says(split: Any, ranks: Any, rank: int | None, expected: Any) -> None:
+    assert declared(split, ranks, rank) == expected
+
+
+def test_ranks_of_the_environment_share_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert declared("heads", None, 2) == Part("heads", (0, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("split", "ranks", "rank", "kind", "reason"),
+    [
+        ("tokens", None, 0, ValueError, "split must be heads, queries or None, not 'tokens'"),
+        (None, [0, 1], 0, ValueError, "split_ranks requires split: heads or queries"),
+        ("heads", [0, 1], 2, ValueError, "rank 2 is not in split_ranks, 0-1"),
+        ("heads", [0, 1, 0], 0, ValueError, "names a rank twice"),
+        ("heads", None, 3, CaptureError, "start them with torchrun, or name them with"),
+    ],
+)
+def test_what_cannot_be(split: Any, ranks: Any, rank: int, kind: type, reason: str) -> None:
+    with pytest.raises(kind, match=reason):
+        declared(split, ranks, rank)
+
+
+def test_calls_of_a_step_are_counted_for_ranks(tmp_path: Path) -> None:
+    """By module, so that parts are matched where ranks differ in their other calls."""
+    attention = Sdpa()
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = attention
+
+        def forward(self, tensor: Tensor) -> Tensor:
+            once = self.attention(tensor, tensor, tensor)
+            F.scaled_dot_product_attention(once, once, once)
+            again: Tensor = self.attention(once, tensor, tensor)
+            return again
+
+    model = Twice()
+    with record(model, tmp_path, name="model", rank=0):
+        for _ in range(2):
+            model(normal(1, 2, 3, 8))
+    counted = [
+        (call.origin.module, call.origin.step, call.origin.call_in_step) for call in load(tmp_path)
+    ]
+    assert counted == [
+        (module, step, visit)
+        for step in range(2)
+        for module, visit in (("attention", 0), ("Twice", 0), ("attention", 1))
+    ]

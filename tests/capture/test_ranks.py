@@ -1,0 +1,104 @@
+"""Ranks of a distributed model record into one directory: joined, their calls are the model's.
+
+What one process records that runs the same model unsplit is what is expected.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from capture import load
+from capture.call import AttentionCall
+from tests.distributed_model import SCENARIOS, launch
+
+pytestmark = pytest.mark.slow
+
+SPLIT = ("tensor_parallel", "one_key_head", "exact", "ulysses", "queries")
+
+
+@pytest.fixture(scope="module")
+def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`parts/SCENARIO` of two ranks and `whole/SCENARIO` of one process."""
+    directory = tmp_path_factory.mktemp("ranks")
+    launch(2, directory / "parts", *SPLIT, "differing_calls")
+    for name in SPLIT:
+        SCENARIOS[name](directory / "whole" / name)
+    return directory
+
+
+def assert_same(joined: AttentionCall, whole: AttentionCall, *, tolerance: float) -> None:
+    """Compare all but the values with `==`, and those with a tolerance where sums are rounded."""
+    ours, theirs = joined.tensors(), whole.tensors()
+    assert {name: (each.shape, each.stride(), each.dtype) for name, each in ours.items()} == {
+        name: (each.shape, each.stride(), each.dtype) for name, each in theirs.items()
+    }
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=tolerance)
+    plain = dict.fromkeys(ours)
+    origin = replace(joined.origin, split_ranks=[])
+    assert replace(joined, **plain, origin=origin) == replace(whole, **plain)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "tolerance", "calls"),
+    [
+        ("exact", 0.0, 2),
+        ("ulysses", 0.0, 1),
+        ("queries", 1e-6, 1),
+        ("tensor_parallel", 1e-6, 6),
+        ("one_key_head", 1e-6, 6),
+    ],
+)
+def test_joined_calls_are_those_of_the_unsplit_model(
+    recordings: Path, scenario: str, tolerance: float, calls: int
+) -> None:
+    parts, whole = load(recordings / "parts" / scenario), load(recordings / "whole" / scenario)
+    joined = parts.joined()
+    assert (len(parts), len(joined), len(whole)) == (2 * calls, calls, calls)
+    assert (joined.note, whole[0].origin.split) == ("", "")
+    for ours, theirs in zip(joined, whole, strict=True):
+        assert_same(ours, theirs, tolerance=tolerance)
+
+
+def test_parts_say_which_heads_they_are(recordings: Path) -> None:
+    parts = load(recordings / "parts" / "tensor_parallel")
+    assert {(each.origin.rank, each.origin.heads) for each in parts.entries} == {
+        (0, "0-1"),
+        (1, "2-3"),
+    }
+    assert all(each.origin.split_ranks == [0, 1] for each in parts.entries)
+    assert {each.origin.split for each in load(recordings / "parts" / "queries").entries} == {
+        "queries"
+    }
+
+
+def test_a_key_head_that_every_rank_holds_is_one(recordings: Path) -> None:
+    parts = load(recordings / "parts" / "one_key_head")
+    assert {call.shape.kv_heads for call in parts} == {1}
+    assert {(call.shape.q_heads, call.shape.kv_heads) for call in parts.joined()} == {(4, 1)}
+
+
+def test_ranks_that_differ_in_their_calls(recordings: Path) -> None:
+    """A call more before or after moves no other; what one rank alone has is told."""
+    parts = load(recordings / "parts" / "differing_calls")
+    joined = parts.joined()
+    assert [call.origin.module for call in joined] == ["own", "shared", "shared"]
+    assert [call.shape.q_heads for call in joined] == [2, 4, 4]
+    whole = load(recordings / "whole" / "exact")
+    for ours, theirs in zip(joined[1:], whole, strict=True):
+        assert torch.equal(ours.query, theirs.query)
+    assert joined.missing == ["model.rank0-000003 lacks the part of rank 1"]
+
+
+def test_a_rank_that_is_killed(tmp_path: Path) -> None:
+    """What both had stored is joined."""
+    launch(2, tmp_path, "killed", fails=True)
+    dataset = load(tmp_path / "killed")
+    assert "the capture of model.rank1 was killed" in dataset.note
+    joined = dataset.joined()
+    assert [call.shape.q_heads for call in joined] == [4]
+    assert joined.missing in ([], ["model.rank0-000001 lacks the part of rank 1"])
