@@ -74,6 +74,7 @@ def test_it_fails_where_the_answer_says(
 @pytest.mark.parametrize(
     "steps", [1, pytest.param(HEALTHY_CALLS.steps, marks=pytest.mark.slow)], ids=["quick", "all"]
 )
+@pytest.mark.timeout(1800)
 def test_healthy_kernels_fail_nowhere(
     steps: int, written: Callable[[str, Recording], Path]
 ) -> None:
