@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from replay.bench.runner import DONE
 from replay.cli import progress
 from replay.cli.main import main
 
@@ -22,12 +23,13 @@ _shown_progress = progress.shown_progress
 
 
 @contextlib.contextmanager
-def marked(total: int, *, quiet: bool) -> Iterator[Callable[[Any, str], None]]:
+def marked(pace: progress.Pace, *, quiet: bool) -> Iterator[Callable[[Any, str], None]]:
     """In place of the command's progress."""
-    with _shown_progress(total, quiet=quiet) as report:
+    with _shown_progress(pace, quiet=quiet) as report:
 
         def mark(workload: Any, stage: str) -> None:
-            _marks.append((time.perf_counter(), workload.name, stage))
+            if stage != DONE:
+                _marks.append((time.perf_counter(), workload.name, stage))
             report(workload, stage)
 
         yield mark

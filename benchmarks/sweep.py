@@ -19,6 +19,7 @@ from replay.workers.environments import interpreters
 from replay.workers.execution import execution
 from replay.workers.process import first_processes
 from replay.workloads.recorded import Workload
+from replay.workloads.schedule import Schedule
 
 
 def parser(
@@ -56,7 +57,9 @@ def sweep(
         for call, cache in calls:
             settings = Settings(device, cache, max_seconds=arguments.max_seconds)
             began = time.monotonic()
-            new = list(where.replay([call], assigned, settings, lambda workload, stage: None))
+            new = list(
+                where.replay(Schedule([call]), assigned, settings, lambda workload, stage: None)
+            )
             rows += [row_to_json(row) for row in new if row.status != "unavailable"]
             print(f"{call.name}: {time.monotonic() - began:.0f} s", flush=True)
             for row in new:

@@ -235,6 +235,7 @@ def full_row() -> Row:
         flags=("no core time",),
         changed_inputs=("key",),
         process="mine",
+        ran_on="GPU 1 (GPU-5f3e)",
         log="its last words",
         time_ms=times,
         core_time_ms=times,

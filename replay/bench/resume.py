@@ -82,6 +82,8 @@ def _unlike(row: Row, machine: Machine, settings: Settings) -> str:
     """
     there: dict[str, object] = asdict(row.machine)
     here: dict[str, object] = asdict(machine)
+    if row.machine.cuda:  # a GPU waits for one of them; --gpus shares them out
+        there = {name: value for name, value in there.items() if name != "usable_cpus"}
     if row.environment != HERE:
         there = {"device": row.machine.device}
     if not row.machine.device:  # its worker died before it could say

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -42,7 +42,8 @@ BEYOND_SDPA = ("torch-masked", "eager")
 LOADING = "loading the call"
 REFERENCE = "computing the reference"
 TIMING = "preparing to time"
-STAGES = (LOADING, REFERENCE, TIMING)
+DONE = "done"
+STAGES = (LOADING, REFERENCE, TIMING, DONE)
 """What progress reports while no kernel is at work; otherwise they are the kernel's name."""
 
 
@@ -61,7 +62,7 @@ class Loaded(NamedTuple):
 
 
 def replay(
-    workloads: Sequence[Workload],
+    workloads: Iterable[Workload],
     kernels: Sequence[Kernel],
     settings: Settings,
     on_progress: Callable[[Workload, str], None] | None = None,
@@ -118,6 +119,7 @@ def replay(
                 raise
             reason = f"{workload.name}: {finding.reason}"
             rows = [unreadable(workload, finding.status, reason)]
+        report(workload, DONE)
         yield from rows
 
 

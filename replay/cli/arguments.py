@@ -44,6 +44,7 @@ EXAMPLES = """examples:
   replay --dir captured_inputs --versus-random          how far do random inputs mislead?
   replay --random -sq 4096 --distribution sink --mask padding
   replay --dir captured_inputs --env fa4=/opt/fa4/bin/python
+  replay --dir captured_inputs --gpus all               on all GPUs of this host
   replay --dir captured_inputs --e2e                    run the kernels in the model
   replay --dir captured_inputs --plan plan.json --budget cosine=0.998
   replay --dir captured_inputs --report out.html        charts and every row, in one file
@@ -174,6 +175,11 @@ def parser() -> argparse.ArgumentParser:
     )
 
     where = command.add_argument_group("where kernels run")
+    where.add_argument(
+        "--gpus",
+        metavar="all|0,1",
+        help="spread the calls over these GPUs of this host, each of which is measured alone",
+    )
     where.add_argument(
         "--env",
         action="append",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import importlib
 import json
@@ -92,7 +93,7 @@ def _dispatch(arguments: argparse.Namespace) -> int:
         raise UsageError(wrong)
     if arguments.selftest:
         return _selftest(arguments, device_of(arguments.device))
-    if arguments.in_process:
+    if arguments.in_process or arguments.gpus is not None:
         return _replay(arguments, metrics, None)
 
     from replay.workers.process import first_processes
@@ -120,6 +121,18 @@ def _misuse(arguments: argparse.Namespace) -> str:
     for name in ("report", "plot"):
         if getattr(arguments, name) and (arguments.selftest or arguments.list_kernels):
             return f"--{name} shows a replay: give --dir DIR, --random or --suite NAME"
+    return "" if arguments.gpus is None else _misuse_of_gpus(arguments)
+
+
+def _misuse_of_gpus(arguments: argparse.Namespace) -> str:
+    """Say in one sentence why `--gpus` does not combine with the rest; empty if it does."""
+    if arguments.device is not None:
+        return "--gpus says which devices: leave out --device"
+    if arguments.in_process:
+        return "--gpus measures each GPU in worker processes of its own: leave out --in-process"
+    for name in ("selftest", "list_kernels", "e2e"):
+        if getattr(arguments, name):
+            return f"--{name.replace('_', '-')} runs on one GPU: leave out --gpus, give --device"
     return ""
 
 
@@ -130,7 +143,6 @@ def _replay(arguments: argparse.Namespace, metrics: list[str], first: First | No
     plots = None if arguments.plot is None else check_directory(arguments.plot)
 
     from replay.workers.environments import interpreters
-    from replay.workers.execution import execution
 
     pythons = interpreters(arguments.env, arguments.env_file)
     if pythons and arguments.in_process:
@@ -138,7 +150,7 @@ def _replay(arguments: argparse.Namespace, metrics: list[str], first: First | No
     options = _model_options(arguments, device)
     # Opened first, like the other files: an hour-long run must not fail on a missing directory.
     with opened(arguments.e2e_json) as models_file:
-        with execution(first, pythons, arguments.timeout) as where:
+        with _place_to_run(arguments, first, pythons) as where:
             if arguments.list_kernels:
                 _list_kernels(where, device)
                 return 0
@@ -173,6 +185,19 @@ def _replay(arguments: argparse.Namespace, metrics: list[str], first: First | No
     if not arguments.quiet and _tables_are_shown(arguments):
         _print_next_step(arguments, rows, plan)
     return code
+
+
+def _place_to_run(
+    arguments: argparse.Namespace, first: First | None, pythons: dict[str, str]
+) -> contextlib.AbstractContextManager[Execution]:
+    if arguments.gpus is None:
+        from replay.workers.execution import execution
+
+        return execution(first, pythons, arguments.timeout)
+    from replay.distribution.devices import gpus
+    from replay.distribution.fleet import fleet
+
+    return fleet(gpus(arguments.gpus), pythons, arguments.timeout)
 
 
 def _output_directory(given: str | None) -> Path | None:
@@ -218,12 +243,14 @@ def _run(
     arguments: argparse.Namespace,
 ) -> list[Row]:
     from replay.bench.resume import finished_rows
-    from replay.cli.progress import shown_progress
+    from replay.cli.progress import Pace, shown_progress
     from replay.report.benchmark_json import benchmark_entries
     from replay.rows.files import save_jsonl, write_csv, write_jsonl
     from replay.timing.machine import describe
+    from replay.workloads.schedule import Schedule
 
     rows: list[Row] = []
+    places = {workload.name: place for place, workload in enumerate(workloads)}
     if arguments.resume:
         path, machine = Path(arguments.json), describe(settings.device)
         rows, workloads = finished_rows(path, workloads, assigned, machine, settings)
@@ -243,17 +270,22 @@ def _run(
         opened(arguments.csv, stdout) as csv_file,
         opened(arguments.benchmark_json, stdout) as benchmark_file,
     ):
-        with shown_progress(len(workloads), quiet=arguments.quiet) as report:
-            produced = collected(where.replay(workloads, assigned, settings, report))
+        pace = Pace({workload.name: 1.0 for workload in workloads}, where.at_a_time)
+        with shown_progress(pace, quiet=arguments.quiet) as report:
+            produced = collected(where.replay(Schedule(workloads), assigned, settings, report))
             if json_file is not None:
                 write_jsonl(produced, json_file)
             for _ in produced:
                 pass
+        measured = list(rows)
+        rows.sort(key=lambda row: places[row.call.name])
         if csv_file is not None:
             write_csv(rows, csv_file)
         if benchmark_file is not None:
             json.dump(benchmark_entries(rows), benchmark_file, indent=1)
             benchmark_file.write("\n")
+    if list(map(id, rows)) != list(map(id, measured)) and arguments.json not in (None, "-"):
+        save_jsonl(rows, Path(arguments.json))
     return rows
 
 
@@ -288,7 +320,9 @@ def _print_tables(
     )
     before = settings.calls_before
     lead = f" · {before} call{'s' * (before != 1)} before each sample" if before else ""
-    console.print(f"{machine.device} · {versions} · {settings.cache} cache{lead}")
+    devices = len({row.ran_on for row in rows} - {""})
+    several = f"{devices} × " if devices > 1 else ""
+    console.print(f"{several}{machine.device} · {versions} · {settings.cache} cache{lead}")
     console.print()
     print_report(
         rows,

@@ -9,14 +9,17 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+import rich.progress
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn
 from rich.table import Column
 from rich.text import Text
 
 from capture.printable import printable
+from replay.bench.runner import DONE
 
 if TYPE_CHECKING:
+    from replay.workers.execution import Progress
     from replay.workloads.recorded import Workload
 
 logger = logging.getLogger(__name__)
@@ -26,74 +29,99 @@ class Pace:
     """How long the calls of a replay take, and what that says of those to come.
 
     Args:
-        total: number of calls.
+        expected: for each call how long it may take, of which only the proportions count.
+        at_a_time: calls that are at work together.
         clock: seconds, from any start.
     """
 
-    def __init__(self, total: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._total = total
+    def __init__(
+        self,
+        expected: Mapping[str, float],
+        at_a_time: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._expected = expected
+        self._at_a_time = at_a_time
         self._clock = clock
-        self._start = self._first_began = clock()
-        self._finished: list[float] = []
-        self._call = ""
-        self._stage = ""
-        self._stage_began = self._start
-        self._of_call: dict[str, float] = defaultdict(float)
+        self._start = clock()
+        self._at_work: dict[str, _AtWork] = {}
+        self._took: dict[str, float] = {}
+        """Seconds of the calls that are finished."""
         self.stages: dict[str, float] = defaultdict(float)
         """Seconds by stage, those of kernels by their names."""
 
     @property
+    def total(self) -> int:
+        """Calls that there are."""
+        return len(self._expected)
+
+    @property
     def done(self) -> int:
         """Calls that are finished."""
-        return len(self._finished)
+        return len(self._took)
 
     @property
     def elapsed(self) -> float:
         return self._clock() - self._start
 
-    def left(self) -> float | None:
-        """Seconds that the remaining calls will take; None before the first is finished.
+    @property
+    def scale(self) -> float | None:
+        """Seconds that calls took by seconds expected; None before the first is finished.
 
-        The first call, which waits for compilers, counts only until there is another.
+        The first on each device, which wait for compilers, count only until there are others.
         """
-        if not self._finished or self.done >= self._total:
+        counted = list(self._took)[self._at_a_time :] or self._took
+        if not counted:
             return None
-        if self.done == 1:
-            mean = self._finished[0] - self._first_began
-        else:
-            mean = (self._finished[-1] - self._finished[0]) / (self.done - 1)
-        of_this_call = max(mean - (self._clock() - self._finished[-1]), 0.0)
-        return of_this_call + mean * (self._total - self.done - 1)
+        expected = sum(self._expected[call] for call in counted)
+        return sum(self._took[call] for call in counted) / expected
+
+    def left(self) -> float | None:
+        """Seconds that the remaining calls will take; None before the first is finished."""
+        if self.scale is None or self.done >= self.total:
+            return None
+        now, left = self._clock(), 0.0
+        for call, expected in self._expected.items():
+            if call not in self._took:
+                at_work = self._at_work.get(call)
+                so_far = 0.0 if at_work is None else now - at_work.began
+                left += max(expected * self.scale - so_far, 0.0)
+        return left / self._at_a_time
 
     def enter(self, call: str, stage: str) -> None:
-        """Note that a call reached a stage; a call begins when the one before it is finished."""
+        """Note that a call reached a stage."""
         now = self._clock()
-        if not self._call:
-            self._first_began = now
-        self._leave_stage(now)
-        if self._call and call != self._call:
-            self._leave_call(now)
-        self._call, self._stage, self._stage_began = call, stage, now
+        self._at_work.setdefault(call, _AtWork(now)).enter(stage, now)
+
+    def leave(self, call: str) -> None:
+        """Note that a call is finished."""
+        now = self._clock()
+        at_work = self._at_work.pop(call, None) or _AtWork(now)
+        at_work.enter("", now)
+        self._took[call] = now - at_work.began
+        logger.info("%s took %s", call, seconds_by_stage(at_work.stages))
+        for stage, seconds in at_work.stages.items():
+            self.stages[stage] += seconds
 
     def finish(self) -> None:
-        """Note that the last call is finished."""
-        now = self._clock()
-        self._leave_stage(now)
-        if self._call:
-            self._leave_call(now)
+        """Note that there will be no more calls."""
+        if self.done:
             logger.info("%d calls took %s", self.done, seconds_by_stage(self.stages))
-        self._call = self._stage = ""
 
-    def _leave_stage(self, now: float) -> None:
+
+class _AtWork:
+    """A call that is not finished."""
+
+    def __init__(self, began: float) -> None:
+        self.began = began
+        self.stages: dict[str, float] = defaultdict(float)
+        """Seconds by stage."""
+        self._stage, self._stage_began = "", began
+
+    def enter(self, stage: str, now: float) -> None:
         if self._stage:
-            self._of_call[self._stage] += now - self._stage_began
-
-    def _leave_call(self, now: float) -> None:
-        logger.info("%s took %s", self._call, seconds_by_stage(self._of_call))
-        for stage, seconds in self._of_call.items():
-            self.stages[stage] += seconds
-        self._of_call.clear()
-        self._finished.append(now)
+            self.stages[self._stage] += now - self._stage_began
+        self._stage, self._stage_began = stage, now
 
 
 def seconds_by_stage(stages: Mapping[str, float]) -> str:
@@ -124,9 +152,8 @@ def _clock_time(seconds: float) -> str:
 
 
 @contextlib.contextmanager
-def shown_progress(total: int, *, quiet: bool) -> Iterator[Callable[[Workload, str], None]]:
-    """Show how far a replay of `total` calls is; yield what takes a call and its stage."""
-    pace = Pace(total)
+def shown_progress(pace: Pace, *, quiet: bool) -> Iterator[Progress]:
+    """Show how far a replay is; yield what takes a call and its stage."""
     columns = (
         TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
         BarColumn(bar_width=16),
@@ -134,19 +161,22 @@ def shown_progress(total: int, *, quiet: bool) -> Iterator[Callable[[Workload, s
         TimeColumn(pace),
     )
     console = Console(stderr=True)
-    with Progress(
+    with rich.progress.Progress(
         *columns,
         console=console,
         transient=True,
         disable=quiet or not console.is_terminal,
         expand=True,
     ) as progress:
-        task = progress.add_task("starting workers", total=total)
+        task = progress.add_task("starting workers", total=pace.total)
 
         def report(workload: Workload, stage: str) -> None:
+            if stage == DONE:
+                pace.leave(workload.name)
+                progress.update(task, completed=pace.done)
+                return
             pace.enter(workload.name, stage)
-            description = printable(f"{workload.name}: {stage}")
-            progress.update(task, completed=pace.done, description=description)
+            progress.update(task, description=printable(f"{workload.name}: {stage}"))
 
         yield report
         pace.finish()

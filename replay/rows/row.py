@@ -327,6 +327,11 @@ class Row:
         "empty for the worker that kernels of an environment share, else the kernel whose own "
         "worker it was; rows of one call, environment and process are paired round by round",
     ] = ""
+    ran_on: Annotated[
+        str,
+        "which device of several it ran on, e.g. GPU 1 and its UUID (--gpus); all rows of a call "
+        "on the same; empty where there was one to choose from",
+    ] = ""
     restated_as: Annotated[
         str,
         "what attn_mask amounts to, if the kernel ran the call with these options instead of the "

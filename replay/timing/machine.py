@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -45,7 +46,10 @@ def device_name(device: torch.device) -> str:
     return models[0] if models else platform.processor() or platform.machine()
 
 
-def physical_cores(topology: Path = Path("/sys/devices/system/cpu")) -> int | None:
+TOPOLOGY = Path("/sys/devices/system/cpu")
+
+
+def physical_cores(topology: Path = TOPOLOGY) -> int | None:
     """Count cores, not their hardware threads; None where the system does not tell."""
     siblings = set()
     for listed in topology.glob("cpu[0-9]*/topology/thread_siblings_list"):
@@ -54,6 +58,21 @@ def physical_cores(topology: Path = Path("/sys/devices/system/cpu")) -> int | No
         except OSError:  # a core that was switched off meanwhile
             continue
     return len(siblings) or None
+
+
+def core_siblings(cpus: Iterable[int], topology: Path = TOPOLOGY) -> list[list[int]]:
+    """Logical CPUs by their cores, neighbours beside each other.
+
+    Where the system does not tell, each counts as a core.
+    """
+    cores: dict[str, list[int]] = {}
+    for cpu in sorted(cpus):
+        try:
+            core = (topology / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text()
+        except OSError:
+            core = f"cpu {cpu}"
+        cores.setdefault(core, []).append(cpu)
+    return list(cores.values())
 
 
 def usable_cpus() -> int:

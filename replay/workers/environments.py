@@ -11,12 +11,14 @@ import dataclasses
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from attention_replay import Error
-from replay.bench.runner import DEFAULT_BASELINE, STAGES, TIMING, Loaded
+from replay.bench.runner import DEFAULT_BASELINE, DONE, STAGES, TIMING, Loaded
 from replay.bench.settings import Settings, WorkerOptions
 from replay.kernels.registry import Kernel, catalogue
 from replay.rows.files import rebuilt
@@ -155,6 +157,68 @@ class Environment:
             rows += [row for row in found if row.kernel not in present]
         return _in_order(rows, kernels)
 
+    def first_calls(
+        self,
+        workload: Workload,
+        kernels: Sequence[Kernel],
+        settings: Settings,
+        report: Callable[[str], None],
+    ) -> dict[str, float]:
+        """Milliseconds of the first call of each kernel that runs, in the worker that will time it.
+
+        Nothing is judged or timed: it is for what they compile. One that ends its worker is left
+        out here, and again by `replay`, which says so.
+
+        Raises:
+            WorkerError: a worker cannot start, or failed at something that is no kernel's.
+        """
+        apart = [kernel for kernel in kernels if self._wants_its_own(kernel, settings)]
+        together = [kernel for kernel in kernels if kernel not in apart]
+        found = self._first_calls_together(workload, together, settings, report)
+        for kernel in apart:
+            worker = self._worker_of(kernel)
+            found |= worker._first_calls_together(workload, [kernel], settings, report)
+        return found
+
+    def _first_calls_together(
+        self,
+        workload: Workload,
+        kernels: Sequence[Kernel],
+        settings: Settings,
+        report: Callable[[str], None],
+    ) -> dict[str, float]:
+        waiting, found, disturbing = [kernel.name for kernel in kernels], {}, set(self._disturbing)
+        while waiting:
+            request = {"workload": workload.source, "settings": settings.to_json()}
+            try:
+                for message in self._process.ask(do="call", kernels=waiting, **request):
+                    if "at" in message:
+                        report(message["at"])
+                    elif "called" in message:
+                        found[message["called"]] = message["first_call_ms"]
+                    elif "disturbing" in message:
+                        self._disturbing.update(message["disturbing"])
+                    elif "failed" in message:
+                        raise WorkerError(message["failed"]) from RuntimeError(message["traceback"])
+                break
+            except CannotStart as error:
+                raise self._unusable(error) from error
+            except Died as death:
+                if death.kernel not in waiting:
+                    break
+                waiting = waiting[waiting.index(death.kernel) + 1 :]
+        if self._disturbing != disturbing:
+            self._process.close()
+        return found
+
+    def works_on(self, device: torch.device) -> bool:
+        """Whether a new worker can compute anything there."""
+        self._process.close()
+        try:
+            return "works" in self._process.answer(do="touch", device=str(device))
+        except (CannotStart, Died):
+            return False
+
     def _wants_its_own(self, kernel: Kernel, settings: Settings) -> bool:
         """What is compared with is in every worker, and for what cannot run none is started.
 
@@ -173,9 +237,9 @@ class Environment:
 
     def _worker_of(self, kernel: Kernel) -> Environment:
         if kernel.name not in self._apart:
-            python, timeout = self._process.python, self._process.timeout
+            process = self._process.another()
             self._apart[kernel.name] = Environment(
-                self.name, python, timeout, kernel.name, self._judge
+                self.name, process.python, process.timeout, kernel.name, self._judge, process
             )
         return self._apart[kernel.name]
 
@@ -257,7 +321,7 @@ class Environment:
                 self._disturbing.update(message["disturbing"])
             elif "judge" in message and hearing is not None:
                 self._process.tell(**hearing.answer(message["judge"]))
-            elif "at" in message:
+            elif "at" in message and message["at"] != DONE:
                 heard.timing = heard.timing or message["at"] == TIMING
                 report(message["at"])
 
@@ -384,7 +448,7 @@ def _from_toml(path: Path) -> dict[str, str]:
 
 
 def replay_in_workers(
-    workloads: Sequence[Workload],
+    workloads: Iterable[Workload],
     kernels: dict[str, list[Kernel]],
     settings: Settings,
     environments: dict[str, Environment],
@@ -407,6 +471,8 @@ def replay_in_workers(
             yield from rows
             if _is_unreadable(rows):
                 break
+        if on_progress is not None:
+            on_progress(workload, DONE)
 
 
 def assign(

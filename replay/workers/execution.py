@@ -6,6 +6,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -14,11 +15,12 @@ from replay.bench.failures import classify
 from replay.bench.runner import replay
 from replay.bench.settings import Settings
 from replay.kernels.registry import Kernel
-from replay.rows.row import HERE, Row
+from replay.rows.row import HERE, KernelId, Row
 from replay.workers.environments import Environment, Found, assign, replay_in_workers
 from replay.workers.judge import Judge
-from replay.workers.process import First
+from replay.workers.process import First, Place, Process
 from replay.workloads.recorded import Workload
+from replay.workloads.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,10 @@ Progress = Callable[[Workload, str], None]
 class Execution(Protocol):
     """A way to run kernels."""
 
+    @property
+    def at_a_time(self) -> int:
+        """Calls that are at work together."""
+
     def probe(self, kernels: Sequence[Kernel], device: torch.device) -> Findings:
         """Which kernels can run, by environment."""
 
@@ -40,16 +46,18 @@ class Execution(Protocol):
 
     def replay(
         self,
-        workloads: Sequence[Workload],
+        schedule: Schedule,
         assigned: Assignment,
         settings: Settings,
         report: Progress,
     ) -> Iterator[Row]:
-        """Rows of every kernel on every call."""
+        """Rows of every kernel on every call, as calls are finished."""
 
 
 class InProcess:
     """Everything here: for debugging, and for kernels that exist only here."""
+
+    at_a_time = 1
 
     def probe(self, kernels: Sequence[Kernel], device: torch.device) -> Findings:
         return {HERE: {kernel.name: _found(kernel, device) for kernel in kernels}}
@@ -59,19 +67,49 @@ class InProcess:
 
     def replay(
         self,
-        workloads: Sequence[Workload],
+        schedule: Schedule,
         assigned: Assignment,
         settings: Settings,
         report: Progress,
     ) -> Iterator[Row]:
-        return replay(workloads, assigned[HERE], settings, report)
+        return replay(schedule, assigned[HERE], settings, report)
 
 
 class Workers:
     """A process per environment; what a kernel breaks there stays there."""
 
-    def __init__(self, environments: dict[str, Environment]) -> None:
+    at_a_time = 1
+
+    def __init__(self, environments: dict[str, Environment], judge: Judge) -> None:
         self._environments = environments
+        self._judge = judge
+
+    @classmethod
+    def around(
+        cls, first: First, interpreters: dict[str, str], timeout: float, place: Place | None = None
+    ) -> Workers:
+        """Those of this Python and of others, which all have one judge.
+
+        Args:
+            first: the judge, and the worker of this Python.
+            interpreters: other Python environments by name.
+            timeout: seconds without a sign of life after which a worker is ended.
+            place: where further workers run.
+        """
+        judge = Judge(first.judge)
+        environments = {
+            HERE: Environment(HERE, sys.executable, timeout, judge=judge, worker=first.worker)
+        }
+        for name, python in interpreters.items():
+            worker = Process(python, timeout, place=place)
+            environments[name] = Environment(name, python, timeout, judge=judge, worker=worker)
+        return cls(environments, judge)
+
+    def close(self) -> None:
+        """End all processes."""
+        self._judge.close()
+        for environment in self._environments.values():
+            environment.close()
 
     def probe(self, kernels: Sequence[Kernel], device: torch.device) -> Findings:
         return {
@@ -86,12 +124,32 @@ class Workers:
 
     def replay(
         self,
-        workloads: Sequence[Workload],
+        schedule: Schedule,
         assigned: Assignment,
         settings: Settings,
         report: Progress,
     ) -> Iterator[Row]:
-        return replay_in_workers(workloads, assigned, settings, self._environments, report)
+        return replay_in_workers(schedule, assigned, settings, self._environments, report)
+
+    def first_calls(
+        self, workload: Workload, assigned: Assignment, settings: Settings, report: Progress
+    ) -> dict[KernelId, float]:
+        """Milliseconds of the first call of each kernel that runs, which compiles; none is timed.
+
+        Raises:
+            WorkerError: a worker does not work.
+        """
+        found: dict[KernelId, float] = {}
+        for name, kernels in assigned.items():
+            environment = self._environments[name]
+            said = partial(report, workload)
+            for kernel, ms in environment.first_calls(workload, kernels, settings, said).items():
+                found[KernelId(kernel, name)] = ms
+        return found
+
+    def work_on(self, device: torch.device) -> bool:
+        """Whether a new worker can compute anything there."""
+        return self._environments[HERE].works_on(device)
 
 
 @contextlib.contextmanager
@@ -108,20 +166,13 @@ def execution(
     if first is None:
         yield InProcess()
         return
-    judge = Judge(first.judge)
-    environments = {
-        HERE: Environment(HERE, sys.executable, timeout, judge=judge, worker=first.worker)
-    }
-    for name, python in interpreters.items():
-        environments[name] = Environment(name, python, timeout, judge=judge)
+    workers = Workers.around(first, interpreters, timeout)
     for name, python in {HERE: sys.executable, **interpreters}.items():
         logger.info("environment %s: %s", name, python)
     try:
-        yield Workers(environments)
+        yield workers
     finally:
-        judge.close()
-        for environment in environments.values():
-            environment.close()
+        workers.close()
 
 
 def _found(kernel: Kernel, device: torch.device) -> Found:

@@ -14,6 +14,7 @@ import torch
 
 from capture.errors import DatasetError
 from replay.bench.failures import classify
+from replay.bench.first_calls import first_calls
 from replay.bench.guard import Guard
 from replay.bench.runner import Loaded, replay
 from replay.bench.settings import Settings, WorkerOptions
@@ -26,7 +27,8 @@ from replay.workloads.recorded import Workload
 
 
 def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
-    """Answer `{"do": "probe", …}` or `{"do": "replay", …}`.
+    """Answer `{"do": "probe", …}`, `{"do": "touch", …}`, `{"do": "call", …}` or
+    `{"do": "replay", …}`.
 
     Raises:
         ContextLost: a kernel left this process unusable.
@@ -35,6 +37,11 @@ def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
         guard = _guard()
         if request["do"] == "probe":
             _probe(request, say, guard)
+        elif request["do"] == "touch":
+            torch.zeros(1, device=request["device"]).add_(1).item()
+            say(works=True)
+        elif request["do"] == "call":
+            _call(request, say, guard)
         else:
             _replay(request, say, hear, guard)
 
@@ -61,6 +68,21 @@ def _probe(request: dict[str, Any], say: Say, guard: Guard) -> None:
         version = _version(kernel.library)
         say(probed=name, reason=reason, version=version, install=kernel.install)
     say(disturbing=guard.disturbing())
+
+
+def _call(request: dict[str, Any], say: Say, guard: Guard) -> None:
+    """How long the first call of each kernel takes, which compiles."""
+    settings = Settings.from_json(request["settings"])
+    with contextlib.suppress(DatasetError):  # the replay will say that it cannot be read
+        call = workload_of(request["workload"]).load(settings.device)
+        kernels = [find(name) for name in request["kernels"]]
+        for kernel, milliseconds in first_calls(
+            call, kernels, settings, guard, lambda name: say(at=name)
+        ):
+            say(called=kernel, first_call_ms=milliseconds)
+    say(disturbing=guard.disturbing())
+    if settings.device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _replay(request: dict[str, Any], say: Say, hear: Hear, guard: Guard) -> None:

@@ -10,10 +10,11 @@ import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from replay.rows.row import Status
@@ -73,6 +74,22 @@ class Died(Exception):
         self.log = log
 
 
+class Stopped(Exception):
+    """The processes of a place were to end; nothing is wrong with them."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where child processes run: on one of several devices, or wherever this process does."""
+
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Of their environment, that differ from this process's."""
+    cpus: frozenset[int] = frozenset()
+    """Logical CPUs that they may use, and what they start; empty for those of this process."""
+    stopped: threading.Event = field(default_factory=threading.Event)
+    """Set by any thread to end those that are being asked, within `LOOK_SECONDS`."""
+
+
 class Process:
     """A child Python that runs `replay.workers.worker`, started when asked and again after death.
 
@@ -80,7 +97,7 @@ class Process:
         python: the interpreter; it needs torch and safetensors, and gets this package's source.
         timeout: seconds without a sign of life after which the child is killed.
         handler: the module that answers in the child, with `handle(request, say, hear)`.
-        environment: variables of the child that differ from this process's.
+        place: where it runs.
     """
 
     def __init__(
@@ -88,11 +105,11 @@ class Process:
         python: str,
         timeout: float,
         handler: str = "replay.workers.kernel_server",
-        environment: Mapping[str, str] = MappingProxyType({}),
+        place: Place | None = None,
     ) -> None:
         self.python = python
         self._handler = handler
-        self._environment = environment
+        self._place = place or Place()
         self.timeout = timeout
         self._child: subprocess.Popen[bytes] | None = None
         self._requests = -1
@@ -104,12 +121,17 @@ class Process:
         self._at = ""
         """What it said last that it is at."""
 
+    def another(self) -> Process:
+        """One of the same kind at the same place, not started."""
+        return Process(self.python, self.timeout, self._handler, self._place)
+
     def ask(self, **request: Any) -> Iterator[dict[str, Any]]:
         """Send a request and yield the replies until the child says it is done.
 
         Raises:
             CannotStart: the interpreter does not run, or lacks what the worker imports.
             Died: the child crashed, hung, or lost its GPU.
+            Stopped: its place was stopped.
         """
         self._at, done = "", False
         try:
@@ -137,7 +159,10 @@ class Process:
 
         Raises:
             CannotStart: the interpreter does not run.
+            Stopped: its place was stopped.
         """
+        if self._place.stopped.is_set():
+            raise Stopped
         if self._child is None:
             self._start()
 
@@ -191,7 +216,7 @@ class Process:
                     **os.environ,
                     "PYTHONUNBUFFERED": "1",
                     "PYTHONFAULTHANDLER": "1",
-                    **self._environment,
+                    **self._place.variables,
                 },
                 # A group of its own, so that compilers it started die with it; and Ctrl-C is ours.
                 start_new_session=True,
@@ -203,6 +228,9 @@ class Process:
         finally:
             os.close(child_reads)
             os.close(child_writes)
+        if self._place.cpus:  # now, before it has threads, which would keep those of this process
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(child.pid, self._place.cpus)
         assert child.stdout is not None
         os.set_blocking(child.stdout.fileno(), False)
         role = self._handler.rpartition(".")[2].replace("_", " ")
@@ -239,11 +267,14 @@ class Process:
 
         Raises:
             Died: there will be none.
+            Stopped: nobody wants it any more.
         """
         assert self._child is not None
         assert self._selector is not None
         deadline = time.monotonic() + patience
         while b"\n" not in self._unread:
+            if self._place.stopped.is_set():
+                raise Stopped
             left = deadline - time.monotonic()
             if left <= 0:
                 reason = f"no sign of life for {patience:g} s (--timeout)"
@@ -306,17 +337,18 @@ class First(NamedTuple):
     judge: Process
 
 
-def judge_process(timeout: float) -> Process:
+def judge_process(timeout: float, place: Place | None = None) -> Process:
     """The process that judges, not started yet.
 
     Its threads sleep while they wait: it runs in turns with kernels, on the same processors.
     """
-    asleep = {"OMP_WAIT_POLICY": "PASSIVE"}
+    place = place or Place()
+    asleep = replace(place, variables={**place.variables, "OMP_WAIT_POLICY": "PASSIVE"})
     return Process(sys.executable, timeout, "replay.workers.judge_server", asleep)
 
 
 @contextlib.contextmanager
-def first_processes(timeout: float) -> Iterator[First]:
+def first_processes(timeout: float, place: Place | None = None) -> Iterator[First]:
     """A worker of this Python and the judge, not waited for; both end with the `with` block.
 
     This module imports no torch: a command that has not imported it yet does so meanwhile.
@@ -324,7 +356,8 @@ def first_processes(timeout: float) -> Iterator[First]:
     Raises:
         CannotStart: the interpreter does not run.
     """
-    first = First(Process(sys.executable, timeout), judge_process(timeout))
+    worker = Process(sys.executable, timeout, place=place)
+    first = First(worker, judge_process(timeout, place))
     try:
         for process in first:
             process.start()

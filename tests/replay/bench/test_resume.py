@@ -100,6 +100,7 @@ def rows(figures: st.SearchStrategy[float]) -> st.SearchStrategy[Row]:
         reason=words,
         environment=words,
         process=words,
+        ran_on=words,
         accuracy_class=st.sampled_from(["", "exact", "quantised", "sparse"]),
         tolerances=words,
         restated_as=words,
@@ -306,6 +307,7 @@ def test_a_row_with_a_field_of_no_version(written: Callable[..., Path]) -> None:
             r"torch 2.13.0 \(now 2.11.0\): resume it as it was begun",
         ),
         (replace(HERE, torch="2.13.0"), "fa4", None),
+        (replace(HERE, usable_cpus="3"), "this", "with usable_cpus 3"),
         (replace(HERE, device="H100"), "fa4", r"with device H100 \(now H200\)"),
     ],
 )
@@ -318,6 +320,12 @@ def test_rows_of_another_machine(
         return
     with pytest.raises(RowsError, match=sentence):
         finished_rows(written([measured]), CALLS, ALLOTTED, HERE, SETTINGS)
+
+
+def test_a_gpu_may_have_other_processor_cores(written: Callable[..., Path]) -> None:
+    here, there = (replace(HERE, cuda="13.0", usable_cpus=cpus) for cpus in ("16", "32"))
+    path = written([replace(row(0, "a"), machine=there)])
+    finished_rows(path, CALLS, ALLOTTED, here, SETTINGS)
 
 
 ENERGY = Energy(150.0, 0.8, 690.0, 1.05)

@@ -18,15 +18,20 @@ class Clock:
         return self.now
 
 
+def pace_of(total: int, clock: Clock, at_a_time: int = 1) -> Pace:
+    return Pace({f"call {call}": 1.0 for call in range(total)}, at_a_time, clock)
+
+
 def at_work(calls: int, total: int, first: float = 10.0, other: float = 4.0) -> tuple[Pace, Clock]:
     """A pace that has just begun its last of these calls."""
     clock = Clock()
-    pace = Pace(total, clock)
+    pace = pace_of(total, clock)
     clock.now += 3.0  # workers start
     for call in range(calls):
         pace.enter(f"call {call}", "loading the call")
         if call < calls - 1:
             clock.now += first if call == 0 else other
+            pace.leave(f"call {call}")
     return pace, clock
 
 
@@ -71,9 +76,42 @@ def test_a_single_call_has_a_time_so_far_alone() -> None:
     assert shown(pace) == "0:10"
 
 
+def test_calls_take_their_share_of_what_was_expected() -> None:
+    clock = Clock()
+    pace = Pace({"small": 1.0, "large": 5.0, "huge": 20.0}, clock=clock)
+    assert pace.scale is None
+    pace.enter("small", "loading the call")
+    clock.now += 2
+    pace.leave("small")
+    assert pace.left() == pytest.approx(2 * 25)
+    pace.enter("large", "loading the call")
+    clock.now += 15
+    pace.leave("large")
+    assert (pace.scale, pace.left()) == (3.0, pytest.approx(3 * 20))
+
+
+def test_calls_on_two_devices_are_at_work_together() -> None:
+    clock = Clock()
+    pace = pace_of(6, clock, at_a_time=2)
+    for first, second in ((0, 1), (2, 3)):
+        pace.enter(f"call {first}", "torch-math on GPU 0")
+        pace.enter(f"call {second}", "torch-math on GPU 1")
+        clock.now += 30 if first == 0 else 8
+        pace.leave(f"call {second}")
+        clock.now += 2
+        pace.leave(f"call {first}")
+    assert pace.done == 4
+    assert pace.scale == pytest.approx(9.0)
+    assert pace.left() == pytest.approx(2 * 9.0 / 2)
+    pace.enter("call 4", "torch-math on GPU 0")
+    clock.now += 6
+    assert pace.left() == pytest.approx((3.0 + 9.0) / 2)
+    assert pace.stages == {"torch-math on GPU 0": 42.0, "torch-math on GPU 1": 38.0}
+
+
 def test_where_the_time_went(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
-    pace = Pace(2, clock)
+    pace = Pace({"a": 1.0, "b": 1.0}, clock=clock)
     with caplog.at_level(logging.INFO, "replay"):
         for call, stage, seconds in (
             ("a", "loading the call", 0.25),
@@ -83,8 +121,11 @@ def test_where_the_time_went(caplog: pytest.LogCaptureFixture) -> None:
             ("b", "torch-flash", 0.01),
             ("b", "torch-math", 5.0),
         ):
+            if call == "b" and not pace.done:
+                pace.leave("a")
             pace.enter(call, stage)
             clock.now += seconds
+        pace.leave("b")
         pace.finish()
     assert caplog.messages == [
         "a took 3.8 s: 3.0 torch-math, 0.5 torch-flash, 0.2 loading the call",

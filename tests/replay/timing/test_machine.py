@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from replay.timing.machine import describe, physical_cores, usable_cpus
+from replay.timing.machine import core_siblings, describe, physical_cores, usable_cpus
 
 
 def test_hardware_threads_are_no_cores(tmp_path: Path) -> None:
@@ -19,6 +19,9 @@ def test_hardware_threads_are_no_cores(tmp_path: Path) -> None:
     (tmp_path / "cpufreq").mkdir()
     assert physical_cores(tmp_path) == 2
     assert physical_cores(tmp_path / "absent") is None
+    assert core_siblings({0, 1, 2, 3}, tmp_path) == [[0, 2], [1, 3]]
+    assert core_siblings({0, 1, 3}, tmp_path) == [[0], [1, 3]]
+    assert core_siblings({0, 1}, tmp_path / "absent") == [[0], [1]]
 
 
 def test_the_machine_says_what_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -449,6 +449,36 @@ def test_given_up(ask: Ask) -> None:
     assert rows[1].reason == "gone; not tried again, it ended 3 workers"
 
 
+def test_kernels_after_one_that_dies_are_called_first_too(quick: Settings) -> None:
+    process = FakeProcess(
+        [
+            [{"at": "a"}, {"called": "a", "first_call_ms": 5.0}, {"at": "b"}, died("b")],
+            [{"at": "c"}, {"called": "c", "first_call_ms": 7.0}, {"disturbing": ["c"]}],
+        ]
+    )
+    environment = Environment("other", "python", 5)
+    environment._process = process  # type: ignore[assignment]
+    stages: list[str] = []
+    found = environment.first_calls(
+        Workload("call", lambda device: pytest.fail("loaded here")),
+        [kernel(name) for name in ASKED],
+        quick,
+        stages.append,
+    )
+    assert found == {"a": 5.0, "c": 7.0}
+    assert stages == ["a", "b", "c"]
+    assert process.kernels() == [["a", "b", "c"], ["c"]]
+    assert process.closed_after == [2]  # no other kernel shall run where `c` has
+
+
+@pytest.mark.parametrize("stage", [LOADING, ""])
+def test_without_a_kernel_to_blame_no_more_are_called_first(quick: Settings, stage: str) -> None:
+    environment = Environment("other", "python", 5)
+    environment._process = FakeProcess([[died(stage)]])  # type: ignore[assignment]
+    nobody = Workload("call", lambda device: pytest.fail("loaded here"))
+    assert environment.first_calls(nobody, [kernel("a")], quick, lambda stage: None) == {}
+
+
 @pytest.fixture
 def apart(quick: Settings) -> Iterator[Callable[..., tuple[list[Row], list[FakeProcess]]]]:
     """Rows of a, b and c, where b wants its own process, given both workers' answers."""

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 import replay as replay_package
 from capture.storage.call_file import PackedCall
@@ -23,7 +25,15 @@ from capture.storage.dataset import Dataset
 from replay.bench.settings import Settings
 from replay.kernels.registry import Kernel, find
 from replay.workers.environments import Environment
-from replay.workers.process import LOG_BYTES, CannotStart, Died, Process, judge_process
+from replay.workers.process import (
+    LOG_BYTES,
+    CannotStart,
+    Died,
+    Place,
+    Process,
+    Stopped,
+    judge_process,
+)
 from replay.workloads.random_calls import Spec
 from replay.workloads.random_calls import workload as synthetic_workload
 
@@ -576,3 +586,61 @@ def test_only_the_judge_waits_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(CannotStart):
             process.start()
     assert [env.get("OMP_WAIT_POLICY") for env in started] == [None, "PASSIVE"]
+
+
+def test_a_worker_runs_where_it_is_placed(tmp_path: Path) -> None:
+    cpu = max(os.sched_getaffinity(0))
+    place = Place({"CUDA_VISIBLE_DEVICES": "3"}, frozenset({cpu}))
+    for process in (Process(sys.executable, 60, place=place), judge_process(60, place)):
+        for each in (process, process.another()):
+            each.start()
+            try:
+                assert each._child is not None
+                assert os.sched_getaffinity(each._child.pid) == {cpu}
+                variables = Path(f"/proc/{each._child.pid}/environ").read_bytes().split(b"\0")
+                assert b"CUDA_VISIBLE_DEVICES=3" in variables
+            finally:
+                each.close()
+
+
+def test_a_worker_is_usable_or_not() -> None:
+    environment = Environment("this", sys.executable, 60)
+    try:
+        assert environment.works_on(torch.device("cpu"))
+        assert not environment.works_on(torch.device("cuda:7"))
+    finally:
+        environment.close()
+
+
+def test_what_waits_for_a_worker_can_be_stopped() -> None:
+    place = Place()
+    process = Process(sys.executable, 600, place=place)
+    seen: list[str] = []
+
+    def ask() -> None:
+        request = {
+            "workload": synthetic_workload("a", "b", Spec(1, 1, 1, 4, 4, 8, 8), 0).source,
+            "kernels": [f"{BAD}:hang"],
+            "settings": Settings(torch.device("cpu"), "warm").to_json(),
+        }
+        try:
+            for message in process.ask(do="call", **request):
+                seen.append(message.get("at", ""))
+        except Stopped:
+            seen.append("stopped")
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        while f"{BAD}:hang" not in seen:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        child = process._child
+        assert child is not None
+    finally:
+        place.stopped.set()
+        thread.join(30)
+    assert seen[-1] == "stopped"
+    assert child.poll() is not None
+    with pytest.raises(Stopped):
+        process.start()

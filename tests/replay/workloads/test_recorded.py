@@ -16,6 +16,7 @@ from capture.errors import DatasetError
 from capture.storage.call_file import PackedCall
 from replay.bench.runner import replay
 from replay.workers.sources import workload_of
+from replay.workloads.outline import outline
 from replay.workloads.recorded import from_directory
 from tests.factories import kernel, random_call, settings, store_part
 
@@ -199,6 +200,15 @@ def test_whole_calls_are_joined_on_request_also_by_a_worker(parts: Path) -> None
         call = each.load(CPU)
         assert (each.name, call.origin.model) == ("model.ranks0-1-000000", "model")
         assert torch.equal(call.query, random_call(q_heads=4).query)
+
+
+def test_a_whole_call_is_outlined_by_its_parts(parts: Path) -> None:
+    whole, *_ = from_directory(parts, join_ranks=True)[0]
+    part, *_ = from_directory(parts)[0]
+    shape = outline(part).shape
+    assert shape is not None
+    assert outline(whole).shape == shape._replace(q_heads=2 * shape.q_heads)
+    assert outline(whole).form != outline(part).form
 
 
 def test_where_nothing_can_be_joined_that_is_said(parts: Path, tmp_path: Path) -> None:

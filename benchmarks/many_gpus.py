@@ -1,0 +1,181 @@
+"""Measures what a second GPU gains: the same replay on one and on two, their times and their rows.
+
+    python -m benchmarks.many_gpus                    four replays, on two GPUs about four minutes
+    python -m benchmarks.many_gpus --calls 4 --only warm --kernels torch-default,torch-flash
+
+Records 16 calls of random values in sizes of FLUX.1, CogVideoX-2b and Llama 3 and replays them with
+the command: on all GPUs with empty compile caches, on one and on all with the caches that this
+left, on one with empty caches. Writes `benchmarks/results/many_gpus.csv`, one line per figure,
+after each replay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks import results
+from benchmarks.capture_overhead import COLUMNS, MACHINE, Figures
+from capture import record
+from replay.comparison.comparison import compare
+from replay.comparison.matching import Run
+from replay.comparison.speed import NO_SPREAD, Basis
+from replay.rows.files import read_jsonl
+from replay.timing.machine import describe
+
+KERNELS = "torch-default,torch-flash,torch-cudnn,triton-fa2,triton-fa3,triton-fp8,flex"
+SIZES = {
+    "flux": (1, 24, 24, 4608, 128, False),
+    "cogvideo": (2, 30, 30, 17776, 64, False),
+    "llama": (1, 32, 8, 8192, 128, True),
+    "flux-long": (1, 24, 24, 8192, 128, False),
+}
+"""Batch, query heads, key/value heads, length, head dimension, and whether a mask is causal."""
+CACHES = {
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "CUDA_CACHE_PATH": "cuda",
+}
+
+
+class Attention(nn.Module):
+    """One call of random values; nothing of it matters but its size."""
+
+    def forward(self, name: str, device: torch.device) -> Tensor:
+        batch, q_heads, kv_heads, length, dim, is_causal = SIZES[name]
+        query, key, value = (
+            torch.randn(batch, heads, length, dim, device=device, dtype=torch.bfloat16)
+            for heads in (q_heads, kv_heads, kv_heads)
+        )
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=is_causal, enable_gqa=q_heads != kv_heads
+        )
+
+
+class Replayed(NamedTuple):
+    """One run of the command."""
+
+    seconds: float
+    measuring: float
+    """Seconds from the moment that the first worker was ready."""
+    rows: Path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--calls", type=int, default=16, help="default 16")
+    parser.add_argument("--sizes", default="flux,cogvideo,llama,flux-long", help="of these calls")
+    parser.add_argument("--kernels", default=KERNELS, help=f"default {KERNELS}")
+    parser.add_argument("--rounds", type=int, default=30, help="default 30")
+    parser.add_argument("--max-seconds", type=float, default=1.0, help="default 1")
+    parser.add_argument("--gpus", default="all", help="what two GPUs are (default all)")
+    parser.add_argument("--only", choices=["warm", "cold"], help="leave out the other")
+    parser.add_argument("--limit", type=float, default=230.0, help="begin no replay after (s)")
+    parser.add_argument("--out", type=Path, default=results.DIRECTORY / "many_gpus.csv")
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    device = torch.device("cuda")
+    machine = describe(device)
+    count = torch.cuda.device_count() if arguments.gpus == "all" else len(arguments.gpus.split(","))
+    first = "0" if arguments.gpus == "all" else arguments.gpus.split(",")[0]
+    figures = Figures(
+        f"{arguments.calls} calls of {arguments.sizes}",
+        "random",
+        {f"machine.{name}": getattr(machine, name) for name in MACHINE},
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        dataset = recorded(Path(scratch), arguments.sizes.split(","), arguments.calls, device)
+        found: dict[tuple[str, int], Replayed] = {}
+        for state, gpus in runs(arguments.only, count):
+            if time.monotonic() - began > arguments.limit:
+                print(f"no time left for {state} caches on {gpus} GPUs", flush=True)
+                break
+            place = Path(scratch) / ("other caches" if (state, gpus) == ("cold", 1) else "caches")
+            named = ["--gpus", arguments.gpus] if gpus > 1 else ["--device", f"cuda:{first}"]
+            replayed = replay(dataset, named, place, f"{state}-{gpus}", arguments)
+            if state == "unmeasured":
+                continue
+            found[state, gpus] = replayed
+            s = "s" * (gpus > 1)
+            figures.add(f"{state} caches, {gpus} GPU{s}: the command", "s", [replayed.seconds])
+            figures.add(f"{state} caches, {gpus} GPU{s}: measuring", "s", [replayed.measuring])
+            if (state, 1) in found and (state, count) in found:
+                add_ratios(figures, state, found[state, 1], found[state, count])
+            results.write_lines(figures.lines, COLUMNS, arguments.out)
+    print(f"{time.monotonic() - began:.0f} s in all")
+
+
+def runs(only: str | None, gpus: int) -> Iterator[tuple[str, int]]:
+    """The state of the caches and the number of GPUs of each replay."""
+    yield ("unmeasured" if only == "warm" else "cold"), gpus
+    if only != "cold":
+        yield "warm", 1
+        yield "warm", gpus
+    if only != "warm":
+        yield "cold", 1
+
+
+def recorded(scratch: Path, sizes: list[str], calls: int, device: torch.device) -> Path:
+    """Record calls of these sizes in turn."""
+    attention, directory = Attention(), scratch / "recorded"
+    with torch.no_grad(), record(attention, directory, max=calls, weights="random"):
+        for number in range(calls):
+            attention(sizes[number % len(sizes)], device)
+    torch.cuda.empty_cache()
+    return directory
+
+
+def replay(
+    dataset: Path, where: list[str], caches: Path, name: str, arguments: argparse.Namespace
+) -> Replayed:
+    """Run the command with compile caches of its own."""
+    rows = caches.parent / f"{name}.jsonl"
+    command = [sys.executable, "-m", "replay", "--dir", str(dataset), *where, "--verbose"]
+    command += ["--kernels", arguments.kernels, "--rounds", str(arguments.rounds)]
+    command += ["--max-seconds", str(arguments.max_seconds), "--json", str(rows)]
+    variables = {variable: str(caches / folder) for variable, folder in CACHES.items()}
+    began = time.monotonic()
+    done = subprocess.run(
+        command, env={**os.environ, **variables}, capture_output=True, text=True, check=False
+    )
+    seconds = time.monotonic() - began
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
+    ready = re.search(r"^ *([\d.]+) s  process \d+ is ready", done.stderr, re.MULTILINE)
+    ended = re.search(r"^ *([\d.]+) s  \d+ calls took", done.stderr, re.MULTILINE)
+    assert ready is not None
+    assert ended is not None
+    return Replayed(seconds, float(ended[1]) - float(ready[1]), rows)
+
+
+def add_ratios(figures: Figures, state: str, one: Replayed, several: Replayed) -> None:
+    """How much more is measured in the same time, and how many rows say the same."""
+    figures.add(f"{state} caches: throughput, the command", "×", [one.seconds / several.seconds])
+    figures.add(f"{state} caches: throughput, measuring", "×", [one.measuring / several.measuring])
+    runs = [Run(path.stem, read_jsonl(path).rows) for path in (one.rows, several.rows)]
+    bases: tuple[Basis, ...] = ("speed-up", "time")
+    for basis in bases:
+        pairs = compare(*runs, NO_SPREAD, basis).pairs
+        verdicts = [pair.speed.verdict for pair in pairs if pair.speed is not None]
+        share = 100 * verdicts.count("same") / len(verdicts)
+        figures.add(f"{state} caches: rows whose {basis} is the same", "%", [share])
+        changed = sum(verdict in ("fast", "slow") for verdict in verdicts)
+        share = 100 * changed / len(verdicts)
+        figures.add(f"{state} caches: rows whose {basis} changed", "%", [share])
+    figures.add(f"{state} caches: rows in both", "", [float(len(pairs))])
+
+
+if __name__ == "__main__":
+    main()

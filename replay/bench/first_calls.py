@@ -1,0 +1,54 @@
+"""Lets kernels compile for a call before any of them is timed on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from capture.call import AttentionCall
+from replay.bench.failures import ContextLost, classify
+from replay.bench.forms import Forms
+from replay.bench.guard import Guard
+from replay.bench.inputs import Inputs, drop_in
+from replay.bench.settings import Settings
+from replay.kernels.library import is_interpreted
+from replay.kernels.registry import Kernel
+from replay.timing.gpu_state import gpu_is_lost
+from replay.timing.timer import first_call
+
+
+def first_calls(
+    call: AttentionCall,
+    kernels: Sequence[Kernel],
+    settings: Settings,
+    guard: Guard,
+    report: Callable[[str], None],
+) -> Iterator[tuple[str, float]]:
+    """Kernels that ran, and the milliseconds of their first call, compilation included.
+
+    Outputs are not judged. A kernel that refuses the call or fails is left out: checking it finds
+    that again, and why. What Triton's interpreter runs compiles nothing, and is left out too.
+
+    Raises:
+        ContextLost: a kernel made the GPU unusable for this process.
+    """
+    forms = Forms.of(call)
+    inputs = Inputs(*forms.all)
+    for kernel in kernels:
+        report(kernel.name)
+        if kernel.library == "triton" and is_interpreted():
+            continue
+        own, _, refused = forms.form(kernel, settings.device, for_model=settings.for_model)
+        guard.settle(kernel.name)
+        if refused is not None:
+            continue
+        milliseconds = None
+        try:
+            _, milliseconds = first_call(drop_in(kernel.loaded().attention, own), settings.device)
+        except BaseException as error:
+            finding = classify(error)
+            if gpu_is_lost(settings.device):
+                raise ContextLost(finding.reason) from error
+        guard.settle(kernel.name)
+        inputs.restore(own)
+        if milliseconds is not None:
+            yield kernel.name, milliseconds

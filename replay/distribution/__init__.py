@@ -1,0 +1,1 @@
+"""Calls spread over several devices, each of which is measured alone."""

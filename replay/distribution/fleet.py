@@ -1,0 +1,253 @@
+"""Calls spread over the devices of one host: each is measured by workers of its own, and alone."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from replay.bench.runner import DONE
+from replay.bench.settings import Settings
+from replay.distribution.compiling import Compilation, compilations
+from replay.distribution.devices import Device, held
+from replay.kernels.registry import Kernel
+from replay.rows.row import KernelId, Row
+from replay.workers.environments import WorkerError
+from replay.workers.execution import Assignment, Findings, Progress, Workers
+from replay.workers.process import Place, first_processes
+from replay.workloads.recorded import Workload
+from replay.workloads.schedule import Schedule
+
+logger = logging.getLogger(__name__)
+
+ATTEMPTS = 2
+"""Devices that a call is tried on, if its worker dies and no kernel is to blame."""
+
+W = TypeVar("W")
+T = TypeVar("T")
+
+
+@dataclass
+class Seat:
+    """A device, and the workers that measure on it."""
+
+    device: Device
+    workers: Workers
+    place: Place
+    is_lost: bool = False
+    """Whether no worker can compute there any more."""
+
+
+class Outcome(NamedTuple):
+    """What came of a call on one device."""
+
+    device: str
+    rows: list[Row]
+    trouble: str = ""
+    """Why it should be tried elsewhere; empty if all is well, or a kernel's fault."""
+    is_device_lost: bool = False
+
+
+class Attempt(NamedTuple):
+    """A call that failed on a device."""
+
+    device: str
+    trouble: str
+
+
+class Fleet:
+    """An `Execution` that gives each device one call at a time, with all its kernels.
+
+    A kernel and its baseline so share a device and rounds, and nothing else runs there meanwhile. A
+    call whose worker dies, no kernel being to blame, is tried once more on another device.
+    """
+
+    def __init__(self, seats: Sequence[Seat], pool: ThreadPoolExecutor) -> None:
+        self._seats = seats
+        self._pool = pool
+        self._events: SimpleQueue[Future[Any] | tuple[Workload, str]] = SimpleQueue()
+
+    @property
+    def at_a_time(self) -> int:
+        return len(self._seats)
+
+    def probe(self, kernels: Sequence[Kernel], device: torch.device) -> Findings:
+        return self._seats[0].workers.probe(kernels, device)
+
+    def assign(self, kernels: Sequence[Kernel], device: torch.device) -> Assignment:
+        return self._seats[0].workers.assign(kernels, device)
+
+    def replay(
+        self, schedule: Schedule, assigned: Assignment, settings: Settings, report: Progress
+    ) -> Iterator[Row]:
+        """Rows of every kernel on every call, as calls are finished.
+
+        Raises:
+            WorkerError: no device works, or an environment on none.
+        """
+        compiled = self._compile(schedule, assigned, settings, report)
+        failed: dict[int, list[Attempt]] = {}
+        unfinished: dict[int, Outcome] = {}
+        """The last outcome of calls that wait for another device."""
+
+        def take(seat: Seat) -> Workload | None:
+            return None if seat.is_lost else schedule.take(seat.device.name)
+
+        work = partial(self._replay_call, assigned=assigned, settings=settings)
+        for seat, workload, future in self._spread(take, work, report):
+            outcome, attempts = future.result(), failed.setdefault(id(workload), [])
+            if outcome.is_device_lost:
+                seat.is_lost = True
+                logger.warning("replay: %s is given up: %s", seat.device, outcome.trouble)
+            if outcome.trouble:
+                attempts.append(Attempt(outcome.device, outcome.trouble))
+            if outcome.trouble and len(attempts) < ATTEMPTS:
+                schedule.give_back(workload, seat.device.name)
+                unfinished[id(workload)] = outcome
+                continue
+            unfinished.pop(id(workload), None)
+            report(workload, DONE)
+            yield from _finished(outcome, attempts, compiled.get(workload.name, {}))
+        for outcome in unfinished.values():  # nobody was left to try them
+            yield from _finished(outcome, [], {})
+        if schedule.waiting and all(seat.is_lost for seat in self._seats):
+            raise WorkerError("no device is left that works; --resume continues on others")
+
+    def _compile(
+        self, schedule: Schedule, assigned: Assignment, settings: Settings, report: Progress
+    ) -> dict[str, dict[KernelId, float]]:
+        """Let every kernel compile for each form of call on one of the devices.
+
+        Returns milliseconds of first calls, by the name of the call that each was made on.
+        """
+        waiting = compilations(schedule.calls, assigned, len(self._seats))
+        found: dict[str, dict[KernelId, float]] = {}
+
+        def take(seat: Seat) -> Compilation | None:
+            return waiting.pop(0) if waiting else None
+
+        work = partial(self._first_calls, settings=settings)
+        for seat, job, future in self._spread(take, work, report):
+            schedule.prefer(job.workload, seat.device.name)
+            with contextlib.suppress(WorkerError):  # the replay meets it again, and can do more
+                found.setdefault(job.workload.name, {}).update(future.result())
+        return found
+
+    def _spread(
+        self,
+        take: Callable[[Seat], W | None],
+        work: Callable[[Seat, W], T],
+        report: Progress,
+    ) -> Iterator[tuple[Seat, W, Future[T]]]:
+        """Keep every device at work, on one thing at a time, until there is nothing left."""
+        idle = list(self._seats)
+        busy: dict[Future[T], tuple[Seat, W]] = {}
+        while True:
+            for seat in list(idle):
+                job = take(seat)
+                if job is not None:
+                    future = self._pool.submit(work, seat, job)
+                    busy[future] = seat, job
+                    idle.remove(seat)
+                    future.add_done_callback(lambda done: self._events.put(done))
+            if not busy:
+                return
+            event = self._events.get()
+            if isinstance(event, tuple):
+                report(*event)
+                continue
+            seat, job = busy.pop(event)
+            idle.append(seat)
+            yield seat, job, event
+
+    def _replay_call(
+        self, seat: Seat, workload: Workload, assigned: Assignment, settings: Settings
+    ) -> Outcome:
+        """Runs in a thread of its own."""
+        said = partial(self._say, seat)
+        try:
+            rows = list(seat.workers.replay(Schedule([workload]), assigned, settings, said))
+            blameless = [row for row in rows if not row.kernel and row.status != "error"]
+            trouble = blameless[0].reason if blameless else ""
+            if not trouble:
+                return Outcome(str(seat.device), rows)
+        except WorkerError as error:
+            rows, trouble = [], str(error)
+        is_lost = not seat.workers.work_on(settings.device)
+        return Outcome(str(seat.device), rows, trouble, is_lost)
+
+    def _first_calls(
+        self, seat: Seat, job: Compilation, settings: Settings
+    ) -> Mapping[KernelId, float]:
+        """Runs in a thread of its own."""
+        named = replace(job.workload, name=f"first calls, {job.workload.name}")
+        said = partial(self._say, seat)
+        return seat.workers.first_calls(named, job.assigned, settings, said)
+
+    def _say(self, seat: Seat, workload: Workload, stage: str) -> None:
+        if stage != DONE:
+            self._events.put((workload, f"{stage} on {seat.device.name}"))
+
+
+def _finished(
+    outcome: Outcome, attempts: Sequence[Attempt], first_ms: Mapping[KernelId, float]
+) -> list[Row]:
+    """The rows of a call, which say where it ran, and where it was tried before.
+
+    Args:
+        first_ms: of kernels that compiled for this very call.
+
+    Raises:
+        WorkerError: there are none.
+    """
+    if not outcome.rows:
+        raise WorkerError(outcome.trouble)
+    flags = tuple(
+        f"measured after {attempt.device} failed: {attempt.trouble}"
+        for attempt in attempts
+        if attempt.device != outcome.device
+    )
+    return [
+        replace(
+            row,
+            ran_on=outcome.device,
+            flags=(*row.flags, *flags),
+            first_call_ms=first_ms.get(row.id, row.first_call_ms),
+        )
+        for row in outcome.rows
+    ]
+
+
+@contextlib.contextmanager
+def fleet(
+    devices: Sequence[Device], interpreters: dict[str, str], timeout: float
+) -> Iterator[Fleet]:
+    """Workers and a judge for each device; all end with the `with` block, within a second or two.
+
+    Args:
+        interpreters: other Python environments by name.
+        timeout: seconds without a sign of life after which a worker is ended.
+
+    Raises:
+        DeviceError: another replay measures on one of the devices.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(held(devices))
+        seats = []
+        for device in devices:
+            place = Place(device.variables, device.cpus)
+            first = stack.enter_context(first_processes(timeout, place))
+            workers = Workers.around(first, interpreters, timeout, place)
+            stack.callback(workers.close)
+            seats.append(Seat(device, workers, place))
+        pool = stack.enter_context(ThreadPoolExecutor(len(seats), "device"))
+        for seat in seats:  # before the pool waits for its threads
+            stack.callback(seat.place.stopped.set)
+        yield Fleet(seats, pool)

@@ -1,0 +1,44 @@
+"""Kernels are called once, so that they compile, and nothing of it is kept."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from replay.bench.first_calls import first_calls
+from replay.bench.guard import Guard
+from replay.bench.settings import Settings
+from tests.replay.bench.small_kernels import MakeCall, Register, sdpa
+
+
+def test_first_calls(make_call: MakeCall, kernels: Register, quick: Settings) -> None:
+    called = []
+
+    def compiles(*arguments: Any, **options: Any) -> Tensor:
+        called.append("compiles")
+        time.sleep(0.02)
+        options["query"].zero_()
+        return sdpa(*arguments, **options)
+
+    def breaks(*arguments: Any, **options: Any) -> Tensor:
+        raise RuntimeError("broken")
+
+    some = [
+        kernels("breaks", breaks),
+        kernels("refuses", sdpa, unsupported=lambda call: "not today"),
+        kernels("compiles", compiles),
+        kernels("next", sdpa),
+    ]
+    call, reported = make_call(), []
+    before = call.query.clone()
+    guard = Guard()
+    torch.set_grad_enabled(torch.is_grad_enabled())
+    found = dict(first_calls(call, some, quick, guard, reported.append))
+    assert reported == ["breaks", "refuses", "compiles", "next"]
+    assert list(found) == ["compiles", "next"]
+    assert found["compiles"] >= 20
+    assert called == ["compiles"]
+    assert torch.equal(call.query, before)

@@ -1,0 +1,347 @@
+"""Calls spread over two devices: stand-ins for what may go wrong, processors for the whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+
+import pytest
+import torch
+
+import replay as replay_package
+from replay.bench.settings import Settings
+from replay.distribution.compiling import compilations
+from replay.distribution.devices import Device
+from replay.distribution.fleet import Fleet, Seat
+from replay.kernels.registry import Kernel
+from replay.rows.row import HERE, CallFacts, KernelId, Row
+from replay.workers.environments import WorkerError
+from replay.workers.execution import Assignment
+from replay.workers.process import Place
+from replay.workloads.random_calls import Spec, workload
+from replay.workloads.recorded import Workload
+from replay.workloads.schedule import Schedule
+from tests import factories
+
+RunCli = Callable[..., tuple[int, str, str]]
+REPOSITORY = Path(replay_package.__file__).resolve().parent.parent
+CPUS = [Device(f"CPU {index}", "a processor", f"uuid-{index}") for index in range(2)]
+QUICK = ("--rounds", "3", "--max-seconds", "0.01")
+
+
+def calls(count: int) -> list[Workload]:
+    return [
+        workload(f"random-{number:02d}", "random", Spec(1, 2, 2, 64, 64, 32, 32), number)
+        for number in range(count)
+    ]
+
+
+class StandIn:
+    """Workers whose rows are made up."""
+
+    def __init__(
+        self,
+        fails: Callable[[Workload], Row | Exception | None] = lambda call: None,
+        *,
+        works: bool = True,
+        together: Barrier | None = None,
+    ) -> None:
+        self._fails = fails
+        self._works = works
+        self._together = together
+        self.replayed: list[str] = []
+        self.compiled: list[tuple[str, list[str]]] = []
+
+    def replay(
+        self, schedule: Schedule, assigned: Assignment, settings: Settings, report: Any
+    ) -> Iterator[Row]:
+        (call,) = schedule
+        report(call, "torch-math")
+        self.replayed.append(call.name)
+        if self._together is not None:
+            self._together.wait(60)
+        failure = self._fails(call)
+        if isinstance(failure, Exception):
+            raise failure
+        if failure is not None:
+            yield failure
+            return
+        for kernel in assigned[HERE]:
+            yield Row(kernel.name, CallFacts(call.name), "ok", first_call_ms=1.0)
+
+    def first_calls(
+        self, call: Workload, assigned: Assignment, settings: Settings, report: Any
+    ) -> dict[KernelId, float]:
+        self.compiled.append((call.name, [kernel.name for kernel in assigned[HERE]]))
+        return {KernelId(kernel.name): 1000.0 for kernel in assigned[HERE]}
+
+    def work_on(self, device: torch.device) -> bool:
+        return self._works
+
+
+Replayed = tuple[list[Row], list[tuple[str, str]]]
+
+
+@pytest.fixture
+def replayed(quick: Settings) -> Iterator[Callable[..., Replayed]]:
+    """Rows of so many calls on devices with these workers, and what was reported."""
+    with ThreadPoolExecutor(2) as pool:
+
+        def run(*workers: StandIn, count: int = 4) -> Replayed:
+            seats = [
+                Seat(device, each, Place())  # type: ignore[arg-type]
+                for device, each in zip(CPUS, workers, strict=False)
+            ]
+            assigned = {HERE: [factories.kernel("a"), factories.kernel("b")]}
+            reported: list[tuple[str, str]] = []
+            rows = Fleet(seats, pool).replay(
+                Schedule(calls(count)),
+                assigned,
+                quick,
+                lambda call, stage: reported.append((call.name, stage)),
+            )
+            return list(rows), reported
+
+        yield run
+
+
+def crash(call: Workload) -> Row:
+    return Row("", CallFacts(call.name), "crash", f"{call.name}: gone while loading the call")
+
+
+def test_both_devices_are_at_work_and_rows_say_on_which(
+    replayed: Callable[..., Replayed],
+) -> None:
+    together = Barrier(2)  # broken if a device does all alone
+    rows, reported = replayed(StandIn(together=together), StandIn(together=together))
+    assert len(rows) == 8
+    assert {row.ran_on for row in rows} == {"CPU 0 (uuid-0)", "CPU 1 (uuid-1)"}
+    for call in calls(4):
+        assert len({row.ran_on for row in rows if row.call.name == call.name}) == 1
+        stages = [stage for name, stage in reported if name == call.name]
+        assert stages in (["torch-math on CPU 0", "done"], ["torch-math on CPU 1", "done"])
+
+
+def test_a_first_call_is_that_which_compiled(replayed: Callable[..., Replayed]) -> None:
+    one, other = StandIn(), StandIn()
+    rows, _ = replayed(one, other)
+    compiled = [*one.compiled, *other.compiled]
+    assert sorted(names for _, names in compiled) == [["a"], ["b"]]
+    assert {name for name, _ in compiled} == {"first calls, random-00"}
+    for row in rows:
+        assert row.first_call_ms == (1000.0 if row.call.name == "random-00" else 1.0)
+
+
+def test_a_call_whose_worker_dies_is_replayed_on_another_device(
+    replayed: Callable[..., Replayed],
+) -> None:
+    bad, good = StandIn(lambda call: crash(call)), StandIn()
+    rows, _ = replayed(bad, good)
+    assert {row.status for row in rows} == {"ok"}
+    assert sorted(good.replayed) == [call.name for call in calls(4)]
+    told = {row.call.name for row in rows if row.flags}
+    assert told == set(bad.replayed)
+    assert bad.replayed
+    assert all(
+        row.flags
+        == (f"measured after CPU 0 (uuid-0) failed: {row.call.name}: gone while loading the call",)
+        for row in rows
+        if row.flags
+    )
+
+
+def test_a_call_that_fails_everywhere_keeps_its_row(replayed: Callable[..., Replayed]) -> None:
+    rows, reported = replayed(StandIn(crash), StandIn(crash), count=3)
+    assert sorted((row.call.name, row.status) for row in rows) == [
+        (call.name, "crash") for call in calls(3)
+    ]
+    assert [stage for _, stage in reported].count("done") == 3
+
+
+def test_a_call_that_cannot_be_read_is_not_tried_again(replayed: Callable[..., Replayed]) -> None:
+    one, other = (StandIn(lambda call: factories.unreadable(call.name)) for _ in range(2))
+    rows, _ = replayed(one, other)
+    assert len(rows) == 4
+    assert len(one.replayed) + len(other.replayed) == 4
+
+
+def test_a_lost_device_gets_no_more_calls(
+    replayed: Callable[..., Replayed], caplog: pytest.LogCaptureFixture
+) -> None:
+    lost, good = StandIn(lambda call: WorkerError("no driver"), works=False), StandIn()
+    rows, _ = replayed(lost, good)
+    assert len(rows) == 8
+    assert len(lost.replayed) == 1
+    assert caplog.messages == ["replay: CPU 0 (uuid-0) is given up: no driver"]
+
+
+def test_without_a_device_that_works_the_run_ends(replayed: Callable[..., Replayed]) -> None:
+    with pytest.raises(WorkerError, match="no device is left that works; --resume continues"):
+        replayed(*(StandIn(crash, works=False) for _ in range(2)), count=5)
+
+
+def test_an_environment_that_works_nowhere_ends_the_run(
+    replayed: Callable[..., Replayed],
+) -> None:
+    with pytest.raises(WorkerError, match="it needs torch"):
+        replayed(*(StandIn(lambda call: WorkerError("it needs torch")) for _ in range(2)))
+
+
+def test_a_single_device_keeps_the_row_of_a_call_that_fails(
+    replayed: Callable[..., Replayed],
+) -> None:
+    rows, _ = replayed(StandIn(lambda call: crash(call) if call.name.endswith("1") else None))
+    assert [row.status for row in rows].count("crash") == 1
+    assert len({row.call.name for row in rows}) == 4
+
+
+@pytest.mark.parametrize(
+    ("lengths", "devices", "pieces"),
+    [
+        ([64, 64, 64], 1, [["a", "c"], ["b"]]),
+        ([64, 64, 64], 2, [["a"], ["b"], ["c"]]),
+        ([64, 512, 64], 1, [["a", "b", "c"]] * 2),
+        ([64, 512, 2048], 2, [["a", "c"], ["b"]] * 3),
+        ([], 2, []),
+    ],
+)
+def test_what_compiles_is_shared_out(
+    lengths: Sequence[int], devices: int, pieces: list[list[str]]
+) -> None:
+    some = [
+        workload(str(place), "random", Spec(1, 2, 2, length, length, 32, 32), 0)
+        for place, length in enumerate(lengths)
+    ]
+    assigned: dict[str, list[Kernel]] = {
+        HERE: [factories.kernel("a"), factories.kernel("b")],
+        "other": [factories.kernel("c")],
+    }
+    found = compilations(some, assigned, devices)
+    assert [
+        [kernel.name for kernels in each.assigned.values() for kernel in kernels] for each in found
+    ] == pieces
+
+
+@pytest.fixture
+def two_cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A processor that passes for two GPUs."""
+    monkeypatch.setattr("replay.distribution.devices.gpus", lambda asked: CPUS)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+@pytest.mark.usefixtures("two_cpus")
+def test_rows_come_back_in_the_order_of_the_calls_and_are_resumed(
+    run_cli: RunCli, recorded: Path, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    arguments = ("--dir", str(recorded), *QUICK, "--kernels", "torch-flash", "--json", str(rows))
+    code, _, err = run_cli(*arguments, "--gpus", "all")
+    assert (code, "unexpected" in err) == (0, False)
+
+    def written() -> list[tuple[str, str, str]]:
+        lines = [json.loads(line) for line in rows.read_text().splitlines()]
+        return [(line["call"]["name"], line["kernel"], line["ran_on"]) for line in lines]
+
+    expected = [
+        (f"model-{index:06d}", kernel)
+        for index in range(3)
+        for kernel in ("torch-flash", "torch-math")
+    ]
+    assert [(call, kernel) for call, kernel, _ in written()] == expected
+    assert {place for _, _, place in written()} <= {str(device) for device in CPUS}
+
+    lines = rows.read_text().splitlines()
+    rows.write_text("\n".join(lines[2:5]) + "\n")  # the second call, and half of the third
+    code, _, err = run_cli(*arguments, "--gpus", "0,1", "--resume")
+    assert code == 0
+    assert [call for call, _, _ in written()] == [call for call, _ in expected]
+    assert rows.read_text().splitlines()[2:4] == lines[2:4]
+
+
+@pytest.mark.parametrize(
+    ("others", "reason"),
+    [
+        (("--device", "cpu"), "leave out --device"),
+        (("--in-process",), "leave out --in-process"),
+        (("--e2e",), "--e2e runs on one GPU"),
+    ],
+)
+def test_what_does_not_combine(
+    run_cli: RunCli, recorded: Path, others: tuple[str, ...], reason: str
+) -> None:
+    code, out, err = run_cli("--dir", str(recorded), "--gpus", "0,1", *others)
+    assert (code, out) == (2, "")
+    assert reason in err
+
+
+STALLS = """
+import pathlib, time
+from torch.nn.functional import scaled_dot_product_attention
+here = pathlib.Path(__file__).parent
+
+def stall(query, key, value, *others, **options):
+    if abs(float(query[0, 0, 0, 0])) != float((here / "first").read_text()):
+        (here / "stalled").touch()
+        time.sleep(3600)
+    return scaled_dot_product_attention(query, key, value, *others, **options)
+"""
+
+COMMAND = f"""
+import sys
+sys.path.insert(0, {str(REPOSITORY)!r})
+from replay.distribution import devices
+devices.gpus = lambda asked: [devices.Device(f"CPU {{index}}", "") for index in range(2)]
+from replay.cli.main import main
+main()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+def test_ctrl_c_leaves_finished_rows_and_no_process(recorded: Path, tmp_path: Path) -> None:
+    from capture.storage.dataset import Dataset
+
+    (tmp_path / "first").write_text(str(abs(float(Dataset.open(recorded)[0].query[0, 0, 0, 0]))))
+    (tmp_path / "stalls.py").write_text(STALLS)
+    rows = tmp_path / "rows.jsonl"
+    arguments = ["--dir", str(recorded), *QUICK, "--kernels", f"{tmp_path / 'stalls.py'}:stall"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, *arguments, "--json", str(rows), "--gpus", "all"],
+        env={**os.environ, "MARK": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not (rows.exists() and rows.read_text().count("\n") == 2):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 130
+    assert err.strip().endswith("replay: interrupted")
+    assert "Traceback" not in err
+    assert rows.read_text().count("\n") == 2
+    mark = f"MARK={tmp_path}".encode()
+    environments = Path("/proc").glob("[0-9]*/environ")
+    assert not [path for path in environments if mark in _bytes(path)]
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""

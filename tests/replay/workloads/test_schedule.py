@@ -1,0 +1,119 @@
+"""Which call is given out next, to one taker or to several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from replay.workloads.outline import outline
+from replay.workloads.random_calls import Spec, workload
+from replay.workloads.recorded import Workload, from_directory
+from replay.workloads.schedule import Schedule
+from replay.workloads.twins import twin
+
+
+def calls(lengths: Sequence[int]) -> list[Workload]:
+    """Calls of these lengths, named by their place and length: each length is a form."""
+    return [
+        workload(f"{place}:{length}", "random", Spec(1, 2, 2, length, length, 32, 32), 0)
+        for place, length in enumerate(lengths)
+    ]
+
+
+def taken(schedule: Schedule, takers: str) -> list[str]:
+    """What takers get, a letter for each that asks."""
+    found = (schedule.take(taker) for taker in takers)
+    return ["" if each is None else each.name for each in found]
+
+
+def test_one_taker_gets_every_call_once_those_of_a_form_together() -> None:
+    assert [each.name for each in Schedule(calls([64, 512, 64, 4096, 512]))] == [
+        "0:64",
+        "2:64",
+        "1:512",
+        "4:512",
+        "3:4096",
+    ]
+    assert [each.name for each in Schedule(calls([64, 64, 64]))] == ["0:64", "1:64", "2:64"]
+
+
+def test_takers_stay_with_the_forms_they_have_had_and_then_help_out() -> None:
+    schedule = Schedule(calls([64, 64, 64, 512, 4096, 4096]))
+    assert taken(schedule, "abab") == ["0:64", "3:512", "1:64", "4:4096"]
+    assert taken(schedule, "bb") == ["5:4096", "2:64"]
+    assert taken(schedule, "ab") == ["", ""]
+
+
+def test_a_taker_helps_where_most_is_left() -> None:
+    schedule = Schedule(calls([64, 64, 512, 512, 512, 512]))
+    assert taken(schedule, "abc") == ["0:64", "2:512", "3:512"]
+
+
+def test_who_is_ready_for_a_form_gets_it() -> None:
+    schedule = Schedule(calls([64, 512]))
+    schedule.prefer(schedule.calls[1], "a")
+    assert taken(schedule, "ab") == ["1:512", "0:64"]
+
+
+def test_a_lower_tier_comes_first() -> None:
+    schedule = Schedule(calls([64, 64, 512, 512]), tiers=[0, 1, 0, 1])
+    assert taken(schedule, "aaaa") == ["0:64", "2:512", "1:64", "3:512"]
+
+
+def test_a_call_that_is_too_late_is_left_out() -> None:
+    schedule = Schedule(calls([64, 512, 64]), is_in_time=lambda call: not call.name.endswith("512"))
+    assert [each.name for each in schedule] == ["0:64", "2:64"]
+    assert [each.name for each in schedule.left_out] == ["1:512"]
+    assert schedule.waiting == 0
+
+
+def test_a_call_that_came_back_goes_to_another() -> None:
+    schedule = Schedule(calls([64]))
+    call = schedule.take("a")
+    assert call is not None
+    schedule.give_back(call, "a")
+    assert schedule.waiting == 1
+    assert taken(schedule, "aba") == ["", "0:64", ""]
+
+
+@pytest.mark.parametrize(
+    ("change", "is_alike"),
+    [
+        ({"q_len": 80}, True),
+        ({"q_len": 72}, False),
+        ({"q_len": 144}, False),
+        ({"head_dim": 64}, False),
+        ({"is_causal": True}, False),
+        ({"mask": "padding"}, False),
+        ({"dtype": torch.float16}, False),
+        ({"distribution": "sink"}, True),
+    ],
+)
+def test_calls_of_a_form_compile_alike(change: dict[str, object], is_alike: bool) -> None:
+    spec = Spec(1, 2, 2, 64, 64, 32, 32)
+    one, other = (
+        outline(workload("call", "random", each, 0))
+        for each in (spec, replace(spec, **change))  # type: ignore[arg-type]
+    )
+    assert (one.form == other.form) == is_alike
+
+
+def test_a_recorded_call_is_outlined_by_its_header(recorded: object) -> None:
+    found, _ = from_directory(str(recorded))
+    first, second = (outline(each) for each in found[:2])
+    assert first.form == second.form
+    assert (first.shape, first.module, second.module) == (
+        found[0].load(torch.device("cpu")).shape,
+        "layers.0",
+        "layers.1",
+    )
+    assert outline(twin(found[0], "random", 0)) == first
+
+
+def test_a_call_that_nothing_is_known_of_is_like_no_other() -> None:
+    one, other = (Workload(name, lambda device: pytest.fail("loaded")) for name in ("a", "b"))
+    assert outline(one).shape is None
+    assert outline(one).form != outline(other).form
