@@ -4,10 +4,11 @@
     python -m benchmarks.capture_overhead --model cogvideo --size full --weights random --steps 4
     python -m benchmarks.capture_overhead --without-model             tiny calls on the CPU alone
 
-Runs one model four ways, in shuffled rounds: plain; hooked, with one call kept in the first step
-and none afterwards; with `--max` calls kept, spread over the run; and with as many kept at once, in
-the first step. Every ratio is taken within a round. What is kept at once is compared with a plain
-write of as many bytes to the same directory and, on a GPU, with a copy to pinned memory.
+Runs one model five ways, in shuffled rounds: plain; hooked, with one call kept in the first step
+and none afterwards; with the hardest call kept, for which the difficulty of each is measured; with
+`--max` calls kept, spread over the run; and with as many kept at once, in the first step. Every
+ratio is taken within a round. What is kept at once is compared with a plain write of as many bytes
+to the same directory and, on a GPU, with a copy to pinned memory.
 
 Then tiny calls on the CPU: what one that is not kept costs the thread that makes it, and what each
 of 1,000 and of 10,000 kept ones does. Writes `benchmarks/results/capture_overhead.csv`, one line
@@ -142,7 +143,7 @@ def of_model(
     rounds: int,
     figures: Figures,
 ) -> None:
-    """Measure the model plain, hooked, with calls kept over the run, and with a burst."""
+    """Measure the model plain, hooked, with the hardest call, calls over the run, and a burst."""
     clock = Clock(runnable.roots, device)
 
     def plain() -> Run:
@@ -169,6 +170,7 @@ def of_model(
     arms = {
         "plain": plain,
         "hooked": recorded(1, "first"),
+        "hard": recorded(1, "hard"),
         "spread": recorded(wanted, "spread"),
         "burst": recorded(wanted, "first"),
     }
@@ -200,6 +202,8 @@ def report(
 
     figures.add("step, plain", "ms", [1e3 * later(run) for run in plain])
     figures.add("step, hooked, nothing kept / plain", "×", against_plain("hooked", later))
+    measured = against_plain("hard", later)
+    figures.add("step, the difficulty of each call measured / plain", "×", measured)
     for name, where in (("spread", "over the run"), ("burst", "in the first step")):
         runs = found[name]
         kept = f"{runs[0].kept} kept {where}"

@@ -53,6 +53,9 @@ class Origin:
     shared it."""
     call_in_step: int = 0
     """Position among the calls of this module in this step; counted where there are ranks."""
+    difficulty: float | None = None
+    """The relative error of INT8 attention on a sample of its tokens, where calls were chosen by it
+    (`sample="hard"`) and it is a number (`capture.recording.difficulty`)."""
     versions: dict[str, str] = field(default_factory=dict)
 
 

@@ -33,6 +33,7 @@ EXAMPLES = """examples:
   capture --model ./my-checkpoint --max 20              a local diffusers or transformers checkpoint
   capture --model my_model.py:build                     your function: returns (module, run)
   capture --model llama --phase decode --heads 0-3      part of each call of one phase
+  capture --model flux --sample hard --max 20           the calls most difficult in 8 bits
   capture --show captured_inputs                        list what was recorded
   capture --show captured_inputs --stats                what makes its values hard for a kernel
   capture --verify captured_inputs                      check the files and recompute the outputs
@@ -101,8 +102,9 @@ def _parser() -> argparse.ArgumentParser:
         type=_sample,
         default="spread",
         metavar="HOW",
-        help="spread over layers, steps, phases and shapes (default); the first calls; every:N, "
-        "the first of every N; or reservoir, at random by --seed",
+        help="spread over layers, steps, phases and shapes (default); hard, those most difficult "
+        "for a quantised kernel; the first calls; every:N, the first of every N; or reservoir, at "
+        "random by --seed",
     )
     store.add_argument("--phase", choices=PHASES, help="store only calls of this phase")
     store.add_argument(

@@ -91,11 +91,17 @@ def _calls(entries: list[FileEntry]) -> Table:
     table.add_column("step", justify="right")
     table.add_column("B×H×S×D", no_wrap=True)
     table.add_column("size", justify="right", no_wrap=True)
+    by_difficulty = any(entry.origin.difficulty is not None for entry in entries)
+    if by_difficulty:
+        table.add_column("difficulty", justify="right", no_wrap=True)
     table.add_column("module", overflow="fold")
     for entry in entries:
         origin = entry.origin
-        cells = (str(origin.call_index), str(origin.step), str(entry.header.shape))
-        table.add_row(*cells, human_bytes(entry.nbytes), _text(origin.module))
+        cells = [str(origin.call_index), str(origin.step), str(entry.header.shape)]
+        cells.append(human_bytes(entry.nbytes))
+        if by_difficulty:
+            cells.append("-" if origin.difficulty is None else f"{origin.difficulty:.2%}")
+        table.add_row(*cells, _text(origin.module))
     return table
 
 

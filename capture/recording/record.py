@@ -61,8 +61,10 @@ def record(
         max: number of calls to store.
         name: the capture's name in the dataset; by default the class name. With a rank, `.rankN`
             follows, so that all ranks can share a directory.
-        sample: `spread` over layers, steps, phases and shapes; the `first` ones; `every:N`, the
-            first of every N; or `reservoir`, at random by `seed`, each with equal probability.
+        sample: `spread` over layers, steps, phases and shapes; `hard`, those most difficult for a
+            quantised kernel, for which the model waits at every call that may be stored; the
+            `first` ones; `every:N`, the first of every N; or `reservoir`, at random by `seed`, each
+            with equal probability.
         modules: comma-separated globs of the module paths whose calls may be stored. By default
             those of a pipeline's denoisers (all components that take a time step: transformers,
             UNets, priors, ControlNets), otherwise every watched module.

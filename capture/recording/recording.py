@@ -30,6 +30,7 @@ from capture.hooks.phases import RECOMPUTE
 from capture.hooks.signals import is_of_signal_handler
 from capture.recording.attention_call import as_call, can_be_copied
 from capture.recording.copies import HostCopier, buffer_size, stored_bytes
+from capture.recording.difficulty import with_difficulty
 from capture.recording.heads import kv_heads_of, pick
 from capture.recording.parts import WHOLE, Part, as_local, is_distributed, of_weights
 from capture.recording.sampling import Place, Sampler
@@ -516,12 +517,15 @@ class Recording:
                 self.without_heads += 1
                 return
             call = pick(call, self._heads, kv_heads)
+        if self._sampler.by_difficulty:
+            call = with_difficulty(call)
         tensors, header = stored_tensors(call), Header.of(call)
         nbytes = stored_bytes(tensors)
         if fault := header.fault() or header.excess(nbytes):  # nobody could load it
             self.tell(f"a call cannot be stored: {fault}")
             return
-        decision = self._sampler.offer(index, place, site.step, nbytes)
+        difficulty = call.origin.difficulty
+        decision = self._sampler.offer(index, place, site.step, nbytes, difficulty)
         if not decision.keep:
             return
         try:

@@ -20,10 +20,14 @@ always spread evenly over the calls seen so far:
 
 Keeping N of T calls this way keeps a small multiple of N calls for a while (about 110 for 10 of
 1500), of which N remain.
+
+`hard` keeps those of the highest difficulty (`capture.recording.difficulty`), and drops the easiest
+kept call for a harder one: of T calls in random order, it keeps N · (1 + ln(T / N)) for a while.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 import random
 from collections import Counter
@@ -34,7 +38,7 @@ from typing import ClassVar, NamedTuple, Protocol
 _PLASTIC = 1.324717957244746
 _GOLDEN = 1.618033988749895
 
-SAMPLES = "spread, first, every:N or reservoir"
+SAMPLES = "spread, hard, first, every:N or reservoir"
 
 PHASES = ("denoise", "prefill", "decode", "encode")
 """What a forward pass whose calls are stored may be; see `capture.hooks.phases`."""
@@ -77,6 +81,8 @@ class Sampler(Protocol):
 
     is_final: ClassVar[bool]
     """It never drops a call that it kept."""
+    by_difficulty: ClassVar[bool]
+    """It has to be told how difficult each call is that it is offered."""
     changes: int
     """Grows when the answer of `wants` may have changed."""
     kept: int
@@ -93,12 +99,20 @@ class Sampler(Protocol):
         `changes` was what it is now.
         """
 
-    def offer(self, call_index: int, place: Place, step: int, nbytes: int) -> Decision:
+    def offer(
+        self,
+        call_index: int,
+        place: Place,
+        step: int,
+        nbytes: int,
+        difficulty: float | None = None,
+    ) -> Decision:
         """Decide whether to keep a wanted call; the caller deletes the dropped ones.
 
         Args:
             call_index: identifies the call in later decisions.
             nbytes: the call's size.
+            difficulty: None where it is not asked for, or the call has none.
         """
 
 
@@ -107,6 +121,7 @@ class _Limited:
     """Keeps at most `max_calls` calls and `max_bytes` bytes."""
 
     is_final: ClassVar[bool] = True
+    by_difficulty: ClassVar[bool] = False
 
     max_calls: int
     max_bytes: int | None = None
@@ -142,7 +157,14 @@ class FirstSampler(_Limited):
     def wants(self, place: Place, step: int) -> bool:
         return self.kept < self.max_calls
 
-    def offer(self, call_index: int, place: Place, step: int, nbytes: int) -> Decision:
+    def offer(
+        self,
+        call_index: int,
+        place: Place,
+        step: int,
+        nbytes: int,
+        difficulty: float | None = None,
+    ) -> Decision:
         return self._keep_if_it_fits(nbytes)
 
 
@@ -158,7 +180,14 @@ class EverySampler(_Limited):
         self.changes += 1  # every call is to be asked for
         return self.kept < self.max_calls and self._seen % self.every == 1 % self.every
 
-    def offer(self, call_index: int, place: Place, step: int, nbytes: int) -> Decision:
+    def offer(
+        self,
+        call_index: int,
+        place: Place,
+        step: int,
+        nbytes: int,
+        difficulty: float | None = None,
+    ) -> Decision:
         return self._keep_if_it_fits(nbytes)
 
 
@@ -186,7 +215,14 @@ class ReservoirSampler(_Limited):
         self._drawn = int(self._random.random() * self._seen)
         return self.kept < self.max_calls or self._drawn < self.max_calls
 
-    def offer(self, call_index: int, place: Place, step: int, nbytes: int) -> Decision:
+    def offer(
+        self,
+        call_index: int,
+        place: Place,
+        step: int,
+        nbytes: int,
+        difficulty: float | None = None,
+    ) -> Decision:
         if self.kept < self.max_calls:
             decision = self._keep_if_it_fits(nbytes)
             if decision.keep:
@@ -199,6 +235,58 @@ class ReservoirSampler(_Limited):
         self._calls[self._drawn] = (call_index, nbytes)
         self.nbytes += nbytes - freed
         return Decision(keep=True, drop=(dropped,))
+
+
+class Ranked(NamedTuple):
+    """A call kept by `HardSampler`; the lowest is dropped."""
+
+    difficulty: float
+    earliness: int
+    """-call_index: of equally difficult calls the earlier one stays."""
+    nbytes: int
+
+
+@dataclass
+class HardSampler(_Limited):
+    """Keeps the most difficult calls; one without a difficulty only where there is room."""
+
+    is_final: ClassVar[bool] = False
+    by_difficulty: ClassVar[bool] = True
+
+    _calls: list[Ranked] = field(default_factory=list)
+    """A heap."""
+
+    def wants(self, place: Place, step: int) -> bool:
+        return True
+
+    def offer(
+        self,
+        call_index: int,
+        place: Place,
+        step: int,
+        nbytes: int,
+        difficulty: float | None = None,
+    ) -> Decision:
+        new = Ranked(-math.inf if difficulty is None else difficulty, -call_index, nbytes)
+        dropped: list[Ranked] = []
+        while not self.fits(nbytes):
+            if not self._calls or new < self._calls[0]:
+                if self.kept + len(dropped) < self.max_calls:
+                    self.refused_for_bytes += 1
+                for call in dropped:
+                    self._add(call)
+                return REJECTED
+            easiest = heapq.heappop(self._calls)
+            self.kept -= 1
+            self.nbytes -= easiest.nbytes
+            dropped.append(easiest)
+        self._add(new)
+        return Decision(keep=True, drop=tuple(-call.earliness for call in dropped))
+
+    def _add(self, call: Ranked) -> None:
+        heapq.heappush(self._calls, call)
+        self.kept += 1
+        self.nbytes += call.nbytes
 
 
 class Kept(NamedTuple):
@@ -285,7 +373,14 @@ class SpreadSampler(_Limited):
             self._changed()
         return self.kept < self.max_calls or self._victim(place, step) is not None
 
-    def offer(self, call_index: int, place: Place, step: int, nbytes: int) -> Decision:
+    def offer(
+        self,
+        call_index: int,
+        place: Place,
+        step: int,
+        nbytes: int,
+        difficulty: float | None = None,
+    ) -> Decision:
         dropped: list[Kept] = []
         while not self.fits(nbytes):
             victim = self._victim(place, step)
@@ -364,12 +459,12 @@ def _priority(place: Place, step: int) -> float:
 
 def check_sample(sample: str) -> None:
     """Raise ValueError unless `sample` names a sampler."""
-    if sample not in ("spread", "first", "reservoir"):
+    if sample not in ("spread", "hard", "first", "reservoir"):
         interval_of(sample)
 
 
 def make_sampler(sample: str, max_calls: int, max_bytes: int | None, seed: int) -> Sampler:
-    """Create the sampler that `sample` names: `first`, `spread`, `every:N` or `reservoir`.
+    """Create the sampler that `sample` names: one of `SAMPLES`.
 
     Raises:
         ValueError: another name, or a limit below 1.
@@ -380,6 +475,8 @@ def make_sampler(sample: str, max_calls: int, max_bytes: int | None, seed: int) 
         raise ValueError(f"max_bytes must be at least 1, not {max_bytes}")
     if sample == "spread":
         return SpreadSampler(max_calls, max_bytes)
+    if sample == "hard":
+        return HardSampler(max_calls, max_bytes)
     if sample == "first":
         return FirstSampler(max_calls, max_bytes)
     if sample == "reservoir":

@@ -26,13 +26,14 @@ class Offered:
     module: str
     step: int
     nbytes: int = 1
+    difficulty: float | None = None
 
 
 def offer(sampler: Sampler, index: int, call: Offered) -> Decision:
     place = sampler.place(call.stratum, call.module)
     if not sampler.wants(place, call.step):
         return REJECTED
-    return sampler.offer(index, place, call.step, call.nbytes)
+    return sampler.offer(index, place, call.step, call.nbytes, call.difficulty)
 
 
 def sample(
@@ -66,12 +67,15 @@ offered = st.builds(
     module=st.sampled_from(["x", "y", "z"]),
     step=st.integers(0, 5),
     nbytes=st.integers(1, 50),
+    difficulty=st.none() | st.floats(0, 1) | st.sampled_from([0.25, 0.5]),
 )
 runs = st.lists(offered, max_size=60)
 
 
 @given(
-    calls=runs, max_calls=st.integers(1, 12), name=st.sampled_from(["spread", "first", "reservoir"])
+    calls=runs,
+    max_calls=st.integers(1, 12),
+    name=st.sampled_from(["spread", "hard", "first", "reservoir"]),
 )
 def test_exactly_as_many_as_wanted(calls: list[Offered], max_calls: int, name: str) -> None:
     assert len(sample(calls, max_calls, name=name)) == min(max_calls, len(calls))
@@ -88,7 +92,7 @@ def test_the_same_run_gives_the_same_calls(
     calls=runs,
     max_calls=st.integers(1, 12),
     max_bytes=st.integers(1, 200),
-    name=st.sampled_from(["spread", "first", "reservoir"]),
+    name=st.sampled_from(["spread", "hard", "first", "reservoir"]),
 )
 def test_the_byte_limit_holds_at_every_moment(
     calls: list[Offered], max_calls: int, max_bytes: int, name: str
@@ -103,6 +107,28 @@ def test_calls_of_one_size_fill_the_byte_limit(size: int, count: int, max_calls:
     calls = [Offered("a", "x", step, size) for step in range(count)]
     kept = sample(calls, max_calls, max_bytes=100)
     assert len(kept) == min(count, max_calls, 100 // size)
+
+
+@given(calls=runs, max_calls=st.integers(1, 12))
+def test_hard_keeps_the_most_difficult_and_of_equal_ones_the_first(
+    calls: list[Offered], max_calls: int
+) -> None:
+    def rank(index: int) -> tuple[bool, float, int]:
+        known = calls[index].difficulty
+        return known is None, 0.0 if known is None else -known, index
+
+    hardest = sorted(range(len(calls)), key=rank)[:max_calls]
+    assert sample(calls, max_calls, name="hard") == sorted(hardest)
+
+
+def test_a_harder_call_that_does_not_fit_costs_nothing() -> None:
+    calls = [
+        Offered("a", "x", step, nbytes, difficulty)
+        for step, (nbytes, difficulty) in enumerate([(40, 0.3), (40, 0.1), (90, 0.2), (60, 0.4)])
+    ]
+    assert sample(calls[:3], 3, max_bytes=100, name="hard") == [0, 1]
+    # The last one needs the room of the easiest alone.
+    assert sample(calls, 3, max_bytes=100, name="hard") == [0, 3]
 
 
 @given(calls=runs, max_calls=st.integers(1, 12))
@@ -192,7 +218,7 @@ def test_a_call_that_never_fits_costs_no_kept_call() -> None:
 @pytest.mark.parametrize(
     ("name", "max_calls", "max_bytes", "message"),
     [
-        ("random", 1, None, "spread, first, every:N or reservoir .*, not 'random'"),
+        ("random", 1, None, "spread, hard, first, every:N or reservoir .*, not 'random'"),
         ("every:", 1, None, "not 'every:'"),
         ("every:0", 1, None, "not 'every:0'"),
         ("every:-2", 1, None, "not 'every:-2'"),
