@@ -11,7 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
+
 from attention_replay import Error
+from capture.printable import printable
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
 from capture.storage.joined_calls import is_part, model_of
@@ -20,6 +23,7 @@ from replay.end_to_end.check import Checked, check
 from replay.end_to_end.model_process import OWN, ModelProcess, ModelRefused, Variant, import_path
 from replay.end_to_end.rebuild import load_arguments
 from replay.kernels.registry import Kernel
+from replay.plan.devices import mismatch, type_of
 from replay.plan.plan import Budget, Plan, parse_budget
 from replay.rows.row import HERE, KernelId, Row
 from replay.workers.execution import Assignment
@@ -92,6 +96,19 @@ def read_options(arguments: argparse.Namespace, device: str) -> ModelOptions:
         raise CheckError(
             f"{arguments.use_plan} names kernels whose code would run, {', '.join(plan.code)}: "
             "read it, and allow it to run with --trust-code"
+        )
+    if plan is not None and not arguments.any_device:
+        misfit = mismatch(plan.device, [type_of(torch.device(device))])
+        if misfit:
+            raise CheckError(
+                f"{arguments.use_plan} {misfit}: make one here with --plan FILE, or use it all the "
+                "same with --any-device"
+            )
+    if plan is not None and not plan.device:
+        print(
+            f"replay: {printable(arguments.use_plan)} does not say which type of GPU it was made "
+            "on: make it again to be sure that its kernels are the fastest here",
+            file=sys.stderr,
         )
     builds = []
     if arguments.e2e:

@@ -32,6 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--use-plan", metavar="FILE", help="with --e2e: also run the model with this plan"
     )
     model.add_argument(
+        "--any-device",
+        action="store_true",
+        help="with --use-plan: also if it was made on another type of GPU",
+    )
+    model.add_argument(
         "--trust-code",
         action="store_true",
         help="with --e2e: run files of code that the recording or --use-plan names; what you name "
@@ -52,6 +57,8 @@ def misuse(arguments: argparse.Namespace) -> str:
     for option in ("model_rounds", "text", "e2e_json", "use_plan"):
         if getattr(arguments, option) is not None and not arguments.e2e:
             return f"--{option.replace('_', '-')} requires --e2e"
+    if arguments.any_device and arguments.use_plan is None:
+        return "--any-device is about a plan: give --use-plan FILE"
     if arguments.trust_code and not arguments.e2e:
         return "--trust-code requires --e2e"
     if (arguments.plan is None) != (arguments.budget is None):

@@ -372,6 +372,7 @@ def _plan(
     rows: list[Row],
     arguments: argparse.Namespace,
 ) -> Plan:
+    from replay.end_to_end.census_check import shortfall
     from replay.end_to_end.model_process import OWN
     from replay.plan.choose import choose, uniform
     from replay.report.plan import print_plan
@@ -380,6 +381,8 @@ def _plan(
     exclusive = {kernel.name for kernel in kernels if kernel.own_process}
     plan = choose(rows, census, budget, OWN, exclusive)
     plan.save(arguments.plan)
+    if short := shortfall(options.captures[0]):
+        print(f"replay: {printable(short)}", file=sys.stderr)
     print_plan(plan, uniform(rows, census, budget, OWN), _console(arguments))
     return plan
 

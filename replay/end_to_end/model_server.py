@@ -134,8 +134,9 @@ def _swapped(
     request: dict[str, Any], runnable: Any, around: Around
 ) -> contextlib.AbstractContextManager[Swap]:
     if request["plan"] is not None:
-        trusted = request["trust_code"]
-        return use_plan(request["plan"], runnable.roots, trust_code=trusted, around=around)
+        # Whether it is for this device was asked before the model was built.
+        allowed = {"any_device": True, "trust_code": request["trust_code"]}
+        return use_plan(request["plan"], runnable.roots, **allowed, around=around)
     return use_kernel(request["kernel"], around=around)
 
 

@@ -98,6 +98,12 @@ class Places:
         self._choices = {module: choices[path] for module, path in found.items()}
         self.missing = [path for path in choices if path not in found.values()]
 
+    @property
+    def devices(self) -> set[torch.device]:
+        """Where the weights of the modules are."""
+        firsts = (next(module.parameters(), None) for module in self._choices)
+        return {weight.device for weight in firsts if weight is not None}
+
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
         """Wrap the forwards; restore them on exit."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,10 @@ from capture.variant import beyond_arguments
 from replay.kernels.registry import Kernel, KernelNameError, find
 from replay.patch.custom_op import answering, calling_operator, costs_reshape, laid_out
 from replay.patch.routing import NOT_PLANNED, Places, kernel_here
+from replay.plan.devices import mismatch, types_at_hand
 from replay.plan.plan import Plan, PlanError
+
+PlanFile = str | Path | Plan
 
 
 @dataclass
@@ -146,9 +150,10 @@ def use_kernel(name: str, *, around: Around = contextlib.nullcontext) -> Iterato
 
 @contextlib.contextmanager
 def use_plan(
-    plan: str | Path | Plan,
+    plan: PlanFile | Sequence[PlanFile],
     module: Any = None,
     *,
+    any_device: bool = False,
     trust_code: bool = False,
     around: Around = contextlib.nullcontext,
 ) -> Iterator[Swap]:
@@ -161,9 +166,11 @@ def use_plan(
     modules: if its calls are counted as not in the plan, call `torch.compiler.reset()` first.
 
     Args:
-        plan: a file that `replay --plan FILE` wrote, or a `Plan`.
+        plan: a file that `replay --plan FILE` wrote, or a `Plan`; or several, for different types
+            of GPU, of which the one for this machine's is used.
         module: the model, if several in this process have modules of these names: a
             `torch.nn.Module`, a diffusers pipeline, or a dict of name → module.
+        any_device: use the plan on another type of GPU than it was made on, or on a CPU.
         trust_code: let the plan run code: kernels that it names as `file.py:function`.
         around: a context manager to enter for each call.
 
@@ -171,7 +178,8 @@ def use_plan(
         A `Swap`, whose counts are live.
 
     Raises:
-        PlanError: the file is not a plan, or names code that `trust_code` does not allow.
+        PlanError: the file is not a plan, is one for another type of GPU, or names code that
+            `trust_code` does not allow.
         PlaceError: no module has a name in the plan.
         KernelNameError: the plan names a kernel that does not exist, or cannot run on this machine.
         RuntimeError: another swap, or a recording, is active.
@@ -181,20 +189,68 @@ def use_plan(
         ...     pipe("a panda playing guitar")
         >>> print(swap)
     """
-    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    plan, places = _fitting(plan, module, any_device=any_device)
     if plan.code and not trust_code:
         raise PlanError(
             f"the plan names kernels whose code would run, {', '.join(plan.code)}: read it, and "
             "allow it to run with trust_code=True"
         )
-    choices: dict[str, dict[str, str]] = {}
-    for choice in plan.choices:
-        choices.setdefault(choice.module, {})[choice.phase] = choice.kernel
     kernels = _loaded(dict.fromkeys(choice.kernel for choice in plan.choices))
-    places = Places(choices, module)
     swap = Swap({name: Tally() for name in kernels}, missing=places.missing)
     with _in_place(swap, kernels, kernel_here, around), places.followed():
         yield swap
+
+
+def _fitting(
+    given: PlanFile | Sequence[PlanFile], module: Any, *, any_device: bool
+) -> tuple[Plan, Places]:
+    """Return the plan for this machine, and the modules that it names.
+
+    Raises:
+        PlanError: none is, or several are.
+        PlaceError: no module has a name in a plan.
+    """
+    several = [given] if isinstance(given, str | Path | Plan) else given
+    plans = [each if isinstance(each, Plan) else Plan.load(each) for each in several]
+    if not plans:
+        raise PlanError("no plan is named: name a file that `replay --plan FILE` wrote")
+    found = [Places(_choices(plan), module) for plan in plans]
+    misfits = [
+        mismatch(plan.device, types_at_hand(places.devices))
+        for plan, places in zip(plans, found, strict=True)
+    ]
+    names = [f"the plan {each}" if not isinstance(each, Plan) else "the plan" for each in several]
+    if len(plans) == 1:
+        if misfits[0] and not any_device:
+            raise PlanError(
+                f"{names[0]} {misfits[0]}: make one here with `replay --dir DIR --plan FILE`, or "
+                "use it all the same with any_device=True"
+            )
+        if not plans[0].device and not isinstance(given, Plan):
+            warnings.warn(
+                f"{names[0]} does not say which type of GPU it was made on: make it again to be "
+                "sure that its kernels are the fastest here",
+                stacklevel=4,
+            )
+        return plans[0], found[0]
+    fitting = [at for at, plan in enumerate(plans) if plan.device and not misfits[at]]
+    if len(fitting) != 1:
+        told = ", ".join(
+            f"{name} was made on {plan.device or 'an unknown type of GPU'}"
+            for name, plan in zip(names, plans, strict=True)
+        )
+        here = " or ".join(types_at_hand(found[0].devices))
+        count = "several are" if fitting else "none is"
+        raise PlanError(f"{count} for this machine, {here}: {told}; name one that is")
+    return plans[fitting[0]], found[fitting[0]]
+
+
+def _choices(plan: Plan) -> dict[str, dict[str, str]]:
+    """The kernel of each phase, by module."""
+    choices: dict[str, dict[str, str]] = {}
+    for choice in plan.choices:
+        choices.setdefault(choice.module, {})[choice.phase] = choice.kernel
+    return choices
 
 
 def _loaded(names: Iterable[str]) -> dict[str, Kernel]:

@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from replay.plan.devices import measured_on
 from replay.plan.matching import Counted, Replayed, match
 from replay.plan.plan import METRICS, Budget, Choice, Plan, PlanError, Worst
 from replay.rows.row import HERE, KernelId, Row, Status
@@ -86,10 +87,11 @@ def choose(
         overwrite what later calls read, or if they could share a process.
 
     Raises:
-        PlanError: the rows are of several models, or none is of the baseline.
+        PlanError: the rows are of several models or types of GPU, or none is of the baseline.
         CensusError: the census is empty.
     """
-    layers = _layers(rows, census, baseline)
+    rows = list(rows)
+    layers, device = _layers(rows, census, baseline), _device(rows)
     costs = [[_layer_cost(layer, kernel, budget) for kernel in layer.kernels] for layer in layers]
     left_out = _left_out([_best(*each) for each in zip(layers, costs, strict=True)])
 
@@ -98,7 +100,7 @@ def choose(
             _choice(_best(layer, [own, *(cost for cost in others if _is_allowed(cost, excluded))]))
             for layer, (own, *others) in zip(layers, costs, strict=True)
         ]
-        return Plan(layers[0].model, layers[0].weights, budget, baseline, choices, left_out)
+        return Plan(layers[0].model, layers[0].weights, budget, baseline, choices, left_out, device)
 
     unrestricted = plan(())
     conflicting = [kernel for kernel in unrestricted.kernels if kernel in exclusive]
@@ -238,6 +240,18 @@ def _layers(rows: Iterable[Row], census: Mapping[str, Any], baseline: str) -> li
             layers[site] = _Layer(model, weights, *site, baseline, kernels, replayed, [], own)
         layers[site].counted.append(counted)
     return list(layers.values())
+
+
+def _device(rows: Iterable[Row]) -> str:
+    """The type of device that the rows were measured on."""
+    timed = (measured_on(row.machine) for row in rows if row.time_ms is not None)
+    devices = sorted({device for device in timed if device})
+    if len(devices) > 1:
+        raise PlanError(
+            f"a plan is for one type of GPU, but the rows were measured on {', '.join(devices)}: "
+            "make one from the rows of each"
+        )
+    return devices[0] if devices else ""
 
 
 def _layer_cost(layer: _Layer, kernel: str, budget: Budget) -> LayerCost:

@@ -124,6 +124,9 @@ class Plan:
     choices: list[Choice] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     """Kernels that would otherwise have been chosen, and why they were not."""
+    device: str = ""
+    """The type of device that it was measured on (`replay.plan.devices`); empty in files of
+    earlier versions, which did not say."""
 
     def kernel_at(self, module: str, phase: str) -> str:
         """Return the kernel of a layer, as `replay.end_to_end.prediction.predict` requires."""
@@ -159,6 +162,7 @@ class Plan:
             "format": FORMAT,
             "model": self.model,
             "weights": self.weights,
+            "device": self.device,
             "budget": {self.budget.metric: self.budget.limit},
             "baseline": self.baseline,
             "saved_ms": self.saved_ms,
@@ -197,11 +201,12 @@ class Plan:
                 data["baseline"],
                 [rebuilt(Choice, choice) for choice in data["choices"]],
                 dict(data["left_out"]),
+                data.get("device", ""),
             )
         except (KeyError, TypeError, ValueError, AttributeError, PlanError) as error:
             raise PlanError(f"the plan {path} is damaged ({error}): {HOW}") from error
         names = [
-            (plan.baseline,),
+            (plan.baseline, plan.device),
             *((each.module, each.phase, each.kernel) for each in plan.choices),
         ]
         if not all(isinstance(name, str) for each in names for name in each):

@@ -28,7 +28,8 @@ def print_plan(plan: Plan, uniforms: Sequence[Uniform], console: Console) -> Non
     """
     metric = plan.budget.metric
     console.print()
-    console.print(Text(printable(f"plan · {plan.model} · {plan.budget}"), "bold"))
+    title = " · ".join(filter(None, ("plan", plan.model, plan.device, str(plan.budget))))
+    console.print(Text(printable(title), "bold"))
     console.print(Text(printable(f"weights: {plan.weights}"), "dim"))
     table = _table(("layers", "phase", "kernel"), ("ms", "was", "saved ms", metric))
     for name, choices in fold(plan.choices):

@@ -80,6 +80,11 @@ PLAN = ("--dir", "recorded", "--plan", "plan.json")
         (("--dir", "recorded", "--plan", ".", "--budget", "rmse=1"), "it is a directory"),
         (("--dir", "recorded", "--plan", "no/plan", "--budget", "rmse=1"), "cannot write no/plan"),
         (("--dir", "recorded", "--use-plan", "plan.json"), "--use-plan requires --e2e"),
+        ((*E2E, "--any-device"), "--any-device is about a plan: give --use-plan FILE"),
+        (
+            (*E2E, "--device", "cpu", "--use-plan", "h200.json"),
+            "h200.json was made on H200, and this is cpu: make one here with --plan FILE",
+        ),
         (("--dir", "recorded", "--text", "a.txt"), "--text requires --e2e"),
         (("--dir", "recorded", "--model-rounds", "5"), "--model-rounds requires --e2e"),
         (("--dir", "missing", "--e2e"), "missing: no such directory"),
@@ -88,6 +93,8 @@ PLAN = ("--dir", "recorded", "--plan", "plan.json")
 )
 def test_misuse(refused: Refused, arguments: tuple[str, ...], sentence: str) -> None:
     Plan("flux", "", Budget("cosine", 0.9), "torch-default").save("other.json")
+    h200 = Plan("model.py:build", "", Budget("cosine", 0.9), "torch-default", device="H200")
+    h200.save("h200.json")
     assert sentence in refused(*arguments)
 
 

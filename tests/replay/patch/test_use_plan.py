@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,7 @@ def check_mixed(swap: Swap, output: Tensor, model: Transformer, runs: int = 1) -
 @pytest.mark.usefixtures("scaled")
 @pytest.mark.parametrize("given", ["nothing", "module", "pipeline", "file"])
 def test_each_module_gets_its_kernel(given: str, transformer: Transformer, tmp_path: Path) -> None:
-    plan: Any = plan_of(*MIXED)
+    plan: Any = replace(plan_of(*MIXED), device="cpu")
     if given == "file":
         plan.save(tmp_path / "plan.json")
         plan = str(tmp_path / "plan.json")
@@ -361,6 +362,64 @@ def test_a_module_below_a_planned_one_is_not_the_planned_one() -> None:
     with use_plan(plan_of(("0", "encode", "twice")), model) as swap:
         model(STATES)
     assert (swap.hits, swap.not_planned) == (1, 1)
+
+
+def made_on(device: str, kernel: str = "twice") -> Plan:
+    return replace(plan_of(("blocks.0.attn", "denoise", kernel)), device=device)
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("scaled")
+def test_a_plan_of_another_gpu_needs_the_users_word(
+    transformer: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with (
+        pytest.raises(PlanError, match=r"plan was made on H200, and this is cpu: .* any_device"),
+        use_plan(made_on("H200"), transformer),
+    ):
+        pass
+    for plan, allowed in ((made_on("H200"), True), (made_on("cpu"), False)):
+        with use_plan(plan, transformer, any_device=allowed) as swap:
+            transformer(STATES, TIMESTEP)
+        assert swap.hits == 1
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("scaled")
+def test_of_several_plans_the_one_of_this_device_is_used(
+    transformer: Transformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    files = []
+    for device, kernel in (("H200", "twice"), ("cpu", "thrice"), ("H100", "twice"), ("", "twice")):
+        files.append(tmp_path / f"{device or 'old'}.json")
+        made_on(device, kernel).save(files[-1])
+    with use_plan(files, transformer) as swap:
+        transformer(STATES, TIMESTEP)
+    assert {name: tally.hits for name, tally in swap.kernels.items()} == {"thrice": 1}
+    wrong = {
+        r"none is for this machine, cpu: .*H200\.json was made on H200, .*; name one": files[::2],
+        r"old\.json was made on an unknown type of GPU": [files[0], files[3]],
+        "several are for this machine, cpu": [files[1], files[1]],
+        "no plan is named": [],
+    }
+    for message, given in wrong.items():
+        with pytest.raises(PlanError, match=message), use_plan(given, transformer):
+            pass
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("scaled")
+def test_a_file_that_names_no_device_is_used_with_a_warning(
+    transformer: Transformer, tmp_path: Path
+) -> None:
+    made_on("").save(tmp_path / "plan.json")
+    told = pytest.warns(UserWarning, match="does not say which type of GPU it was made on")
+    with told as warned, use_plan(tmp_path / "plan.json", transformer) as swap:
+        transformer(STATES, TIMESTEP)
+    assert swap.hits == 1
+    assert [Path(each.filename) for each in warned] == [Path(__file__)]
 
 
 @torch.no_grad()

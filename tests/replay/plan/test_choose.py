@@ -13,7 +13,7 @@ from capture.shape import Shape
 from replay.plan.choose import Uniform, choose, layer_costs, uniform
 from replay.plan.matching import CensusError
 from replay.plan.plan import Budget, PlanError
-from replay.rows.row import Accuracy, Row, Status
+from replay.rows.row import Accuracy, Machine, Row, Status
 from replay.timing.statistics import paired_speedup
 from tests.factories import accuracy, census, errors, row, speedup_over
 from tests.factories import call_facts as facts
@@ -216,6 +216,25 @@ def test_what_each_kernel_would_do_at_every_layer() -> None:
     assert wrong.saved_ms is None
     assert (wrong.inside, wrong.outside, wrong.failed, wrong.not_captured) == (3, 1, 1, 1)
     assert (wrong.worst_module, wrong.worst_figure, wrong.reason) == ("layers.3", 0.2, "far off")
+
+
+@pytest.mark.parametrize(
+    ("machine", "device"),
+    [(Machine("NVIDIA H200"), "NVIDIA H200"), (Machine("AMD", threads="8"), "cpu")],
+)
+def test_a_plan_names_the_device_of_its_rows(machine: Machine, device: str) -> None:
+    """A kernel that was not timed says nothing."""
+    rows = [row("old", ms=10.0, machine=machine), row("absent", status="unavailable")]
+    assert choose(rows, census(("layers.0", "denoise", 64, 1)), COSINE, "old").device == device
+
+
+def test_rows_of_two_devices_make_no_plan() -> None:
+    rows = [
+        row(kernel, ms=1.0, machine=Machine(device))
+        for kernel, device in (("old", "H100"), ("new", "H200"))
+    ]
+    with pytest.raises(PlanError, match="the rows were measured on H100, H200: make one from"):
+        choose(rows, census(("layers.0", "denoise", 64, 1)), COSINE, "old")
 
 
 def test_rows_that_make_no_plan() -> None:

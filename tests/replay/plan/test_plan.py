@@ -28,6 +28,7 @@ def plan() -> Plan:
             Choice("layers.2", "denoise", "old", False, False, None, None, None, 0.0, 3, 0),
         ],
         {"newer": "new saves more"},
+        "NVIDIA H200",
     )
 
 
@@ -83,6 +84,17 @@ def test_a_plan_is_read_as_it_was_written(plan: Plan, tmp_path: Path) -> None:
     assert not Budget("relative_l1", 1e300).holds(worst.relative_l1)
     assert read.saved_ms == plan.saved_ms == 15
     assert read.left_out == plan.left_out
+    assert read.device == plan.device == "NVIDIA H200"
+
+
+def test_plans_of_earlier_versions_name_no_device(plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    data = json.loads(path.read_text())
+    del data["device"]
+    path.write_text(json.dumps(data))
+    read = Plan.load(path)
+    assert (read.device, read.kernels) == ("", plan.kernels)
 
 
 def test_wrong_files_are_one_sentence(plan: Plan, tmp_path: Path) -> None:
@@ -97,6 +109,7 @@ def test_wrong_files_are_one_sentence(plan: Plan, tmp_path: Path) -> None:
         "damaged ('choices')": {name: good[name] for name in good if name != "choices"},
         "damaged (unknown metric 'speed'": {**good, "budget": {"speed": 1}},
         "a name is not a string": {**good, "baseline": None},
+        "(a name is not a string)": {**good, "device": 200},
         "damaged (": {**good, "choices": [{"module": "layers.0"}]},
     }
     for message, content in wrong.items():

@@ -1,0 +1,41 @@
+"""The type of device that a plan is for: times of one GPU say little of another's."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from replay.rows.row import Machine
+from replay.timing.machine import device_name
+
+CPU = "cpu"
+"""Processors are one type."""
+
+
+def measured_on(machine: Machine) -> str:
+    """The type that a row was measured on: a GPU's name, or `cpu`; empty if it does not say."""
+    return CPU if machine.threads else machine.device
+
+
+def type_of(device: torch.device) -> str:
+    """A GPU's name, or `cpu`."""
+    return CPU if device.type == CPU else device_name(device)
+
+
+def types_at_hand(devices: Collection[torch.device]) -> list[str]:
+    """The types that a model with weights on these devices may run on.
+
+    Weights on the CPU may wait there for their turn on the GPU (offload).
+    """
+    gpus = {type_of(device) for device in devices if device.type == "cuda"}
+    if gpus:
+        return sorted(gpus)
+    return [CPU, *([type_of(torch.device("cuda"))] if torch.cuda.is_available() else [])]
+
+
+def mismatch(device: str, at_hand: Collection[str]) -> str:
+    """Say that a plan is for another type; empty if it is for one at hand, or says none."""
+    if not device or device in at_hand:
+        return ""
+    return f"was made on {device}, and this is {' or '.join(at_hand)}"
