@@ -1,15 +1,19 @@
 """Inputs that change from sample to sample, so that what is timed can be judged.
 
-Before every timed call the signs of some keys, values and queries are flipped in place, in every
-head: the same pointers, shapes and magnitudes, other values. A result kept from an earlier call, by
-pointer or by checksum, is then wrong or useless. A flip is a function of a seed and a number, so
-that another process can make the same inputs and judge a few rows of the output by them.
+Before every timed call the signs of some values are flipped in place, in every head, and some keys
+and queries change places: the same pointers and shapes, other pairs. A result kept from an earlier
+call, by pointer or by checksum, is then wrong or useless. Keys and queries stay what they were as a
+set, with their means and their outlier channels, on which quantised kernels rely. A flip is a
+function of a seed and a number, so that another process can make the same inputs and judge a few
+rows of the output by them.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,8 +25,8 @@ from capture.variant import Variant
 
 VALUE_SHARE = 4
 """One value in four of a head is flipped, which moves every output that attends to them."""
-FLIPPED_ROWS = 16
-"""Of key and of query: few, so that the distribution of scores stays what it was."""
+REVERSED_ROWS = 16
+"""Of key and of query, which follow each other in reverse order."""
 JUDGED_ROWS = 8
 """Rows of an output that are kept in the head that changed, and as many in other heads."""
 
@@ -64,13 +68,16 @@ class Flip:
         group = max(shape.q_heads // shape.kv_heads, 1)
         batch, kv_head = draw.randrange(shape.batch), draw.randrange(shape.kv_heads)
         heads = range(kv_head * group, (kv_head + 1) * group)
-        # A sequence's pages lie among those of others: the same rows of all of them are flipped.
-        keys_of, few = (batch, FLIPPED_ROWS) if call.page_table is None else (None, 1)
-        parts = [(call.value, keys_of, kv_head, max(call.value.shape[2] // VALUE_SHARE, 1))]
+        # A sequence's pages lie among those of others: the same rows of all of them change.
+        keys_of, few = (batch, REVERSED_ROWS) if call.page_table is None else (None, 2)
+        values = max(call.value.shape[2] // VALUE_SHARE, 1)
+        self._changes = [partial(_negate, _part(draw, call.value, keys_of, kv_head, values))]
         if not values_only:
-            parts.append((call.key, keys_of, kv_head, few))
-            parts.append((call.query, batch, draw.choice(heads), FLIPPED_ROWS))
-        self._views = [_part(draw, *part) for part in parts]
+            parts = (
+                _part(draw, call.key, keys_of, kv_head, few),
+                _part(draw, call.query, batch, draw.choice(heads), REVERSED_ROWS),
+            )
+            self._changes += [partial(_reverse, part) for part in parts]
         self.changed = Rows(
             [batch] * JUDGED_ROWS,
             _draw_heads(draw, call, heads),
@@ -80,7 +87,7 @@ class Flip:
         every_value = narrow_expanded(call.value)
         place = draw.randrange(every_value.shape[2])
         # In every head, so that no head's inputs are those of an earlier call.
-        self._views.append(every_value[:, :, place : place + 1])
+        self._changes.append(partial(_negate, every_value[:, :, place : place + 1]))
         other_batch, other_kv_head = draw.randrange(shape.batch), draw.randrange(shape.kv_heads)
         others = range(other_kv_head * group, (other_kv_head + 1) * group)
         self.others = Rows(
@@ -92,16 +99,18 @@ class Flip:
 
     def apply(self) -> None:
         """Flip in place; a second time undoes it."""
-        for view in self._views:
-            view.neg_()
+        for change in self._changes:
+            change()
+        self._changes.reverse()  # they may meet in one tensor, and are undone from the last
 
 
 class Walk:
     """Changes of one small step a call, where calls follow each other without a gap.
 
-    A step flips one block of rows of value, and one row of key, in every head: two launches on a
-    GPU. Which ones is the next step of a Gray code, so that no inputs come back within 2²⁰ steps
-    (fewer where there are fewer rows), and those of any step are known without the others.
+    A step negates one block of rows of value, and two rows of key change places, in every head: two
+    launches on a GPU. Key stays as it is where value is a part of it. Which ones is the next step
+    of a Gray code, so that no inputs come back within 2²⁰ steps (fewer where there are fewer rows),
+    and those of any step are known without the others.
 
     Args:
         number: of the step to begin after; `apply` goes there from the recorded inputs.
@@ -113,9 +122,11 @@ class Walk:
     ) -> None:
         draw = random.Random(f"{seed} walk")
         self.number = number
-        self._pools = [_blocks(draw, call.value, max(call.value.shape[2] // WALK_SHARE, 1))]
-        if not values_only:
-            self._pools.append(_blocks(draw, call.key, 1))
+        values = _blocks(draw, call.value, max(call.value.shape[2] // WALK_SHARE, 1))
+        self._pools: list[list[Callable[[], object]]] = [[block.neg_ for block in values]]
+        shares_key = call.key.data_ptr() == call.value.data_ptr()
+        if not values_only and not shares_key and call.key.shape[2] > 1:
+            self._pools.append([_Exchange(block) for block in _blocks(draw, call.key, 2)])
         self.changed, self.others = (_rows_of_one_head(draw, call) for _ in range(2))
         """Rows to judge by; all heads change alike."""
 
@@ -123,17 +134,29 @@ class Walk:
         """Go one step on, in place."""
         self.number += 1
         trailing_zeros = (self.number & -self.number).bit_length() - 1
-        for blocks in self._pools:
-            blocks[min(trailing_zeros, len(blocks) - 1)].neg_()
+        for changes in self._pools:
+            changes[min(trailing_zeros, len(changes) - 1)]()
 
     def apply(self) -> None:
         """Go from the recorded inputs to those of this step, in place; or back."""
-        for blocks in self._pools:
-            position = self.number % 2 ** len(blocks)
+        for changes in self._pools:
+            position = self.number % 2 ** len(changes)
             gray = position ^ (position >> 1)
-            for bit, block in enumerate(blocks):
+            for bit, change in enumerate(changes):
                 if gray >> bit & 1:
-                    block.neg_()
+                    change()
+
+
+class _Exchange:
+    """Two rows that change places at each call, in one launch."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self._rows = rows
+        self._next, self._last = rows.flip(-2), rows.clone()
+
+    def __call__(self) -> None:
+        self._rows.copy_(self._next)
+        self._next, self._last = self._last, self._next
 
 
 class Variation:
@@ -162,6 +185,18 @@ class Variation:
     def forget(self) -> None:
         """The inputs were restored by other means."""
         self._flip = None
+
+
+def _negate(rows: Tensor) -> None:
+    rows.neg_()
+
+
+def _reverse(rows: Tensor) -> None:
+    """Of a single row, which has nothing to change places with, the sign is flipped."""
+    if rows.shape[-2] == 1:
+        _negate(rows)
+    else:
+        rows.copy_(rows.flip(-2))
 
 
 def _draw_heads(draw: random.Random, call: AttentionCall, heads: range) -> list[int]:

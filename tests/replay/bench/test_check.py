@@ -261,3 +261,22 @@ def test_quantised_kernels_have_their_own_rule(
     )
     assert rows["rough"].status == "inaccurate"
     assert rows["rough-int8"].status == "ok"
+
+
+def test_a_quantised_kernel_that_smooths_its_keys_is_right_when_timed(
+    make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
+) -> None:
+    """A channel of recorded keys may be far from zero, as long as its mean can be subtracted."""
+
+    def rounded(tensor: Tensor) -> Tensor:
+        step = tensor.abs().amax(-1, keepdim=True) / 127
+        return (tensor / step).round() * step
+
+    def smoothed(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        return sdpa(rounded(query), rounded(key - key.mean(2, keepdim=True)), value, **options)
+
+    call = make_call(q_len=64, kv_len=64)
+    call.key[..., 3] += 200
+    kernel = kernels("smoothed-int8", smoothed, accuracy_class="quantised")
+    row = rows_of(call, workload, quick, kernel)["smoothed-int8"]
+    assert row.status == "ok", row.reason

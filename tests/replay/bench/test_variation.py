@@ -70,6 +70,21 @@ def test_a_sparse_kernel_s_choice_is_not_moved() -> None:
     assert torch.equal(call.query, query)
 
 
+def test_keys_and_queries_stay_the_same_set() -> None:
+    """Smoothing subtracts the mean of a channel, which is far from zero in recorded keys."""
+    call = random_call(q_len=40, kv_len=40)
+    call.key[..., 3] += 200
+    before = [tensor.sort(2).values for tensor in (call.key, call.query)]
+    variation, walk = Variation(call, seed=3), Walk(call, seed=3)
+    changes: list[Callable[[], object]] = [variation.next] * 5 + [variation.undo] + [walk.step] * 5
+    for change in changes:
+        key = call.key.clone()
+        change()
+        assert not torch.equal(call.key, key)
+        after = [tensor.sort(2).values for tensor in (call.key, call.query)]
+        assert all(map(torch.equal, before, after))
+
+
 def test_another_process_makes_the_same() -> None:
     first, second = random_call(kv_len=64), random_call(kv_len=64)
     number, _ = Variation(first, seed=3).next()
