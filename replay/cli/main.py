@@ -53,6 +53,7 @@ SOURCES = ("dir", "random", "suite", "list_kernels", "selftest")
 
 SUBCOMMANDS = {
     "compare": "replay.cli.compare",
+    "doctor": "replay.cli.doctor",
     "report": "replay.cli.report",
 }
 """Whose `run(argv)` returns the exit code, by the first argument."""

@@ -1,0 +1,218 @@
+"""`replay doctor`: why a kernel is wrong on recorded calls, where, and what to use instead."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from capture.cli.arguments import OneSentenceParser, positive, positive_number
+from capture.cli.verbosity import add_verbosity, narrated
+from capture.printable import printable
+from replay.cli.device import device_of
+from replay.cli.files import UsageError, opened, shared_file
+from replay.cli.stdout import reserved_stdout
+
+if TYPE_CHECKING:
+    import torch
+
+    from replay.bench.settings import Settings
+    from replay.diagnosis.doctor import Diagnoses
+    from replay.kernels.registry import Kernel
+    from replay.workers.execution import Progress
+    from replay.workloads.recorded import Workload
+
+CALLS = 20
+"""That are recorded of a model."""
+
+EXAMPLES = """examples:
+  replay doctor --dir captured_inputs                         the kernels of a plain replay
+  replay doctor --dir captured_inputs --kernels sage2
+  replay doctor --dir captured_inputs --kernels mine.py:attention --call 'flux-*'
+  replay doctor --dir captured_inputs --kernels all --json findings.json
+  replay doctor --dir captured_inputs --kernels captured      what the model itself computed
+  replay doctor --model flux --kernels sage2                  record first
+"""
+
+
+def parser() -> OneSentenceParser:
+    """Build the parser of `replay doctor`."""
+    command = OneSentenceParser(
+        prog="replay doctor",
+        description="Run kernels on recorded calls and say of each that is wrong on which layer, "
+        "step and head it is, what causes it, how that was found, and what to use instead. Exits "
+        "with 1 if any is.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    source = command.add_mutually_exclusive_group(required=True)
+    source.add_argument("--dir", metavar="DIR", help="a directory that `capture` wrote")
+    source.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="record its hardest calls first, as `capture --model MODEL --sample hard` does",
+    )
+    command.add_argument(
+        "--max", type=positive, metavar="N", help=f"of --model, calls to record (default {CALLS})"
+    )
+    command.add_argument(
+        "--kernels",
+        metavar="A,B,'GLOB*'",
+        help="default: a few; all for every one; captured for the recorded outputs",
+    )
+    command.add_argument("--call", metavar="A,B,'GLOB*'", help="only the calls of these names")
+    command.add_argument("--device", help="cuda, cpu … (default: cuda if available)")
+    command.add_argument(
+        "--timeout",
+        type=positive_number,
+        default=300.0,
+        metavar="S",
+        help="kill a kernel that hangs for this long (default 300)",
+    )
+    command.add_argument(
+        "--in-process", action="store_true", help="use no worker processes: a crash ends the run"
+    )
+    command.add_argument("--tolerances", metavar="TOML", help="judge accuracy by other constants")
+    command.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write the list of findings, one per kernel and call (- for stdout)",
+    )
+    add_verbosity(command)
+    command.add_argument("--debug", action="store_true", help="show tracebacks")
+    return command
+
+
+def run(argv: Sequence[str]) -> int:
+    """Examine, print and write; 1 if anything is wrong.
+
+    Raises:
+        Error: an argument cannot be used.
+    """
+    arguments = parser().parse_args(argv)
+    if wrong := shared_file(arguments, ("tolerances",), ("json",)):
+        raise UsageError(wrong)
+    if arguments.max is not None and arguments.model is None:
+        raise UsageError("--max is of what is recorded: give --model MODEL")
+    return narrated(arguments.verbose)(partial(_examine, arguments))()
+
+
+def _examine(arguments: argparse.Namespace) -> int:
+    if arguments.model is None:
+        return _examine_directory(arguments)
+    from capture.cli.main import main as capture
+
+    with tempfile.TemporaryDirectory() as directory:
+        arguments.dir = str(Path(directory) / "captured_inputs")
+        asked = ["--model", arguments.model, "--out", arguments.dir, "--sample", "hard", "--quiet"]
+        try:
+            capture([*asked, "--max", str(arguments.max or CALLS)])
+        except SystemExit as end:
+            if end.code:  # it has said why
+                return int(end.code)
+        return _examine_directory(arguments)
+
+
+def _examine_directory(arguments: argparse.Namespace) -> int:
+    from replay.cli.progress import Pace, shown_progress
+    from replay.diagnosis.doctor import diagnose
+    from replay.workloads.recorded import chosen, from_directory
+
+    device = device_of(arguments.device)
+    workloads, note = from_directory(arguments.dir)
+    if arguments.call is not None:
+        workloads = chosen(workloads, arguments.call)
+    settings = _settings(arguments, device)
+    with reserved_stdout() as stdout, opened(arguments.json, stdout) as file:
+        kernels = _kernels(arguments, device)
+        tasks = [f"{each.name}, {kernel.name}" for each in workloads for kernel in kernels]
+        with shown_progress(Pace(dict.fromkeys(tasks, 1.0)), quiet=arguments.quiet) as report:
+            found = diagnose(
+                workloads,
+                kernels,
+                settings,
+                arguments.timeout,
+                _one_by_one(report, tasks),
+                in_process=arguments.in_process,
+            )
+        if file is not None:
+            json.dump([each.to_json() for each in found.found], file, indent=1)
+            file.write("\n")
+    print(found, file=sys.stderr if arguments.json == "-" else sys.stdout)
+    _say_what_was_left_out(found, note)
+    return 1 if found.found or found.unreadable else 0
+
+
+def _one_by_one(report: Progress, tasks: Sequence[str]) -> Progress:
+    """Progress of kernels on calls, of which each ends where the next begins."""
+    from replay.bench.runner import DONE
+
+    at_work: list[Workload] = []
+
+    def reached(workload: Workload, kernel: str) -> None:
+        for each in at_work:
+            report(each, DONE)
+        task = replace(workload, name=f"{workload.name}, {kernel}")
+        at_work[:] = [task] if task.name in tasks else []
+        report(task, "examining")
+
+    return reached
+
+
+def _kernels(arguments: argparse.Namespace, device: torch.device) -> list[Kernel]:
+    """The kernels that can run here.
+
+    Raises:
+        UsageError: one that was named cannot, or none can.
+    """
+    from replay.diagnosis import captured
+    from replay.kernels.registry import find, select
+    from replay.rows.row import HERE
+    from replay.workers.environments import Environment
+
+    patterns = arguments.kernels
+    parts = [] if patterns is None else [part.strip() for part in patterns.split(",")]
+    own = [captured.CAPTURED] if captured.NAME in parts else []
+    if own and set(parts) == {captured.NAME}:
+        return own
+    if own:
+        patterns = ",".join(part for part in parts if part != captured.NAME)
+    kernels, names = select(patterns)
+    # The failure of a user's own kernel is a finding.
+    ours = [kernel for kernel in map(find, [each.name for each in kernels]) if not kernel.load]
+    environment = Environment(HERE, sys.executable, arguments.timeout)
+    try:
+        probed = environment.probe(ours, str(device)) if ours else {}
+    finally:
+        environment.close()
+    absent = {name: found.reason for name, found in probed.items() if found.reason is not None}
+    for name in names:
+        if name in absent:
+            raise UsageError(f"{name} cannot run on {device}: {absent[name]}")
+    able = [kernel for kernel in kernels if kernel.name not in absent]
+    if not able:
+        raise UsageError(f"no kernel of --kernels {arguments.kernels} can run on {device}")
+    return own + able
+
+
+def _settings(arguments: argparse.Namespace, device: torch.device) -> Settings:
+    from replay.accuracy.thresholds import Thresholds
+    from replay.bench.settings import Settings
+
+    given = arguments.tolerances
+    tolerances = Thresholds.read(Path(given)) if given else Thresholds()
+    return Settings(device, "warm", tolerances=tolerances)
+
+
+def _say_what_was_left_out(found: Diagnoses, note: str) -> None:
+    said = [note] if note else []
+    said += [f"{kernel} does not run every call: {why}" for kernel, why in found.refused.items()]
+    said += [f"{reason}; the other calls were examined" for reason in found.unreadable.values()]
+    for each in said:
+        print(f"replay: {printable(each)}", file=sys.stderr)

@@ -1,0 +1,73 @@
+"""The recorded output as a kernel: what the model's own attention returned in its run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from capture.call import AttentionCall
+from replay.accuracy.judge import Expected, judge
+from replay.bench.settings import Settings
+from replay.diagnosis.hypotheses.memory import zeroed
+from replay.diagnosis.hypotheses.readings import misread
+from replay.diagnosis.subject import Evidence, Subject
+from replay.kernels.registry import Kernel, catalogue, find
+from replay.rows.row import AccuracyClass
+
+NAME = "captured"
+
+
+def kernel_named(name: str) -> Kernel:
+    """The kernel of that name, or the recorded output where that is its name.
+
+    Raises:
+        KernelNameError: there is none.
+    """
+    return CAPTURED if name == NAME else find(name)
+
+
+def _cannot_run(*_: Any, **__: Any) -> Tensor:
+    raise NotImplementedError("a recorded output cannot be computed again")
+
+
+CAPTURED = Kernel(NAME, _cannot_run, about="the recorded output")
+
+
+def examine_captured(call: AttentionCall, settings: Settings) -> tuple[Evidence | None, str]:
+    """What is wrong with the recorded output, as far as it can be found without running anything;
+    and why it cannot be judged, if it cannot.
+    """
+    if call.output is None:
+        return None, "the recording has no outputs"
+    accuracy_class = _class_of(call)
+    expected = Expected.of(call)
+    verdict = judge(call.output, expected, accuracy_class, settings.tolerances)
+    if verdict.passed:
+        return None, ""
+    subject = Subject.of(
+        call,
+        call.output,
+        lambda call, poison=None: None,
+        accuracy_class,
+        expected=expected,
+        sentence=verdict.sentence,
+    )
+    evidence = misread(subject) or zeroed(subject)
+    if evidence is None:
+        kernel = call.origin.backend or call.origin.road
+        evidence = Evidence(
+            "unknown",
+            f"what the model's own attention ({kernel}) returned is wrong: {verdict.sentence}; "
+            "examine the kernel itself to learn why",
+            {"judged": verdict.sentence, "error": subject.own.error},
+        )
+    return evidence.at(subject.place), ""
+
+
+def _class_of(call: AttentionCall) -> AccuracyClass:
+    """By what rule the output is judged; a backend that is not known may be one of 8 bits."""
+    kernel = catalogue().get(call.origin.backend)
+    if kernel is not None and kernel.accuracy_class != "sparse":
+        return kernel.accuracy_class
+    return "exact" if call.origin.road == "sdpa" else "quantised"

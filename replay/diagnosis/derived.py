@@ -1,0 +1,104 @@
+"""Calls made from a recorded one for an experiment. Each has a reference of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from capture.call import AttentionCall
+from capture.strides import picked
+from capture.variant import Variant
+
+UNGATHERED = {"packed", "paged", "key-lengths"}
+"""Features whose lengths stand beside the tensors: gathering rows would make these wrong."""
+
+
+class Place(NamedTuple):
+    """Rows of an output."""
+
+    batch: int
+    head: int
+    """Of the query."""
+    queries: Tensor
+    """(R,) int64."""
+
+
+def can_be_gathered(call: AttentionCall) -> bool:
+    """Whether queries and keys of a call can be left out or repeated."""
+    return UNGATHERED.isdisjoint(call.features)
+
+
+def gathered(
+    call: AttentionCall, *, queries: Tensor | None = None, keys: Tensor | None = None
+) -> AttentionCall:
+    """The call with these of its queries and keys, in this order, and the mask to match.
+
+    Causality and window go by the new positions. Memory has the order of dimensions that the
+    tensors had, without gaps.
+
+    Args:
+        queries: (n,) indices, any of them repeated; None for all. `keys` likewise.
+    """
+    found: dict[str, Tensor] = {}
+    mask = call.attn_mask
+    if queries is not None:
+        found["query"] = picked(call.query, 2, queries)
+        if mask is not None and mask.ndim > 1 and mask.shape[-2] > 1:
+            mask = picked(mask, mask.ndim - 2, queries)
+    if keys is not None:
+        found["key"], found["value"] = (picked(each, 2, keys) for each in (call.key, call.value))
+        if mask is not None and mask.shape[-1] > 1:
+            mask = picked(mask, mask.ndim - 1, keys)
+    if mask is not None:
+        found["attn_mask"] = mask
+    return replace(call.with_tensors(found), output=None)
+
+
+def part(call: AttentionCall, place: Place) -> AttentionCall:
+    """Some rows of one head as a call (1, 1, R, D): what they see is its mask, if not all keys."""
+    call = call.without_pages()
+    batch, head, rows = place
+    kv_head = head // (call.shape.q_heads // call.shape.kv_heads)
+    mask = mask_of(call, batch, head, rows)
+    if call.is_causal or call.features:
+        visible = seen(call, batch, rows)
+        if mask is None:
+            mask = visible
+        elif mask.dtype == torch.bool:
+            mask = mask & visible
+        else:
+            mask = mask.masked_fill(~visible, -torch.inf)
+    return AttentionCall(
+        call.query[batch, head, rows][None, None],
+        call.key[batch, kv_head][None, None],
+        call.value[batch, kv_head][None, None],
+        attn_mask=None if mask is None else mask[None, None],
+        scale=call.scale,
+        sinks=None if call.sinks is None else call.sinks[head : head + 1],
+        variant=Variant(softcap=call.variant.softcap),
+    )
+
+
+def mask_of(call: AttentionCall, batch: int, head: int, rows: Tensor) -> Tensor | None:
+    """(R, Sk): what `attn_mask` holds for some rows of a head; None without one."""
+    if call.attn_mask is None:
+        return None
+    shape = call.shape
+    sizes = (shape.batch, shape.q_heads, shape.q_len, shape.kv_len)
+    return call.attn_mask.expand(sizes)[batch, head, rows]
+
+
+def seen(call: AttentionCall, batch: int, rows: Tensor) -> Tensor:
+    """(R, Sk) bool: the keys that some rows see before any `attn_mask`."""
+    firsts, ends = (each[rows, None] for each in call.spans.of(batch))
+    position = torch.arange(call.shape.kv_len, device=call.device)
+    return (position >= firsts) & (position < ends)
+
+
+def scores(small: AttentionCall) -> Tensor:
+    """(R, Sk) in float64: scale · q·k of a call that `part` made, before its mask."""
+    query, key = (each[0, 0].to(torch.float64) for each in (small.query, small.key))
+    return query @ key.mT * small.softmax_scale

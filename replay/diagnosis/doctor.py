@@ -1,0 +1,207 @@
+"""Examines kernels on recorded calls, each kernel in a process of its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+
+from attention_replay import Error
+from capture.call import Origin
+from capture.errors import DatasetError
+from replay.bench.guard import Guard
+from replay.bench.runner import BEYOND_SDPA, DEFAULT_BASELINE
+from replay.bench.settings import Settings
+from replay.diagnosis.diagnosis import REMEDIES, Diagnosis, diagnosed
+from replay.diagnosis.examine import examine, failure
+from replay.diagnosis.server import healthy
+from replay.diagnosis.text import paragraphs
+from replay.kernels.registry import Kernel
+from replay.rows.files import rebuilt
+from replay.workers.process import Died, Process
+from replay.workloads.recorded import Workload
+
+HEALTHY = (DEFAULT_BASELINE, "torch-efficient", "torch-math", *BEYOND_SDPA)
+"""What is tried as another kernel to use, after those that were asked for."""
+
+Progress = Callable[[Workload, str], None]
+
+
+class DoctorError(Error):
+    """Kernels cannot be examined."""
+
+
+@dataclass
+class Diagnoses:
+    """What was found, and how much was looked at."""
+
+    found: list[Diagnosis] = field(default_factory=list)
+    examined: int = 0
+    """Pairs of a kernel and a call that it ran."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """By kernel, why it did not run the first call that it refused."""
+    unreadable: dict[str, str] = field(default_factory=dict)
+    """By call, why it could not be read."""
+    right: dict[str, list[str]] = field(default_factory=dict)
+    """By call, the kernels that are right on it."""
+
+    @property
+    def is_healthy(self) -> bool:
+        return not self.found
+
+    def add(self, call: str, kernel: str, diagnosis: Diagnosis | None, refused: str = "") -> None:
+        """Note what was found about a kernel on a call."""
+        if refused:
+            self.refused.setdefault(kernel, refused)
+            return
+        self.examined += 1
+        if diagnosis is None:
+            self.right.setdefault(call, []).append(kernel)
+        else:
+            self.found.append(diagnosis)
+
+    def __str__(self) -> str:
+        """A paragraph for each kernel and cause, as `replay doctor` prints them."""
+        return "\n".join(paragraphs(self.found, self.examined))
+
+
+def diagnose(
+    workloads: Sequence[Workload],
+    kernels: Sequence[Kernel],
+    settings: Settings,
+    timeout: float = 300.0,
+    report: Progress = lambda workload, stage: None,
+    *,
+    in_process: bool = False,
+) -> Diagnoses:
+    """Examine kernels on calls, and name one to use instead where one is wrong.
+
+    Args:
+        timeout: seconds without a sign of life after which a kernel's process is ended.
+        in_process: run the kernels here, where one that crashes ends this process.
+    """
+    found = Diagnoses()
+    ward: _Ward = _Here(settings) if in_process else _Processes(settings, timeout)
+    try:
+        for kernel in kernels:
+            for workload in workloads:
+                if workload.name in found.unreadable:
+                    continue
+                report(workload, kernel.name)
+                ward.examine(kernel, workload, found)
+            ward.close()
+        by_name = {workload.name: workload for workload in workloads}
+        for name in dict.fromkeys(each.call for each in found.found):
+            report(by_name[name], "another kernel")
+            _name_another(found, by_name[name], ward)
+        return found
+    finally:
+        ward.close()
+
+
+def _name_another(found: Diagnoses, workload: Workload, ward: _Ward) -> None:
+    """Say what to use on a call, in each of its diagnoses."""
+    name = workload.name
+    wrong = {each.kernel for each in found.found if each.call == name}
+    right = found.right.get(name) or [
+        ward.healthy([each for each in HEALTHY if each not in wrong], workload)
+    ]
+    for at, each in enumerate(found.found):
+        if each.call == name:
+            found.found[at] = replace(each, instead=_instead(right[0], REMEDIES[each.cause]))
+
+
+def _instead(kernel: str, remedy: str) -> str:
+    named = f"{kernel}, which is right on this call" if kernel else ""
+    return "; or ".join(filter(None, (named, remedy)))
+
+
+class _Ward(Protocol):
+    """Where kernels are examined."""
+
+    def examine(self, kernel: Kernel, workload: Workload, found: Diagnoses) -> None:
+        """Note in `found` what is wrong with a kernel on a call."""
+
+    def healthy(self, names: Sequence[str], workload: Workload) -> str:
+        """The first of some kernels that is right on a call; empty for none."""
+
+    def close(self) -> None:
+        """End what runs kernels; the next is examined in a new one."""
+
+
+class _Here:
+    """Everything in this process."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        with torch.no_grad():
+            self._guard = Guard()
+
+    def examine(self, kernel: Kernel, workload: Workload, found: Diagnoses) -> None:
+        with torch.no_grad():
+            try:
+                call = workload.load(self._settings.device)
+            except DatasetError as error:
+                found.unreadable[workload.name] = str(error)
+                return
+            examined = examine(kernel, call, self._settings, self._guard)
+        diagnosis = None
+        if examined.evidence is not None:
+            diagnosis = diagnosed(workload.name, kernel.name, call.origin, examined.evidence)
+        found.add(workload.name, kernel.name, diagnosis, examined.refused)
+
+    def healthy(self, names: Sequence[str], workload: Workload) -> str:
+        with torch.no_grad():
+            return healthy(names, workload.load(self._settings.device), self._settings, self._guard)
+
+    def close(self) -> None:
+        pass
+
+
+class _Processes:
+    """A process for each kernel, and a new one after each death."""
+
+    def __init__(self, settings: Settings, timeout: float) -> None:
+        self._settings = settings
+        self._process = Process(sys.executable, timeout, "replay.diagnosis.server")
+
+    def examine(self, kernel: Kernel, workload: Workload, found: Diagnoses) -> None:
+        origin, name = Origin(), workload.name
+        try:
+            for message in self._ask("examine", workload, kernel=kernel.name, name=name):
+                if "origin" in message:
+                    origin = Origin(**message["origin"])
+                elif "unreadable" in message:
+                    found.unreadable[name] = message["unreadable"]
+                elif "examined" in message:
+                    given = message["examined"]
+                    diagnosis = None if given is None else rebuilt(Diagnosis, given)
+                    found.add(name, kernel.name, diagnosis, message["refused"])
+        except Died as death:
+            evidence = failure(death.status, str(death))
+            found.add(name, kernel.name, diagnosed(name, kernel.name, origin, evidence))
+
+    def healthy(self, names: Sequence[str], workload: Workload) -> str:
+        left = list(names)
+        while left:
+            try:
+                for message in self._ask("find healthy", workload, kernels=left):
+                    if "healthy" in message:
+                        return str(message["healthy"])
+            except Died as death:
+                left = left[left.index(death.kernel) + 1 :] if death.kernel in left else []
+        return ""
+
+    def _ask(self, do: str, workload: Workload, **request: object) -> Iterator[dict[str, Any]]:
+        settings = self._settings.to_json()
+        source = workload.source
+        for message in self._process.ask(do=do, workload=source, settings=settings, **request):
+            if "failed" in message:
+                raise DoctorError(message["failed"]) from RuntimeError(message["traceback"])
+            yield message
+
+    def close(self) -> None:
+        self._process.close()

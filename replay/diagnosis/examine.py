@@ -1,0 +1,221 @@
+"""A kernel on a call: is it right, and if not, why?"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+from torch import Tensor
+
+from capture.call import AttentionCall
+from replay.accuracy.judge import Expected, judge
+from replay.bench.check import Checker
+from replay.bench.failures import ContextLost, classify
+from replay.bench.forms import Forms
+from replay.bench.guard import Guard
+from replay.bench.inputs import Inputs, aliases
+from replay.bench.malformed import malformed
+from replay.bench.referee import Judged, LocalReferee
+from replay.bench.settings import Settings, WorkerOptions
+from replay.bench.stages import Checked
+from replay.diagnosis.captured import CAPTURED, examine_captured
+from replay.diagnosis.derived import Place
+from replay.diagnosis.hypotheses.lengths import odd_length
+from replay.diagnosis.hypotheses.magnitudes import outlier_channel, overflow
+from replay.diagnosis.hypotheses.memory import flickering, unwritten, zeroed
+from replay.diagnosis.hypotheses.order import late_sink
+from replay.diagnosis.hypotheses.readings import misread
+from replay.diagnosis.hypotheses.stale import Probe, stale
+from replay.diagnosis.poison import poisoned
+from replay.diagnosis.subject import Evidence, Hypothesis, Run, Subject, row_shares
+from replay.kernels.registry import Kernel
+from replay.rows.row import AccuracyClass
+from replay.timing.gpu_state import gpu_is_lost
+
+HYPOTHESES: tuple[Hypothesis, ...] = (
+    unwritten,
+    flickering,
+    misread,
+    odd_length,
+    late_sink,
+    overflow,
+    outlier_channel,
+    zeroed,
+)
+"""In the order they are tested. What makes other experiments meaningless comes first; then what
+needs no run of the kernel; then the narrower experiment before the wider one."""
+
+HARMLESS = ("unsupported", "unavailable")
+
+
+class Examined(NamedTuple):
+    """What was found: nothing, where the kernel is right."""
+
+    evidence: Evidence | None = None
+    refused: str = ""
+    """Why the kernel does not run the call, where it says so itself."""
+
+
+def examine(kernel: Kernel, call: AttentionCall, settings: Settings, guard: Guard) -> Examined:
+    """Judge a kernel on a call, and find out why it is wrong if it is.
+
+    Raises:
+        ContextLost: the kernel made the GPU, or this process, unusable.
+    """
+    if kernel is CAPTURED:
+        return Examined(*examine_captured(call, settings))
+    forms = Forms.of(call)
+    inputs = Inputs(*forms.all)
+    referee = _Keeping(call, 0, thresholds=settings.tolerances)
+    checker = Checker(forms, inputs, guard, referee, settings, WorkerOptions())
+    checked = checker.check(kernel)
+    status, reason = checked.finding
+    if status in HARMLESS:
+        return Examined(refused=reason)
+    if status not in ("ok", "inaccurate", "not-timed"):
+        return Examined(failure(status, reason))
+    kernel = checked.kernel
+    run_on = _runner(kernel, settings, guard)
+    if checked.changed_inputs:
+        return Examined(_changed_inputs(checked, run_on))
+    probe = Probe(checked.call, run_on, kernel.accuracy_class, kernel.chosen)
+    if found := stale(probe):
+        return Examined(found)
+    if status != "inaccurate":
+        return Examined()
+    expected = Expected.of(checked.call, checked.chosen)
+    subject = Subject.of(
+        checked.call,
+        referee.output,
+        run_on,
+        kernel.accuracy_class,
+        kernel.chosen,
+        expected=expected,
+        sentence=reason,
+    )
+    untested: dict[str, str] = {}
+    for hypothesis in HYPOTHESES:
+        try:
+            evidence = hypothesis(subject)
+        except (RuntimeError, MemoryError) as error:  # a larger call may not fit
+            untested[hypothesis.__name__] = classify(error).reason
+            continue
+        if evidence is not None:
+            break
+    else:
+        evidence = _unknown(subject, expected, checked)
+    if untested:
+        evidence = replace(evidence, numbers={**evidence.numbers, "untested": untested})
+    return Examined(evidence.at(subject.place))
+
+
+def failure(status: str, reason: str) -> Evidence:
+    """What a kernel that returned nothing shows."""
+    said = "it failed" if status == "error" else f"{status} while it ran"
+    return Evidence("unknown", f"{said}: {reason}", {"status": status})
+
+
+class _Keeping(LocalReferee):
+    """Keeps the last output that it judged: that of the call that was found wrong."""
+
+    output: Tensor
+
+    def judge(
+        self,
+        kernel: str,
+        accuracy_class: AccuracyClass,
+        output: Tensor,
+        chosen: Tensor | None,
+        *,
+        of_core: bool = False,
+    ) -> Judged:
+        self.output = output.clone()
+        return super().judge(kernel, accuracy_class, output, chosen, of_core=of_core)
+
+
+def _runner(kernel: Kernel, settings: Settings, guard: Guard) -> Run:
+    def run(call: AttentionCall, poison: float | None = None) -> Tensor | None:
+        if kernel.refuses(call):
+            return None
+        try:
+            with contextlib.nullcontext() if poison is None else poisoned(poison):
+                output = kernel.attention(**aliases(call))
+        except Exception as error:
+            finding = classify(error)
+            if gpu_is_lost(settings.device):
+                raise ContextLost(finding.reason) from error
+            return None
+        finally:
+            guard.settle(kernel.name)
+        return None if malformed(output, call) else output
+
+    return run
+
+
+def _changed_inputs(checked: Checked, run_on: Run) -> Evidence:
+    names = checked.changed_inputs
+    place = _first_changed(checked.call, run_on)
+    said = " and ".join(names)
+    then = "" if checked.finding.status == "ok" else "; its output is wrong too"
+    return Evidence(
+        "input-changed",
+        f"after the call {said} {'is' if len(names) == 1 else 'are'} no longer what "
+        f"{'it was' if len(names) == 1 else 'they were'}{then}",
+        {"changed": list(names), "judged": checked.finding.reason},
+        place,
+    )
+
+
+def _first_changed(call: AttentionCall, run_on: Run) -> Place | None:
+    """The first head whose query, key or value another run changes, and the rows that it does."""
+    given = call.to(call.device)
+    run_on(given)
+    for name in ("query", "key", "value"):
+        before, after = getattr(call, name), getattr(given, name)
+        rows = ((before != after) & ~(before.isnan() & after.isnan())).any(dim=3)
+        if bool(rows.any()) and call.page_table is None:
+            batch, head, _ = (int(each) for each in rows.nonzero()[0])
+            group = 1 if name == "query" else call.shape.q_heads // call.shape.kv_heads
+            return Place(batch, head * group, rows[batch, head].nonzero().flatten())
+    return None
+
+
+def _unknown(subject: Subject, expected: Expected, checked: Checked) -> Evidence:
+    """What is known of an error whose cause is not."""
+    shares = row_shares(subject.output, expected, subject.accuracy_class)
+    wrong = shares > 1
+    rows = wrong[subject.place.batch, subject.place.head].nonzero().flatten()
+    numbers = {
+        "judged": subject.sentence,
+        "wrong_rows": int(wrong.sum()),
+        "rows": wrong.numel(),
+        "wrong_heads": int(wrong.any(dim=2).sum()),
+        "heads": wrong.shape[0] * wrong.shape[1],
+        "queries": [int(rows.min()), int(rows.max())] if len(rows) else None,
+        "error": subject.own.error if subject.own.error < math.inf else None,
+    }
+    where = (
+        f"{numbers['wrong_rows']:,} of {numbers['rows']:,} rows are wrong, in "
+        f"{numbers['wrong_heads']} of {numbers['heads']} heads"
+    )
+    if len(rows):
+        where += f" (queries {int(rows.min())} to {int(rows.max())} of the worst)"
+    sentence = f"{where}; no known cause explains it: {subject.sentence}"
+    if subject.accuracy_class == "exact" and _passes_as_quantised(subject, expected):
+        sentence = (
+            f"{where}: too much for 16 bits, and no more than 8-bit kernels err by; if it is one, "
+            'register it with accuracy_class="quantised"'
+        )
+        numbers["passes_as_quantised"] = True
+    flags = [flag for flag in checked.flags if flag.startswith("not deterministic")]
+    if flags:
+        sentence, numbers["flags"] = f"{sentence}; {flags[0]}", flags
+    return Evidence("unknown", sentence, numbers)
+
+
+def _passes_as_quantised(subject: Subject, expected: Expected) -> bool:
+    if expected.quantised is None:
+        return False
+    return judge(subject.output, expected, "quantised").passed

@@ -1,0 +1,129 @@
+"""Lengths that are no multiple of a kernel's block."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from replay.diagnosis.derived import Place, can_be_gathered, gathered
+from replay.diagnosis.subject import MOST_ROWS, Evidence, Score, Subject
+
+BLOCKS = (2, 4, 8, 16, 32, 64, 128, 256)
+NAMES = {(True, True): "queries and keys", (True, False): "queries", (False, True): "keys"}
+
+
+class _Longer(NamedTuple):
+    """How many queries and keys an experiment has."""
+
+    q_len: int
+    kv_len: int
+
+
+def odd_length(subject: Subject) -> Evidence | None:
+    """Whether the error is gone as soon as lengths are multiples of a block.
+
+    The call is made longer to a multiple, by repeating its first rows before them, and shorter to
+    one, without its first rows; a length as far past another multiple must be wrong again. So it is
+    the length that matters, and no key or query.
+    """
+    call, shape = subject.call, subject.call.shape
+    lengths = (shape.q_len, shape.kv_len)
+    if not can_be_gathered(call) or all(length % BLOCKS[-1] == 0 for length in lengths):
+        return None
+    together = _cured(subject, BLOCKS[-1], (True, True))
+    if not together:
+        return None
+    for which in ((False, True), (True, False), (True, True)):
+        for block in BLOCKS:
+            odd = [name for name, chosen in zip(lengths, which, strict=True) if chosen]
+            if all(length % block == 0 for length in odd):
+                continue
+            if _cured(subject, block, which) and _is_wrong_beyond(subject, block, which):
+                return _evidence(subject, block, which)
+    return None
+
+
+def _cured(subject: Subject, block: int, which: tuple[bool, bool]) -> bool:
+    shape = subject.call.shape
+    up, down = (
+        _Longer(
+            *(
+                multiple(length, block) if chosen else length
+                for length, chosen in zip((shape.q_len, shape.kv_len), which, strict=True)
+            )
+        )
+        for multiple in (_next, _previous)
+    )
+    if not subject.is_cured(_tried(subject, up)):
+        return False
+    return down == (shape.q_len, shape.kv_len) or subject.is_cured(_tried(subject, down))
+
+
+def _is_wrong_beyond(subject: Subject, block: int, which: tuple[bool, bool]) -> bool:
+    """Whether a length past the next multiple is wrong again: being longer is not the cure."""
+    shape = subject.call.shape
+    beyond = _Longer(
+        *(
+            length + block if chosen else length
+            for length, chosen in zip((shape.q_len, shape.kv_len), which, strict=True)
+        )
+    )
+    score = _tried(subject, beyond)
+    return score is not None and not subject.is_cured(score)
+
+
+def _tried(subject: Subject, lengths: _Longer) -> Score | None:
+    """The score of the rows that were wrong, wherever they are at these lengths, and the last."""
+    if min(lengths) < 1:
+        return None
+    shape, (batch, head, rows) = subject.call.shape, subject.place
+    call = gathered(
+        subject.call,
+        queries=_places(shape.q_len, lengths.q_len, rows.device),
+        keys=_places(shape.kv_len, lengths.kv_len, rows.device),
+    )
+    moved = rows + lengths.q_len - shape.q_len
+    last = torch.arange(max(0, lengths.q_len - MOST_ROWS // 2), lengths.q_len, device=rows.device)
+    place = Place(batch, head, torch.cat([moved[moved >= 0], last]).unique())
+    return subject.tried(call, place)
+
+
+def _places(length: int, wanted: int, device: torch.device) -> Tensor:
+    """The last `wanted` of so many rows; or all of them, behind the first ones once more."""
+    if wanted <= length:
+        return torch.arange(length - wanted, length, device=device)
+    first = torch.arange(wanted - length, device=device) % length
+    return torch.cat([first, torch.arange(length, device=device)])
+
+
+def _next(length: int, block: int) -> int:
+    return -(-length // block) * block
+
+
+def _previous(length: int, block: int) -> int:
+    return length // block * block or length
+
+
+def _evidence(subject: Subject, block: int, which: tuple[bool, bool]) -> Evidence:
+    shape = subject.call.shape
+    lengths = {"queries": shape.q_len, "keys": shape.kv_len}
+    said = NAMES[which]
+    odd = " and ".join(f"{length:,} {name}" for name, length in lengths.items() if name in said)
+    rows = subject.place.queries
+    tail = int((rows >= _previous(shape.q_len, block)).sum()) if which[0] else None
+    return Evidence(
+        "odd-length",
+        f"it is wrong at {odd}, which is no multiple of {block}, and right where the call is made "
+        f"longer or shorter to one",
+        {
+            "multiple": block,
+            "lengths": said,
+            "q_len": shape.q_len,
+            "kv_len": shape.kv_len,
+            "error": subject.own.error,
+            "wrong_rows_in_the_tail": tail,
+            "wrong_rows": len(rows),
+        },
+    )

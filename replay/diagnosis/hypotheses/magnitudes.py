@@ -1,0 +1,181 @@
+"""Values too large for a kernel's number formats: overflow, and channels that spoil a scale."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from capture.call import AttentionCall
+from replay.diagnosis.derived import part, scores
+from replay.diagnosis.subject import Evidence, Score, Subject
+
+FLOAT16_MAX = 65504.0
+FACTOR = 2.0**-6
+"""By which inputs are scaled down: a power of two, which rounds nothing."""
+FACTORS = (2.0**-4, 2.0**-8, 2.0**-12)
+
+OUTLIER = 4.0
+"""How many times the typical channel an outlier channel of K is, at least."""
+
+MOST_CHANNELS = 0.25
+"""The largest share of channels that are called outliers."""
+
+LARGE_SCORE = 80.0
+"""e to this is near what float32 holds."""
+
+
+def overflow(subject: Subject) -> Evidence | None:
+    """Whether the error is gone once the same attention is computed from smaller numbers.
+
+    Q and K are divided and the scale is multiplied, which leaves every score as it was; or V is
+    divided, which divides the output. Where the output is not finite, scores are made smaller too.
+    """
+    call = subject.call
+    is_finite = subject.own.error < torch.inf
+    small = part(call, subject.place)
+    numbers = _numbers(small)
+    kind = "is not finite" if not is_finite else "is wrong and finite"
+    for factor in FACTORS:
+        for name, said in (("query", "q·k"), ("key", "q·k")):
+            scaled = replace(
+                call.with_tensors({name: getattr(call, name) * factor}),
+                output=None,
+                scale=call.softmax_scale / factor,
+            )
+            score = None if call.value_is_in_key else subject.tried(scaled)
+            if not subject.is_cured(score):
+                continue
+            if name == "key" and _has_outliers(small) and is_finite:
+                return None  # its own scale: an outlier channel is the sharper name
+            return Evidence(
+                "overflow",
+                f"the output {kind}; {_reach(said, numbers)}, and with the {name} divided by "
+                f"{1 / factor:g}, and the scale multiplied by it, {_now(subject, score)}",
+                {**numbers, "scaled": name, "factor": factor, **_errors(subject, score)},
+            )
+        scaled = replace(call.with_tensors({"value": call.value * factor}), output=None)
+        score = None if call.value_is_in_key else subject.tried(scaled)
+        if subject.is_cured(score):
+            return Evidence(
+                "overflow",
+                f"the output {kind}; values reach {numbers['largest_value']:.4g}, and with V "
+                f"divided by {1 / factor:g} {_now(subject, score)}",
+                {**numbers, "scaled": "value", "factor": factor, **_errors(subject, score)},
+            )
+    if is_finite and numbers["largest_score"] < LARGE_SCORE:
+        return None
+    for factor in FACTORS:
+        query = call.query * factor
+        score = subject.tried(replace(call.with_tensors({"query": query}), output=None))
+        if not is_finite and subject.is_cured(score):
+            return Evidence(
+                "overflow",
+                f"the output {kind}; scores reach {numbers['largest_score']:.4g}, and with scores "
+                f"{1 / factor:g} times smaller {_now(subject, score)}",
+                {**numbers, "scaled": "scores", "factor": factor, **_errors(subject, score)},
+            )
+    return None
+
+
+def _now(subject: Subject, score: Score | None) -> str:
+    assert score is not None
+    return "it is right" if score.passes else f"its error is {score.error:.2g}"
+
+
+def _errors(subject: Subject, score: Score | None) -> dict[str, Any]:
+    assert score is not None
+    own = subject.own.error
+    return {"error": own if own < torch.inf else None, "error_scaled": score.error}
+
+
+def _reach(said: str, numbers: dict[str, Any]) -> str:
+    product = numbers["largest_product"]
+    limit = f", beyond float16's {FLOAT16_MAX:,.0f}" if product > FLOAT16_MAX else ""
+    return f"{said} reaches {product:,.4g}{limit}"
+
+
+def _numbers(small: AttentionCall) -> dict[str, Any]:
+    found = scores(small).abs()
+    scale = abs(small.softmax_scale) or 1.0
+    return {
+        "largest_product": float(found.max()) / scale,
+        "largest_score": float(found.max()),
+        "largest_query": float(small.query.abs().max()),
+        "largest_key": float(small.key.abs().max()),
+        "largest_value": float(small.value.abs().max()),
+    }
+
+
+def outlier_channel(subject: Subject) -> Evidence | None:
+    """Whether the error is gone once K's mean, or its outlier channels, are taken away.
+
+    Softmax does not see a constant added to the scores of a query, so that attention to K less its
+    mean over the keys is the same. Without the outlier channels it is another attention, whose own
+    reference is compared with.
+    """
+    call = subject.call
+    if call.value_is_in_key or call.page_table is not None or call.variant.softcap is not None:
+        return None
+    small = part(call, subject.place)
+    sizes, channels = _outliers(small.key[0, 0])
+    if not len(channels):
+        return None
+    key = call.key.to(torch.float32)
+    mean = key.mean(dim=2, keepdim=True)
+    centred = (key - mean).to(call.dtype)
+    score = subject.tried(replace(call.with_tensors({"key": centred}), output=None))
+    how = "with the mean of the keys subtracted, which leaves the attention as it is,"
+    if not subject.is_cured(score):
+        without = call.key.clone()
+        without[..., channels] = 0
+        score = subject.tried(replace(call.with_tensors({"key": without}), output=None))
+        how = f"without {'it' if len(channels) == 1 else 'them'}"
+        if not subject.is_cured(score):
+            return None
+    assert score is not None
+    worst = int(channels[0])
+    typical = float(sizes.median())
+    more = f" and {len(channels) - 1} more" if len(channels) > 1 else ""
+    return Evidence(
+        "k-outlier-channel",
+        f"channel {worst}{more} of K is {float(sizes[worst]):.4g}, {_times(sizes, worst)} the "
+        f"typical channel; {how} the error is {score.error:.2g} in place of "
+        f"{subject.own.error:.2g}",
+        {
+            "channel": worst,
+            "channels": [int(each) for each in channels],
+            "size": float(sizes[worst]),
+            "typical_size": typical,
+            "error": subject.own.error if subject.own.error < torch.inf else None,
+            "error_without": score.error,
+            "way": "centred" if how.startswith("with the") else "removed",
+        },
+    )
+
+
+def _times(sizes: Tensor, channel: int) -> str:
+    typical = float(sizes.median())
+    return f"{float(sizes[channel]) / typical:.3g} times" if typical else "far above"
+
+
+def _outliers(key: Tensor) -> tuple[Tensor, Tensor]:
+    """The size (D,) of each channel of a head's keys (Sk, D), and those that stand out, sorted.
+
+    The size is the root mean square, or where no channel stands out by that the largest value.
+    """
+    wide = key.to(torch.float64)
+    for sizes in (wide.square().mean(dim=0).sqrt(), wide.abs().amax(dim=0)):
+        by_size = sizes.argsort(descending=True, stable=True)
+        out = by_size[sizes[by_size] > OUTLIER * sizes.median()]
+        if 0 < len(out) <= MOST_CHANNELS * len(sizes):
+            break
+    else:
+        out = out[:0]
+    return sizes, out
+
+
+def _has_outliers(small: AttentionCall) -> bool:
+    return len(_outliers(small.key[0, 0])[1]) > 0

@@ -1,0 +1,98 @@
+"""Outputs that show what their memory held, or change from call to call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from replay.bench.inputs import Inputs
+from replay.diagnosis.derived import Place
+from replay.diagnosis.subject import Evidence, Subject
+
+POISONS = (1.25, -2.75)
+"""Exact in every dtype of outputs, and unlikely ones."""
+
+
+def unwritten(subject: Subject) -> Evidence | None:
+    """Whether the output shows what its memory held before."""
+    for inside in (True, False):
+        first, second, again = (
+            _on_memory_of(subject, value, inside=inside) for value in (*POISONS, POISONS[0])
+        )
+        if first is None or second is None or again is None:
+            continue
+        differs = _unlike(first, second) & ~_unlike(first, again)
+        kept = (first == POISONS[0]) & (second == POISONS[1])
+        if bool(differs.any()):
+            return _evidence(subject, differs, int(kept.sum()))
+    return None
+
+
+def zeroed(subject: Subject) -> Evidence | None:
+    """Whether the wrong rows are zeros, as if nothing had written them."""
+    batch, head, rows = subject.place
+    if bool((subject.output[batch, head, rows] != 0).any()):
+        return None
+    none = (subject.output == 0).all(dim=3)
+    return Evidence(
+        "output-unwritten",
+        f"{int(none.sum()):,} of {none.numel():,} rows are all zeros, as if nothing wrote them",
+        {"zero_rows": int(none.sum()), "rows": none.numel(), **_span(rows)},
+    )
+
+
+def flickering(subject: Subject) -> Evidence | None:
+    """Whether the same call is right when made again: then no experiment means anything."""
+    again = subject.tried(subject.call)
+    if again is None or not subject.is_cured(again):
+        return None
+    return Evidence(
+        "unknown",
+        f"it is wrong in some calls and right in others with the same inputs: {subject.sentence}",
+        {"error": subject.own.error, "error_when_called_again": again.error},
+    )
+
+
+def _on_memory_of(subject: Subject, value: float, *, inside: bool) -> Tensor | None:
+    """What the kernel returns where memory held a value.
+
+    Args:
+        inside: fill what it allocates; else leave the value in the memory it will probably get.
+    """
+    own = subject.call.to(subject.call.device)
+    if inside:
+        return subject.run_on(own, value)
+    Inputs(own).poison(own, value)
+    return subject.run_on(own)
+
+
+def _unlike(one: Tensor, other: Tensor) -> Tensor:
+    return (one != other) & ~(one.isnan() & other.isnan())
+
+
+def _evidence(subject: Subject, differs: Tensor, kept: int) -> Evidence:
+    rows = differs.any(dim=3)
+    by_head = rows.sum(dim=2)
+    batch, head = (int(each) for each in divmod(int(by_head.argmax()), by_head.shape[1]))
+    queries = rows[batch, head].nonzero().flatten()
+    count = int(differs.sum())
+    return Evidence(
+        "output-unwritten",
+        f"{count:,} of {differs.numel():,} elements of the output, in {int(rows.sum()):,} rows of "
+        f"{int((by_head > 0).sum())} of {by_head.numel()} heads, show what their memory held "
+        f"before: {kept:,} keep a number that was put there",
+        {
+            "elements": count,
+            "of": differs.numel(),
+            "keep_the_poison": kept,
+            "rows": int(rows.sum()),
+            "heads": int((by_head > 0).sum()),
+            **_span(queries),
+        },
+        Place(batch, head, queries),
+    )
+
+
+def _span(queries: Tensor) -> dict[str, Any]:
+    return {"queries": [int(queries.min()), int(queries.max())]}

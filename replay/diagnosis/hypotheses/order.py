@@ -1,0 +1,115 @@
+"""The order in which keys come: a running softmax that is not rescaled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from capture.call import AttentionCall
+from capture.variant import Variant
+from replay.diagnosis.derived import Place, can_be_gathered, mask_of, part, scores
+from replay.diagnosis.subject import Evidence, Subject
+
+BLOCK = 16
+"""Keys that no kernel takes in several steps: a largest score among the first is not late."""
+
+MOST_TRIED = 4
+"""Rows that are tried, the worst first."""
+
+
+def late_sink(subject: Subject) -> Evidence | None:
+    """Whether the error is gone once the keys with the largest scores come first."""
+    if not can_be_gathered(subject.call):
+        return None
+    batch, head, rows = subject.place
+    for row in _worst_first(subject, rows)[:MOST_TRIED]:
+        if found := _of_row(subject, Place(batch, head, row[None])):
+            return found
+    return None
+
+
+def _worst_first(subject: Subject, rows: Tensor) -> Tensor:
+    batch, head, _ = subject.place
+    errors = torch.tensor(
+        [
+            subject.score(subject.output, subject.call, Place(batch, head, row[None])).error
+            for row in rows
+        ]
+    )
+    return rows[errors.argsort(descending=True, stable=True).to(rows.device)]
+
+
+def _of_row(subject: Subject, place: Place) -> Evidence | None:
+    """The row alone: every query is its own, and sees the keys that it sees."""
+    call = subject.call
+    small = part(call, place)
+    score = scores(small)[0]
+    if small.attn_mask is not None:
+        mask = small.attn_mask[0, 0, 0]
+        score = score.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else score + mask
+    keys = (score > -torch.inf).nonzero().flatten()
+    if len(keys) <= BLOCK:
+        return None
+    score = score[keys]
+    as_recorded = _alone(call, place, keys)
+    where = Place(place.batch, place.head, torch.arange(1, device=call.device))
+    before = subject.tried(as_recorded, where)
+    if before is None or before.passes or before.is_cure_of(subject.own):
+        return None
+    by_score = score.argsort(descending=True, stable=True)
+    after = subject.tried(_alone(call, place, keys[by_score]), where)
+    if after is None or not after.is_cure_of(before):
+        return None
+    # Keys that are dropped would be cured too, were they the least. Here all weigh the same.
+    level = replace(as_recorded, query=torch.zeros_like(as_recorded.query))
+    even = subject.tried(level, where)
+    if even is None or not even.is_cure_of(before):
+        return None
+    sink = int(score.argmax())
+    earlier = float(score[:sink].max()) if sink else float("-inf")
+    rise = float(score[sink]) - float(score[: min(sink, BLOCK) or 1].max())
+    return Evidence(
+        "late-sink",
+        f"key {int(keys[sink]):,} has the largest score, {float(score[sink]):.4g}, "
+        f"{rise:.3g} above the first {min(sink, BLOCK) or 1} keys; with the keys in the order of "
+        f"their scores the row is right (error {before.error:.2g} → {after.error:.2g})",
+        {
+            "key": int(keys[sink]),
+            "keys": len(keys),
+            "largest_score": float(score[sink]),
+            "largest_before_it": earlier if sink else None,
+            "query": int(place.queries[0]),
+            "error": before.error,
+            "error_in_order": after.error,
+            "error_with_equal_scores": even.error,
+        },
+        place,
+    )
+
+
+def _alone(call: AttentionCall, place: Place, keys: Tensor) -> AttentionCall:
+    """A call without causality whose queries are all that row and see these keys, in this order.
+
+    It has no mask but for an additive one's numbers.
+    """
+    batch, head, rows = place
+    count = call.shape.q_len
+    repeated = rows.expand(count)
+    mask = mask_of(call, batch, head, rows)
+    added = None
+    if mask is not None and mask.dtype != torch.bool and bool((mask[0, keys] != 0).any()):
+        added = mask[:, keys][None, None].expand(
+            call.shape.batch, call.shape.q_heads, count, len(keys)
+        )
+    return replace(
+        call,
+        query=call.query.index_select(2, repeated),
+        key=call.key.index_select(2, keys),
+        value=call.value.index_select(2, keys),
+        attn_mask=added,
+        output=None,
+        is_causal=False,
+        variant=Variant(softcap=call.variant.softcap),
+    )

@@ -1,0 +1,324 @@
+"""Calls that the kernel may have computed in place of the one it was given.
+
+No kernel runs here: the wrong output is compared with the references of other calls, whose mask,
+scale or heads are those that a misreading makes of the recorded ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from capture.call import AttentionCall
+from capture.structure import structure_of
+from capture.variant import PLAIN
+from replay.diagnosis.derived import can_be_gathered, gathered, mask_of, seen
+from replay.diagnosis.subject import Cause, Evidence, Subject
+
+LOG2_E = math.log2(math.e)
+
+
+class Reading(NamedTuple):
+    """A call as a kernel may take it."""
+
+    cause: Cause
+    sentence: str
+    call: AttentionCall
+
+
+def misread(subject: Subject) -> Evidence | None:
+    """Find the reading whose reference the output is."""
+    if nothing_seen := _nothing_seen(subject):
+        return nothing_seen
+    for reading in readings(subject.call):
+        if not subject.computed(reading.call):
+            continue
+        if reading.cause == "causal-alignment" and _ignores_causal(subject):
+            reading = Reading("mask-ignored", IGNORES_CAUSAL, reading.call)
+        found = subject.score(subject.output, reading.call)
+        numbers = {
+            "error": subject.own.error,
+            "error_of_this_reading": found.error,
+            **_mask_numbers(subject),
+        }
+        return Evidence(reading.cause, reading.sentence, numbers)
+    return None
+
+
+IGNORES_CAUSAL = "the output equals attention without the causal mask"
+
+
+def readings(call: AttentionCall) -> Iterator[Reading]:
+    """What a kernel may take the call for, the most common first."""
+    yield from _causal(call)
+    yield from _features(call)
+    if call.attn_mask is not None:
+        yield from _masks(call, call.attn_mask)
+    yield from _scales(call)
+    yield from _heads(call)
+
+
+def _causal(call: AttentionCall) -> Iterator[Reading]:
+    shape = call.shape
+    corners = ("top left", "bottom right")
+    if call.is_causal:
+        bottom_right = call.variant.bottom_right
+        if shape.q_len != shape.kv_len or call.features:
+            other = replace(call.variant, bottom_right=not bottom_right)
+            yield Reading(
+                "causal-alignment",
+                f"the output equals that of a causal mask aligned {corners[not bottom_right]}, "
+                f"where the call has it aligned {corners[bottom_right]}",
+                replace(call, variant=other),
+            )
+        yield Reading("mask-ignored", IGNORES_CAUSAL, replace(call, is_causal=False))
+        for shift, sees in ((1, "one key more than it may"), (-1, "one key fewer than it may")):
+            yield Reading(
+                "causal-alignment",
+                f"the causal mask is shifted by one: each query sees {sees}",
+                _with_diagonal(call, shift),
+            )
+    elif call.attn_mask is None and not call.features:
+        for bottom_right in (False, True):
+            yield Reading(
+                "mask-misread",
+                "the output is that of a causal mask, where the call has none",
+                replace(
+                    call, is_causal=True, variant=replace(call.variant, bottom_right=bottom_right)
+                ),
+            )
+    elif call.attn_mask is not None and shape.q_len != shape.kv_len and not call.features:
+        structure = structure_of(call)
+        if structure is not None and structure.is_causal:
+            variant = replace(call.variant, bottom_right=not structure.bottom_right)
+            yield Reading(
+                "causal-alignment",
+                f"the mask is causal, aligned {corners[structure.bottom_right]}, and the output "
+                f"equals that of one aligned {corners[not structure.bottom_right]}",
+                replace(call, attn_mask=None, is_causal=True, variant=variant),
+            )
+
+
+def _with_diagonal(call: AttentionCall, shift: int) -> AttentionCall:
+    """The causal call with each query seeing `shift` keys more."""
+    window = (call.variant.window[0], shift)
+    return replace(call, is_causal=False, variant=replace(call.variant, window=window))
+
+
+def _ignores_causal(subject: Subject) -> bool:
+    """Whether the kernel is wrong on a square causal call too, which has but one alignment.
+
+    With one query, a mask aligned bottom right hides nothing, as if it were ignored.
+    """
+    call = subject.call
+    if not call.is_causal or call.shape.q_len > 1 or not can_be_gathered(call):
+        return False
+    length = min(call.shape.kv_len, 64)
+    rows = torch.arange(length, device=call.device)
+    square = replace(gathered(call, queries=torch.zeros_like(rows), keys=rows), attn_mask=None)
+    output = subject.run(square)
+    place = subject.place._replace(queries=rows)
+    if output is None or subject.score(output, square, place).passes:
+        return False
+    return subject.score(output, replace(square, is_causal=False), place).passes
+
+
+def _features(call: AttentionCall) -> Iterator[Reading]:
+    variant = call.variant
+    if variant.window != (None, None):
+        without = replace(call, variant=replace(variant, window=(None, None)))
+        yield Reading("mask-ignored", "the output equals attention without the window", without)
+    if call.seqused_k is not None and call.page_table is None:
+        yield Reading(
+            "mask-ignored",
+            "the output equals attention to all keys, those past each sequence's end too",
+            replace(call, seqused_k=None),
+        )
+    if call.sinks is not None:
+        yield Reading(
+            "unknown", "the output equals attention without the sinks", replace(call, sinks=None)
+        )
+    if variant.softcap is not None:
+        yield Reading(
+            "unknown",
+            "the output equals attention without the soft cap",
+            replace(call, variant=replace(variant, softcap=None)),
+        )
+
+
+def _masks(call: AttentionCall, mask: Tensor) -> Iterator[Reading]:
+    for sentence, cause, read in _of_mask(call, mask):
+        yield Reading(cause, sentence, replace(call, attn_mask=read))
+
+
+def _of_mask(call: AttentionCall, mask: Tensor) -> Iterator[tuple[str, Cause, Tensor | None]]:
+    yield "the output equals attention without the mask", "mask-ignored", None
+    if mask.dtype == torch.bool:
+        yield "the mask is read inverted: True hides a key", "mask-misread", ~mask
+        yield (
+            "the boolean mask is added to the scores, as 1 and 0",
+            "mask-misread",
+            mask.to(torch.float32),
+        )
+        yield (
+            "the boolean mask is added to the scores inverted, as 0 and 1",
+            "mask-misread",
+            (~mask).to(torch.float32),
+        )
+    else:
+        for sentence, read in (
+            ("the additive mask is read as boolean: a key counts where it is not 0", mask != 0),
+            ("of the additive mask only which keys are at 0 is read", mask == 0),
+            ("of the additive mask only which keys are not at -inf is read", mask != -torch.inf),
+            ("of the additive mask only which keys are above 0 is read", mask > 0),
+        ):
+            yield sentence, "mask-misread", read
+        scale = call.softmax_scale
+        factors = [
+            ("the additive mask is multiplied by the scale", scale),
+            ("the additive mask is divided by the scale", 1 / scale if scale else 1.0),
+            ("the additive mask is multiplied by ln 2, as a kernel of powers of 2", 1 / LOG2_E),
+            ("the additive mask is multiplied by log2 e", LOG2_E),
+            ("the additive mask is added twice", 2.0),
+            ("the additive mask is subtracted", -1.0),
+        ]
+        for sentence, factor in factors:
+            wide = mask.to(torch.float32)
+            yield sentence, "mask-misread", torch.where(wide == 0, wide, wide * factor)
+    for sentence, moved in _moved(call, mask):
+        yield sentence, "mask-misread", moved
+
+
+def _moved(call: AttentionCall, mask: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The mask at other places."""
+    shape = call.shape
+    sizes = (shape.batch, shape.q_heads, shape.q_len, shape.kv_len)
+    full = mask.expand(sizes)
+    if shape.q_len == shape.kv_len:
+        yield "the mask is read transposed: queries for keys", full.mT
+    for shift in (1, -1):
+        by = "later" if shift > 0 else "earlier"
+        for moved in _shifted(full, shift, 3):
+            yield f"the mask is read shifted by one key: it hides the key one {by}", moved
+        for moved in _shifted(full, -shift, 2):
+            yield f"the mask is read shifted by one query, from the one {by}", moved
+    if (difference := shape.kv_len - shape.q_len) not in (-1, 0, 1):
+        for shift in (difference, -difference):
+            yield f"the mask is read shifted by {shift} keys (Sk - Sq)", full.roll(shift, 3)
+    yield "the mask of the first query is read for all queries", full[:, :, :1].expand(sizes)
+    yield "the mask of the last query is read for all queries", full[:, :, -1:].expand(sizes)
+    yield "the mask of the first head is read for all heads", full[:, :1].expand(sizes)
+    yield "the mask of the first batch is read for all", full[:1].expand(sizes)
+    if shape.batch > 1:
+        yield "the mask is read for the batch before", full.roll(1, 0)
+        yield "the mask is read for the batch behind", full.flip(0)
+        heads = torch.arange(shape.q_heads, device=call.device)
+        by_head = full[heads % shape.batch, 0]
+        yield "the masks of the batch are read as those of the heads", by_head[None].expand(sizes)
+    if shape.q_heads > 1:
+        yield "the mask is read for the head before", full.roll(1, 1)
+        yield "the masks of the heads are read in reverse", full.flip(1)
+        batches = torch.arange(shape.batch, device=call.device)
+        by_batch = full[0, batches % shape.q_heads]
+        yield (
+            "the masks of the heads are read as those of the batch",
+            by_batch[:, None].expand(sizes),
+        )
+    yield "the mask is read from the last key to the first", full.flip(3)
+    yield "the mask is read from the last query to the first", full.flip(2)
+
+
+def _shifted(mask: Tensor, shift: int, dim: int) -> Iterator[Tensor]:
+    """Entries moved along a dimension; what comes in at the edge is what a kernel may find there.
+
+    That is the entry at the other edge, the one at this edge once more, or one that hides or shows.
+    """
+    rolled = mask.roll(shift, dim)
+    yield rolled
+    edge = 0 if shift > 0 else mask.shape[dim] - 1
+    for value in (
+        mask.select(dim, edge),
+        *((0, 1) if mask.dtype == torch.bool else (-math.inf, 0)),
+    ):
+        moved = rolled.clone()
+        moved.select(dim, edge).copy_(torch.as_tensor(value))
+        yield moved
+
+
+def _scales(call: AttentionCall) -> Iterator[Reading]:
+    dim, scale = call.shape.head_dim, call.softmax_scale
+    wide = 2 ** math.ceil(math.log2(dim))
+    found = {
+        "1/√D in place of the call's scale": dim**-0.5,
+        "no scale": 1.0,
+        "1/D": 1 / dim,
+        f"1/√{wide}, of the padded head dimension": wide**-0.5,
+        "the scale times log2 e": scale * LOG2_E,
+        "the scale times ln 2": scale / LOG2_E,
+        "the scale applied twice": scale * scale,
+    }
+    for sentence, other in found.items():
+        if not math.isclose(other, scale, rel_tol=1e-3):
+            numbers = f"{other:.4g} where {scale:.4g} is right"
+            changed = replace(call, scale=other)
+            yield Reading("wrong-scale", f"the output is that of {sentence}: {numbers}", changed)
+
+
+def _heads(call: AttentionCall) -> Iterator[Reading]:
+    shape = call.shape
+    if call.page_table is not None or shape.q_heads == 1:
+        return
+    heads = torch.arange(shape.q_heads, device=call.device)
+    maps = {
+        "the key heads of one query before": (heads - 1) % shape.q_heads,
+        "the key heads in reverse": heads.flip(0),
+    }
+    group = shape.q_heads // shape.kv_heads
+    to_kv = heads // group
+    found = {name: to_kv[places] for name, places in maps.items()}
+    if shape.kv_heads not in (1, shape.q_heads):
+        found = {"key head h mod Hkv in place of h // (Hq / Hkv)": heads % shape.kv_heads} | found
+    if shape.kv_heads > 1:
+        found["the first key head for all"] = torch.zeros_like(heads)
+    for name, places in found.items():
+        key, value = (each.index_select(1, places) for each in (call.key, call.value))
+        other = replace(call, key=key, value=value, enable_gqa=False)
+        yield Reading("head-mapping", f"the output is that of {name}", other)
+
+
+def _nothing_seen(subject: Subject) -> Evidence | None:
+    """Whether only queries that may see no key are wrong: they are to get zeros."""
+    call, (batch, head, rows) = subject.call, subject.place
+    if call.attn_mask is None and not call.is_causal and call.variant == PLAIN:
+        return None
+    call = call.without_pages()
+    visible = seen(call, batch, rows)
+    mask = mask_of(call, batch, head, rows)
+    if mask is not None:
+        visible = visible & (mask if mask.dtype == torch.bool else mask != -torch.inf)
+    if bool(visible.any(dim=1).any()):
+        return None
+    given = subject.output[batch, head, rows]
+    what = "NaN" if bool(given.isnan().all()) else "something else"
+    return Evidence(
+        "mask-misread",
+        f"queries whose keys are all masked get {what}, where SDPA returns zeros; the other "
+        "queries are right",
+        {"queries": len(rows)},
+    )
+
+
+def _mask_numbers(subject: Subject) -> dict[str, Any]:
+    call, (batch, head, rows) = subject.call, subject.place
+    if call.attn_mask is None:
+        return {}
+    mask = mask_of(call, batch, head, rows)
+    assert mask is not None
+    hidden = ~mask if mask.dtype == torch.bool else mask == -torch.inf
+    kind = "bool" if mask.dtype == torch.bool else "additive"
+    return {"mask": kind, "hidden_share": float(hidden.double().mean())}

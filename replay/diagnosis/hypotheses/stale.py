@@ -1,0 +1,145 @@
+"""Outputs of earlier inputs: a graph that is replayed without new inputs, or a cache."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from capture.call import AttentionCall
+from capture.strides import narrow_expanded
+from replay.diagnosis.derived import Place
+from replay.diagnosis.subject import COLLAPSE, EXPLAINED, Evidence, Run, Score, Subject
+from replay.rows.row import AccuracyClass
+
+CALLS_BEFORE = 3
+"""From the third call a CUDA graph may be replayed."""
+
+ROWS = 32
+
+
+class _Trial(NamedTuple):
+    where: str
+    right: AttentionCall
+    before: AttentionCall
+    """What the kernel had been given before."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What `stale` needs of a kernel, which may be right whenever it is called once."""
+
+    call: AttentionCall
+    run_on: Run
+    accuracy_class: AccuracyClass = "exact"
+    chosen: Callable[[AttentionCall], Tensor] | None = None
+
+
+def stale(probe: Probe) -> Evidence | None:
+    """Whether the kernel returns what earlier values of its inputs gave.
+
+    The same memory gets other values, as a model's next step writes them; then other memory does.
+    """
+    recorded, other = probe.call, changed(probe.call)
+    memory = recorded.to(recorded.device)
+    old = None
+    for _ in range(CALLS_BEFORE):
+        _write(memory, recorded)
+        old = _copy(probe.run_on(memory))
+    if old is None:
+        return None
+    _write(memory, other)
+    in_place = _copy(probe.run_on(memory))
+    elsewhere_memory = recorded.to(recorded.device)
+    _write(memory, other)  # that of a kernel that reads the old memory is then the other's output
+    elsewhere = _copy(probe.run_on(elsewhere_memory))
+    trials = (
+        (in_place, old, _Trial("new values in the same memory", other, recorded)),
+        (elsewhere, in_place, _Trial("other values in other memory", recorded, other)),
+    )
+    for output, last, trial in trials:
+        if output is not None and (found := _judged(probe, output, last, trial)):
+            return found
+    return None
+
+
+def changed(call: AttentionCall) -> AttentionCall:
+    """The call with other values of the same sizes: -Q and K from the last row, and -V."""
+    found = call.to(call.device).tensors()
+    for name in ("query", "key", "value"):
+        stored = narrow_expanded(found[name])
+        turned = stored.clone() if name == "value" else stored.flip(2)
+        if name == "value" and call.value_is_in_key:
+            continue
+        stored.copy_(turned if name == "key" else turned.neg())
+    found.pop("output", None)
+    return call.with_tensors(found)
+
+
+def _write(target: AttentionCall, values: AttentionCall) -> None:
+    given = values.tensors()
+    for name, tensor in target.tensors().items():
+        if name in given and name != "output":
+            narrow_expanded(tensor).copy_(narrow_expanded(given[name]))
+
+
+def _copy(output: Tensor | None) -> Tensor | None:
+    return None if output is None else output.clone()
+
+
+def _judged(probe: Probe, output: Tensor, last: Tensor | None, trial: _Trial) -> Evidence | None:
+    if last is not None and _same_output(output, last):
+        return Evidence(
+            "stale-graph",
+            f"given {trial.where}, it returned the same bits as for the values before",
+            {"where": trial.where, "same_bits": True, "stale": ["query", "key", "value"]},
+        )
+    rows = torch.linspace(0, output.shape[2] - 1, min(ROWS, output.shape[2])).long()
+    place = Place(0, 0, rows.to(output.device))
+    blank = Score(False, 0.0)
+    subject = Subject(
+        trial.right,
+        output,
+        place,
+        blank,
+        probe.run_on,
+        probe.accuracy_class,
+        probe.chosen,
+    )
+    right = subject.score(output, trial.right)
+    if right.passes or right.error <= EXPLAINED:
+        return None
+    for names in _subsets(("query", "key", "value")):
+        mixed = trial.right.with_tensors({name: getattr(trial.before, name) for name in names})
+        score = subject.score(output, mixed)
+        if score.passes or score.error <= min(EXPLAINED, right.error / COLLAPSE):
+            return Evidence(
+                "stale-graph",
+                f"given {trial.where}, it computed with the {' and '.join(names)} of the call "
+                "before",
+                {
+                    "where": trial.where,
+                    "same_bits": False,
+                    "stale": list(names),
+                    "error": right.error,
+                    "error_with_old_values": score.error,
+                },
+            )
+    return None
+
+
+def _same_output(one: Tensor, other: Tensor) -> bool:
+    """Whether two outputs are the same bits and hold more than one number."""
+    finite = one.isfinite()
+    if not bool(finite.all()) or bool((one == one.flatten()[0]).all()):
+        return False
+    return torch.equal(one, other)
+
+
+def _subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
+    sizes = range(len(names), 0, -1)
+    return [each for size in sizes for each in itertools.combinations(names, size)]

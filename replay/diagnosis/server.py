@@ -1,0 +1,76 @@
+"""A worker's side: examines one kernel on one call, and finds one that is right."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from capture.call import AttentionCall
+from capture.errors import DatasetError
+from replay.bench.check import Checker
+from replay.bench.forms import Forms
+from replay.bench.guard import Guard
+from replay.bench.inputs import Inputs
+from replay.bench.referee import LocalReferee
+from replay.bench.settings import Settings, WorkerOptions
+from replay.diagnosis.captured import kernel_named
+from replay.diagnosis.diagnosis import diagnosed
+from replay.diagnosis.examine import examine
+from replay.kernels.registry import find
+from replay.workers.sources import workload_of
+from replay.workers.worker import Hear, Say
+
+
+def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
+    """Answer `{"do": "examine", …}` or `{"do": "find healthy", …}`.
+
+    Raises:
+        ContextLost: a kernel left this process unusable.
+    """
+    with torch.no_grad():  # as kernels run, so that a change of that is seen
+        guard = _guard()
+        settings = Settings.from_json(request["settings"])
+        try:
+            call = workload_of(request["workload"]).load(settings.device)
+        except DatasetError as error:
+            say(unreadable=str(error))
+            return
+        if request["do"] == "examine":
+            say(origin=vars(call.origin))
+            kernel = request["kernel"]
+            say(at=kernel)
+            evidence, refused = examine(kernel_named(kernel), call, settings, guard)
+            found = None
+            if evidence is not None:
+                found = diagnosed(request["name"], kernel, call.origin, evidence).to_json()
+            say(examined=found, refused=refused)
+        else:
+            say(healthy=healthy(request["kernels"], call, settings, guard, say))
+
+
+@functools.cache
+def _guard() -> Guard:
+    """Made at the first request, when no kernel of anybody's has been imported."""
+    return Guard()
+
+
+def healthy(
+    names: Sequence[str],
+    call: AttentionCall,
+    settings: Settings,
+    guard: Guard,
+    say: Say = lambda **_: None,
+) -> str:
+    """The first of some kernels that is right on a call; empty for none."""
+    forms = Forms.of(call)
+    referee = LocalReferee(call, 0, thresholds=settings.tolerances)
+    for name in names:
+        say(at=name)
+        checker = Checker(forms, Inputs(*forms.all), guard, referee, settings, WorkerOptions())
+        checked = checker.check(find(name))
+        if checked.finding.status in ("ok", "not-timed") and not checked.changed_inputs:
+            return name
+    return ""

@@ -1,0 +1,316 @@
+"""Kernels with one fault each, and calls that show it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+_kept: dict[Any, Any] = {}
+
+
+def right(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *others: Any,
+    **options: Any,
+) -> Tensor:
+    return scaled_dot_product_attention(query, key, value, *others, **options)
+
+
+def float16_scores(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *others: Any,
+    **options: Any,
+) -> Tensor:
+    """The product before the scale, in float16."""
+    product = (query.half() @ key.mT.half()).float()
+    return (product * query.shape[-1] ** -0.5).softmax(-1).to(value.dtype) @ value
+
+
+def saturated_scores(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *others: Any,
+    **options: Any,
+) -> Tensor:
+    product = (query.float() @ key.mT.float()).clamp(-60000, 60000)
+    return ((product * query.shape[-1] ** -0.5).softmax(-1) @ value.float()).to(value.dtype)
+
+
+def no_maximum(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *others: Any,
+    **options: Any,
+) -> Tensor:
+    """exp of scores from which no maximum is subtracted."""
+    weights = (query.float() @ key.mT.float() * query.shape[-1] ** -0.5).exp()
+    return ((weights / weights.sum(-1, keepdim=True)) @ value.float()).to(value.dtype)
+
+
+def float16_values(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *others: Any,
+    **options: Any,
+) -> Tensor:
+    return right(query.half(), key.half(), value.half()).to(query.dtype)
+
+
+def int8_keys(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *others: Any,
+    **options: Any,
+) -> Tensor:
+    scale = key.abs().amax(dim=-1, keepdim=True).float() / 127
+    rounded = (key.float() / scale).round() * scale
+    return right(query.float(), rounded, value.float()).to(query.dtype)
+
+
+def with_mask(read: Callable[[Tensor], Tensor | None]) -> Callable[..., Tensor]:
+    """A kernel that takes the mask for another."""
+
+    def kernel(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        *others: Any,
+        **options: Any,
+    ) -> Tensor:
+        assert attn_mask is not None
+        return right(query, key, value, read(attn_mask))
+
+    return kernel
+
+
+def in_head(attention: Callable[..., Tensor], head: int) -> Callable[..., Tensor]:
+    """A kernel that computes one head in a faulty way."""
+
+    def kernel(*tensors: Tensor, **options: Any) -> Tensor:
+        output = right(*tensors, **options)
+        output[:, head] = attention(*tensors, **options)[:, head]
+        return output
+
+    def keywords(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        return kernel(query, key, value, **options)
+
+    return keywords
+
+
+READINGS: dict[str, Callable[[Tensor], Tensor | None]] = {
+    "ignored": lambda mask: None,
+    "inverted": lambda mask: ~mask,
+    "added": lambda mask: mask.float(),
+    "transposed": lambda mask: mask.mT,
+    "shifted": lambda mask: mask.roll(1, -1),
+    "first query": lambda mask: mask[..., :1, :],
+    "first batch": lambda mask: mask[:1],
+    "not 0": lambda mask: mask != 0,
+    "log2": lambda mask: mask * math.log(2),
+    "negated": lambda mask: -mask,
+}
+
+
+def not_rescaled(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *others: Any,
+    **options: Any,
+) -> Tensor:
+    """A running softmax over blocks of 16 keys whose sum is not rescaled."""
+    scores = query.float() @ key.mT.float() * query.shape[-1] ** -0.5
+    if options.get("is_causal"):
+        rows, keys = scores.shape[-2:]
+        scores = scores.masked_fill(~torch.ones(rows, keys).tril().bool(), -math.inf)
+    most = torch.full_like(scores[..., :1], -math.inf)
+    total, output = torch.zeros_like(most), torch.zeros_like(query.float())
+    for first in range(0, scores.shape[-1], 16):
+        block = scores[..., first : first + 16]
+        most = torch.maximum(most, block.amax(-1, keepdim=True))
+        weights = (block - most).exp()
+        total = total + weights.sum(-1, keepdim=True)
+        output = output + weights @ value[..., first : first + 16, :].float()
+    return (output / total).to(query.dtype)
+
+
+def scales_query(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *others: Any,
+    **options: Any,
+) -> Tensor:
+    query.mul_(query.shape[-1] ** -0.5)
+    return right(query, key, value, *others, **{**options, "scale": 1.0})
+
+
+def rows_unwritten(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *others: Any,
+    **options: Any,
+) -> Tensor:
+    output = torch.empty_like(query)
+    output[:, 0] = right(query, key, value, *others, **options)[:, 0]
+    output[:, 1, 3:] = right(query, key, value, *others, **options)[:, 1, 3:]
+    return output
+
+
+def tail_of_keys_dropped(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *others: Any,
+    **options: Any,
+) -> Tensor:
+    whole = key.shape[2] // 16 * 16
+    return right(query, key[:, :, :whole], value[:, :, :whole])
+
+
+def tail_of_queries_zero(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *others: Any,
+    **options: Any,
+) -> Tensor:
+    output = right(query, key, value, *others, **options)
+    output[:, :, query.shape[2] // 32 * 32 :] = 0
+    return output
+
+
+def bottom_right(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *others: Any,
+    **options: Any,
+) -> Tensor:
+    rows, keys = query.shape[2], key.shape[2]
+    mask = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
+    return right(query, key, value, mask)
+
+
+def kept_by_shape(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *others: Any,
+    **options: Any,
+) -> Tensor:
+    if query.shape not in _kept:
+        _kept[query.shape] = right(query, key, value, *others, **options)
+    return _kept[query.shape].clone()
+
+
+def keys_kept_by_address(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *others: Any,
+    **options: Any,
+) -> Tensor:
+    """Keys and values are packed once for each address."""
+    place = (key.data_ptr(), value.data_ptr(), key.shape)
+    if place not in _kept:
+        _kept[place] = (key.clone(), value.clone())
+    return right(query, *_kept[place], *others, **options)
+
+
+def first_memory(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *others: Any,
+    **options: Any,
+) -> Tensor:
+    """A graph that reads the memory it was captured with."""
+    captured = _kept.setdefault(("graph", query.shape), (query, key, value))
+    return right(*captured, *others, **options)
+
+
+def without_options(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *others: Any,
+    **options: Any,
+) -> Tensor:
+    return right(query, key, value)
+
+
+def heads_modulo(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *others: Any,
+    **options: Any,
+) -> Tensor:
+    heads = torch.arange(query.shape[1]) % key.shape[1]
+    return right(query, key[:, heads], value[:, heads])
+
+
+def one_row_off(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *others: Any,
+    **options: Any,
+) -> Tensor:
+    output = right(query, key, value, *others, **options)
+    output[:, 1, 2] += 1
+    return output
+
+
+def wrong_once(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *others: Any,
+    **options: Any,
+) -> Tensor:
+    output = right(query, key, value, *others, **options)
+    if "called" not in _kept:
+        _kept["called"] = True
+        output += 1
+    return output
+
+
+def float8_values(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *others: Any,
+    **options: Any,
+) -> Tensor:
+    return right(query, key, value.to(torch.float8_e4m3fn).to(value.dtype), *others, **options)
+
+
+def raises(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *others: Any,
+    **options: Any,
+) -> Tensor:
+    raise RuntimeError("no such configuration")
+
+
+def forget() -> None:
+    _kept.clear()

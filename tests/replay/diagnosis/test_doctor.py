@@ -1,0 +1,152 @@
+"""Kernels examined on a dataset, each in a process of its own; and around a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import replay
+from capture.errors import CaptureError
+from replay.diagnosis.diagnosis import Diagnosis, layer_index
+from replay.diagnosis.doctor import diagnose
+from replay.diagnosis.text import paragraphs
+from replay.kernels.registry import find
+from replay.workloads.recorded import from_directory
+from tests.factories import settings
+from tests.replay.diagnosis import faulty
+
+RunCli = Callable[..., tuple[int, str, str]]
+FAULTY = str(Path(faulty.__file__))
+BAD = str(Path(__file__).parents[1] / "workers" / "bad_kernels.py")
+
+
+def test_a_crash_costs_one_kernel(recorded: Path) -> None:
+    workloads, _ = from_directory(recorded)
+    kernels = [find(f"{BAD}:segfault"), find(f"{FAULTY}:one_row_off"), find("torch-math")]
+    found = diagnose(workloads[:2], kernels, settings(), timeout=60)
+    assert [(each.kernel.rpartition(":")[2], each.cause) for each in found.found] == [
+        *[("segfault", "unknown")] * 2,
+        *[("one_row_off", "unknown")] * 2,
+    ]
+    assert found.examined == 6
+    crash, wrong = found.found[0], found.found[2]
+    assert crash.evidence["status"] == "crash"
+    assert (crash.layer, crash.layer_index, crash.step, crash.head) == ("layers.0", 0, 0, None)
+    assert (wrong.layer, wrong.head) == ("layers.0", 1)
+    assert wrong.instead == "torch-math, which is right on this call"
+
+
+def test_the_command_writes_one_finding_per_kernel_and_call(
+    run_cli: RunCli, recorded: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "findings.json"
+    kernels = f"torch-math,{FAULTY}:scales_query,captured"
+    asked = ("--dir", str(recorded), "--kernels", kernels, "--in-process", "--device", "cpu")
+    code, out, _ = run_cli("doctor", *asked, "--json", str(path))
+    assert code == 1
+    findings = json.loads(path.read_text())
+    assert [each["call"] for each in findings] == [f"model-{index:06d}" for index in range(3)]
+    assert all(each.keys() == {f.name for f in dataclasses.fields(Diagnosis)} for each in findings)
+    assert {each["cause"] for each in findings} == {"input-changed"}
+    assert findings[1]["layer"] == "layers.1"
+    assert findings[1]["evidence"]["changed"] == ["query"]
+    assert f"{FAULTY}:scales_query: input-changed on 3 calls" in out
+    assert "3 of 9 runs of a kernel on a call are wrong" in out
+
+
+def test_healthy_kernels_exit_with_0(run_cli: RunCli, recorded: Path) -> None:
+    asked = ("--dir", str(recorded), "--kernels", "torch-math", "--in-process", "--json", "-")
+    code, out, err = run_cli("doctor", *asked, "--call", "model-000001", "--device", "cpu")
+    assert (code, json.loads(out)) == (0, [])
+    assert err.splitlines()[-1] == "healthy: nothing wrong in 1 run of a kernel on a call"
+
+
+def test_a_recorded_output_that_is_wrong(run_cli: RunCli, recorded: Path, tmp_path: Path) -> None:
+    from capture.storage.call_file import PackedCall
+    from capture.storage.dataset import Dataset
+
+    directory = tmp_path / "wrong"
+    directory.mkdir()
+    dataset = Dataset(directory, [], [])
+    call = from_directory(recorded)[0][0].load(torch.device("cpu"))
+    assert call.output is not None
+    call = call.with_tensors({"output": torch.zeros_like(call.output)})
+    dataset.entries.append(PackedCall.of(call).write(directory / "model-000000.safetensors"))
+    dataset.save_manifest()
+    code, out, _ = run_cli("doctor", "--dir", str(directory), "--kernels", "captured")
+    assert code == 1
+    assert "captured: output-unwritten on 1 call" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--dir", "/nowhere"), "no such directory"),
+        (("--dir", "{}", "--kernels", "sage2", "--device", "cpu"), "sage2 cannot run on cpu"),
+        (("--dir", "{}", "--call", "other"), "no call 'other' was recorded"),
+        (("--dir", "{}", "--max", "3"), "give --model MODEL"),
+        (("--kernels", "eager"), "one of the arguments --dir --model is required"),
+    ],
+)
+def test_wrong_input_exits_with_2(
+    run_cli: RunCli, recorded: Path, arguments: tuple[str, ...], sentence: str
+) -> None:
+    code, _, err = run_cli("doctor", *(each.format(recorded) for each in arguments))
+    assert code == 2
+    assert len(err.splitlines()) == 1
+    assert sentence in err
+
+
+class Block(torch.nn.Module):
+    def forward(self, hidden: Tensor) -> Tensor:
+        mask = torch.ones(40, 40, dtype=torch.bool).tril()
+        return torch.nn.functional.scaled_dot_product_attention(hidden, hidden, hidden, mask)
+
+
+def test_around_a_run() -> None:
+    model = torch.nn.Sequential(Block(), Block())
+    hidden = torch.randn(1, 2, 40, 32, generator=torch.Generator().manual_seed(0))
+    with replay.doctor(model, kernel=faulty.with_mask(faulty.READINGS["ignored"])) as diagnosis:
+        model(hidden)
+        assert diagnosis.is_healthy  # not examined yet
+    assert [(each.layer, each.cause) for each in diagnosis.found] == [
+        ("0", "mask-ignored"),
+        ("1", "mask-ignored"),
+    ]
+    assert "torch-default, which is right on this call" in str(diagnosis)
+
+
+@pytest.mark.filterwarnings("ignore::capture.errors.RecordingWarning")
+def test_around_a_run_without_attention() -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(CaptureError, match="nothing to examine: "), replay.doctor(model):
+        model(torch.ones(2))
+
+
+def test_the_number_of_a_layer() -> None:
+    assert layer_index("transformer.transformer_blocks.12.attn1") == 12
+    assert layer_index("mid_block.attention2") is None
+
+
+def test_the_worst_call_is_shown_first() -> None:
+    found = [
+        Diagnosis(f"call-{at}", "k", "overflow", f"layers.{at}", at, 0, 1, "…", {"error": error})
+        for at, error in enumerate((0.5, None, 0.7, 0.1, 0.2, 0.3, 0.4))
+    ]
+    lines = list(paragraphs(found, 9))
+    assert lines[:3] == [
+        "k: overflow on 7 calls",
+        "  call-1: layers.1, step 0, head 1: …",
+        "  also call-0: layers.0, step 0, head 1",
+    ]
+    assert lines[6:] == [
+        "  and 2 more calls (--json lists all)",
+        "",
+        "7 of 9 runs of a kernel on a call are wrong, by 1 kernel",
+    ]

@@ -1,0 +1,222 @@
+"""One fault a kernel, on a call that shows it: the cause that is named, and where."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from capture.call import AttentionCall
+from replay.bench.guard import Guard
+from replay.diagnosis.derived import Place, gathered, part
+from replay.diagnosis.examine import Examined, examine
+from replay.kernels.registry import Kernel, find
+from replay.rows.row import AccuracyClass
+from tests.factories import normal, random_call, settings
+from tests.replay.diagnosis import faulty
+
+BFLOAT16 = torch.bfloat16
+SIZES: dict[str, Any] = {"batch": 2, "q_len": 40, "kv_len": 70}
+MASK = normal(2, 1, 40, 70, seed=3) > -0.3
+SQUARE = normal(2, 1, 48, 48, seed=4) > -0.3
+ADDED = torch.zeros(2, 1, 40, 70).masked_fill(~MASK, -math.inf)
+SLOPED = ADDED - normal(2, 1, 40, 70, seed=5).abs()
+
+
+def call(**changes: Any) -> AttentionCall:
+    return random_call(**{**SIZES, **changes})
+
+
+def larger(made: AttentionCall, **factors: float) -> AttentionCall:
+    return made.with_tensors({name: getattr(made, name) * by for name, by in factors.items()})
+
+
+def with_sink(made: AttentionCall, at: int) -> AttentionCall:
+    """Every query scores one key far above the others."""
+    direction = torch.nn.functional.normalize(normal(32, seed=6), dim=0)
+    key = made.key.clone()
+    key[:, :, at] = direction * 30
+    query = made.query + direction * 4
+    return made.with_tensors({"query": query.to(made.dtype), "key": key.to(made.dtype)})
+
+
+def with_outlier(made: AttentionCall) -> AttentionCall:
+    key = made.key.clone()
+    key[..., 5] += 60
+    return made.with_tensors({"key": key})
+
+
+def examined(
+    attention: Callable[..., Tensor], made: AttentionCall, kind: AccuracyClass = "exact"
+) -> Examined:
+    faulty.forget()
+    with torch.no_grad():
+        return examine(Kernel("kernel", attention, kind), made, settings(), Guard())
+
+
+def misreading(name: str) -> Callable[..., Tensor]:
+    return faulty.with_mask(faulty.READINGS[name])
+
+
+HEALTHY = {
+    "plain": call(),
+    "masked": call(dtype=BFLOAT16, attn_mask=MASK),
+    "added": call(attn_mask=SLOPED),
+    "late sink": with_sink(call(), 60),
+    "outlier channel": with_outlier(call(dtype=BFLOAT16)),
+    "causal": call(is_causal=True),
+    "grouped": call(q_heads=4, kv_heads=2),
+    "one query": call(q_len=1),
+    "large": larger(call(dtype=BFLOAT16), query=4.0, key=4.0),
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.parametrize("kernel", ["torch-math", "torch-flash", "eager"])
+def test_nothing_is_found_in_a_right_kernel(kernel: str, name: str) -> None:
+    found = examined(find(kernel).attention, HEALTHY[name])
+    assert found == Examined()
+
+
+CASES: dict[str, tuple[Callable[..., Tensor], AttentionCall, str]] = {
+    "q·k past float16": (
+        faulty.float16_scores,
+        larger(call(dtype=BFLOAT16), query=80.0, key=80.0),
+        "overflow",
+    ),
+    "q·k saturated": (
+        faulty.saturated_scores,
+        larger(call(dtype=BFLOAT16), query=80.0, key=80.0),
+        "overflow",
+    ),
+    "exp without a maximum": (
+        faulty.no_maximum,
+        larger(call(dtype=BFLOAT16), query=6.0, key=6.0),
+        "overflow",
+    ),
+    "values past float16": (
+        faulty.float16_values,
+        larger(call(dtype=BFLOAT16), value=1e5),
+        "overflow",
+    ),
+    "outlier channel": (faulty.int8_keys, with_outlier(call(dtype=BFLOAT16)), "k-outlier-channel"),
+    "mask ignored": (misreading("ignored"), call(attn_mask=MASK), "mask-ignored"),
+    "additive mask ignored": (misreading("ignored"), call(attn_mask=SLOPED), "mask-ignored"),
+    "causal ignored": (faulty.without_options, call(is_causal=True), "mask-ignored"),
+    "causal ignored by one query": (
+        faulty.without_options,
+        call(q_len=1, is_causal=True),
+        "mask-ignored",
+    ),
+    "inverted": (misreading("inverted"), call(attn_mask=MASK), "mask-misread"),
+    "added": (misreading("added"), call(attn_mask=MASK), "mask-misread"),
+    "shifted": (misreading("shifted"), call(attn_mask=MASK), "mask-misread"),
+    "first query": (misreading("first query"), call(attn_mask=MASK), "mask-misread"),
+    "first batch": (misreading("first batch"), call(attn_mask=MASK), "mask-misread"),
+    "transposed": (
+        misreading("transposed"),
+        call(q_len=48, kv_len=48, attn_mask=SQUARE),
+        "mask-misread",
+    ),
+    "boolean": (misreading("not 0"), call(attn_mask=ADDED), "mask-misread"),
+    "powers of 2": (misreading("log2"), call(attn_mask=SLOPED), "mask-misread"),
+    "negated": (misreading("negated"), call(attn_mask=SLOPED), "mask-misread"),
+    "late sink": (faulty.not_rescaled, with_sink(call(), 60), "late-sink"),
+    "late sink, causal": (
+        faulty.not_rescaled,
+        with_sink(call(q_len=70, is_causal=True, dtype=BFLOAT16), 40),
+        "late-sink",
+    ),
+    "changed": (faulty.scales_query, call(), "input-changed"),
+    "unwritten": (faulty.rows_unwritten, call(), "output-unwritten"),
+    "keys left over": (faulty.tail_of_keys_dropped, call(), "odd-length"),
+    "a sink left over": (faulty.tail_of_keys_dropped, with_sink(call(), 68), "odd-length"),
+    "queries left over": (faulty.tail_of_queries_zero, call(), "odd-length"),
+    "bottom right": (faulty.bottom_right, call(is_causal=True), "causal-alignment"),
+    "bottom right, one query": (
+        faulty.bottom_right,
+        call(q_len=1, is_causal=True),
+        "causal-alignment",
+    ),
+    "by shape": (faulty.kept_by_shape, call(), "stale-graph"),
+    "by address": (faulty.keys_kept_by_address, call(), "stale-graph"),
+    "captured memory": (faulty.first_memory, call(), "stale-graph"),
+    "scale": (faulty.without_options, call(scale=0.3), "wrong-scale"),
+    "heads": (faulty.heads_modulo, call(q_heads=4, kv_heads=2), "head-mapping"),
+    "one row": (faulty.one_row_off, call(), "unknown"),
+    "flickering": (faulty.wrong_once, call(), "unknown"),
+    "raises": (faulty.raises, call(), "unknown"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_cause_is_named(name: str) -> None:
+    attention, made, cause = CASES[name]
+    found = examined(attention, made)
+    assert found.evidence is not None
+    assert found.evidence.cause == cause
+    assert "untested" not in found.evidence.numbers
+
+
+@pytest.mark.parametrize(
+    ("attention", "made", "head"),
+    [
+        (faulty.one_row_off, call(), 1),
+        (faulty.rows_unwritten, call(), 1),
+        (faulty.in_head(faulty.float16_scores, 1), CASES["q·k past float16"][1], 1),
+        (faulty.in_head(faulty.int8_keys, 1), CASES["outlier channel"][1], 1),
+    ],
+)
+def test_the_head_is_named(
+    attention: Callable[..., Tensor], made: AttentionCall, head: int
+) -> None:
+    evidence = examined(attention, made).evidence
+    assert evidence is not None
+    assert evidence.place is not None
+    assert evidence.place.head == head
+
+
+def test_what_the_evidence_says() -> None:
+    evidence = examined(*CASES["outlier channel"][:2]).evidence
+    assert evidence is not None
+    assert evidence.numbers["channel"] == 5
+    assert evidence.numbers["error_without"] < evidence.numbers["error"] / 4
+    evidence = examined(*CASES["late sink"][:2]).evidence
+    assert evidence is not None
+    assert evidence.numbers["key"] == 60
+    evidence = examined(*CASES["keys left over"][:2]).evidence
+    assert evidence is not None
+    assert evidence.numbers["multiple"] == 16
+    assert evidence.numbers["lengths"] == "keys"
+
+
+def test_an_8_bit_kernel_that_is_not_registered_as_one() -> None:
+    made = call(dtype=BFLOAT16)
+    evidence = examined(faulty.float8_values, made).evidence
+    assert evidence is not None
+    assert evidence.numbers["passes_as_quantised"]
+    assert examined(faulty.float8_values, made, "quantised") == Examined()
+
+
+def test_a_part_of_a_call_is_the_same_attention() -> None:
+    from replay.accuracy.reference import attention
+
+    made = call(q_heads=4, kv_heads=2, is_causal=True, q_len=70, attn_mask=None)
+    place = Place(1, 3, torch.tensor([0, 7, 69]))
+    torch.testing.assert_close(attention(part(made, place))[0, 0], attention(made)[1, 3, place[2]])
+
+
+def test_gathered_rows_take_their_mask_along() -> None:
+    from replay.accuracy.reference import attention
+
+    made = call(attn_mask=MASK)
+    order = torch.randperm(70, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(attention(gathered(made, keys=order)), attention(made))
+    queries = torch.tensor([5, 5, 1])
+    torch.testing.assert_close(
+        attention(gathered(made, queries=queries)), attention(made)[:, :, queries]
+    )
