@@ -54,6 +54,7 @@ EXAMPLES = """examples:
 sub-commands, each with a --help of its own:
   replay compare before.jsonl after.jsonl               what became faster, slower or wrong?
   replay doctor --dir captured_inputs --kernels sage2   why is it wrong, where, and what instead?
+  replay devices h100.jsonl h200.jsonl                  which kernel on which GPU?
   replay report rows.jsonl -o out.html                  an earlier replay as one HTML file
   replay report rows.jsonl --plot charts                charts for papers: SVG, PNG, Vega-Lite
 """

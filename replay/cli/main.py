@@ -54,6 +54,7 @@ SOURCES = ("dir", "random", "suite", "list_kernels", "selftest")
 SUBCOMMANDS = {
     "compare": "replay.cli.compare",
     "doctor": "replay.cli.doctor",
+    "devices": "replay.cli.devices",
     "report": "replay.cli.report",
 }
 """Whose `run(argv)` returns the exit code, by the first argument."""

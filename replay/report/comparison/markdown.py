@@ -37,9 +37,9 @@ def to_markdown(compared: Sequence[Sections]) -> str:
 
 
 def _head(said: Sections) -> str:
-    notes = "".join(f"- {_escaped(note)}\n" for note in said.notes[:NOTES])
+    notes = "".join(f"- {escaped(note)}\n" for note in said.notes[:NOTES])
     sign = "🔴" if said.is_worse else "🟢"
-    return f"### {_escaped(said.title)}\n\n{sign} {_escaped(said.answer)}\n\n{notes}"
+    return f"### {escaped(said.title)}\n\n{sign} {escaped(said.answer)}\n\n{notes}"
 
 
 def _tables(said: Sections, budget: int) -> str:
@@ -52,15 +52,15 @@ def _tables(said: Sections, budget: int) -> str:
 def _table(table: Table, budget: int) -> str:
     """The lines that fit, and how many do not; empty where not even the headings fit."""
     text = (
-        f"\n**{_escaped(table.title)}**\n\n"
-        f"| {' | '.join(map(_escaped, table.headings))} |\n"
+        f"\n**{escaped(table.title)}**\n\n"
+        f"| {' | '.join(map(escaped, table.headings))} |\n"
         f"|{'---|' * len(table.headings)}\n"
     )
     left = budget - _size(text) - _size(_left_out(len(table.lines)))
     if left < 0:
         return ""
     for at, cells in enumerate(table.lines):
-        line = f"| {' | '.join(map(_escaped, cells))} |\n"
+        line = f"| {' | '.join(map(escaped, cells))} |\n"
         left -= _size(line)
         if left < 0:
             return text + _left_out(len(table.lines) - at)
@@ -76,7 +76,7 @@ def _size(text: str) -> int:
     return len(text.encode())
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """Text that GitHub shows as it is: a word that could mean something becomes `<code>`, in which
     names with an @ or a # are neither mentions nor references."""
     short = text if len(text) <= LONGEST else f"{text[:LONGEST]}…"

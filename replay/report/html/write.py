@@ -52,12 +52,19 @@ def write_html(
         budget: drawn where errors are, in its metric; without one, errors are relative L1.
 
     Raises:
-        ReportError: there are no rows of kernels, or the file cannot be written.
+        ReportError: there are no rows of kernels, they are of several types of device, or the file
+            cannot be written.
         MissingPackage: the chart library is not installed.
     """
     groups = group_rows(rows)
     if not groups:
         raise ReportError("no row is about a kernel: replay a call first")
+    devices = sorted({row.machine.device for row in rows} - {""})
+    if len(devices) > 1:
+        raise ReportError(
+            f"the rows are of {' and '.join(devices)}, and a page is for one type of device: "
+            "replay each into a file of its own, and merge them with `replay devices`"
+        )
     models = {name: [each for each in checks if each["model"] == name] for name in _models(checks)}
     data: dict[str, Any] = page_data(rows, groups, budget) | {
         "models": {name: model.model_data(members) for name, members in models.items()},

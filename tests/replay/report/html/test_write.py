@@ -194,6 +194,17 @@ def test_nothing_to_report(tmp_path: Path, rows: list[Row]) -> None:
         write_html(rows, tmp_path / "out.html")
 
 
+def test_a_page_is_for_one_type_of_device(tmp_path: Path) -> None:
+    rows = [
+        replace(row, machine=replace(row.machine, device=device))
+        for device in ("H100", "H200")
+        for row in pages.rows(1, 1)
+    ]
+    with pytest.raises(ReportError, match="the rows are of H100 and H200, and a page is for one"):
+        write_html(rows, tmp_path / "out.html")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match=r"cannot write .*: Is a directory"):
         write_html(pages.rows(1, 1), tmp_path)

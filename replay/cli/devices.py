@@ -1,0 +1,69 @@
+"""`replay devices`: runs of the same calls on several types of device."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from capture.cli.arguments import OneSentenceParser
+from replay.cli.files import UsageError, opened
+from replay.comparison.baselines import as_run
+from replay.comparison.devices import across_devices
+from replay.comparison.matching import Run
+from replay.report.devices import devices_markdown, print_devices
+from replay.rows.files import read_jsonl
+
+EXAMPLES = """examples:
+  replay devices h100.jsonl h200.jsonl                  which kernel on which GPU?
+  replay devices h100.jsonl h200.jsonl --markdown table.md
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Build the parser of `replay devices`."""
+    command = OneSentenceParser(
+        prog="replay devices",
+        description="Merge what `replay --json` wrote on several types of device: a table for "
+        "each, and a matrix of kernels and devices.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("rows", nargs="+", metavar="ROWS", help="what `replay --json` wrote")
+    command.add_argument("--markdown", metavar="FILE", help="write the matrix (- for stdout)")
+    command.add_argument("--debug", action="store_true", help="show tracebacks")
+    command.add_version()
+    return command
+
+
+def run(argv: Sequence[str]) -> int:
+    """Merge, print and write.
+
+    Raises:
+        UsageError: a file cannot be used.
+        ComparisonError: the runs cannot be merged.
+        RowsError: a file cannot be read.
+    """
+    arguments = parser().parse_args(argv)
+    written = arguments.markdown
+    if written not in (None, "-") and Path(written).resolve() in map(_resolved, arguments.rows):
+        raise UsageError(f"--markdown would overwrite {written}: name another file")
+    merged = across_devices([_read(name) for name in arguments.rows])
+    with opened(written) as file:
+        if file is not None:
+            file.write(devices_markdown(merged))
+    print_devices(merged, Console(highlight=False, stderr=written == "-"))
+    return 0
+
+
+def _resolved(name: str) -> Path:
+    return Path(name).resolve()
+
+
+def _read(name: str) -> Run:
+    try:
+        return as_run(name, read_jsonl(Path(name)))
+    except FileNotFoundError:
+        raise UsageError(f"{name}: no such file; write one with `replay --json`") from None
