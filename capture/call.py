@@ -57,6 +57,9 @@ class Origin:
     """The relative error of INT8 attention on a sample of its tokens, where calls were chosen by it
     (`sample="hard"`) and it is a number (`capture.recording.difficulty`)."""
     versions: dict[str, str] = field(default_factory=dict)
+    derived: str = ""
+    """What of which recorded call this is, and whether its output was computed anew
+    (`replay reproduce`); empty for a recorded call."""
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,10 @@ def _calls(entries: list[FileEntry]) -> Table:
         cells.append(human_bytes(entry.nbytes))
         if by_difficulty:
             cells.append("-" if origin.difficulty is None else f"{origin.difficulty:.2%}")
-        table.add_row(*cells, _text(origin.module))
+        module = _text(origin.module)
+        if origin.derived:
+            module += _text(f" (derived: {origin.derived})", "yellow")
+        table.add_row(*cells, module)
     return table
 
 

@@ -73,6 +73,8 @@ def _verify_entry(entry: FileEntry) -> Finding:
     except (RuntimeError, TypeError, ValueError) as error:
         text = f"output cannot be recomputed here: {_first_line(error)}"
         return Finding(entry.path, False, text)
+    if entry.origin.derived:
+        note += f"; derived: {entry.origin.derived}"
     return Finding(entry.path, good, f"intact; {text}{note}" if good else f"{text}{note}")
 
 

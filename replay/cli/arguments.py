@@ -41,6 +41,7 @@ EXAMPLES = """examples:
   replay --suite llama                                  a published list of shapes
   replay --dir captured_inputs --kernels 'torch-*,my_file.py:my_attention'
   replay --dir captured_inputs --call llama-000007 --kernels torch-flash,triton-decode
+  replay --dir captured_inputs --call llama-000007 --kernels my_file.py:my_attention --watch
   replay --dir captured_inputs --versus-random          how far do random inputs mislead?
   replay --random -sq 4096 --distribution sink --mask padding
   replay --dir captured_inputs --env fa4=/opt/fa4/bin/python
@@ -57,6 +58,8 @@ sub-commands, each with a --help of its own:
   replay devices h100.jsonl h200.jsonl                  which kernel on which GPU?
   replay report rows.jsonl -o out.html                  an earlier replay as one HTML file
   replay report rows.jsonl --plot charts                charts for papers: SVG, PNG, Vega-Lite
+  replay reproduce --dir captured_inputs --call llama-000007 --kernel sage1 --out bug
+                                                        the smallest call on which it fails
 """
 
 
@@ -174,6 +177,24 @@ def parser() -> argparse.ArgumentParser:
         "--baseline-kernel",
         metavar="K",
         help="kernel that speed-ups are relative to (default: what the model called)",
+    )
+
+    how.add_argument(
+        "--watch",
+        action="store_true",
+        help="replay again whenever the file of a kernel (FILE.py:FUNCTION), or one beside it that "
+        "it imports, changes; say what changed since the run before",
+    )
+    how.add_argument(
+        "--ncu",
+        action="store_true",
+        help="of one kernel and one call, print the command of Nsight Compute that profiles it",
+    )
+    how.add_argument(
+        "--once",
+        action="store_true",
+        help="what that command runs: this kernel on this call in this process, warmed up, "
+        "between cudaProfilerStart and cudaProfilerStop",
     )
 
     where = command.add_argument_group("where kernels run")

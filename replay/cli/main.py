@@ -19,7 +19,7 @@ from attention_replay import Error
 from capture.cli.standard_streams import make_usable
 from capture.cli.verbosity import narrated
 from capture.printable import printable
-from replay.cli import comparison_arguments
+from replay.cli import comparison_arguments, profiling, watch
 from replay.cli.arguments import parser
 from replay.cli.device import device_of
 from replay.cli.end_to_end_arguments import misuse
@@ -56,6 +56,7 @@ SUBCOMMANDS = {
     "doctor": "replay.cli.doctor",
     "devices": "replay.cli.devices",
     "report": "replay.cli.report",
+    "reproduce": "replay.cli.reproduce",
 }
 """Whose `run(argv)` returns the exit code, by the first argument."""
 
@@ -85,24 +86,29 @@ def _subcommand(given: list[str]) -> Callable[[], int]:
     if given and given[0] in SUBCOMMANDS:
         return partial(importlib.import_module(SUBCOMMANDS[given[0]]).run, given[1:])
     arguments = parser().parse_args(given)
-    return narrated(arguments.verbose)(partial(_dispatch, arguments))
+    return narrated(arguments.verbose)(partial(_dispatch, arguments, given))
 
 
-def _dispatch(arguments: argparse.Namespace) -> int:
+def _dispatch(arguments: argparse.Namespace, given: list[str]) -> int:
     metrics = _metrics(arguments.metric)
     wrong = _misuse(arguments) or misuse(arguments) or comparison_arguments.misuse(arguments)
+    wrong = wrong or watch.misuse(arguments) or profiling.misuse(arguments)
     if wrong := wrong or shared_file(arguments, READ, WRITTEN):
         raise UsageError(wrong)
     if arguments.selftest:
         return _selftest(arguments, device_of(arguments.device))
+    if arguments.ncu or arguments.once:
+        return _profile(arguments, given)
+    if arguments.watch:
+        watch.watch(arguments, lambda first: _replay(arguments, metrics, first)[1])
     if arguments.in_process or arguments.gpus is not None:
-        return _replay(arguments, metrics, None)
+        return _replay(arguments, metrics, None)[0]
 
     from replay.workers.process import first_processes
 
     # PyTorch is imported by these and by this process at the same time.
     with first_processes(arguments.timeout) as first:
-        return _replay(arguments, metrics, first)
+        return _replay(arguments, metrics, first)[0]
 
 
 def _misuse(arguments: argparse.Namespace) -> str:
@@ -138,7 +144,27 @@ def _misuse_of_gpus(arguments: argparse.Namespace) -> str:
     return ""
 
 
-def _replay(arguments: argparse.Namespace, metrics: list[str], first: First | None) -> int:
+def _profile(arguments: argparse.Namespace, given: list[str]) -> int:
+    """Print the profiler's command of `--ncu`, or be what it profiles."""
+    from replay.kernels.registry import select
+
+    device = device_of(arguments.device)
+    kernels, _ = select(arguments.kernels, variants=arguments.variants == "all")
+    kernels = _with_options(kernels, arguments)
+    kernel, workload = profiling.only_pair(kernels, _workloads(arguments, device, kernels)[0])
+    if arguments.ncu:
+        print(profiling.ncu_command(given))
+    else:
+        profiling.run_once(kernel, workload, device)
+    return 0
+
+
+def _replay(
+    arguments: argparse.Namespace,
+    metrics: list[str],
+    first: First | None,
+) -> tuple[int, list[Row]]:
+    """The exit code and the rows."""
     device = device_of(arguments.device)
     if arguments.report:
         check_place(Path(arguments.report))
@@ -155,7 +181,7 @@ def _replay(arguments: argparse.Namespace, metrics: list[str], first: First | No
         with _place_to_run(arguments, first, pythons) as where:
             if arguments.list_kernels:
                 _list_kernels(where, device)
-                return 0
+                return 0, []
             kernels = _kernels(arguments, options, where, device)
             settings = _settings(arguments, device)
             earlier = _earlier(arguments, settings.device)
@@ -184,9 +210,9 @@ def _replay(arguments: argparse.Namespace, metrics: list[str], first: First | No
         if plots is not None:
             draw(rows, plots)
     code = max(changed, _exit_code(rows, checks, arguments))
-    if not arguments.quiet and _tables_are_shown(arguments):
+    if not (arguments.quiet or arguments.watch) and _tables_are_shown(arguments):
         _print_next_step(arguments, rows, plan)
-    return code
+    return code, rows
 
 
 def _place_to_run(

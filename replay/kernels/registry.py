@@ -198,6 +198,11 @@ def catalogue() -> dict[str, Kernel]:
     return dict(_kernels)
 
 
+def registered() -> tuple[str, ...]:
+    """The names of the kernels that are registered so far; nothing is imported."""
+    return tuple(_kernels)
+
+
 def _from_file(target: str) -> Kernel:
     """A user's `path/file.py:function`; nothing of it is imported yet.
 

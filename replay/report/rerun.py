@@ -1,0 +1,48 @@
+"""What changed since the same calls were replayed a moment ago, a line for each kernel."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from capture.printable import printable
+from replay.rows.row import Row
+
+
+def changes(before: Sequence[Row], after: Sequence[Row]) -> list[str]:
+    """Lines such as `mine.py:attention: 0.148 → 0.11 ms, inaccurate → ok`.
+
+    Of several calls it is the geometric mean of the ratios of their times, as `0.74 × the time`.
+    """
+    rows = {(row.kernel, row.call.name): row for row in before}
+    pairs: dict[str, list[tuple[Row, Row]]] = {}
+    for row in after:
+        if (earlier := rows.get((row.kernel, row.call.name))) is not None:
+            pairs.setdefault(row.kernel, []).append((earlier, row))
+    return [f"{printable(kernel)}: {_change(found)}" for kernel, found in pairs.items()]
+
+
+def _change(pairs: Sequence[tuple[Row, Row]]) -> str:
+    statuses = Counter(
+        f"{one.status} → {other.status}" for one, other in pairs if one.status != other.status
+    )
+    several = len(pairs) > 1
+    found = [
+        f"{change} ({count} calls)" if several else change for change, count in statuses.items()
+    ]
+    return ", ".join([_times(pairs), *found])
+
+
+def _times(pairs: Sequence[tuple[Row, Row]]) -> str:
+    timed = [
+        (one.time_ms.p50, other.time_ms.p50)
+        for one, other in pairs
+        if one.time_ms is not None and other.time_ms is not None
+    ]
+    if not timed:
+        return "no two times"
+    if len(pairs) == 1:
+        return f"{timed[0][0]:.4g} → {timed[0][1]:.4g} ms"
+    mean = math.exp(sum(math.log(other / one) for one, other in timed) / len(timed))
+    return f"{mean:.3g} × the time over {len(timed)} calls"

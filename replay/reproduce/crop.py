@@ -1,0 +1,201 @@
+"""Parts of a call: some of its sequences, heads, queries or keys.
+
+Whoever leaves out sequences, whole groups of heads, or queries does not change what the others get,
+so the recorded output is cropped with them. Keys that some query sees cannot be left out without
+changing it: such a call is derived from the recorded one, and its output has to be computed anew.
+
+Parts are views, so that the strides stay those of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from capture.call import AttentionCall
+from capture.recording.paging import with_pages_read
+from capture.storage.header import Header, stored_tensors
+from capture.strides import narrow_expanded
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What can be left out of a call."""
+
+    name: str
+    """In the plural, as in `queries 5-7`."""
+    length: Callable[[AttentionCall], int]
+    take: Callable[[AttentionCall, int, int], AttentionCall | None]
+    """The part from the first up to, but without, the end; None where the call's own options cannot
+    say it, or it would not return what was recorded."""
+    is_exact: bool = True
+    """Whether the outputs that remain are the recorded ones; otherwise `take` leaves none."""
+
+
+def _sequences(call: AttentionCall) -> int:
+    return call.shape.batch if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1
+
+
+def _take_sequences(call: AttentionCall, first: int, end: int) -> AttentionCall:
+    starts_q, starts_k = call.cu_seqlens_q, call.cu_seqlens_k
+    part = replace(
+        call,
+        seqused_k=None if call.seqused_k is None else call.seqused_k[first:end],
+        page_table=None if call.page_table is None else call.page_table[first:end],
+    )
+    if starts_q is None:
+        part = _narrowed(part, 0, first, end, "query", "output", "attn_mask")
+        if call.page_table is not None:
+            return with_pages_read(part)
+        return _narrowed(part, 0, first, end, "key", "value")
+    variant = call.variant
+    lengths_q = starts_q[first : end + 1]
+    part = _narrowed(part, 2, int(lengths_q[0]), int(lengths_q[-1]), "query", "output", "attn_mask")
+    part = replace(part, cu_seqlens_q=lengths_q - lengths_q[0])
+    if variant.max_seqlen_q is not None:
+        variant = replace(variant, max_seqlen_q=int(lengths_q.diff().max()))
+    if starts_k is not None:
+        lengths_k = starts_k[first : end + 1]
+        part = _narrowed(part, 2, int(lengths_k[0]), int(lengths_k[-1]), "key", "value")
+        part = _mask_columns(part, int(lengths_k[0]), int(lengths_k[-1]))
+        part = replace(part, cu_seqlens_k=lengths_k - lengths_k[0])
+        if variant.max_seqlen_k is not None:
+            variant = replace(variant, max_seqlen_k=int(lengths_k.diff().max()))
+    part = replace(part, variant=variant)
+    return part if part.page_table is None else with_pages_read(part)
+
+
+def _take_groups(call: AttentionCall, first: int, end: int) -> AttentionCall:
+    """Key heads, each with all query heads that share it."""
+    group = call.shape.q_heads // call.shape.kv_heads
+    heads = first * group, end * group
+    part = _narrowed(call, 1, *heads, "query", "output", "attn_mask")
+    if part.sinks is not None:
+        part = replace(part, sinks=part.sinks[slice(*heads)])
+    return _narrowed(part, 1, first, end, "key", "value")
+
+
+def _queries(call: AttentionCall) -> int:
+    """Packed sequences keep all their queries."""
+    return 1 if call.cu_seqlens_q is not None else call.shape.q_len
+
+
+def _take_queries(call: AttentionCall, first: int, end: int) -> AttentionCall | None:
+    """Queries, and without keys that none of them sees.
+
+    Where a diagonal decides what a query sees, later positions need one that is aligned bottom
+    right: the last query left is beside the last key left. A single query needs none.
+    """
+    if call.cu_seqlens_q is not None:
+        return call
+    part = _narrowed(call, 2, first, end, "query", "output", "attn_mask")
+    left, right = call.variant.window
+    right = 0 if call.is_causal and right is None else right
+    if left is None and right is None:
+        return part
+    if call.seqused_k is not None:  # a diagonal for each sequence
+        stays = end == call.shape.q_len if call.variant.bottom_right else first == 0
+        return part if stays else None
+    seen_first, seen_end = (each[0, first:end] for each in call.spans)
+    sees = seen_end > seen_first
+    if not bool(sees.all()):
+        return part if first == 0 and end == call.shape.q_len else None
+    keys = 0, int(seen_end.max())
+    offset = call.shape.kv_len - call.shape.q_len if call.variant.bottom_right else 0
+    if end - first == 1:
+        keys = int(seen_first[0]), keys[1]
+        plain = replace(part.variant, window=(None, None), bottom_right=False)
+        part = replace(part, is_causal=False, variant=plain)
+    elif first + offset:
+        if keys[1] != end + offset:  # then the last query left is not beside the last key left
+            return None
+        part = replace(part, variant=replace(part.variant, bottom_right=True))
+    else:
+        part = replace(part, variant=replace(part.variant, bottom_right=False))
+    dropped = (each[:, :, : keys[0]] for each in (call.key, call.value))
+    after = (each[:, :, keys[1] :] for each in (call.key, call.value))
+    if not all(bool(each.isfinite().all()) for each in (*dropped, *after)):
+        return None  # SDPA lets a NaN through that it masks
+    return _with_keys(part, *keys)
+
+
+def _keys(call: AttentionCall) -> int:
+    """Packed sequences and pages keep all their keys."""
+    is_apart = call.cu_seqlens_q is not None or call.page_table is not None
+    return 1 if is_apart else call.shape.kv_len
+
+
+def _take_keys(call: AttentionCall, first: int, end: int) -> AttentionCall:
+    part = _with_keys(call, first, end)
+    if part.seqused_k is not None:
+        part = replace(part, seqused_k=part.seqused_k.clamp(max=end - first))
+    return replace(part, output=None)
+
+
+def _take_any_queries(call: AttentionCall, first: int, end: int) -> AttentionCall:
+    part = _narrowed(call, 2, first, end, "query", "attn_mask")
+    return replace(part, output=None)
+
+
+EXACT = (
+    Axis("sequences", _sequences, _take_sequences),
+    Axis("key heads", lambda call: call.shape.kv_heads, _take_groups),
+    Axis("queries", _queries, _take_queries),
+)
+"""What can be left out without a change of what the rest gets."""
+
+DERIVED = (
+    Axis("keys", _keys, _take_keys, is_exact=False),
+    Axis("queries", _queries, _take_any_queries, is_exact=False),
+)
+"""What can be left out where the output is computed anew; options stay as they are."""
+
+
+def left_alone(call: AttentionCall) -> str:
+    """What is not cropped, and why; empty for nothing."""
+    if call.cu_seqlens_q is not None:
+        return "queries and keys are left as they are within each packed sequence"
+    if call.page_table is not None:
+        return "keys are left as they are, since they lie in pages"
+    return ""
+
+
+def _with_keys(call: AttentionCall, first: int, end: int) -> AttentionCall:
+    return _mask_columns(_narrowed(call, 2, first, end, "key", "value"), first, end)
+
+
+def _narrowed(call: AttentionCall, dim: int, first: int, end: int, *names: str) -> AttentionCall:
+    tensors = call.tensors()
+    found = {name: _part(tensors[name], dim, first, end) for name in names if name in tensors}
+    return call.with_tensors(found)
+
+
+def _mask_columns(call: AttentionCall, first: int, end: int) -> AttentionCall:
+    return _narrowed(call, 3, first, end, "attn_mask")
+
+
+def _part(tensor: Tensor, dim: int, first: int, end: int) -> Tensor:
+    """A view of part of a dimension; of a mask's that is broadcast, all of it."""
+    dim -= 4 - tensor.ndim
+    if dim < 0 or tensor.shape[dim] == 1:
+        return tensor
+    return tensor.narrow(dim, first, end - first)
+
+
+def storable(call: AttentionCall) -> AttentionCall:
+    """The call, without gaps where these would be out of proportion to its file.
+
+    A head of a model with many leaves gaps of all the others, and files of others are not believed
+    to need as much (`capture.storage.header`).
+    """
+    header = Header.of(call)
+    nbytes = sum(narrow_expanded(each).nbytes for each in stored_tensors(call).values())
+    if not header.excess(nbytes):
+        return call
+    names = ("query", "key", "value", "output")
+    found = {name: each.contiguous() for name, each in call.tensors().items() if name in names}
+    if call.value_is_in_key:
+        found["value"] = found["key"][..., : call.value.shape[-1]]
+    return call.with_tensors(found)

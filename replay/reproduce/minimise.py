@@ -1,0 +1,136 @@
+"""The smallest part of a call on which a kernel still fails in the same way.
+
+Like delta debugging (Zeller and Hildebrandt 2002, "Simplifying and isolating failure-inducing
+input"), but on ranges: along each axis in turn, all but one, halves, quarters … are left out at
+either end as long as the failure stays. Where the errors were largest is tried first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from capture.call import AttentionCall
+from replay.reproduce.crop import DERIVED, EXACT, Axis
+from replay.reproduce.trials import Outcome
+
+Range = tuple[int, int]
+"""The first, and the one after the last."""
+
+
+@dataclass
+class Smallest:
+    """What is left of a call."""
+
+    call: AttentionCall
+    outcome: Outcome
+    kept: dict[str, Range] = field(default_factory=dict)
+    """By axis, of the recorded call."""
+    is_derived: bool = False
+    """Whether keys were left out that a query sees, so that the call has no output yet."""
+    trials: int = 0
+    is_complete: bool = True
+    """False where the time was over before nothing more could be left out."""
+
+
+def minimise(
+    call: AttentionCall,
+    outcome: Outcome,
+    run: Callable[[AttentionCall], Outcome],
+    seconds: float,
+    report: Callable[[str], None] = lambda line: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Smallest:
+    """Leave out of a call what its kernel fails without.
+
+    Args:
+        outcome: of the kernel on the whole call: a failure.
+        run: what it does on a part.
+        seconds: time for all of it; a trial that runs is not interrupted.
+        report: told, before each trial, what is tried.
+    """
+    search = _Search(Smallest(call, outcome), run, clock() + seconds, report, clock)
+    search.along(EXACT)
+    search.along(DERIVED)
+    return search.found
+
+
+class _TimeIsOver(Exception):
+    """Stops the search where it is."""
+
+
+class _Search:
+    def __init__(
+        self,
+        found: Smallest,
+        run: Callable[[AttentionCall], Outcome],
+        deadline: float,
+        report: Callable[[str], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.found = found
+        self._run = run
+        self._deadline = deadline
+        self._report = report
+        self._clock = clock
+
+    def along(self, axes: tuple[Axis, ...]) -> None:
+        """Shorten the axes, and again as long as another has become shorter since."""
+        try:
+            while sum(self._shorten(axis) for axis in axes):
+                continue
+        except _TimeIsOver:
+            self.found.is_complete = False
+
+    def _shorten(self, axis: Axis) -> bool:
+        before = axis.length(self.found.call)
+        for first, end in _guesses(axis, self.found):
+            if end - first < axis.length(self.found.call) and self._fails(axis, first, end):
+                break
+        step = axis.length(self.found.call) - 1
+        while step:
+            length = axis.length(self.found.call)
+            if self._fails(axis, step, length) or self._fails(axis, 0, length - step):
+                step = min(step, axis.length(self.found.call) - 1)
+            else:
+                step //= 2
+        return axis.length(self.found.call) < before
+
+    def _fails(self, axis: Axis, first: int, end: int) -> bool:
+        """Try a part, and go on from it if the failure is still there."""
+        found = self.found
+        part = axis.take(found.call, first, end)
+        if part is None:
+            return False
+        if self._clock() >= self._deadline:
+            raise _TimeIsOver
+        begin, _ = found.kept.get(axis.name, (0, 0))
+        kept = (begin + first, begin + end)
+        self._report(f"{axis.name} {kept[0]}-{kept[1] - 1}")
+        found.trials += 1
+        outcome = self._run(part)
+        if not outcome.is_like(found.outcome):
+            return False
+        found.call, found.outcome = part, outcome
+        found.kept[axis.name] = kept
+        found.is_derived = found.is_derived or not axis.is_exact
+        return True
+
+
+def _guesses(axis: Axis, found: Smallest) -> Iterator[Range]:
+    """Where the errors are largest."""
+    call, worst, where = found.call, found.outcome.worst_row, found.outcome.where
+    places: list[tuple[int, int, Range]] = []
+    if worst is not None:
+        places.append((worst[0], worst[1], (worst[2], worst[2] + 1)))
+    if where is not None:
+        places.append((*where.head, (where.queries[0], where.queries[1] + 1)))
+    for batch, head, queries in places:
+        if axis.name == "sequences" and call.cu_seqlens_q is None:
+            yield batch, batch + 1
+        elif axis.name == "key heads":
+            group = head // (call.shape.q_heads // call.shape.kv_heads)
+            yield group, group + 1
+        elif axis.name == "queries":
+            yield queries

@@ -1,0 +1,286 @@
+"""`reproduce.py`: a kernel's failure, shown with PyTorch, safetensors and its library alone.
+
+Beside it lie the call, what it should return and how far from that is allowed (`EXPECTED`), and the
+files of a kernel that is in no library (`kernel/`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import indent
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from attention_replay import Error
+from capture.call import AttentionCall
+from capture.variant import VARIANT_TENSORS
+from replay.accuracy.judge import Expected
+from replay.accuracy.thresholds import Thresholds
+from replay.kernels.own_files import own_files
+from replay.reproduce.plain_call import PlainCall
+from replay.reproduce.trials import Outcome
+
+SCRIPT = "reproduce.py"
+EXPECTED = "expected.safetensors"
+KERNEL = "kernel"
+"""The folder of a kernel's own files."""
+
+
+class ScriptError(Error):
+    """No script shows the failure; the message says why."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a script is about."""
+
+    kernel: str
+    plain: PlainCall
+    call: AttentionCall
+    file: str
+    """The call's file, beside the script."""
+    outcome: Outcome
+    device: torch.device
+    timeout: float
+    """Seconds after which a kernel hangs."""
+
+
+def write_script(shown: Shown, directory: Path, stored: Path, thresholds: Thresholds) -> None:
+    """Write the script and what it needs beside the call.
+
+    Args:
+        stored: the file that `replay.reproduce.plain_call` wrote.
+
+    Raises:
+        ScriptError: the kernel cannot be run without this project.
+    """
+    if shown.plain.impossible:
+        raise ScriptError(f"no source can say {shown.plain.impossible}")
+    constants = _write_expected(shown, directory / EXPECTED, stored, thresholds)
+    copied = _copy_kernel(shown, directory / KERNEL)
+    (directory / SCRIPT).write_text(_source(shown, constants, copied), encoding="utf-8")
+
+
+def _write_expected(
+    shown: Shown, path: Path, stored: Path, thresholds: Thresholds
+) -> dict[str, float]:
+    """Write what the judge compares with; the limits that are one number, by name."""
+    outcome, chosen = shown.outcome, None
+    tensors = load_file(stored) if stored.exists() else {}
+    if outcome.accuracy_class == "sparse":
+        chosen = load_file(f"{stored}.chosen")["chosen"].to(shown.device)
+    expected = Expected.of(shown.call.to(shown.device), chosen)
+    tensors["output"] = expected.reference
+    constants: dict[str, float] = {}
+    if outcome.accuracy_class == "quantised":
+        by = thresholds.quantised
+        constants["MINIMUM_COSINE"] = by.minimum_cosine
+        largest, noise = by.maximum_relative_l1, expected.quantised
+        if noise is not None:
+            largest = min(largest, noise.whole_limit(by))
+            tensors |= {"heads": noise.head_limits(by), "rows": noise.row_limits(by)}
+        constants["LARGEST_RELATIVE_L1"] = largest
+    else:
+        factors = thresholds.sparse if chosen is not None else thresholds.exact
+        constants["LARGEST_ERROR"] = expected.tolerance.limit(factors)
+        if expected.tolerance.rows is not None:
+            tensors["rows"] = expected.tolerance.rows.limits(factors)
+    save_file({name: each.cpu().contiguous() for name, each in tensors.items()}, path)
+    return constants
+
+
+def _copy_kernel(shown: Shown, folder: Path) -> tuple[str, ...]:
+    """Copy the files of a kernel that no library has; their names."""
+    user, _, function = shown.kernel.rpartition(":")
+    if function and user.endswith(".py"):
+        path = Path(user).resolve()
+        files: dict[str, Path | None] = dict(own_files(path, path.parent, _OUR_PACKAGES))
+    else:
+        modules = [line.split()[1] for line in shown.plain.imports]
+        ours = [name.replace(".", "/") for name in modules if name.split(".")[0] in _OUR_PACKAGES]
+        root = Path(__file__).resolve().parents[2]
+        files = {name: path for each in ours for name, path in own_files(root / f"{each}.py", root)}
+        for name in list(files):  # packages, without what ours import
+            files.update((str(parent / "__init__.py"), None) for parent in Path(name).parents[:-1])
+    for name, source in files.items():
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(b"" if source is None else source.read_bytes())
+    return tuple(files)
+
+
+_OUR_PACKAGES = ("attention_replay", "capture", "replay")
+
+
+def _source(shown: Shown, constants: dict[str, float], copied: tuple[str, ...]) -> str:
+    plain, outcome, call = shown.plain, shown.outcome, shown.call
+    inputs = [name for name in call.tensors() if name != "output"]
+    dimensions = {name: VARIANT_TENSORS[name] for name in inputs if name in VARIANT_TENSORS}
+    columns = call.value.shape[-1] if call.value_is_in_key else 0
+    result = [f"return {plain.result}"] if plain.result else []
+    return _TEMPLATE.format(
+        kernel=shown.kernel,
+        shape=call.shape,
+        dtype=call.dtype,
+        status=outcome.status,
+        needs=", ".join(filter(None, ["torch", "safetensors", plain.library])),
+        watch=_WATCHES.get(outcome.status, "").format(seconds=shown.timeout),
+        path=_FOLDER if copied else "",
+        imports="".join(f"{line}\n" for line in plain.imports if line != "import torch"),
+        device=shown.device,
+        file=shown.file,
+        limits="".join(f"{name} = {value!r}\n" for name, value in constants.items()),
+        parameters=", ".join([*inputs, "stored"]),
+        body=indent("\n".join([*plain.lines, *result]), "    "),
+        dimensions=dimensions,
+        in_key=f'    found["value"] = found["key"][..., :{columns}]\n' if columns else "",
+        verdict=_QUANTISED if outcome.accuracy_class == "quantised" else _EXACT,
+    )
+
+
+_FOLDER = """\
+sys.path.insert(0, str(HERE / "kernel"))  # the kernel's own files
+if importlib.util.find_spec("replay") is None:  # where a user's kernel may be registered
+    sys.modules["replay"] = types.ModuleType("replay")
+    sys.modules["replay"].register_kernel = lambda *_, **__: lambda function: function
+"""
+
+_WATCHES = {
+    "crash": """
+if child := os.fork():  # the kernel ends its process, so this one watches
+    status = os.waitpid(child, 0)[1]
+    if os.WIFSIGNALED(status):
+        print(f"FAILS: the process was ended by {{signal.Signals(os.WTERMSIG(status)).name}}")
+        sys.exit(1)
+    sys.exit(os.WEXITSTATUS(status))
+""",
+    "timeout": """
+faulthandler.dump_traceback_later({seconds:g}, exit=True)  # the kernel hangs: exits with 1 then
+""",
+}
+
+_EXACT = """\
+    failed = LARGEST_ERROR < float(error.abs().max())
+    print(f"max abs error {float(error.abs().max()):.3g}, {LARGEST_ERROR:.3g} is allowed")
+"""
+
+_QUANTISED = """\
+    cosine = float((output * expected).sum() / (output.norm() * expected.norm()))
+    relative_l1 = float(error.abs().sum() / expected.abs().sum())
+    failed = not (cosine >= MINIMUM_COSINE and relative_l1 <= LARGEST_RELATIVE_L1)
+    print(f"cosine {cosine:.5f}, at least {MINIMUM_COSINE} is asked")
+    print(f"relative L1 {relative_l1:.3g}, {LARGEST_RELATIVE_L1:.3g} is allowed")
+    if "heads" in limits:
+        heads = error.abs().sum((2, 3)) / expected.abs().sum((2, 3))
+        failed = failed or bool((heads > limits["heads"]).any())
+        print(f"worst head: relative L1 {float(heads.max()):.3g}")
+"""
+
+_TEMPLATE = '''\
+"""{kernel} on one attention call, {shape} (B, H, S, D) in {dtype}: {status}.
+
+Needs {needs}. Exits with 1 as long as the kernel fails, with 0 when it does not.
+`attention` is what is called; the rest loads the call and compares.
+"""
+
+import faulthandler
+import importlib.util
+import json
+import os
+import signal
+import sys
+import types
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+{path}{watch}
+import torch
+import torch.nn.attention
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+{imports}
+DEVICE = torch.device("{device}")
+DTYPE = {dtype}
+CALLS = 3
+{limits}
+
+def attention({parameters}):
+{body}
+
+
+def load():
+    """The recorded tensors, with the strides that they had in the model."""
+    with safe_open(HERE / "{file}", "pt") as file:
+        layouts = json.loads(file.metadata()["attention-replay"])["layouts"]
+        found = {{name: restored(file.get_tensor(name), **layouts[name]) for name in layouts}}
+    for name, dimensions in {dimensions}.items():
+        found[name] = found[name][(0,) * (4 - dimensions)]
+{in_key}    found.pop("output", None)
+    return found
+
+
+def restored(values, size, stride, order):
+    if order:
+        values = values.permute([order.index(dim) for dim in range(4)])
+    sizes = [1 if step == 0 else length for length, step in zip(size, stride)]
+    memory = torch.empty_strided(sizes, stride, dtype=values.dtype, device=DEVICE)
+    return memory.copy_(values).expand(size)
+
+
+def fails(output, limits):
+    """Compare with attention in high precision; print the worst error and where it is."""
+    expected = limits["output"].double()
+    if output.shape != expected.shape or output.dtype != DTYPE:
+        print(f"returned {{list(output.shape)}} in {{output.dtype}}, not {{list(expected.shape)}}")
+        return True
+    output = output.detach().cpu().double()
+    agreed = (output == expected) | (output.isnan() & expected.isnan())
+    odd = ~(output.isfinite() & expected.isfinite()) & ~agreed
+    if odd.any():
+        place = odd.nonzero()[0].tolist()
+        print(f"{{int(odd.sum())}} elements are NaN or infinite, the first at {{place}}")
+        return True
+    same = agreed & ~output.isfinite()
+    output, expected = output.masked_fill(same, 0), expected.masked_fill(same, 0)
+    error = output - expected
+{verdict}    rows = error.norm(dim=-1)
+    allowed = limits.get("rows", torch.full_like(rows, float("inf"))).nan_to_num(float("inf"))
+    share = torch.where(rows > 0, rows / allowed, 0)
+    failed = failed or bool((share > 1).any())
+    worst = share if share.any() else rows
+    batch, head, query = (int(each[0]) for each in torch.where(worst == worst.max()))
+    row, most = float(rows[batch, head, query]), float(allowed[batch, head, query])
+    print(f"worst row: batch {{batch}}, head {{head}}, query {{query}}: "
+          f"error {{row:.3g}}, {{most:.3g}} is allowed")
+    return failed
+
+
+def main():
+    limits = load_file(HERE / "expected.safetensors")
+    stored = {{name: each.to(DEVICE) for name, each in limits.items()}}
+    for number in range(CALLS):
+        inputs = load()
+        memory = [torch.full_like(limits["output"], float("nan"), dtype=DTYPE, device=DEVICE)
+                  for _ in range(4)]
+        del memory  # what the kernel does not write is NaN
+        try:
+            with torch.no_grad():
+                output = attention(**inputs, stored=stored)
+            if DEVICE.type == "cuda":
+                torch.cuda.synchronize()
+        except Exception as error:
+            print(f"FAILS: {{type(error).__name__}}: {{error}}")
+            return 1
+        if fails(output, limits):
+            print(f"FAILS: wrong in call {{number + 1}} of {{CALLS}}")
+            return 1
+    print("does not fail")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+'''

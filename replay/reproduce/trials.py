@@ -1,0 +1,146 @@
+"""Whether a kernel fails on a call: it runs in a worker, and is judged outside of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from attention_replay import Error
+from capture.call import AttentionCall
+from capture.storage.call_file import PackedCall
+from replay.bench.settings import Settings, WorkerOptions
+from replay.reproduce.crop import storable
+from replay.rows.files import rebuilt
+from replay.rows.row import AccuracyClass, Row, Status, Where
+from replay.workers.judge import Hearing, Judge
+from replay.workers.process import CannotStart, Died, Process, judge_process
+from replay.workloads.recorded import Workload, recorded_call
+
+FAILURES = ("inaccurate", "error", "crash", "timeout")
+"""Statuses that are failures of a kernel."""
+
+
+class TrialError(Error):
+    """A kernel could not be tried; the message says why."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a kernel did on a call."""
+
+    status: Status
+    reason: str
+    accuracy_class: AccuracyClass = "exact"
+    where: Where | None = None
+    """Where its errors are largest, if it returned something."""
+    worst_row: tuple[int, int, int] | None = None
+    """(batch element, head, query)."""
+
+    @property
+    def fails(self) -> bool:
+        return self.status in FAILURES
+
+    def is_like(self, other: Outcome) -> bool:
+        """Whether both are the same failure: of one status, and of one exception."""
+        return self.status == other.status and self._exception == other._exception
+
+    @property
+    def _exception(self) -> str:
+        name, colon, _ = self.reason.partition(":")
+        return name if self.status == "error" and colon and name.isidentifier() else ""
+
+
+class Trials:
+    """One kernel, on calls in memory.
+
+    Args:
+        settings: of the replay; nothing but this kernel runs, as few times as a replay may.
+        scratch: a directory for the calls.
+    """
+
+    def __init__(
+        self, kernel: str, settings: Settings, worker: Process, judge: Judge, scratch: Path
+    ) -> None:
+        self._kernel = kernel
+        self._settings = replace(settings, baseline=kernel)
+        self._worker = worker
+        self._judge = judge
+        self._path = scratch / "trial.safetensors"
+
+    def on(self, call: AttentionCall) -> Outcome:
+        """What the kernel does on a call.
+
+        Raises:
+            TrialError: a process does not start, or the call cannot be worked on.
+        """
+        return self.of(recorded_call(PackedCall.of(storable(call)).write(self._path)))
+
+    def of(self, workload: Workload) -> Outcome:
+        """What the kernel does on a recorded call.
+
+        Raises:
+            TrialError: a process does not start, or the call cannot be worked on.
+        """
+        self._judge.expect(workload, self._settings)
+        hearing = Hearing(self._judge, workload, self._settings)
+        rows: list[Row] = []
+        try:
+            for message in self._worker.ask(
+                do="replay",
+                workload=workload.source,
+                kernels=[self._kernel],
+                settings=self._settings.to_json(),
+                options=WorkerOptions(in_worker=True, spool=self._judge.spool).to_json(),
+            ):
+                if "row" in message:
+                    rows.append(rebuilt(Row, message["row"]))
+                elif "judge" in message:
+                    self._worker.tell(**hearing.answer(message["judge"]))
+                elif reason := message.get("unreadable") or message.get("failed"):
+                    raise TrialError(reason)
+        except CannotStart as error:
+            raise TrialError(f"{self._worker.python} does not work: {error}") from error
+        except Died as death:
+            if death.kernel != self._kernel:
+                doing = death.kernel or "starting"
+                raise TrialError(f"{workload.name}: {death.reason} while {doing}") from death
+            return Outcome(death.status, death.reason)
+        for row in rows:
+            if row.kernel == self._kernel:
+                return _outcome(row, hearing.objection(row))
+        raise TrialError(f"{workload.name}: {rows[0].reason if rows else 'no row came back'}")
+
+
+def _outcome(row: Row, objection: str) -> Outcome:
+    if objection:
+        return Outcome("error", objection)
+    accuracy = row.accuracy
+    if accuracy is None:
+        return Outcome(row.status, row.reason, row.accuracy_class or "exact")
+    errors = accuracy.chosen or accuracy.reference
+    return Outcome(
+        row.status, row.reason, row.accuracy_class or "exact", accuracy.where, errors.worst_row
+    )
+
+
+@contextmanager
+def trials(
+    kernel: str,
+    settings: Settings,
+    timeout: float,
+    scratch: Path,
+    python: str = sys.executable,
+) -> Iterator[Trials]:
+    """Trials in a worker and beside a judge of their own, which end with the `with` block."""
+    judge, worker = Judge(judge_process(timeout)), Process(python, timeout)
+    try:
+        worker.start()
+        yield Trials(kernel, settings, worker, judge, scratch)
+    except Died as death:  # the judge itself
+        raise TrialError(f"the process that judges: {death}") from death
+    finally:
+        worker.close()
+        judge.close()

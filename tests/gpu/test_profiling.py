@@ -1,0 +1,37 @@
+"""The command that `--ncu` prints profiles the kernels of that call, and no other.
+
+Run it alone, where Nsight Compute may read counters: `pytest tests/gpu/test_profiling.py`.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.skipif(shutil.which("ncu") is None, reason="needs Nsight Compute"),
+]
+
+SHAPE = ["--random", "-b", "1", "-hq", "8", "-sq", "1024", "-d", "64"]
+
+
+@pytest.mark.parametrize(("kernel", "name"), [("torch-flash", "flash"), ("triton-fa2", "")])
+def test_only_the_kernels_of_the_call_are_profiled(kernel: str, name: str) -> None:
+    command = [sys.executable, "-m", "replay", *SHAPE, "--kernels", kernel, "--ncu"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    profiler, *others = shlex.split(printed)
+    # Clocks are left as they are: other work on the machine is measured by them.
+    run = [profiler, "--clock-control", "none", *others]
+    done = subprocess.run(run, capture_output=True, text=True, check=False)
+    if "ERR_NVGPUCTRPERM" in done.stdout + done.stderr:
+        pytest.skip("the driver lets no user read counters here")
+    assert done.returncode == 0, done.stdout + done.stderr
+    profiled = [line.strip() for line in done.stdout.splitlines() if ", Context " in line]
+    assert len(profiled) == 1, profiled
+    assert name in profiled[0]

@@ -1,0 +1,72 @@
+"""`--ncu` and `--once`: one kernel on one call."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from replay.cli.profiling import WARM_UP
+from replay.kernels.registry import Kernel
+
+RunCli = Callable[..., tuple[int, str, str]]
+SHAPE = ("--random", "-sq", "16", "-hq", "2", "-d", "32", "--device", "cpu")
+
+
+def test_the_command_runs_the_same_arguments_once(run_cli: RunCli) -> None:
+    code, out, err = run_cli(*SHAPE, "--kernels", "torch-math", "--ncu")
+    assert (code, err) == (0, "")
+    command = shlex.split(out)
+    assert command[:3] == ["ncu", "--profile-from-start", "off"]
+    ours = command.index(sys.executable)
+    assert command[ours + 1 : ours + 3] == ["-m", "replay"]
+    given = command[ours + 3 :]
+    assert given == [*SHAPE, "--kernels", "torch-math", "--once"]
+    assert run_cli(*given) == (0, "", "")
+
+
+def test_a_recorded_call(run_cli: RunCli, recorded: Path) -> None:
+    given = ("--dir", str(recorded), "--device", "cpu", "--kernels", "torch-math")
+    code, out, err = run_cli(*given, "--ncu")
+    assert (code, out) == (2, "")
+    assert err == (
+        "replay: a profile is of one kernel on one call, and this is 1 × 3 of them: name one with "
+        "--kernels, and one with --call\n"
+    )
+    assert run_cli(*given, "--call", "model-000001", "--once")[0] == 0
+    assert run_cli(*given, "--call", "model-000001", "--ncu")[0] == 0
+
+
+def test_nothing_but_the_kernel_runs(run_cli: RunCli, kernels: Callable[..., Kernel]) -> None:
+    calls = []
+
+    def mine(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
+        calls.append(torch.is_grad_enabled())
+        return scaled_dot_product_attention(query, key, value, *others, **options)
+
+    kernels("mine", mine)
+    assert run_cli(*SHAPE, "--kernels", "mine", "--once") == (0, "", "")
+    assert calls == [False] * (WARM_UP + 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ("--ncu", "a profile is of one kernel on one call"),
+        ("--ncu --once --kernels torch-math", "--ncu prints the command that runs --once"),
+        ("--ncu --watch --kernels a.py:f", "--ncu is about one kernel, run once in one process: "),
+        ("--once --env x=python --kernels torch-math", "--once is about one kernel, run once"),
+        ("--once --kernels torch-cudnn", "torch-cudnn cannot run "),
+    ],
+)
+def test_what_is_no_profile_is_refused(run_cli: RunCli, given: str, sentence: str) -> None:
+    code, out, err = run_cli(*SHAPE, *given.split())
+    assert (code, out) == (2, "")
+    assert err.startswith(f"replay: {sentence}")

@@ -1,0 +1,166 @@
+"""`replay reproduce`: kernels with planted faults, shown where this project cannot be imported."""
+
+from __future__ import annotations
+
+import shutil
+import site
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from capture.cli.main import main as capture
+from capture.storage.call_file import PackedCall
+from capture.storage.dataset import Dataset, load
+from tests.factories import random_call
+
+RunCli = Callable[..., tuple[int, str, str]]
+PLANTED = Path(__file__).parents[1] / "reproduce" / "planted.py"
+ALONE = f"""
+import runpy, sys
+try:
+    import replay
+except ImportError:
+    sys.path += {site.getsitepackages()!r}
+    sys.argv = ["reproduce.py"]
+    runpy.run_path("reproduce.py", run_name="__main__")
+sys.exit("this project can be imported")
+"""
+"""Runs a script with what is installed, and without what editable installations add to the path."""
+
+
+class Planted(NamedTuple):
+    """What is left of a call of 2 × 4/2 heads, 9 queries and 21 keys."""
+
+    status: str
+    shape: tuple[int, ...]
+    is_derived: bool = True
+
+
+FAULTS = {
+    "head": Planted("inaccurate", (1, 2, 1, 1, 1)),
+    "row": Planted("inaccurate", (1, 2, 1, 6, 1)),
+    "key_block": Planted("inaccurate", (1, 2, 1, 1, 17)),
+    "odd_length": Planted("error", (1, 2, 1, 1, 1)),
+    "crash": Planted("crash", (1, 2, 1, 1, 17)),
+}
+QUICK = ("head", "crash")
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with one call, beside the file of the kernels."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copyfile(PLANTED, "planted.py")
+    Path("factors.py").write_text("WRONG_FACTOR = 1.5\n")
+    directory = tmp_path / "recorded"
+    directory.mkdir()
+    call = random_call(
+        batch=2, q_heads=4, kv_heads=2, kv_len=21, with_output=True, origin={"module": "layers.0"}
+    )
+    entry = PackedCall.of(call).write(directory / "model-000000.safetensors")
+    Dataset(directory, [entry], []).save_manifest()
+    return directory
+
+
+def command(kernel: str, *others: str) -> tuple[str, ...]:
+    call = ("--dir", "recorded", "--call", "model-000000", "--kernel", kernel)
+    return ("reproduce", *call, "--out", "bug", "--device", "cpu", *others)
+
+
+def run_alone() -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-I", "-S", "-c", ALONE],
+        cwd="bug",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in FAULTS]
+)
+@pytest.mark.usefixtures("recorded")
+def test_a_planted_fault_is_shown_without_this_project(run_cli: RunCli, fault: str) -> None:
+    planted = FAULTS[fault]
+    code, out, err = run_cli(*command(f"planted.py:{fault}"))
+    assert (code, err) == (0, "")
+    assert f"planted.py:{fault} is {planted.status}" in out
+    (call,) = load("bug")
+    assert call.shape[:5] == planted.shape
+    assert call.output is not None
+    assert ("recomputed" in call.origin.derived) == planted.is_derived
+    alone = run_alone()
+    assert alone.returncode == 1, alone.stdout + alone.stderr
+    assert "FAILS" in alone.stdout
+    assert not alone.stderr
+    assert f"planted.py:{fault}: {planted.status}" in Path("bug/README.md").read_text()
+    if fault == "head":
+        assert "worst row: batch 0, head 1, query 0" in alone.stdout
+        Path("bug/kernel/factors.py").write_text("WRONG_FACTOR = 1.0\n")
+        mended = run_alone()
+        assert mended.returncode == 0
+        assert mended.stdout.endswith("does not fail\n")
+
+
+@pytest.mark.usefixtures("recorded")
+def test_a_dataset_of_a_part_says_so(run_cli: RunCli, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run_cli(*command("planted.py:head", "--max-seconds", "0.2"))
+    assert code == 0
+    assert "--max-seconds ended the search" in out
+    for option, text in (("--show", "(derived: sequence"), ("--verify", "; derived: sequence")):
+        with pytest.raises(SystemExit) as ended:
+            capture([option, "bug"])
+        assert ended.value.code == 0
+        assert text in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.usefixtures("recorded")
+def test_a_kernel_that_does_not_fail_writes_nothing(run_cli: RunCli) -> None:
+    code, out, err = run_cli(*command("planted.py:right"))
+    assert (code, err) == (1, "")
+    assert out.startswith("planted.py:right does not fail on model-000000, it is ok")
+    assert not Path("bug").exists()
+
+
+@pytest.mark.usefixtures("recorded")
+def test_kernels_of_pytorch_need_no_file(run_cli: RunCli) -> None:
+    """Judged so strictly that none is right."""
+    Path("strict.toml").write_text("[exact]\nrounding_factor = 1e-9\nsame_dtype_factor = 1e-9\n")
+    code, _, err = run_cli(*command("torch-math", "--tolerances", "strict.toml"))
+    assert (code, err) == (0, "")
+    assert not Path("bug/kernel").exists()
+    assert "SDPBackend.MATH" in Path("bug/reproduce.py").read_text()
+    assert run_alone().returncode == 1
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("recorded")
+def test_an_adapter_that_compiles_is_brought_along(run_cli: RunCli) -> None:
+    Path("strict.toml").write_text("[exact]\nrounding_factor = 1e-9\nsame_dtype_factor = 1e-9\n")
+    given = ("--tolerances", "strict.toml", "--max-seconds", "1")
+    code, _, err = run_cli(*command("flex", *given))
+    assert (code, err) == (0, "")
+    assert Path("bug/kernel/replay/kernels/adapters/flex.py").is_file()
+    assert run_alone().returncode == 1
+
+
+@pytest.mark.usefixtures("recorded")
+def test_wrong_arguments_are_one_sentence(run_cli: RunCli) -> None:
+    Path("full").mkdir()
+    Path("full/file").touch()
+    for changed, sentence in (
+        (("--out", "full"), "replay: --out full is not empty: name another directory\n"),
+        (("--out", "no/where"), "replay: --out no/where: create the directory that it lies in"),
+        (("--out", "planted.py"), "replay: --out planted.py is a file: name a directory\n"),
+        (("--call", "other"), "replay: no call 'other' was recorded: "),
+        (("--kernel", "planted.py:hea"), "replay: no kernel 'planted.py:hea': "),
+        (("--env", "x"), "replay: --env x: write NAME=PATH/TO/python\n"),
+    ):
+        code, out, err = run_cli(*command("planted.py:right", *changed))
+        assert (code, out) == (2, "")
+        assert err.startswith(sentence)

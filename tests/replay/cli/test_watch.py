@@ -1,0 +1,133 @@
+"""`--watch`: which files are watched, when a change counts, and what is printed then."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from attention_replay import Error
+from replay.cli import watch
+from replay.cli.watch import Files
+from replay.rows.row import Row
+from replay.workers import process
+from tests.factories import row
+
+RunCli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def _kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "")
+    Path("mine.py").write_text("import beside\nimport torch\n")
+    Path("beside.py").write_text("from package import tiles\n")
+    Path("package").mkdir()
+    Path("package/__init__.py").touch()
+    Path("package/tiles.py").write_text("")
+    Path("unrelated.py").write_text("")
+
+
+def edits(*steps: Callable[[], object]) -> Callable[[float], None]:
+    """A `sleep` that does one thing each time; nothing changes once all is done."""
+    left = iter(steps)
+
+    def sleep(_: float) -> None:
+        next(left, lambda: None)()
+
+    return sleep
+
+
+def write(path: str, text: str) -> Callable[[], object]:
+    return lambda: Path(path).write_text(text)
+
+
+@pytest.mark.parametrize(
+    "path", ["mine.py", "beside.py", "package/tiles.py", "package/__init__.py"]
+)
+def test_a_kernels_own_files_count(path: str) -> None:
+    sleep = edits(write("unrelated.py", "1"), write(path, "import beside, package.tiles  # new"))
+    assert Files([Path("mine.py")]).wait(sleep) == [Path(path).name]
+
+
+def test_a_file_that_is_still_being_written_is_waited_for() -> None:
+    looks = []
+    more = [write("mine.py", "import beside\n" + "#" * length) for length in range(4)]
+    sleep = edits(*more, lambda: looks.append("stable"))
+    assert Files([Path("mine.py")]).wait(sleep) == ["mine.py"]
+    assert looks == ["stable"]
+
+
+def test_a_file_that_an_editor_replaces_is_not_missed() -> None:
+    sleep = edits(
+        lambda: Path("mine.py").unlink(), lambda: None, write("mine.py", "import beside, torch")
+    )
+    assert Files([Path("mine.py")]).wait(sleep) == ["mine.py"]
+
+
+def test_what_a_broken_file_imported_still_counts() -> None:
+    files = Files([Path("mine.py")])
+    assert files.wait(edits(write("mine.py", "import beside\ndef mine(:"))) == ["mine.py"]
+    assert files.wait(edits(write("beside.py", "VALUE = 2"))) == ["beside.py"]
+
+
+def test_a_change_while_it_ran_counts() -> None:
+    files = Files([Path("mine.py")])
+    Path("mine.py").write_text("changed during the replay")
+    assert files.wait(edits()) == ["mine.py"]
+
+
+def test_every_run_is_compared_with_the_one_before(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A failure of the command itself is a sentence, and the watching goes on."""
+    monkeypatch.setattr(process, "first_processes", lambda timeout: _nothing())
+    monkeypatch.setattr(Files, "wait", lambda self: ["mine.py"])
+    runs: Iterator[list[Row] | Exception] = iter(
+        [
+            [row("mine.py:f", ms=2.0)],
+            Error("no function 'f'"),
+            [row("mine.py:f", ms=1.0)],
+            [row("mine.py:f", status="error", reason="SyntaxError: invalid syntax")],
+            KeyboardInterrupt(),  # type: ignore[list-item]
+        ]
+    )
+
+    def replay(first: process.First) -> list[Row]:
+        found = next(runs)
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    arguments = argparse.Namespace(kernels="mine.py:f", timeout=1.0)
+    with pytest.raises(KeyboardInterrupt):
+        watch.watch(arguments, replay)
+    printed = capsys.readouterr()
+    lines = [line for line in printed.out.splitlines() if line.startswith("mine.py:f")]
+    assert lines == ["mine.py:f: 2 → 1 ms", "mine.py:f: no two times, ok → error"]
+    assert "replay: no function 'f'\n" in printed.err
+    assert os.environ["PYTHONDONTWRITEBYTECODE"] == "1"
+
+
+class _nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ("--kernels torch-math", "--watch waits for a file to change: give --kernels FILE.py:FUN"),
+        ("", "--watch waits for a file to change: give --kernels FILE.py:FUNCTION"),
+        ("--kernels mine.py:f --in-process", "--watch replays again and again: leave out --in-pr"),
+        ("--kernels mine.py:f --json -", "--watch shows tables: name a file in place of -"),
+    ],
+)
+def test_what_cannot_be_watched_is_refused(run_cli: RunCli, given: str, sentence: str) -> None:
+    code, out, err = run_cli("--random", "--watch", *given.split())
+    assert (code, out) == (2, "")
+    assert err.startswith(f"replay: {sentence}")

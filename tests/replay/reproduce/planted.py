@@ -1,0 +1,47 @@
+"""Kernels that are wrong in one place, as a user's file may hold them, with a module beside it."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from factors import WRONG_FACTOR
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from replay import register_kernel
+
+
+@register_kernel("planted-head", default=False)
+def head(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
+    output = scaled_dot_product_attention(query, key, value, *others, **options)
+    output[:, 1] *= WRONG_FACTOR
+    return output
+
+
+def row(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
+    output = scaled_dot_product_attention(query, key, value, *others, **options).clone()
+    output[:, :, 5:6] = 0
+    return output
+
+
+def key_block(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
+    key = key.clone()
+    key[:, :, 16:20] *= WRONG_FACTOR
+    return scaled_dot_product_attention(query, key, value, *others, **options)
+
+
+def odd_length(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
+    if key.shape[2] % 2:
+        raise ValueError(f"{key.shape[2]} keys")
+    return scaled_dot_product_attention(query, key, value, *others, **options)
+
+
+def crash(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
+    if key.shape[2] > 16:
+        ctypes.string_at(0)
+    return scaled_dot_product_attention(query, key, value, *others, **options)
+
+
+def right(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
+    return scaled_dot_product_attention(query, key, value, *others, **options)

@@ -1,0 +1,112 @@
+"""The smallest part of a call: what is found for kernels that are wrong in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from capture.call import AttentionCall
+from replay.reproduce.minimise import minimise
+from replay.reproduce.trials import Outcome
+from replay.rows.row import Where
+from tests.factories import random_call
+
+WRONG = Outcome("inaccurate", "max abs error 1")
+RIGHT = Outcome("ok", "")
+CALL = random_call(batch=3, q_heads=8, kv_heads=4, q_len=40, kv_len=50, with_output=True)
+
+
+def kernel(fails: Callable[[AttentionCall], bool]) -> Callable[[AttentionCall], Outcome]:
+    return lambda call: WRONG if fails(call) else RIGHT
+
+
+def has(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a row of D numbers is among others."""
+    return bool((other == tensor).all(dim=-1).any())
+
+
+def test_one_key_head_one_query_and_one_key() -> None:
+    query, key = CALL.query[1, 5, 17], CALL.key[1, 2, 33]
+    found = minimise(
+        CALL, WRONG, kernel(lambda call: has(query, call.query) and has(key, call.key)), 60.0
+    )
+    assert found.call.shape == (1, 2, 1, 1, 1, 32, 32)
+    assert torch.equal(found.call.query[0, 1, 0], query)
+    assert torch.equal(found.call.key[0, 0, 0], key)
+    assert found.kept["key heads"] == (2, 3)
+    assert found.kept["queries"] == (17, 18)
+    assert found.is_derived
+    assert found.call.output is None
+    assert found.is_complete
+
+
+def test_what_needs_all_keys_keeps_its_recorded_output() -> None:
+    query = CALL.query[2, 0, 39]
+    fails = kernel(lambda call: has(query, call.query) and call.shape.kv_len == 50)
+    found = minimise(CALL, WRONG, fails, 60.0)
+    assert not found.is_derived
+    assert found.call.output is not None
+    assert CALL.output is not None
+    assert torch.equal(found.call.output, CALL.output[2:3, 0:2, 39:40])
+
+
+def test_a_length_that_must_be_odd_and_above_a_block() -> None:
+    call = random_call(q_len=41, kv_len=50)
+    fails = kernel(lambda call: call.shape.q_len % 2 == 1 and call.shape.q_len > 16)
+    found = minimise(call, WRONG, fails, 60.0)
+    assert found.call.shape.q_len == 17
+    assert found.call.shape.kv_len == 1
+
+
+def test_another_failure_is_not_followed() -> None:
+    """Short calls raise, which is not what the whole call did."""
+
+    def run(call: AttentionCall) -> Outcome:
+        return WRONG if call.shape.q_len > 7 else Outcome("error", "ValueError: too short")
+
+    found = minimise(CALL, WRONG, run, 60.0)
+    assert found.call.shape.q_len == 8
+    assert found.outcome == WRONG
+
+
+def test_exceptions_are_told_apart_by_their_names() -> None:
+    error = Outcome("error", "ValueError: length 9")
+    assert error.is_like(Outcome("error", "ValueError: length 3"))
+    assert not error.is_like(Outcome("error", "TypeError: length 9"))
+    assert not error.is_like(Outcome("crash", "ValueError: length 9"))
+
+
+def test_the_worst_place_is_tried_first() -> None:
+    tried = []
+
+    def run(call: AttentionCall) -> Outcome:
+        tried.append(call.shape)
+        return RIGHT
+
+    where = Where(1.0, 0.0, (1, 6), (3, 4), ((0.0,),))
+    minimise(CALL, Outcome("inaccurate", "", "exact", where, (2, 0, 31)), run, 60.0)
+    assert tried[0] == (1, 8, 4, 40, 50, 32, 32)
+    seen = [shape for shape in tried if shape.q_len in (1, 2)]
+    assert [shape.q_len for shape in seen[:2]] == [1, 2]
+
+
+def test_the_search_ends_in_time() -> None:
+    now = iter(range(1000))
+    found = minimise(CALL, WRONG, kernel(lambda call: True), 3, clock=lambda: next(now))
+    assert not found.is_complete
+    assert 0 < found.trials <= 3
+
+
+def test_lengths_are_left_out_that_are_no_halves() -> None:
+    """An odd length stays odd: two at a time, down to one."""
+    call = random_call(q_len=1, kv_len=21)
+    found = minimise(call, WRONG, kernel(lambda call: call.shape.kv_len % 2 == 1), 60.0)
+    assert found.call.shape.kv_len == 1
+
+
+def test_progress_names_what_is_tried() -> None:
+    lines: list[str] = []
+    minimise(CALL, WRONG, kernel(lambda call: call.shape.batch == 3), 60.0, lines.append)
+    assert lines[0] == "sequences 2-2"
+    assert any(line.startswith("queries") for line in lines)
