@@ -8,6 +8,7 @@ from pathlib import Path
 
 from capture.shape import Shape
 from capture.storage.call_file import FileEntry
+from capture.storage.joined_calls import JoinedCall
 from replay.bench.settings import Settings
 from replay.bench.stages import NO_ENERGY
 from replay.kernels.registry import Kernel
@@ -119,6 +120,13 @@ def _is_about(facts: CallFacts, workload: Workload) -> bool:
         here = (source["model"], sizes, spec["dtype"], spec["is_causal"], spec["mask"] == "none")
         shown = (facts.model, facts.shape, facts.dtype, facts.is_causal, facts.mask is None)
         return here == shown and facts.weights == random_weights(spec["distribution"])
+    if source.get("kind") == "joined":
+        entries = [
+            FileEntry.from_json(Path(source["directory"]), each) for each in source["entries"]
+        ]
+        whole = JoinedCall(tuple(entries)).origin
+        place = (whole.model, whole.module, whole.step, whole.call_index)
+        return place == (facts.model, facts.module, facts.step, facts.call_index)
     if source.get("kind") != "recorded":
         return True
     header = FileEntry.from_json(Path(source["directory"]), source["entry"]).header

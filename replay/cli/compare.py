@@ -14,7 +14,7 @@ from rich.console import Console
 
 from capture.printable import printable
 from replay.cli.comparison_arguments import parser
-from replay.cli.files import UsageError, opened, shared_file
+from replay.cli.files import UsageError, check_place, opened, shared_file
 from replay.comparison.baselines import as_run, is_file, load, location, machine_of, save
 from replay.comparison.comparison import Comparison, basis_of, compare, to_json
 from replay.comparison.conditions import Condition, failures, read_conditions
@@ -42,11 +42,12 @@ def run(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
     if wrong := _twice(arguments) or shared_file(arguments, ("spread",), WRITTEN):
         raise UsageError(wrong)
+    for option in WRITTEN:
+        check_place(getattr(arguments, option))
     conditions = read_conditions(arguments.fail_on)
     after = [_read(name) for name in arguments.after]
     machine = machine_of(after[-1].rows)
-    if arguments.save_baseline is not None:
-        location(arguments.save_baseline, machine)
+    _check_baseline(arguments.save_baseline, machine)
     before = _before(arguments.before, after[0])
     compared = [_compared(before, each, arguments.spread, arguments.of) for each in after]
     said = [sections(each) for each in compared]
@@ -62,8 +63,32 @@ def run(argv: Sequence[str]) -> int:
     taken = "-" in [getattr(arguments, name) for name in formats]
     print_all(said, Console(highlight=False, stderr=taken))
     if arguments.save_baseline is not None:
-        save(arguments.save_baseline, after[-1].rows, machine)
+        keep(arguments.save_baseline, after[-1].rows, machine)
     return exit_code(compared, conditions)
+
+
+def keep(name: str, rows: Sequence[Row], machine: Machine) -> None:
+    """Keep rows as a baseline, and say where.
+
+    Raises:
+        Error: it cannot be written.
+    """
+    path = save(name, rows, machine)
+    print(f"baseline {printable(name)} of {printable(machine.device)}: {path}", file=sys.stderr)
+
+
+def _check_baseline(name: str | None, machine: Machine) -> None:
+    """Find out before any work whether a baseline can be kept.
+
+    Raises:
+        ComparisonError: its name cannot be one.
+        UsageError: its file cannot be written.
+    """
+    if name is None:
+        return
+    path = location(name, machine)
+    if is_file(name):
+        check_place(path)
 
 
 class Earlier(NamedTuple):
@@ -82,8 +107,7 @@ def read_earlier(arguments: argparse.Namespace, machine: Machine) -> Earlier | N
         ComparisonError: an option cannot be used.
         RowsError: a file cannot be read.
     """
-    if arguments.save_baseline is not None:
-        location(arguments.save_baseline, machine)
+    _check_baseline(arguments.save_baseline, machine)
     if arguments.compare_to is None:
         return None
     earlier = load(arguments.compare_to, machine)

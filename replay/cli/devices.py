@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from capture.cli.arguments import OneSentenceParser
-from replay.cli.files import UsageError, opened
+from replay.cli.files import UsageError, check_place, opened
 from replay.comparison.baselines import as_run
 from replay.comparison.devices import across_devices
 from replay.comparison.matching import Run
@@ -50,6 +50,7 @@ def run(argv: Sequence[str]) -> int:
     written = arguments.markdown
     if written not in (None, "-") and Path(written).resolve() in map(_resolved, arguments.rows):
         raise UsageError(f"--markdown would overwrite {written}: name another file")
+    check_place(written)
     merged = across_devices([_read(name) for name in arguments.rows])
     with opened(written) as file:
         if file is not None:

@@ -83,10 +83,6 @@ def read_options(arguments: argparse.Namespace, device: str) -> ModelOptions:
             f"a plan is for one model, but {arguments.dir} contains {models}: capture each into "
             "its own directory (capture --out DIR)"
         )
-    if arguments.plan is not None and not Path(arguments.plan).absolute().parent.is_dir():
-        raise CheckError(f"cannot write {arguments.plan}: create its directory first")
-    if arguments.plan is not None and Path(arguments.plan).is_dir():
-        raise CheckError(f"cannot write {arguments.plan}: it is a directory, name a file")
     if plan is not None and plan.model not in [capture.model for capture in captures]:
         raise CheckError(
             f"{arguments.use_plan} is a plan for {plan.model}, but {arguments.dir} contains "

@@ -44,6 +44,23 @@ def opened(
             yield file
 
 
+def check_place(path: str | os.PathLike[str] | None) -> None:
+    """Find out, before any work, whether a file can be written; without a path, or `-`, it can.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    if path is None or os.fspath(path) == "-":
+        return
+    if os.path.isdir(path):
+        raise UsageError(f"cannot write {path}: it is a directory, name a file")
+    directory = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(directory):
+        raise UsageError(f"cannot write {path}: create its directory first")
+    if not os.access(path if os.path.exists(path) else directory, os.W_OK):
+        raise UsageError(f"cannot write {path}: it is write-protected, name another file")
+
+
 def shared_file(arguments: argparse.Namespace, read: Sequence[str], written: Sequence[str]) -> str:
     """Say which two options name one file, where at least one writes it; empty if none do.
 

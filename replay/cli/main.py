@@ -23,8 +23,8 @@ from replay.cli import comparison_arguments, profiling, watch
 from replay.cli.arguments import parser
 from replay.cli.device import device_of
 from replay.cli.end_to_end_arguments import misuse
-from replay.cli.files import UsageError, opened, shared_file
-from replay.cli.report import check_directory, check_place, draw
+from replay.cli.files import UsageError, check_place, opened, shared_file
+from replay.cli.report import check_directory, check_report, draw
 from replay.cli.stdout import reserved_stdout
 from replay.rows.fields import METRICS
 from replay.timing.defaults import CALLS_BEFORE_IN_MODELS, CPU_SECONDS, SECONDS
@@ -60,9 +60,14 @@ SUBCOMMANDS = {
 }
 """Whose `run(argv)` returns the exit code, by the first argument."""
 
-WRITTEN = ("json", "csv", "benchmark_json", "e2e_json", "plan", "save_output", "report", "plot")
+WRITTEN_FILES = ("json", "csv", "benchmark_json", "e2e_json", "plan", "report")
+WRITTEN = (*WRITTEN_FILES, "save_output", "plot")
 READ = ("use_plan", "text", "tolerances", "env_file", "spread")
 """Options that name files."""
+
+
+NOT_COMPARED = ("--rounds", "--max-seconds", "--max-noise", "--seed", "--resources")
+"""What rows do not say they were measured with, so that `--resume` cannot see it change."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -95,6 +100,8 @@ def _dispatch(arguments: argparse.Namespace, given: list[str]) -> int:
     wrong = wrong or watch.misuse(arguments) or profiling.misuse(arguments)
     if wrong := wrong or shared_file(arguments, READ, WRITTEN):
         raise UsageError(wrong)
+    for name in WRITTEN_FILES:
+        check_place(getattr(arguments, name))
     if arguments.selftest:
         return _selftest(arguments, device_of(arguments.device))
     if arguments.ncu or arguments.once:
@@ -167,7 +174,7 @@ def _replay(
     """The exit code and the rows."""
     device = device_of(arguments.device)
     if arguments.report:
-        check_place(Path(arguments.report))
+        check_report(Path(arguments.report))
     plots = None if arguments.plot is None else check_directory(arguments.plot)
 
     from replay.workers.environments import interpreters
@@ -283,6 +290,14 @@ def _run(
         path, machine = Path(arguments.json), describe(settings.device)
         rows, workloads = finished_rows(path, workloads, assigned, machine, settings)
         save_jsonl(rows, path)
+        if rows and not arguments.quiet:
+            count = len({row.call.name for row in rows})
+            kept = "1 call is" if count == 1 else f"{count} calls are"
+            print(
+                f"replay: {kept} kept as measured before, whatever {', '.join(NOT_COMPARED)} say "
+                f"now; {len(workloads)} to go",
+                file=sys.stderr,
+            )
 
     def collected(produced: Iterator[Row]) -> Iterator[Row]:
         for row in produced:
@@ -384,12 +399,12 @@ def _earlier(arguments: argparse.Namespace, device: torch.device) -> Earlier | N
 
 def _compare(earlier: Earlier | None, rows: list[Row], arguments: argparse.Namespace) -> int:
     """Compare with `--compare-to`, keep as `--save-baseline`; 1 if a `--fail-on` holds."""
-    from replay.cli.compare import compare_with
-    from replay.comparison.baselines import machine_of, save
+    from replay.cli.compare import compare_with, keep
+    from replay.comparison.baselines import machine_of
 
     code = 0 if earlier is None else compare_with(earlier, rows, _console(arguments))
     if arguments.save_baseline is not None:
-        save(arguments.save_baseline, rows, machine_of(rows))
+        keep(arguments.save_baseline, rows, machine_of(rows))
     return code
 
 

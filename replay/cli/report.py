@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from capture.cli.arguments import OneSentenceParser
 from capture.printable import printable
+from replay.cli.files import check_place, shared_file
 from replay.rows.files import RowsError, read_jsonl
 
 if TYPE_CHECKING:
@@ -55,10 +56,12 @@ def run(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
     if arguments.out is None and arguments.plot is None:
         raise ReportError("nothing to write: give -o FILE for a report, --plot DIR for charts")
+    if wrong := shared_file(arguments, (), ("out", "plot")):
+        raise ReportError(wrong)
     if arguments.out is not None:
         if arguments.out.resolve() in [path.resolve() for path in _read_files(arguments)]:
             raise ReportError(f"-o would overwrite {arguments.out}: name another file")
-        check_place(arguments.out)
+        check_report(arguments.out)
     plots = None if arguments.plot is None else check_directory(arguments.plot)
     if arguments.outputs is not None and arguments.e2e_json is None:
         raise ReportError("--outputs are those of an end-to-end check: give --e2e-json FILE too")
@@ -86,19 +89,16 @@ def _read_files(arguments: argparse.Namespace) -> list[Path]:
     return [path for path in (arguments.rows, arguments.e2e_json) if path is not None]
 
 
-def check_place(out: Path) -> None:
+def check_report(out: Path) -> None:
     """Find out before anything is measured that a report can be written.
 
     Raises:
         Error: it cannot.
     """
     from replay.report.html import library
-    from replay.report.html.write import ReportError
 
     library.require()
-    if out.is_dir() or not out.absolute().parent.is_dir():
-        kind = "it is a directory" if out.is_dir() else "create its directory first"
-        raise ReportError(f"cannot write {out}: {kind}")
+    check_place(out)
 
 
 def write(

@@ -71,7 +71,7 @@ def load(name: str, machine: Machine) -> Run:
         if is_file(name):
             raise ComparisonError(f"{name}: no such file") from None
         raise ComparisonError(
-            f"no baseline {name!r} of {machine.device or 'this machine'}: {_there_are(machine)}"
+            f"no baseline {name!r} of {machine.device or 'this machine'}: {_others(machine)}"
         ) from None
 
 
@@ -111,14 +111,18 @@ def machine_of(rows: Sequence[Row]) -> Machine:
     return max(machines, key=machines.count) if machines else Machine()
 
 
-def _there_are(machine: Machine) -> str:
+def _others(machine: Machine) -> str:
+    """What baselines there are, of a machine's type and of others."""
     here = directory() / machine_type(machine)
-    names = sorted(path.stem for path in here.glob(f"*{SUFFIX}"))
+    own = sorted(path.stem for path in here.glob(f"*{SUFFIX}"))
     others = sorted(
         f"{path.stem} ({path.parent.name})"
         for path in directory().glob(f"*/*{SUFFIX}")
         if path.parent != here
     )
-    if names or others:
-        return f"there are {', '.join([*names, *others])}"
-    return "there are none yet, keep one with --save-baseline"
+    told = [
+        f"{whose} machine has {', '.join(names)}"
+        for whose, names in (("this type of", own), ("another type of", others))
+        if names
+    ]
+    return " and ".join(told) or "keep one with --save-baseline"

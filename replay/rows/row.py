@@ -135,6 +135,10 @@ class Where:
     relative_l1: tuple[tuple[float, ...], ...]
     """Of each head of each batch in turn, by range; three digits, and in JSON alone."""
 
+    def __post_init__(self) -> None:
+        if len({len(line) for line in self.relative_l1}) > 1:
+            raise ValueError("heads with different numbers of ranges")
+
 
 @dataclass(frozen=True)
 class Summary:

@@ -40,9 +40,9 @@ from replay.rows.row import (
 )
 from replay.timing.statistics import summarize
 from replay.workloads.random_calls import Spec, random_weights, workloads
-from replay.workloads.recorded import Workload
+from replay.workloads.recorded import Workload, from_directory
 from tests import factories
-from tests.factories import kernel
+from tests.factories import kernel, random_call, store_part
 
 RunCli = Callable[..., tuple[int, str, str]]
 QUICK = ("--rounds", "3", "--max-seconds", "0.01", "--device", "cpu", "--in-process")
@@ -322,6 +322,21 @@ def test_rows_of_another_machine(
         finished_rows(written([measured]), CALLS, ALLOTTED, HERE, SETTINGS)
 
 
+def test_rows_of_joined_calls(written: Callable[..., Path], tmp_path: Path) -> None:
+    """They are continued with the same parts, and not with those of another step."""
+    for rank in (0, 1):
+        store_part(tmp_path / "calls", random_call(q_heads=4), rank, [0, 1], step=2)
+    calls, _ = from_directory(tmp_path / "calls", join_ranks=True)
+    facts = factories.call_facts(calls[0].name, module="", step=2, call_index=0)
+    measured = factories.row("a", facts, machine=HERE)
+    kernels = {"this": [kernel("a")]}
+    kept, left = finished_rows(written([measured]), calls, kernels, HERE, SETTINGS)
+    assert (kept, left) == ([measured], [])
+    other = replace(measured, call=replace(facts, step=3))
+    with pytest.raises(RowsError, match=r"rows of another model\.ranks0-1-000000"):
+        finished_rows(written([other]), calls, kernels, HERE, SETTINGS)
+
+
 def test_a_gpu_may_have_other_processor_cores(written: Callable[..., Path]) -> None:
     here, there = (replace(HERE, cuda="13.0", usable_cpus=cpus) for cpus in ("16", "32"))
     path = written([replace(row(0, "a"), machine=there)])
@@ -407,8 +422,10 @@ def test_the_command(run_cli: RunCli, counting: list[int], recorded: Path, tmp_p
     assert counting
 
     counting.clear()
-    code, out, _ = run_cli("--dir", str(recorded), *arguments)
+    code, out, err = run_cli("--dir", str(recorded), *arguments)
     assert (code, counting) == (0, [])  # nothing runs, and the tables are there
+    assert "3 calls are kept as measured before, whatever --rounds, --max-seconds" in err
+    assert "0 to go" in err
     assert "counting" in out
     assert path.read_bytes() == complete
 

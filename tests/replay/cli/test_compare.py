@@ -74,7 +74,10 @@ def test_every_format_is_written(run_cli: RunCli) -> None:
         (("before.jsonl", "picture.jsonl"), "picture.jsonl was not written by `replay --json`"),
         (("before.jsonl", "other.jsonl"), "have no kernel on the same call in common"),
         (("before.jsonl", "./before.jsonl"), "is the same file twice: name two runs"),
-        (("nightly", "before.jsonl"), "no baseline 'nightly' of GPU 1: there are none yet"),
+        (
+            ("nightly", "before.jsonl"),
+            "no baseline 'nightly' of GPU 1: keep one with",
+        ),
         (("before.jsonl", "slow.jsonl", "--spread", "x"), "no such file, and not a share"),
         (("before.jsonl", "slow.jsonl", "--spread", "other.jsonl"), "no kernel on the same call"),
         (("before.jsonl", "slow.jsonl", "--fail-on", "fast"), "no such condition, choose from"),
@@ -84,7 +87,10 @@ def test_every_format_is_written(run_cli: RunCli) -> None:
             "--spread and --json both name equal.jsonl",
         ),
         (("before.jsonl", "slow.jsonl", "--json", "-", "--html", "-"), "both name stdout"),
-        (("before.jsonl", "slow.jsonl", "--json", "no/x"), "cannot write no/x"),
+        (("before.jsonl", "slow.jsonl", "--json", "no/x"), "cannot write no/x: create its"),
+        (("before.jsonl", "slow.jsonl", "--html", "no/x"), "cannot write no/x: create its"),
+        (("before.jsonl", "slow.jsonl", "--markdown", "."), "cannot write .: it is a directory"),
+        (("before.jsonl", "slow.jsonl", "--save-baseline", "no/x"), "cannot write no/x: create"),
         (("before.jsonl", "slow.jsonl", "--save-baseline", ".."), "cannot be a baseline's name"),
         (("before.jsonl",), "required: AFTER"),
     ],
@@ -103,7 +109,10 @@ def test_wrong_usage_is_one_sentence_with_the_remedy(
 
 
 def test_a_baseline_is_kept_by_name_and_compared_with(run_cli: RunCli) -> None:
-    assert run_cli("compare", "before.jsonl", "equal.jsonl", "--save-baseline", "main")[0] == 0
+    code, _, err = run_cli("compare", "before.jsonl", "equal.jsonl", "--save-baseline", "main")
+    assert code == 0
+    assert "baseline main of " in err
+    assert err.strip().endswith("main.jsonl")
     code, out, _ = run_cli("compare", "main", "slow.jsonl", "--fail-on", "slow")
     assert code == 1
     assert "main → slow.jsonl" in out

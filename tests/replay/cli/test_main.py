@@ -105,7 +105,12 @@ def test_random_shape(run_cli: RunCli) -> None:
         ((*SHAPE, "--kernels", "triton-sparse-decode[keep=2]"), ("at most 1, not 2",)),
         (("--dir", "missing"), ("missing: no such directory", "capture --model")),
         (("--suite", "llama", "--max-seq", "10"), ("--max-seq 10 excludes every shape", "1024")),
-        ((*SHAPE, "--json", "no/such/folder/rows.jsonl"), ("cannot write no/such/folder",)),
+        (
+            (*SHAPE, "--json", "no/such/folder/rows.jsonl"),
+            ("cannot write no/such/folder", "create its"),
+        ),
+        ((*SHAPE, "--csv", "."), ("cannot write .: it is a directory",)),
+        ((*SHAPE, "--benchmark-json", "no/x"), ("cannot write no/x: create its directory",)),
         ((*SHAPE, "--save-output", "/dev/null"), ("cannot write --save-output /dev/null",)),
         ((*SHAPE, "-sq", "1000000000000000000"), ("too large for any machine",)),
         ((*SHAPE, "-b", "9223372036854775807"), ("too large for any machine",)),

@@ -68,6 +68,7 @@ def test_rows_of_an_interrupted_replay(run_cli: RunCli, stored: Path) -> None:
         (("ROWS", "-o", "out.html", "--e2e-json", "."), "cannot read .: Is a directory"),
         (("ROWS", "-o", "out.html", "--outputs", "."), "give --e2e-json FILE too"),
         (("ROWS", "-o", "out.html", "--budget", "psnr=3"), "unknown metric 'psnr'"),
+        (("ROWS", "-o", "x", "--plot", "./x"), "--out and --plot both name"),
         (("ROWS",), "give -o FILE for a report, --plot DIR for charts"),
         (("ROWS", "--plot", "ROWS"), "cannot write --plot"),
         (("NOTE", "-o", "out.html"), "line 1: not a row of `replay --json`"),

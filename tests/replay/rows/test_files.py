@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from replay.rows.files import RowsError, read_jsonl, save_jsonl
-from tests.factories import row
+from replay.rows.files import RowsError, read_jsonl, row_to_json, save_jsonl
+from tests.factories import full_row, row
 
 
 def test_saving_follows_links_and_leaves_nothing_else(tmp_path: Path) -> None:
@@ -23,3 +24,12 @@ def test_saving_follows_links_and_leaves_nothing_else(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(RowsError, match=r"cannot write .*: No such file"):
         save_jsonl([], tmp_path / "nowhere" / "rows.jsonl")
+
+
+def test_a_field_of_errors_has_as_many_ranges_for_each_head(tmp_path: Path) -> None:
+    data = row_to_json(full_row())
+    data["accuracy"]["where"]["relative_l1"] = [[0.1, 0.2], [0.3]]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(data) + "\n")
+    with pytest.raises(RowsError, match="line 1: not a row of `replay --json`"):
+        read_jsonl(path)
