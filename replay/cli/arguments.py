@@ -56,6 +56,7 @@ sub-commands, each with a --help of its own:
   replay compare before.jsonl after.jsonl               what became faster, slower or wrong?
   replay doctor --dir captured_inputs --kernels sage2   why is it wrong, where, and what instead?
   replay devices h100.jsonl h200.jsonl                  which kernel on which GPU?
+  replay explain e2e.jsonl                              why fast kernels gain the model little
   replay report rows.jsonl -o out.html                  an earlier replay as one HTML file
   replay report rows.jsonl --plot charts                charts for papers: SVG, PNG, Vega-Lite
   replay reproduce --dir captured_inputs --call llama-000007 --kernel sage1 --out bug

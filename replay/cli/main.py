@@ -53,8 +53,9 @@ SOURCES = ("dir", "random", "suite", "list_kernels", "selftest")
 
 SUBCOMMANDS = {
     "compare": "replay.cli.compare",
-    "doctor": "replay.cli.doctor",
     "devices": "replay.cli.devices",
+    "doctor": "replay.cli.doctor",
+    "explain": "replay.cli.explain",
     "report": "replay.cli.report",
     "reproduce": "replay.cli.reproduce",
 }

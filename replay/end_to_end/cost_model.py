@@ -32,6 +32,8 @@ class Tally:
         self.swapped: dict[tuple[str, KernelId], float] = defaultdict(float)
         """The counted calls that a kernel answers, by replayed call and kernel."""
         self.fallbacks: Counter[str] = Counter()
+        self.refused: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        """The counted calls that fall back, by reason and replayed call."""
         self.not_recorded: Counter[tuple[str, str]] = Counter()
         self.reason = ""
         own = 0
@@ -55,6 +57,7 @@ class Tally:
             row = cost_model.replayed.row(call, kernel)
             if row is not None and row.status == "unsupported":
                 refused, reason = refused + share, row.reason
+                self.refused[reason][call] += counted.calls * share
                 continue
             self.reason = self.reason or _why_unusable(row, call, kernel, counted.module)
             self.swapped[call, kernel] += counted.calls * share
@@ -94,6 +97,13 @@ class CostModel:
             count * time.p50 / 1000
             for call, count in represented.items()
             if (time := _time(self.replayed.row(call, self.baseline))) is not None
+        )
+
+    def swapped_seconds(self, swapped: Mapping[tuple[str, KernelId], float]) -> float:
+        """Return the baseline's time for the calls that kernels answer, as in `saved_seconds`."""
+        return sum(
+            count * percentile(self._samples(*each, "time_ms")[0], 50) / 1000
+            for each, count in swapped.items()
         )
 
     def saved_seconds(

@@ -120,8 +120,13 @@ def _span(
         attention_share=attention / old_median,
         waiting_share=cost_model.waiting_seconds(phase) / clocked.forwards / old_median,
         saved_seconds=None,
+        swapped_seconds=None,
         calls=tally.calls,
         fallbacks=dict(tally.fallbacks),
+        fallback_seconds={
+            reason: cost_model.attention_seconds(calls) / clocked.forwards
+            for reason, calls in tally.refused.items()
+        },
         not_recorded=[Missing(*site, calls) for site, calls in tally.not_recorded.items()],
         clues=cost_model.clues(tally.swapped, clocked.forwards),
         reason=tally.reason,
@@ -129,7 +134,12 @@ def _span(
     if tally.reason:
         return span
     saved, _ = cost_model.saved_seconds(tally.swapped)
-    span = replace(span, saved_seconds=saved / clocked.forwards)
+    swapped = cost_model.swapped_seconds(tally.swapped)
+    span = replace(
+        span,
+        saved_seconds=saved / clocked.forwards,
+        swapped_seconds=swapped / clocked.forwards,
+    )
     gained, gained_resampled = cost_model.gained_seconds(tally.swapped)
     new_median = old_median - gained / clocked.forwards
     new_resampled = old_resampled - gained_resampled / clocked.forwards

@@ -26,16 +26,23 @@ def reasons(checked: Checked, span: str = RUN) -> list[str]:
     if abs(error) < NOTABLE or measured.speedup.holds(predicted.speedup.value):
         return []
     found = [
+        *suspects(checked, predicted, span),
+        *_waits(checked, predicted, span),
+        *_attention(checked, predicted, span),
+    ]
+    return found or ["nothing recorded explains the difference"]
+
+
+def suspects(checked: Checked, predicted: Span, span: str) -> list[str]:
+    """List what may make a difference, one sentence each, where nobody knows how much."""
+    return [
         *_fallbacks(checked, predicted, span),
         *_not_recorded(predicted),
         *_scatter(predicted),
         *_unsteady(checked, span),
-        *_waits(checked, predicted, span),
-        *_attention(checked, predicted, span),
         *_copies(checked, span),
         *_clocks(checked, predicted),
     ]
-    return found or ["nothing recorded explains the difference"]
 
 
 def _fallbacks(checked: Checked, predicted: Span, span: str) -> list[str]:
@@ -75,9 +82,9 @@ def _unsteady(checked: Checked, span: str) -> list[str]:
     if ms.p90 < UNSTEADY * ms.p10:
         return []
     return [
-        f"the model took {_ms(ms.p10 / 1000)} to {_ms(ms.p90 / 1000)} (10th to 90th percentile) "
-        "with the kernel: the machine had other load, so measure again when it is idle, or with "
-        "more --model-rounds"
+        f"the model took {in_ms(ms.p10 / 1000)} to {in_ms(ms.p90 / 1000)} (10th to 90th "
+        "percentile) with the kernel: the machine had other load, so measure again when it is "
+        "idle, or with more --model-rounds"
     ]
 
 
@@ -96,10 +103,10 @@ def _waits(checked: Checked, predicted: Span, span: str) -> list[str]:
     costs = (
         ""
         if more is None
-        else f", and according to the replay, layers take {_ms(more, '+')} more to launch"
+        else f", and according to the replay, layers take {in_ms(more, '+')} more to launch"
     )
     if more is not None and (in_model := checked.more_launch_seconds.get(span)) is not None:
-        costs += f" (attention calls alone {_ms(in_model, '+')} in the model)"
+        costs += f" (attention calls alone {in_ms(in_model, '+')} in the model)"
     return [
         f"the GPU waits for the host {100 * predicted.waiting_share:.0f} % of the time{costs}: "
         "the model does not gain what attention saves there"
@@ -117,15 +124,15 @@ def _attention(checked: Checked, predicted: Span, span: str) -> list[str]:
     if abs(unlike) < NOTABLE * predicted.new_seconds.value:
         rest = checked.measured[span].ms.p50 / 1000 - after
         return [
-            f"attention is not the cause: it changed by {_ms(after - before, '+')} in the model "
-            f"and by {_ms(-predicted.saved_seconds, '+')} in the replay, while the rest of the "
-            f"model took {_ms(predicted.old_seconds.value - before)} with its own attention and "
-            f"{_ms(rest)} with the kernel"
+            f"attention is not the cause: it changed by {in_ms(after - before, '+')} in the model "
+            f"and by {in_ms(-predicted.saved_seconds, '+')} in the replay, while the rest of the "
+            f"model took {in_ms(predicted.old_seconds.value - before)} with its own attention and "
+            f"{in_ms(rest)} with the kernel"
         ]
     return [
-        f"attention went from {_ms(before)} to {_ms(after)} in the model, and from "
-        f"{_ms(predicted.attention_seconds)} to "
-        f"{_ms(predicted.attention_seconds - predicted.saved_seconds)} in the replay"
+        f"attention went from {in_ms(before)} to {in_ms(after)} in the model, and from "
+        f"{in_ms(predicted.attention_seconds)} to "
+        f"{in_ms(predicted.attention_seconds - predicted.saved_seconds)} in the replay"
     ]
 
 
@@ -150,7 +157,7 @@ def _clocks(checked: Checked, predicted: Span) -> list[str]:
     ]
 
 
-def _ms(seconds: float, sign: str = "-") -> str:
+def in_ms(seconds: float, sign: str = "-") -> str:
     """Format as `12.3 ms` or `1.23 s`; with `+`, always signed."""
     if abs(seconds) >= 1:
         return f"{seconds:{sign}.3g} s"

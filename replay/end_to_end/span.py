@@ -113,10 +113,14 @@ class Span:
     a run, over its measured phases."""
     saved_seconds: float | None
     """Σ count · (t_old − t_new): what attention itself saves, whether the model gains it or not."""
+    swapped_seconds: float | None
+    """Σ count · t_old over the calls that the kernel answers."""
     calls: Calls
     """Per run, whatever the span."""
     fallbacks: dict[str, int] = field(default_factory=dict)
     """The calls that fall back, by reason."""
+    fallback_seconds: dict[str, float] = field(default_factory=dict)
+    """Σ count · t_old over them, by reason."""
     not_recorded: list[Missing] = field(default_factory=list)
     """By module, in the census's order."""
     clues: Clues = field(default_factory=Clues)

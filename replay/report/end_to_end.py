@@ -13,6 +13,7 @@ from replay.end_to_end import drift
 from replay.end_to_end.check import Checked, Measured
 from replay.end_to_end.reasons import reasons
 from replay.end_to_end.span import RUN, Span
+from replay.report.explanation import explanation, most_disappointing
 from replay.rows.row import Speedup
 
 TITLES = {
@@ -59,6 +60,9 @@ def print_checks(checks: Sequence[Checked], console: Console) -> None:
     ):
         console.print(Text(printable(note), style="yellow"))
     console.print(Text(LEGEND, style="dim"))
+    if (worst := most_disappointing(others)) is not None:
+        console.print()
+        console.print(Text(printable(explanation(worst))))
     console.print()
 
 

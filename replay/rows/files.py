@@ -74,6 +74,8 @@ def _value(hint: Any, value: Any) -> Any:
         return None if value is None else _value(options[0], value)
     if hint is float:
         return math.nan if value is None else float(value)
+    if get_origin(hint) is dict:
+        return {key: _value(get_args(hint)[1], each) for key, each in value.items()}
     if get_origin(hint) in (tuple, list):
         return get_origin(hint)(_value(options[0], each) for each in value)
     names = getattr(hint, "_fields", None)

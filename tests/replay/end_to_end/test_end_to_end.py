@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from replay.cli.main import main
+from replay.end_to_end.reasons import in_ms
 from replay.plan.plan import Budget, Choice, Plan
 
 from .conftest import CALLS, SLOW_SECONDS
@@ -92,3 +93,44 @@ def test_a_model_that_fails_by_itself_is_one_sentence(
     assert last == (
         "replay: the model fails with its own attention: ValueError: the model is broken"
     )
+
+
+def test_the_paragraph_that_explains_a_kernel(
+    checks: Checks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = checks("slow", "--rounds", "5", "--model-rounds", "3")["slow"]
+    predicted = told["prediction"]["phases"]["denoise"]
+    before, after = predicted["old_seconds"], predicted["new_seconds"]
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        main(["explain", str(tmp_path / "told.jsonl"), "--span", "denoise"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert stopped.value.code == 0
+    assert text.startswith("kernels.py:slow in model.py:build, a denoising step: Attention takes ")
+    assert f" of {in_ms(before['value'])} (" in text
+    assert f"That predicts {in_ms(after['value'])} (" in text
+    assert f"measured: {in_ms(told['measured']['denoise']['ms']['p50'] / 1000)} (" in text
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ('{"kernel": "fast"}', "was not written by `replay --e2e-json` of this version"),
+        ("[1]", "was not written by `replay --e2e-json` of this version"),
+        ("", "has no kernel to explain: choose some with --kernels"),
+        (None, "cannot read"),
+    ],
+)
+def test_files_that_explain_nothing(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    line: str | None,
+    sentence: str,
+) -> None:
+    path = tmp_path / "told.jsonl"
+    if line is not None:
+        path.write_text(line)
+    with pytest.raises(SystemExit) as stopped:
+        main(["explain", str(path)])
+    assert stopped.value.code == 2
+    assert sentence in capsys.readouterr().err

@@ -31,6 +31,7 @@ def made(measured: float = 0.9, saved: float = 0.2, attention: float = 0.2, **sp
         attention_share=0.4,
         waiting_share=0.0,
         saved_seconds=saved,
+        swapped_seconds=0.4,
         calls=Calls(swapped=20, fell_back=2),
     )
     predicted = replace(predicted, **span)

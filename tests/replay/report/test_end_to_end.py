@@ -39,6 +39,7 @@ def span(phase: str, ratio: float) -> Span:
         attention_share=0.4,
         waiting_share=0.6 if phase == "decode" else 0.0,
         saved_seconds=0.1,
+        swapped_seconds=0.4,
         calls=Calls(32),
         not_recorded=[Missing("a", "encode", 2)] if phase == RUN else [],
     )

@@ -106,5 +106,6 @@ def _span(name: str, ratio: float) -> Span:
         attention_share=0.4,
         waiting_share=0.0,
         saved_seconds=0.1,
+        swapped_seconds=0.4,
         calls=Calls(32),
     )

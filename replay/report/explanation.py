@@ -1,0 +1,111 @@
+"""Fast alone, slow in the model: one paragraph that says why, with numbers that add up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from replay.end_to_end.account import Account, account, main_phase, refusals
+from replay.end_to_end.check import Checked
+from replay.end_to_end.reasons import in_ms, suspects
+from replay.end_to_end.span import NOTABLE, RUN, Span
+
+SPANS = {
+    "denoise": "a denoising step",
+    "prefill": "the prefill",
+    "decode": "a decoded token",
+    "encode": "a forward pass",
+    RUN: "a full run",
+}
+NEGLIGIBLE = 5e-4
+"""Share of the time below which a loss is not worth a sentence."""
+
+
+def explanation(checked: Checked, span: str | None = None) -> str:
+    """Explain a kernel's time in a model.
+
+    Args:
+        span: a phase, or `RUN`; by default the phase that takes most of a run.
+    """
+    span = span or main_phase(checked)
+    found = account(checked, span)
+    title = f"{checked.kernel} in {checked.model}, {SPANS.get(span, span)}"
+    if isinstance(found, str):
+        return f"{title}: {found}."
+    predicted = checked.predicted(span)
+    assert predicted is not None
+    return f"{title}: {' '.join(_sentences(found, checked, predicted, span))}"
+
+
+def most_disappointing(checks: Sequence[Checked]) -> Checked | None:
+    """The kernel that is fast alone and loses most of it in the model; None if none loses a notable
+    share of the time.
+    """
+    worst, most = None, NOTABLE
+    for checked in checks:
+        found = account(checked, main_phase(checked))
+        if isinstance(found, Account) and found.core_speedup > 1:
+            lost = (found.after - found.alone) / found.before
+            if lost > most:
+                worst, most = checked, lost
+    return worst
+
+
+def _sentences(found: Account, checked: Checked, predicted: Span, span: str) -> Iterator[str]:
+    before = found.before
+    yield (
+        f"Attention takes {in_ms(found.attention)} of {in_ms(before)} "
+        f"({_percent(found.attention / before)})."
+    )
+    what = "kernel" if predicted.clues.preparation_seconds is None else "kernel's core"
+    yield (
+        f"Alone, the {what} is {found.core_speedup:.2f}× as fast as the model's own attention, "
+        f"which would bring that to {in_ms(found.alone)} ({before / found.alone:.2f}×)."
+    )
+    if abs(found.fallbacks) > NEGLIGIBLE * before:
+        took = in_ms(sum(predicted.fallback_seconds.values()))
+        yield (
+            f"It refuses calls that take {took}, which {_costs(found.fallbacks)}: "
+            f"{refusals(predicted)}."
+        )
+    if abs(found.preparation) > NEGLIGIBLE * before:
+        yield (
+            "What it does to its inputs before the core (layout copies, quantisation) "
+            f"{_costs(found.preparation)}."
+        )
+    if predicted.waiting_share:
+        more = predicted.clues.more_layer_launch_seconds
+        launch = "" if more is None else f" and launching its layers takes {_more(more)}"
+        yield (
+            f"The GPU waits for the host {_percent(predicted.waiting_share)} of the time{launch}, "
+            f"so that the host decides, which {_costs(found.launches)}."
+        )
+    yield (
+        f"That predicts {in_ms(found.predicted)} ({before / found.predicted:.2f}×); "
+        f"measured: {in_ms(found.after)} ({before / found.after:.2f}×)."
+    )
+    less, remainder = found.less_in_model or 0.0, found.remainder
+    if abs(less) > NEGLIGIBLE * before:
+        word = "less" if less > 0 else "more"
+        yield f"Attention saves {in_ms(abs(less))} {word} in the model than in the replay."
+    unexplained = f"{in_ms(abs(remainder))} ({_percent(abs(remainder) / before)} of the time)"
+    if abs(remainder) <= NEGLIGIBLE * before:
+        yield "Nothing is left unexplained."
+    elif remainder > 0:
+        yield f"Another {unexplained} is unexplained."
+    else:
+        yield f"It took {unexplained} less than all this, which is unexplained."
+    notable = max(abs(less), abs(remainder)) >= NOTABLE * before
+    if notable and (causes := suspects(checked, predicted, span)):
+        yield f"Possible causes: {'; '.join(causes)}."
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
+
+
+def _costs(seconds: float) -> str:
+    return f"{'costs' if seconds > 0 else 'saves'} {in_ms(abs(seconds))}"
+
+
+def _more(seconds: float) -> str:
+    return f"{in_ms(abs(seconds))} {'more' if seconds > 0 else 'less'}"

@@ -1,0 +1,176 @@
+"""Fast alone, slow in the model: accounts worked out by hand, and what is said of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from replay.end_to_end.account import Account, account, main_phase
+from replay.end_to_end.check import Checked, Measured
+from replay.end_to_end.prediction import Prediction
+from replay.end_to_end.span import RUN, Calls, Clues, Interval, Span
+from replay.report.explanation import explanation, most_disappointing
+from replay.timing.statistics import summarize
+
+
+def interval(value: float) -> Interval:
+    return Interval(value, value, value)
+
+
+STEP = Span(
+    phase="denoise",
+    forwards=4,
+    old_seconds=interval(1.0),
+    new_seconds=interval(0.85),
+    speedup=interval(1 / 0.85),
+    old_tokens_per_second=None,
+    new_tokens_per_second=None,
+    attention_seconds=0.5,
+    attention_share=0.5,
+    waiting_share=0.0,
+    saved_seconds=0.15,
+    swapped_seconds=0.4,
+    calls=Calls(swapped=160, fell_back=40),
+    fallbacks={"takes no mask": 8, "head_dim 72": 32},
+    fallback_seconds={"takes no mask": 0.02, "head_dim 72": 0.08},
+    clues=Clues(preparation_seconds=0.05),
+)
+"""0.4 s of attention become 0.25 s, of which 0.05 s come before the core: that is twice as fast. Of
+0.5 s in all, 0.1 s are refused."""
+
+
+def checked(span: Span = STEP, ms: float = 920.0, **fields: Any) -> Checked:
+    run = replace(span, phase=RUN, forwards=1)
+    found = Checked("fast", "flux", "trained", prediction=Prediction(run, {span.phase: span}))
+    found.measured = {name: Measured(summarize([ms] * 3), None, None) for name in (span.phase, RUN)}
+    found.own_attention_seconds = {span.phase: 0.52}
+    found.attention_seconds = {span.phase: 0.42}
+    return replace(found, **fields)
+
+
+def accounted(found: Checked, span: str = "denoise") -> Account:
+    each = account(found, span)
+    assert isinstance(each, Account)
+    return each
+
+
+def test_every_loss_is_named_and_they_add_up() -> None:
+    found = accounted(checked())
+    assert found.core_speedup == pytest.approx(2.0)
+    assert found.alone == pytest.approx(0.75)  # 1 - 0.5 · (1 - 1 / 2)
+    assert found.fallbacks == pytest.approx(0.05)  # 0.1 · (1 - 1 / 2)
+    assert found.preparation == pytest.approx(0.05)
+    assert found.launches == pytest.approx(0.0)
+    assert found.predicted == pytest.approx(0.85)
+    assert found.less_in_model == pytest.approx(0.05)  # 0.15 saved in the replay, 0.1 in the model
+    assert found.remainder == pytest.approx(0.02)
+    assert explanation(checked()) == (
+        "fast in flux, a denoising step: Attention takes 500 ms of 1 s (50 %). Alone, the "
+        "kernel's core is 2.00× as fast as the model's own attention, which would bring that to "
+        "750 ms (1.33×). It refuses calls that take 100 ms, which costs 50 ms: 32 calls a run "
+        "(head_dim 72), 8 calls a run (takes no mask). What it does to its inputs before the core"
+        " (layout copies, quantisation) costs 50 ms. That predicts 850 ms (1.18×); measured: 920 "
+        "ms (1.09×). Attention saves 50 ms less in the model than in the replay. Another 20 ms (2"
+        " % of the time) is unexplained."
+    )
+
+
+def test_launches_decide_where_the_gpu_waits_for_the_host() -> None:
+    span = replace(
+        STEP,
+        phase="decode",
+        old_seconds=interval(0.02),
+        new_seconds=interval(0.0205),
+        waiting_share=0.6,
+        saved_seconds=0.002,
+        swapped_seconds=0.004,
+        fallbacks={},
+        fallback_seconds={},
+        clues=Clues(more_layer_launch_seconds=0.0006),
+    )
+    found = checked(span, 21.0)
+    loss = accounted(found, "decode")
+    assert (loss.core_speedup, loss.preparation, loss.fallbacks) == (2.0, 0.0, 0.0)
+    assert loss.alone == pytest.approx(0.018)
+    assert loss.launches == pytest.approx(0.0025)
+    assert loss.less_in_model is None
+    assert loss.remainder == pytest.approx(0.0005)
+    assert explanation(found) == (
+        "fast in flux, a decoded token: Attention takes 4 ms of 20 ms (20 %). Alone, the kernel "
+        "is 2.00× as fast as the model's own attention, which would bring that to 18 ms (1.11×). "
+        "The GPU waits for the host 60 % of the time and launching its layers takes 0.6 ms more, "
+        "so that the host decides, which costs 2.5 ms. That predicts 20.5 ms (0.98×); measured: "
+        "21 ms (0.95×). Another 0.5 ms (2.5 % of the time) is unexplained."
+    )
+
+
+def test_what_turns_out_better() -> None:
+    found = checked(ms=780.0)
+    found.attention_seconds = {"denoise": 0.32}
+    assert explanation(found).endswith(
+        "Attention saves 50 ms more in the model than in the replay. It took 20 ms (2 % of the "
+        "time) less than all this, which is unexplained."
+    )
+    assert explanation(
+        replace(found, attention_seconds={}, measured=checked(ms=850).measured)
+    ).endswith("measured: 850 ms (1.18×). Nothing is left unexplained.")
+
+
+def test_causes_nobody_knows_the_amount_of() -> None:
+    found = checked(sm_clock_mhz=1500.0)
+    assert "Possible causes" not in explanation(found)
+    assert found.prediction is not None
+    clues = replace(STEP.clues, sm_clock_mhz=1980.0)
+    found = replace(found, prediction=Prediction(STEP, {"denoise": replace(STEP, clues=clues)}))
+    assert explanation(found).endswith(
+        " Possible causes: the SM clock was 1980 MHz in the replay and 1500 in the model."
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            {"status": "crash", "reason": "SIGSEGV"},
+            "it did not run in the model (crash): SIGSEGV.",
+        ),
+        (
+            {"prediction": None, "unpredicted": "another model"},
+            "nothing was predicted: another model.",
+        ),
+        (
+            {
+                "prediction": Prediction(
+                    STEP, {"denoise": replace(STEP, swapped_seconds=0.0, saved_seconds=0.0)}
+                )
+            },
+            "the kernel answers no call: it refuses 32 calls a run (head_dim 72), 8 calls a run "
+            "(takes no mask).",
+        ),
+    ],
+    ids=["crash", "other", "refused"],
+)
+def test_no_account(change: dict[str, Any], sentence: str) -> None:
+    found = replace(checked(), **change)
+    assert explanation(found, "denoise") == f"fast in flux, a denoising step: {sentence}"
+
+
+def test_the_phase_that_takes_most_of_a_run() -> None:
+    found = checked()
+    assert found.prediction is not None
+    prefill = replace(STEP, phase="prefill", forwards=1, old_seconds=interval(3.0))
+    found.prediction.phases["prefill"] = prefill
+    found.measured["prefill"] = found.measured["denoise"]
+    assert main_phase(found) == "denoise"  # four of a second each
+    found.prediction.phases["prefill"] = replace(prefill, forwards=2)
+    assert main_phase(found) == "prefill"
+    assert main_phase(replace(found, prediction=None)) == RUN
+
+
+def test_the_most_disappointing_is_fast_alone() -> None:
+    better, worse = checked(ms=800.0), checked(ms=900.0)
+    slow = checked(replace(STEP, saved_seconds=-0.2), ms=2000.0)  # slow alone too
+    assert most_disappointing([better, worse, slow]) is worse
+    assert most_disappointing([checked(ms=760.0)]) is None
