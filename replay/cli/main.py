@@ -201,6 +201,7 @@ def _replay(
             for name, those in assigned.items():
                 logger.info("in %s: %s", name, ", ".join(kernel.name for kernel in those))
             rows = _run(workloads, assigned, settings, where, arguments)
+            logger.info("every row is there")
         if _tables_are_shown(arguments):
             _print_tables(rows, settings, metrics, arguments)
         changed = _compare(earlier, rows, arguments)
@@ -220,6 +221,7 @@ def _replay(
     code = max(changed, _exit_code(rows, checks, arguments))
     if not (arguments.quiet or arguments.watch) and _tables_are_shown(arguments):
         _print_next_step(arguments, rows, plan)
+    logger.info("all is printed")
     return code, rows
 
 

@@ -418,7 +418,7 @@ class _Tracer(TorchFunctionMode):
             kind = type(value)
             return f"{self.imported(kind.__module__)}.{kind.__qualname__}.{value.name}"
         if isinstance(value, Variant):
-            return f"{self.imported(Variant.__module__)}.{value!r}"
+            return self.call(f"{self.imported(Variant.__module__)}.Variant", (), value.arguments())
         if value is None or isinstance(value, bool | int | float | str):
             return repr(value)
         raise Untraceable(f"an argument of type {type(value).__qualname__}")

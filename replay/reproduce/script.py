@@ -18,6 +18,7 @@ from capture.call import AttentionCall
 from capture.variant import VARIANT_TENSORS
 from replay.accuracy.judge import Expected
 from replay.accuracy.thresholds import Thresholds
+from replay.kernels.library import is_interpreted
 from replay.kernels.own_files import own_files
 from replay.reproduce.plain_call import PlainCall
 from replay.reproduce.trials import Outcome
@@ -127,7 +128,7 @@ def _source(shown: Shown, constants: dict[str, float], copied: tuple[str, ...]) 
         status=outcome.status,
         needs=", ".join(filter(None, ["torch", "safetensors", plain.library])),
         watch=_WATCHES.get(outcome.status, "").format(seconds=shown.timeout),
-        path=_FOLDER if copied else "",
+        path=(_FOLDER if copied else "") + (_INTERPRETED if is_interpreted() else ""),
         imports="".join(f"{line}\n" for line in plain.imports if line != "import torch"),
         device=shown.device,
         file=shown.file,
@@ -145,6 +146,10 @@ sys.path.insert(0, str(HERE / "kernel"))  # the kernel's own files
 if importlib.util.find_spec("replay") is None:  # where a user's kernel may be registered
     sys.modules["replay"] = types.ModuleType("replay")
     sys.modules["replay"].register_kernel = lambda *_, **__: lambda function: function
+"""
+
+_INTERPRETED = """\
+os.environ["TRITON_INTERPRET"] = "1"  # as it was when the kernel failed
 """
 
 _WATCHES = {

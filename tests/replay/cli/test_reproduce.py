@@ -140,6 +140,23 @@ def test_kernels_of_pytorch_need_no_file(run_cli: RunCli) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("recorded")
+def test_files_of_our_triton_kernels_are_copied(
+    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    Path("strict.toml").write_text("[exact]\nrounding_factor = 1e-9\nsame_dtype_factor = 1e-9\n")
+    given = ("--tolerances", "strict.toml", "--max-seconds", "5")
+    code, _, err = run_cli(*command("triton-fa2", *given))
+    assert (code, err) == (0, "")
+    ours = {str(path.relative_to("bug/kernel")) for path in Path("bug/kernel").rglob("*.py")}
+    assert "replay/kernels/triton/prefill.py" in ours
+    assert "replay/kernels/registry.py" not in ours
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert run_alone().returncode == 1
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("recorded")
 def test_an_adapter_that_compiles_is_brought_along(run_cli: RunCli) -> None:
     Path("strict.toml").write_text("[exact]\nrounding_factor = 1e-9\nsame_dtype_factor = 1e-9\n")
     given = ("--tolerances", "strict.toml", "--max-seconds", "1")

@@ -1,0 +1,78 @@
+"""On a GPU: what `replay reproduce` writes shows failures of libraries, and of a lost GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import replay.cli.main as cli
+from capture.storage.call_file import PackedCall
+from capture.storage.dataset import Dataset
+from replay.kernels.registry import find
+from tests.factories import random_call
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+OUT_OF_BOUNDS = f"{Path(__file__).parent / 'out_of_bounds.py'}:attention"
+STRICT = """
+[exact]
+rounding_factor = 1e-9
+same_dtype_factor = 1e-9
+[quantised]
+maximum_relative_l1 = 1e-9
+"""
+"""Under these no kernel is right, so that each has something to be shown."""
+
+
+@pytest.fixture(autouse=True)
+def _recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("strict.toml").write_text(STRICT)
+    Path("recorded").mkdir()
+    call = random_call(
+        q_heads=4, q_len=512, kv_len=512, head_dim=64, dtype=torch.float16, with_output=True
+    )
+    entry = PackedCall.of(call).write(Path("recorded/model-000000.safetensors"))
+    Dataset(Path("recorded"), [entry], []).save_manifest()
+
+
+def reproduce(kernel: str, *others: str) -> str:
+    """The script, which has failed."""
+    call = ["--dir", "recorded", "--call", "model-000000", "--kernel", kernel, "--out", "bug"]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["reproduce", *call, "--max-seconds", "20", *others])
+    assert ended.value.code == 0
+    assert Path("bug/reproduce.py").is_file(), Path("bug/README.md").read_text()
+    command = [sys.executable, "-I", "bug/reproduce.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "FAILS" in done.stdout
+    return Path("bug/reproduce.py").read_text()
+
+
+LIBRARIES = ["fa2", "fa3", "sage1", "sage2", "flashinfer-fa2", "xformers"]
+
+
+@pytest.mark.parametrize("kernel", LIBRARIES)
+def test_a_librarys_own_call(kernel: str) -> None:
+    found = find(kernel)
+    if reason := found.unavailable(torch.device("cuda")):
+        pytest.skip(reason)
+    source = reproduce(kernel, "--tolerances", "strict.toml")
+    assert not Path("bug/kernel").exists(), source
+    assert found.library in source
+
+
+@pytest.mark.parametrize("kernel", ["torch-flash", "triton-fa2", "triton-fa3", "triton-fp8", "fa4"])
+def test_kernels_whose_files_may_be_copied(kernel: str) -> None:
+    if reason := find(kernel).unavailable(torch.device("cuda")):
+        pytest.skip(reason)
+    reproduce(kernel, "--tolerances", "strict.toml")
+
+
+def test_an_illegal_memory_access() -> None:
+    reproduce(OUT_OF_BOUNDS)
