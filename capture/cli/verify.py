@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -52,6 +52,13 @@ def verify(dataset: Dataset) -> list[Finding]:
 
 
 def _verify_entry(entry: FileEntry) -> Finding:
+    found = _recomputed(entry)
+    if not entry.origin.derived:
+        return found
+    return replace(found, text=f"{found.text}; derived: {entry.origin.derived}")
+
+
+def _recomputed(entry: FileEntry) -> Finding:
     recorded_on = entry.origin.device.partition(" ")[0]
     device = "cuda" if recorded_on == "cuda" and torch.cuda.is_available() else "cpu"
     try:
@@ -73,8 +80,6 @@ def _verify_entry(entry: FileEntry) -> Finding:
     except (RuntimeError, TypeError, ValueError) as error:
         text = f"output cannot be recomputed here: {_first_line(error)}"
         return Finding(entry.path, False, text)
-    if entry.origin.derived:
-        note += f"; derived: {entry.origin.derived}"
     return Finding(entry.path, good, f"intact; {text}{note}" if good else f"{text}{note}")
 
 
