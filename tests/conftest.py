@@ -6,10 +6,10 @@ tests import does (diffusers, torch.compile). So it happens here, before any oth
 variable does not stay set: processes that tests start, and what they ask our code, see none unless
 a test sets it.
 
-And their surroundings: 80 columns, whatever the terminal at hand has, and a directory for what
-Triton compiles, where the home may not be one to write to. One thread in each process: tensors here
-are so small that threads would spend their time waiting for one another, the more so beside other
-tests. Libraries read that when they are loaded.
+And their surroundings: 80 columns, whatever the terminal at hand has, and directories for what
+Triton compiles and for how long replays took, where the home may not be one to write to. One thread
+in each process: tensors here are so small that threads would spend their time waiting for one
+another, the more so beside other tests. Libraries read that when they are loaded.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ if importlib.util.find_spec("triton") is not None and not torch.cuda.is_availabl
 def _surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         patch.setenv("COLUMNS", "80")
         patch.setenv("TERM", "dumb")
         for name in ("LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):

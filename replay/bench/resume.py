@@ -60,6 +60,22 @@ def finished_rows(
     return kept, [each for each in workloads if each.name not in complete]
 
 
+def latest(rows: Sequence[Row]) -> list[Row]:
+    """Without those of calls that were replayed again later, in the same environment.
+
+    Rows of one call and environment are of the same rounds, so they are replaced together: from the
+    first kernel on that comes again, or where the call itself could not be replayed.
+    """
+    found: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        members = found.setdefault((row.call.name, row.environment), {})
+        if row.kernel in members or "" in members or not row.kernel:
+            members.clear()
+        members[row.kernel] = row
+    kept = {id(row) for members in found.values() for row in members.values()}
+    return [row for row in rows if id(row) in kept]
+
+
 def _is_complete(rows: list[Row], wanted: set[tuple[str, str]]) -> bool:
     """Whether every kernel that was wanted has a row, and so has what it is compared with."""
     partners = {(row.environment, row.speedup.vs) for row in rows if row.speedup}
@@ -73,7 +89,7 @@ def _read(path: Path) -> list[Row]:
     except FileNotFoundError:
         return []
     cut = {row.call.name for row in rows[-1:] if is_cut_off}
-    return [row for row in rows if row.call.name not in cut]
+    return latest([row for row in rows if row.call.name not in cut])
 
 
 def _unlike(row: Row, machine: Machine, settings: Settings) -> str:

@@ -8,6 +8,7 @@ from capture.cli.arguments import OneSentenceParser, natural, positive, positive
 from capture.cli.verbosity import add_verbosity
 from replay.cli.comparison_arguments import add_baselines
 from replay.cli.end_to_end_arguments import add_arguments
+from replay.cli.time_limit import duration
 from replay.rows.fields import METRICS
 from replay.timing.defaults import (
     CALLS_BEFORE_IN_MODELS,
@@ -166,6 +167,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="S",
         help=f"time limit per kernel and call, which may reduce the rounds to {MINIMUM_ROUNDS} "
         f"(default {SECONDS:g}, on CPUs {CPU_SECONDS:g})",
+    )
+    how.add_argument(
+        "--max-time",
+        type=duration,
+        metavar="10m",
+        help="end after this time, with the most telling first: defaults before variants, calls "
+        "spread over models, phases and layers (--resume completes it)",
     )
     how.add_argument(
         "--max-noise",

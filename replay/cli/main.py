@@ -6,10 +6,9 @@ import argparse
 import contextlib
 import difflib
 import importlib
-import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from replay.cli.end_to_end_arguments import misuse
 from replay.cli.files import UsageError, check_place, opened, shared_file
 from replay.cli.report import check_directory, check_report, draw
 from replay.cli.stdout import reserved_stdout
+from replay.cli.time_limit import TimeLimit
 from replay.rows.fields import METRICS
 from replay.timing.defaults import CALLS_BEFORE_IN_MODELS, CPU_SECONDS, SECONDS
 
@@ -67,10 +67,6 @@ READ = ("use_plan", "text", "tolerances", "env_file", "spread")
 """Options that name files."""
 
 
-NOT_COMPARED = ("--rounds", "--max-seconds", "--max-noise", "--seed", "--resources")
-"""What rows do not say they were measured with, so that `--resume` cannot see it change."""
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command; exit with 0 on success, 1 if a check failed, 2 on wrong usage."""
     make_usable()
@@ -107,16 +103,17 @@ def _dispatch(arguments: argparse.Namespace, given: list[str]) -> int:
         return _selftest(arguments, device_of(arguments.device))
     if arguments.ncu or arguments.once:
         return _profile(arguments, given)
+    limit = TimeLimit(arguments.max_time)
     if arguments.watch:
-        watch.watch(arguments, lambda first: _replay(arguments, metrics, first)[1])
+        watch.watch(arguments, lambda first: _replay(arguments, metrics, first, limit)[1])
     if arguments.in_process or arguments.gpus is not None:
-        return _replay(arguments, metrics, None)[0]
+        return _replay(arguments, metrics, None, limit)[0]
 
-    from replay.workers.process import first_processes
+    from replay.workers.process import Place, first_processes
 
     # PyTorch is imported by these and by this process at the same time.
-    with first_processes(arguments.timeout) as first:
-        return _replay(arguments, metrics, first)[0]
+    with first_processes(arguments.timeout, Place(stopped=limit.stopped)) as first:
+        return _replay(arguments, metrics, first, limit)[0]
 
 
 def _misuse(arguments: argparse.Namespace) -> str:
@@ -137,6 +134,10 @@ def _misuse(arguments: argparse.Namespace) -> str:
     for name in ("report", "plot"):
         if getattr(arguments, name) and (arguments.selftest or arguments.list_kernels):
             return f"--{name} shows a replay: give --dir DIR, --random or --suite NAME"
+    if arguments.max_time is not None:
+        for name in ("e2e", "plan", "selftest", "list_kernels", "in_process"):
+            if getattr(arguments, name):
+                return f"--max-time ends a replay in workers: leave out --{name.replace('_', '-')}"
     return "" if arguments.gpus is None else _misuse_of_gpus(arguments)
 
 
@@ -171,6 +172,7 @@ def _replay(
     arguments: argparse.Namespace,
     metrics: list[str],
     first: First | None,
+    limit: TimeLimit,
 ) -> tuple[int, list[Row]]:
     """The exit code and the rows."""
     device = device_of(arguments.device)
@@ -178,6 +180,7 @@ def _replay(
         check_report(Path(arguments.report))
     plots = None if arguments.plot is None else check_directory(arguments.plot)
 
+    from replay.cli.run import run
     from replay.workers.environments import interpreters
 
     pythons = interpreters(arguments.env, arguments.env_file)
@@ -186,7 +189,7 @@ def _replay(
     options = _model_options(arguments, device)
     # Opened first, like the other files: an hour-long run must not fail on a missing directory.
     with opened(arguments.e2e_json) as models_file:
-        with _place_to_run(arguments, first, pythons) as where:
+        with _place_to_run(arguments, first, pythons, limit) as where:
             if arguments.list_kernels:
                 _list_kernels(where, device)
                 return 0, []
@@ -200,7 +203,7 @@ def _replay(
             assigned = where.assign(kernels, settings.device)
             for name, those in assigned.items():
                 logger.info("in %s: %s", name, ", ".join(kernel.name for kernel in those))
-            rows = _run(workloads, assigned, settings, where, arguments)
+            rows = run(workloads, assigned, settings, where, limit, arguments)
             logger.info("every row is there")
         if _tables_are_shown(arguments):
             _print_tables(rows, settings, metrics, arguments)
@@ -226,16 +229,21 @@ def _replay(
 
 
 def _place_to_run(
-    arguments: argparse.Namespace, first: First | None, pythons: dict[str, str]
+    arguments: argparse.Namespace,
+    first: First | None,
+    pythons: dict[str, str],
+    limit: TimeLimit,
 ) -> contextlib.AbstractContextManager[Execution]:
+    from replay.workers.process import Place
+
     if arguments.gpus is None:
         from replay.workers.execution import execution
 
-        return execution(first, pythons, arguments.timeout)
+        return execution(first, pythons, arguments.timeout, Place(stopped=limit.stopped))
     from replay.distribution.devices import gpus
     from replay.distribution.fleet import fleet
 
-    return fleet(gpus(arguments.gpus), pythons, arguments.timeout)
+    return fleet(gpus(arguments.gpus), pythons, arguments.timeout, limit.stopped)
 
 
 def _output_directory(given: str | None) -> Path | None:
@@ -271,68 +279,6 @@ def _model_options(arguments: argparse.Namespace, device: torch.device) -> Model
     from replay.cli.end_to_end import read_options
 
     return read_options(arguments, str(device))
-
-
-def _run(
-    workloads: list[Workload],
-    assigned: Assignment,
-    settings: Settings,
-    where: Execution,
-    arguments: argparse.Namespace,
-) -> list[Row]:
-    from replay.bench.resume import finished_rows
-    from replay.cli.progress import Pace, shown_progress
-    from replay.report.benchmark_json import benchmark_entries
-    from replay.rows.files import save_jsonl, write_csv, write_jsonl
-    from replay.timing.machine import describe
-    from replay.workloads.schedule import Schedule
-
-    rows: list[Row] = []
-    places = {workload.name: place for place, workload in enumerate(workloads)}
-    if arguments.resume:
-        path, machine = Path(arguments.json), describe(settings.device)
-        rows, workloads = finished_rows(path, workloads, assigned, machine, settings)
-        save_jsonl(rows, path)
-        if rows and not arguments.quiet:
-            count = len({row.call.name for row in rows})
-            kept = "1 call is" if count == 1 else f"{count} calls are"
-            print(
-                f"replay: {kept} kept as measured before, whatever {', '.join(NOT_COMPARED)} say "
-                f"now; {len(workloads)} to go",
-                file=sys.stderr,
-            )
-
-    def collected(produced: Iterator[Row]) -> Iterator[Row]:
-        for row in produced:
-            rows.append(row)
-            if row.first_call_ms is not None:
-                logger.info("first call of %s: %.1f ms", row.id, row.first_call_ms)
-            yield row
-
-    # JSON is written row by row, so an interrupted run keeps what it measured.
-    with (
-        reserved_stdout() as stdout,
-        opened(arguments.json, stdout, append=arguments.resume) as json_file,
-        opened(arguments.csv, stdout) as csv_file,
-        opened(arguments.benchmark_json, stdout) as benchmark_file,
-    ):
-        pace = Pace({workload.name: 1.0 for workload in workloads}, where.at_a_time)
-        with shown_progress(pace, quiet=arguments.quiet) as report:
-            produced = collected(where.replay(Schedule(workloads), assigned, settings, report))
-            if json_file is not None:
-                write_jsonl(produced, json_file)
-            for _ in produced:
-                pass
-        measured = list(rows)
-        rows.sort(key=lambda row: places[row.call.name])
-        if csv_file is not None:
-            write_csv(rows, csv_file)
-        if benchmark_file is not None:
-            json.dump(benchmark_entries(rows), benchmark_file, indent=1)
-            benchmark_file.write("\n")
-    if list(map(id, rows)) != list(map(id, measured)) and arguments.json not in (None, "-"):
-        save_jsonl(rows, Path(arguments.json))
-    return rows
 
 
 def _tables_are_shown(arguments: argparse.Namespace) -> bool:

@@ -29,8 +29,10 @@ class Pace:
     """How long the calls of a replay take, and what that says of those to come.
 
     Args:
-        expected: for each call how long it may take, of which only the proportions count.
+        expected: seconds that each call may take, of which only the proportions count once some are
+            finished.
         at_a_time: calls that are at work together.
+        scale: seconds that calls took by seconds expected, in earlier replays.
         clock: seconds, from any start.
     """
 
@@ -38,10 +40,12 @@ class Pace:
         self,
         expected: Mapping[str, float],
         at_a_time: int = 1,
+        scale: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._expected = expected
-        self._at_a_time = at_a_time
+        self.expected = expected
+        self.at_a_time = at_a_time
+        self._earlier_scale = scale
         self._clock = clock
         self._start = clock()
         self._at_work: dict[str, _AtWork] = {}
@@ -53,7 +57,7 @@ class Pace:
     @property
     def total(self) -> int:
         """Calls that there are."""
-        return len(self._expected)
+        return len(self.expected)
 
     @property
     def done(self) -> int:
@@ -65,28 +69,36 @@ class Pace:
         return self._clock() - self._start
 
     @property
-    def scale(self) -> float | None:
-        """Seconds that calls took by seconds expected; None before the first is finished.
+    def is_reliable(self) -> bool:
+        """Whether calls are finished that had not to wait for compilers."""
+        return self.done > self.at_a_time
 
-        The first on each device, which wait for compilers, count only until there are others.
+    @property
+    def scale(self) -> float | None:
+        """Seconds that calls took by seconds expected; None where nobody knows yet.
+
+        The first on each device, which wait for compilers, count only until there are others, and
+        where nothing is known from earlier replays.
         """
-        counted = list(self._took)[self._at_a_time :] or self._took
+        if not self.is_reliable and self._earlier_scale is not None:
+            return self._earlier_scale
+        counted = list(self._took)[self.at_a_time :] or self._took
         if not counted:
             return None
-        expected = sum(self._expected[call] for call in counted)
+        expected = sum(self.expected[call] for call in counted)
         return sum(self._took[call] for call in counted) / expected
 
     def left(self) -> float | None:
-        """Seconds that the remaining calls will take; None before the first is finished."""
+        """Seconds that the remaining calls will take; None where nobody knows yet."""
         if self.scale is None or self.done >= self.total:
             return None
         now, left = self._clock(), 0.0
-        for call, expected in self._expected.items():
+        for call, expected in self.expected.items():
             if call not in self._took:
                 at_work = self._at_work.get(call)
                 so_far = 0.0 if at_work is None else now - at_work.began
                 left += max(expected * self.scale - so_far, 0.0)
-        return left / self._at_a_time
+        return left / self.at_a_time
 
     def enter(self, call: str, stage: str) -> None:
         """Note that a call reached a stage."""

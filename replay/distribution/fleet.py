@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -40,7 +41,6 @@ class Seat:
 
     device: Device
     workers: Workers
-    place: Place
     is_lost: bool = False
     """Whether no worker can compute there any more."""
 
@@ -227,13 +227,17 @@ def _finished(
 
 @contextlib.contextmanager
 def fleet(
-    devices: Sequence[Device], interpreters: dict[str, str], timeout: float
+    devices: Sequence[Device],
+    interpreters: dict[str, str],
+    timeout: float,
+    stopped: threading.Event,
 ) -> Iterator[Fleet]:
     """Workers and a judge for each device; all end with the `with` block, within a second or two.
 
     Args:
         interpreters: other Python environments by name.
         timeout: seconds without a sign of life after which a worker is ended.
+        stopped: set to end what they are doing.
 
     Raises:
         DeviceError: another replay measures on one of the devices.
@@ -242,12 +246,11 @@ def fleet(
         stack.enter_context(held(devices))
         seats = []
         for device in devices:
-            place = Place(device.variables, device.cpus)
+            place = Place(device.variables, device.cpus, stopped)
             first = stack.enter_context(first_processes(timeout, place))
             workers = Workers.around(first, interpreters, timeout, place)
             stack.callback(workers.close)
-            seats.append(Seat(device, workers, place))
+            seats.append(Seat(device, workers))
         pool = stack.enter_context(ThreadPoolExecutor(len(seats), "device"))
-        for seat in seats:  # before the pool waits for its threads
-            stack.callback(seat.place.stopped.set)
+        stack.callback(stopped.set)  # before the pool waits for its threads
         yield Fleet(seats, pool)

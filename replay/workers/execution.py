@@ -154,7 +154,10 @@ class Workers:
 
 @contextlib.contextmanager
 def execution(
-    first: First | None, interpreters: dict[str, str], timeout: float
+    first: First | None,
+    interpreters: dict[str, str],
+    timeout: float,
+    place: Place | None = None,
 ) -> Iterator[Execution]:
     """The way to run kernels; workers end with the `with` block.
 
@@ -162,11 +165,12 @@ def execution(
         first: the processes that run and judge them; None to do all in this process.
         interpreters: other Python environments by name.
         timeout: seconds without a sign of life after which a worker is ended.
+        place: where further processes run.
     """
     if first is None:
         yield InProcess()
         return
-    workers = Workers.around(first, interpreters, timeout)
+    workers = Workers.around(first, interpreters, timeout, place)
     for name, python in {HERE: sys.executable, **interpreters}.items():
         logger.info("environment %s: %s", name, python)
     try:

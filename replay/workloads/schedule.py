@@ -28,7 +28,7 @@ class Schedule:
     def __init__(
         self,
         calls: Sequence[Workload],
-        tiers: Sequence[int] = (),
+        tiers: Sequence[int] | None = None,
         is_in_time: Callable[[Workload], bool] = lambda workload: True,
     ) -> None:
         self.calls = list(calls)
@@ -48,7 +48,7 @@ class Schedule:
         """Who shall not have a call again."""
 
     def __iter__(self) -> Iterator[Workload]:
-        """Give out all to one taker."""
+        """Give out all in the order of their tiers and then their own, to one who takes all."""
         while (call := self.take()) is not None:
             yield call
 
@@ -61,7 +61,7 @@ class Schedule:
         return sum(len(places) for of_tier in self._groups.values() for places in of_tier.values())
 
     def take(self, taker: Hashable = None) -> Workload | None:
-        """The next call for a taker; None where there is none that it may have."""
+        """The next call for one of several takers; None where there is none that it may have."""
         while (found := self._next(taker)) is not None:
             form, place = found
             self._group_of[place].remove(place)
@@ -91,7 +91,7 @@ class Schedule:
                 if (place := next(able, None)) is None:
                     continue
                 takers = self._given.get(form, ())
-                if taker in takers:
+                if taker is None or taker in takers:
                     preference = (0, 0, place)
                 else:
                     preference = (2, -len(places), place) if takers else (1, 0, place)

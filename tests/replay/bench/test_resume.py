@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from capture.shape import Shape
 from capture.storage.dataset import Dataset
-from replay.bench.resume import finished_rows
+from replay.bench.resume import finished_rows, latest
 from replay.kernels.registry import Kernel
 from replay.rows.fields import SCHEMA
 from replay.rows.files import RowsError, row_from_json, row_to_json, write_jsonl
@@ -335,6 +335,17 @@ def test_rows_of_joined_calls(written: Callable[..., Path], tmp_path: Path) -> N
     other = replace(measured, call=replace(facts, step=3))
     with pytest.raises(RowsError, match=r"rows of another model\.ranks0-1-000000"):
         finished_rows(written([other]), calls, kernels, HERE, SETTINGS)
+
+
+def test_a_call_that_was_replayed_again_has_its_later_rows() -> None:
+    first, again = row(0, "a"), row(0, "a")
+    beside, of_another = row(0, "b"), row(1, "b")
+    elsewhere = row(0, "a", "fa4")
+    unread = replace(row(0, ""), status="crash")
+    kept = latest([first, beside, elsewhere, of_another, again])
+    assert list(map(id, kept)) == list(map(id, [elsewhere, of_another, again]))
+    assert list(map(id, latest([unread, beside]))) == [id(beside)]
+    assert list(map(id, latest([beside, unread]))) == [id(unread)]
 
 
 def test_a_gpu_may_have_other_processor_cores(written: Callable[..., Path]) -> None:

@@ -26,7 +26,6 @@ from replay.kernels.registry import Kernel
 from replay.rows.row import HERE, CallFacts, KernelId, Row
 from replay.workers.environments import WorkerError
 from replay.workers.execution import Assignment
-from replay.workers.process import Place
 from replay.workloads.random_calls import Spec, workload
 from replay.workloads.recorded import Workload
 from replay.workloads.schedule import Schedule
@@ -98,7 +97,7 @@ def replayed(quick: Settings) -> Iterator[Callable[..., Replayed]]:
 
         def run(*workers: StandIn, count: int = 4) -> Replayed:
             seats = [
-                Seat(device, each, Place())  # type: ignore[arg-type]
+                Seat(device, each)  # type: ignore[arg-type]
                 for device, each in zip(CPUS, workers, strict=False)
             ]
             assigned = {HERE: [factories.kernel("a"), factories.kernel("b")]}

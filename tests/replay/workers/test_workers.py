@@ -588,7 +588,7 @@ def test_only_the_judge_waits_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [env.get("OMP_WAIT_POLICY") for env in started] == [None, "PASSIVE"]
 
 
-def test_a_worker_runs_where_it_is_placed(tmp_path: Path) -> None:
+def test_a_worker_runs_where_it_is_placed() -> None:
     cpu = max(os.sched_getaffinity(0))
     place = Place({"CUDA_VISIBLE_DEVICES": "3"}, frozenset({cpu}))
     for process in (Process(sys.executable, 60, place=place), judge_process(60, place)):
@@ -597,8 +597,11 @@ def test_a_worker_runs_where_it_is_placed(tmp_path: Path) -> None:
             try:
                 assert each._child is not None
                 assert os.sched_getaffinity(each._child.pid) == {cpu}
-                variables = Path(f"/proc/{each._child.pid}/environ").read_bytes().split(b"\0")
-                assert b"CUDA_VISIBLE_DEVICES=3" in variables
+                environ, variables = Path(f"/proc/{each._child.pid}/environ"), b""
+                while not variables:  # until the new program is there
+                    assert each._child.poll() is None
+                    variables = environ.read_bytes()
+                assert b"CUDA_VISIBLE_DEVICES=3" in variables.split(b"\0")
             finally:
                 each.close()
 

@@ -1,0 +1,189 @@
+"""`--max-time`, with a clock that the test sets."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from replay.cli.run import without_variants
+from replay.cli.time_limit import TimeLimit, duration, in_words
+from replay.kernels.registry import find
+from replay.rows.row import HERE
+from tests import factories
+
+RunCli = Callable[..., tuple[int, str, str]]
+QUICK = ("--rounds", "3", "--max-seconds", "0.01", "--device", "cpu")
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [("10m", 600), ("90s", 90), ("1h30m", 5400), ("1h5s", 3605), ("45", 45), ("2h", 7200)],
+)
+def test_durations(given: str, seconds: float) -> None:
+    assert duration(given) == seconds
+
+
+@pytest.mark.parametrize("given", ["", "m", "ten", "1.5h", "-3", "5 m", "0m", "0", "²", "1d"])
+def test_what_is_no_duration(given: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="must be"):
+        duration(given)
+
+
+def test_in_words() -> None:
+    asked = (0.2, 40.4, 99.4, 100, 360, 5900, 7200, 7800)
+    said = ["1 s", "40 s", "99 s", "2 min", "6 min", "98 min", "2 h", "2 h 10 min"]
+    assert [in_words(seconds) for seconds in asked] == said
+
+
+def test_what_would_end_in_time_may_begin() -> None:
+    clock = Clock()
+    limit = TimeLimit(60, clock)
+    assert limit.allows(60)
+    clock.now += 20
+    assert limit.allows(40)
+    assert not limit.allows(41)
+    assert TimeLimit(None, clock).allows(1e9)
+
+
+def test_what_is_at_work_when_the_time_is_over_is_stopped() -> None:
+    clock = Clock()
+    late = TimeLimit(60, clock)
+    clock.now += 61
+    with late.watched():
+        assert late.stopped.wait(60)
+    early = TimeLimit(60, clock)
+    with early.watched():
+        pass
+    with TimeLimit(None, clock).watched() as nothing:
+        assert nothing is None
+    assert not early.stopped.is_set()
+
+
+@pytest.mark.parametrize("other", ["--in-process", "--list-kernels", "--selftest"])
+def test_what_does_not_combine(run_cli: RunCli, other: str) -> None:
+    source = ["--random"] if other == "--in-process" else []
+    code, out, err = run_cli(*source, other, "--max-time", "1m")
+    assert (code, out) == (2, "")
+    assert err == f"replay: --max-time ends a replay in workers: leave out {other}\n"
+
+
+@pytest.fixture
+def run_with_a_clock(
+    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str, str]]:
+    """`run(12, …)`: there is time for so many seconds, of which each call is said to take four."""
+
+    def run(seconds: int, *arguments: str) -> tuple[int, str, str]:
+        clock = Clock()
+
+        class Limit(TimeLimit):
+            def __init__(self, asked: float | None) -> None:
+                super().__init__(asked, clock)
+
+            def allows(self, seconds: float) -> bool:
+                found = super().allows(seconds)
+                if seconds == 4.0:  # a call that asks whether it may begin
+                    clock.now += 4.0 * found
+                return found
+
+        def expected(calls: list[object], *_: object) -> dict[str, float]:
+            return {call.name: 4.0 for call in calls}  # type: ignore[attr-defined]
+
+        monkeypatch.setattr("replay.cli.main.TimeLimit", Limit)
+        monkeypatch.setattr("replay.cli.run.expected_seconds", expected)
+        monkeypatch.setattr("replay.cli.run.Pace.scale", 1.0)
+        return run_cli(*arguments, "--max-time", str(seconds))
+
+    return run
+
+
+def test_the_most_telling_comes_first_and_resume_completes_it(
+    run_with_a_clock: RunCli, run_cli: RunCli, recorded: Path, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    arguments = ("--dir", str(recorded), *QUICK, "--kernels", "torch-flash", "--json", str(rows))
+
+    def calls() -> list[str]:
+        return [json.loads(line)["call"]["name"] for line in rows.read_text().splitlines()]
+
+    code, _, err = run_with_a_clock(9, *arguments)
+    assert code == 0
+    assert "3 calls × 1 kernel on " in err
+    assert ": about 12 s (a guess, as nothing was replayed here yet)" in err
+    assert "; the most telling first, for 9 s\n" in err
+    assert (
+        f"replay: after 9 s 1 of 3 calls left out: the same with --resume completes {rows}" in err
+    )
+    assert calls() == ["model-000000"] * 2 + ["model-000002"] * 2
+    before = rows.read_text().splitlines()
+    code, _, err = run_cli(*arguments, "--resume")
+    assert code == 0
+    assert "replay: 2 calls are kept as measured before" in err
+    assert "; 1 to go\n" in err
+    assert "left out" not in err
+    assert calls() == [f"model-{index:06d}" for index in range(3) for _ in range(2)]
+    after = rows.read_text().splitlines()
+    assert [*after[:2], *after[4:]] == before
+
+
+def test_variants_come_after_the_others(
+    run_with_a_clock: RunCli, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call is replayed again with its variants, so that all its rows are of the same rounds."""
+    monkeypatch.setattr(
+        "replay.cli.run.without_variants", lambda assigned: {HERE: [find("torch-math")]}
+    )
+    rows = tmp_path / "rows.jsonl"
+    kernels = ("--kernels", "torch-math,torch-flash")
+    arguments = ("--dir", str(recorded), *QUICK, *kernels, "--json", str(rows))
+
+    def found() -> list[tuple[str, str]]:
+        lines = [json.loads(line) for line in rows.read_text().splitlines()]
+        return [(line["call"]["name"][-1], line["kernel"]) for line in lines]
+
+    plain = [(call, "torch-math") for call in "012"]
+    whole = [(call, kernel) for call in "012" for kernel in ("torch-math", "torch-flash")]
+    code, _, err = run_with_a_clock(17, *arguments)
+    assert code == 0
+    assert ": about 24 s" in err
+    assert "replay: after 17 s 2 without some kernels: the same with --resume completes" in err
+    assert found() == [*whole[:2], *plain[1:]]
+    before = rows.read_text().splitlines()
+    code, _, err = run_with_a_clock(5, *arguments, "--resume")
+    assert ": about 8 s" in err
+    assert "replay: after 5 s 1 without some kernels" in err
+    assert found() == [*whole[:2], plain[1], *whole[4:]]
+    assert rows.read_text().splitlines()[:3] == before[:3]
+    code, _, err = run_with_a_clock(60, *arguments, "--resume")
+    assert "without some kernels" not in err
+    assert found() == whole
+
+
+def test_which_kernels_are_no_variants() -> None:
+    one, other = factories.kernel("one"), factories.kernel("one[x=1]", variant_of="one")
+    assert without_variants({"a": [one, other], "b": [other]}) == {"a": [one], "b": []}
+    assert without_variants({"a": [one], "b": []}) is None
+    assert without_variants({"a": [other]}) is None
+
+
+@pytest.mark.parametrize(("option", "is_said"), [((), True), (("--quiet",), False)])
+def test_a_long_replay_says_how_long(
+    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch, option: tuple[str, ...], is_said: bool
+) -> None:
+    shape = ("--random", "-hq", "2", "-sq", "64", "-d", "32", "--dtype", "float32")
+    arguments = (*shape, *QUICK, "--kernels", "torch-math", "--in-process", *option)
+    monkeypatch.setattr("replay.cli.run.LONG_SECONDS", 1e9)
+    assert "about" not in run_cli(*arguments)[2]
+    monkeypatch.setattr("replay.cli.run.LONG_SECONDS", 0.0)
+    assert ("replay: 1 call × 1 kernel on " in run_cli(*arguments)[2]) == is_said

@@ -1,0 +1,107 @@
+"""How long a replay is expected to take, and what is learnt from earlier ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from replay.bench.settings import Settings
+from replay.distribution.estimate import (
+    SECONDS_TO_NOTE,
+    History,
+    Rates,
+    call_seconds,
+    expected_seconds,
+    flops,
+    together,
+)
+from replay.kernels.registry import find
+from replay.rows.row import Machine
+from replay.timing.flops import flops as exact_flops
+from replay.workloads.outline import outline
+from replay.workloads.random_calls import Spec, workload
+from replay.workloads.recorded import Workload
+
+RATES = Rates(flops=1e12, reference_flops=1e11, sample_seconds=1e-4, kernel_seconds=0.1)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_operations_are_known_before_a_call_is_read(is_causal: bool) -> None:
+    spec = Spec(2, 4, 2, 512, 512, 64, 32, is_causal)
+    found = flops(outline(workload("a", "b", spec, 0)))
+    assert found == pytest.approx(exact_flops(spec.call("meta")), rel=0.01)
+
+
+def test_calls_with_more_to_do_take_longer(quick: Settings) -> None:
+    settings = replace(quick, rounds=30, max_seconds=5.0)
+    kernels = {"this": [find("torch-math"), find("torch-flash")], "other": [find("torch-math")]}
+    calls = [
+        workload(str(length), "b", Spec(1, 8, 8, length, length, 128, 128), 0)
+        for length in (1024, 4096)
+    ]
+    unknown = Workload("unknown", lambda device: pytest.fail("loaded"))
+    found = expected_seconds([*calls, unknown], kernels, settings, RATES)
+    assert list(found) == ["1024", "4096", "unknown"]
+    assert found["4096"] > found["1024"] > 3 * RATES.kernel_seconds
+    assert found["unknown"] == pytest.approx((found["1024"] + found["4096"]) / 2)
+    fewer = expected_seconds(calls, {"this": kernels["this"][:1]}, settings, RATES)
+    assert fewer["4096"] < found["4096"]
+    assert expected_seconds([unknown], kernels, settings, RATES) == {"unknown": 1.0}
+
+
+def test_what_limits_the_rounds_limits_the_time(quick: Settings) -> None:
+    def seconds(flops: float, **changes: float) -> float:
+        settings = replace(quick, **{"rounds": 30, "max_seconds": 20.0, **changes})  # type: ignore[arg-type]
+        return call_seconds(flops, 1, settings, RATES)
+
+    second = RATES.flops  # of a run
+    assert seconds(second, max_seconds=10.0) < seconds(second)
+    assert seconds(second, rounds=6) == pytest.approx(seconds(second, max_seconds=1.0))
+    assert seconds(second, calls_before=4) > seconds(second)
+
+
+def test_devices_share_the_work_of_several_calls_alone() -> None:
+    assert together([4.0, 2.0, 2.0], 1) == 8.0
+    assert together([4.0, 2.0, 2.0], 2) == 4.0
+    assert together([6.0, 1.0], 2) == 6.0
+    assert together([], 2) == 0.0
+
+
+def test_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    file = tmp_path / "attention-replay" / "pace.json"
+    h200, l4 = Machine("H200"), Machine("L4")
+    cpu = [Machine("a processor", threads=threads) for threads in ("2", "8")]
+    history = History()
+    assert history.scale(h200) is None
+    history.note(h200, 2.0, SECONDS_TO_NOTE - 1)
+    assert not file.exists()
+    history.note(h200, 2.0, SECONDS_TO_NOTE)
+    history.note(l4, 3.0, 100.0)
+    history.note(h200, 2.5, 100.0)
+    history.note(cpu[0], 1.5, 100.0)
+    found = [History().scale(machine) for machine in (h200, l4, *cpu)]
+    assert found == [2.5, 3.0, 1.5, None]
+    for harm in ("{", "[]", '{"H200": "x"}', '{"H200": -1}'):
+        file.write_text(harm)
+        assert history.scale(h200) is None
+
+
+def test_a_history_that_cannot_be_written_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "attention-replay").write_text("in the way")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    History().note(Machine("H200"), 2.0, 100.0)
+    assert History().scale(Machine("H200")) is None
+    monkeypatch.delenv("XDG_STATE_HOME")
+    assert ".local/state" in str(History()._path)
+
+
+def test_rates_of_a_processor_are_measured(
+    quick: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replay.distribution.estimate.cpu_flops_per_second", lambda: 8e9)
+    assert Rates.of(quick.device).flops == 4e9

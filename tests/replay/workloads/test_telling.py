@@ -1,0 +1,64 @@
+"""The first calls are spread over models, layers and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from capture.call import AttentionCall
+from capture.storage.call_file import PackedCall
+from replay.workloads.random_calls import Spec, workload
+from replay.workloads.recorded import Workload, from_directory
+from replay.workloads.telling import halving, tiers
+from replay.workloads.twins import with_twins
+
+
+@pytest.fixture
+def layers(tmp_path: Path, make_call: Callable[..., AttentionCall]) -> list[Workload]:
+    """Two steps of two models, of eight and of three layers."""
+    number = 0
+    for step in range(2):
+        for model, count in (("large", 8), ("small", 3)):
+            for layer in range(count):
+                call = make_call(origin={"module": f"layers.{layer}", "step": step})
+                call = replace(call, origin=replace(call.origin, model=model, call_index=number))
+                PackedCall.of(call).write(tmp_path / f"{number:06d}.{model}.safetensors")
+                number += 1
+    return from_directory(tmp_path)[0]
+
+
+def test_every_model_comes_first_and_then_its_middle(layers: list[Workload]) -> None:
+    found = tiers(layers)
+    by_tier = {
+        tier: [call.name for call, its in zip(layers, found, strict=True) if its == tier]
+        for tier in range(3)
+    }
+    assert by_tier == {
+        0: ["000000.large", "000008.small"],
+        1: ["000011.large", "000020.small"],  # layer 0 of the second step; the last but one
+        2: ["000004.large", "000010.small"],
+    }
+    assert sorted(found) == sorted([*range(16), *range(6)])
+
+
+def test_halving() -> None:
+    assert halving(8) == [0, 4, 2, 6, 1, 5, 3, 7]
+    assert [halving(count) for count in (0, 1, 2, 3)] == [[0][:0], [0], [0, 1], [0, 2, 1]]
+    for count in range(70):
+        assert sorted(halving(count)) == list(range(count))
+
+
+def test_another_length_is_in_the_first_tier_too() -> None:
+    calls = [
+        workload(str(place), "suite", Spec(1, 2, 2, length, length, 32, 32), 0)
+        for place, length in enumerate([64, 64, 4096])
+    ]
+    assert tiers(calls) == [0, 1, 0]
+
+
+def test_twins_stay_with_their_call(layers: list[Workload]) -> None:
+    found = tiers(with_twins(layers, 0))
+    assert found[::3] == found[1::3] == found[2::3] == tiers(layers)
