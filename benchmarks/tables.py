@@ -499,6 +499,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "capture_faults": capture_faults,
     "doctor_score": doctor_score,
     "capture_overhead": partial(overhead, "capture_overhead.csv"),
+    "difficulty_overhead": partial(overhead, "difficulty_overhead.csv"),
     "calls_not_kept": partial(overhead, "calls_not_kept.csv"),
     "replay_overhead": partial(overhead, "replay_overhead.csv"),
     "defence_overhead": defence_overhead,

@@ -83,6 +83,12 @@ def test_keys_that_no_query_sees_do_not_count() -> None:
     assert hardness(AttentionCall(query, key, value, variant=window)) < 2 * hidden
 
 
+def test_the_mean_of_k_counts_beside_a_sink() -> None:
+    """It moves all scores of a query alike, but not the sink's."""
+    call = random_call(q_len=64, kv_len=64, sinks=torch.zeros(2))
+    assert hardness(call.with_tensors({"key": call.key + 1})) < 2 * hardness(call)
+
+
 @pytest.mark.parametrize("name", sorted(CALLS))
 def test_calls_beyond_sdpa(name: str) -> None:
     call = CALLS[name].without_pages()

@@ -91,6 +91,8 @@ def test_a_call_that_is_not_supported_falls_back_and_costs_what_it_did() -> None
     assert run.calls == Calls(swapped=20, fell_back=7)
     assert run.fallbacks == {"head_dim 72": 7}
     assert run.attention_seconds == pytest.approx(0.27)
+    assert run.swapped_seconds == pytest.approx(0.2)
+    assert run.fallback_seconds == pytest.approx({"head_dim 72": 0.07})
 
 
 def test_calls_that_none_stands_for_are_reported_and_unchanged() -> None:
