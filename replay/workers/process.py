@@ -40,6 +40,7 @@ ENDING_SECONDS = 10.0
 OUR_PACKAGES = """
 import os, sys
 os.write(int(sys.argv[3]), b'{"answers": true}\\n')
+import gc
 from importlib.machinery import PathFinder
 
 root, ours = sys.argv[1], ("attention_replay", "capture", "replay")
@@ -52,7 +53,9 @@ class OurPackages:
 sys.meta_path.insert(0, OurPackages)
 if sys.path[0] == "":
     del sys.path[0]
+gc.disable()  # to import PyTorch makes no garbage, and looking for it takes a fifth of the time
 from replay.workers.worker import main
+gc.enable()
 main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
 """
 """What the child executes: it finds our packages and nothing else that lies beside them, since
