@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
-from capture.strides import picked
+from capture.strides import narrow_expanded, picked
 from capture.variant import Variant
 
 UNGATHERED = {"packed", "paged", "key-lengths"}
@@ -55,6 +55,19 @@ def gathered(
     if mask is not None:
         found["attn_mask"] = mask
     return replace(call.with_tensors(found), output=None)
+
+
+def changed(call: AttentionCall) -> AttentionCall:
+    """The call with other values of the same sizes: -Q and K from the last row, and -V."""
+    found = call.to(call.device).tensors()
+    for name in ("query", "key", "value"):
+        stored = narrow_expanded(found[name])
+        turned = stored.clone() if name == "value" else stored.flip(2)
+        if name == "value" and call.value_is_in_key:
+            continue
+        stored.copy_(turned if name == "key" else turned.neg())
+    found.pop("output", None)
+    return call.with_tensors(found)
 
 
 def part(call: AttentionCall, place: Place) -> AttentionCall:

@@ -13,6 +13,7 @@ from torch import Tensor
 from capture.call import AttentionCall
 from replay.accuracy.errors import row_errors
 from replay.accuracy.judge import Expected, judge
+from replay.accuracy.reference import attention
 from replay.accuracy.sparse import restricted
 from replay.accuracy.thresholds import Thresholds
 from replay.diagnosis.derived import Place, part
@@ -78,12 +79,20 @@ class Score(NamedTuple):
     error: float
     """‖output - reference‖ / ‖reference‖ over the rows; infinite where one of them alone is NaN
     or infinite."""
+    worst: float = 0.0
+    """The same of the row where it is largest."""
 
-    def is_cure_of(self, before: Score) -> bool:
+    def is_cure_of(self, before: Score, collapse: float = COLLAPSE) -> bool:
         """Whether the error is gone, or nearly: rounding may differ between two experiments."""
-        if self.passes or before.error == math.inf:
+        if before.error == math.inf:
             return self.passes or self.error <= FINITE
-        return self.error <= before.error / COLLAPSE
+        # Rows of a kernel that is wrong by its whole output alone may pass by themselves.
+        return (self.passes and not before.passes) or self.error <= before.error / collapse
+
+    def explains(self, own: Score) -> bool:
+        """Whether an output that scores `own` is what this score compares it with."""
+        is_it = self.passes or self.error <= EXPLAINED
+        return is_it and (own.error == math.inf or self.error <= own.error / COLLAPSE)
 
 
 @dataclass(frozen=True)
@@ -146,10 +155,12 @@ class Subject:
         mine = output[batch, head, rows][None, None]
         passes = judge(mine, expected, self.accuracy_class).passed
         found = row_errors(mine, expected.reference)
-        errors, sizes = (float(found.sums[index].sum().sqrt()) for index in (4, 2))
         if found.mismatched_nonfinite:
-            return Score(False, math.inf)
-        return Score(passes, errors / sizes if sizes else (math.inf if errors else 0.0))
+            return Score(False, math.inf, math.inf)
+        error, size = (found.sums[index].sum().sqrt() for index in (4, 2))
+        by_row = found.sums[4].sqrt() / found.sums[2].sqrt()
+        worst = by_row.masked_fill(found.sums[4] == 0, 0.0).max()
+        return Score(passes, float((error / size).nan_to_num(0.0)), float(worst))
 
     def tried(self, call: AttentionCall, place: Place | None = None) -> Score | None:
         """Run the kernel on another call and score it; None where it refuses or fails."""
@@ -161,10 +172,29 @@ class Subject:
         return score is not None and score.is_cure_of(self.own)
 
     def computed(self, other: AttentionCall) -> bool:
-        """Whether the output is that of another call: what the kernel took this one for."""
-        score = self.score(self.output, other)
-        is_it = score.passes or score.error <= EXPLAINED
-        return is_it and score.error <= self.own.error / COLLAPSE
+        """Whether the output is that of another call: what the kernel took this one for.
+
+        A query that sees no key there may have got NaN, as a softmax of nothing gives.
+        """
+        batch, head, rows = self.place
+        mine = self.output[batch, head, rows]
+        expected = attention(part(other, self.place))[0, 0]
+        undefined = (expected == 0).all(dim=1) & ~mine.isfinite().all(dim=1)
+        if bool(undefined.all()):
+            without = self.tried(replace(other, attn_mask=None, is_causal=False))
+            return without is not None and without.passes
+        place = Place(batch, head, rows[~undefined])
+        return self.score(self.output, other, place).explains(
+            self.own if not bool(undefined.any()) else self.score(self.output, self.call, place)
+        )
+
+    def returned(self, expected: Tensor) -> Score:
+        """How near the wrong rows are to other numbers, (R, Dv)."""
+        batch, head, rows = self.place
+        mine = self.output[batch, head, rows].to(torch.float64)
+        size = float(torch.linalg.vector_norm(expected))
+        error = float(torch.linalg.vector_norm(mine - expected.to(mine)))
+        return Score(False, error / size if size and math.isfinite(error) else math.inf)
 
 
 Hypothesis = Callable[[Subject], "Evidence | None"]
@@ -174,14 +204,25 @@ def most_wrong(output: Tensor, expected: Expected, accuracy_class: AccuracyClass
     """The head with the worst row, and the rows of it that are most wrong, in order."""
     shares = row_shares(output, expected, accuracy_class)
     batch, head = (int(each) for each in divmod(int(shares.amax(dim=2).argmax()), shares.shape[1]))
-    worst = shares[batch, head].argsort(descending=True, stable=True)
-    failing = int((shares[batch, head] > 1).sum())
-    # Some of the worst, and some of all: what is wrong in the same way need not be equally wrong.
-    few = worst[: failing or MOST_ROWS]
-    if len(few) > MOST_ROWS:
-        even = torch.linspace(MOST_ROWS // 2, len(few) - 1, MOST_ROWS // 2).long()
-        few = torch.cat([few[: MOST_ROWS // 2], few[even.to(few.device)]])
-    return Place(batch, head, few.unique())
+    of_head = shares[batch, head]
+    infinite = (of_head == math.inf).nonzero().flatten()
+    finite = of_head.masked_fill(of_head == math.inf, 0.0)
+    worst = finite.argsort(descending=True, stable=True)
+    failing = int((finite > 1).sum())
+    if not failing and not len(infinite):
+        failing = MOST_ROWS  # it is wrong by its whole output alone
+    halves = (_some(worst[:failing], MOST_ROWS), _some(infinite, MOST_ROWS))
+    if all(len(each) for each in halves):
+        halves = (_some(halves[0], MOST_ROWS // 2), _some(halves[1], MOST_ROWS // 2))
+    return Place(batch, head, torch.cat(halves).unique())
+
+
+def _some(rows: Tensor, most: int) -> Tensor:
+    """The first of some rows, and as many of all: what is wrong alike need not be equally wrong."""
+    if len(rows) <= most:
+        return rows
+    even = torch.linspace(most // 2, len(rows) - 1, most - most // 2).long()
+    return torch.cat([rows[: most // 2], rows[even.to(rows.device)]])
 
 
 def row_shares(output: Tensor, expected: Expected, accuracy_class: AccuracyClass) -> Tensor:

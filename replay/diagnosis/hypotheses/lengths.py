@@ -75,7 +75,10 @@ def _is_wrong_beyond(subject: Subject, block: int, which: tuple[bool, bool]) -> 
 
 
 def _tried(subject: Subject, lengths: _Longer) -> Score | None:
-    """The score of the rows that were wrong, wherever they are at these lengths, and the last."""
+    """The score of the rows that were wrong, wherever they are at these lengths.
+
+    It is that of the worst of the last rows instead, if that is worse: the error may have moved.
+    """
     if min(lengths) < 1:
         return None
     shape, (batch, head, rows) = subject.call.shape, subject.place
@@ -84,10 +87,17 @@ def _tried(subject: Subject, lengths: _Longer) -> Score | None:
         queries=_places(shape.q_len, lengths.q_len, rows.device),
         keys=_places(shape.kv_len, lengths.kv_len, rows.device),
     )
-    moved = rows + lengths.q_len - shape.q_len
+    output = subject.run(call)
+    if output is None:
+        return None
     last = torch.arange(max(0, lengths.q_len - MOST_ROWS // 2), lengths.q_len, device=rows.device)
-    place = Place(batch, head, torch.cat([moved[moved >= 0], last]).unique())
-    return subject.tried(call, place)
+    of_last = subject.score(output, call, Place(batch, head, last))
+    found = Score(of_last.passes, of_last.worst)
+    moved = rows + lengths.q_len - shape.q_len
+    if len(moved := moved[moved >= 0]):
+        own = subject.score(output, call, Place(batch, head, moved))
+        found = Score(found.passes and own.passes, max(found.error, own.error))
+    return found
 
 
 def _places(length: int, wanted: int, device: torch.device) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -20,11 +21,14 @@ FACTORS = (2.0**-4, 2.0**-8, 2.0**-12)
 OUTLIER = 4.0
 """How many times the typical channel an outlier channel of K is, at least."""
 
+HALVED = 2.0
+"""How many times smaller the error must become without a channel for that to be its cause."""
+
 MOST_CHANNELS = 0.25
 """The largest share of channels that are called outliers."""
 
-LARGE_SCORE = 80.0
-"""e to this is near what float32 holds."""
+LIMITS = 200
+"""Numbers that scores are tried to end at."""
 
 
 def overflow(subject: Subject) -> Evidence | None:
@@ -37,7 +41,9 @@ def overflow(subject: Subject) -> Evidence | None:
     is_finite = subject.own.error < torch.inf
     small = part(call, subject.place)
     numbers = _numbers(small)
-    kind = "is not finite" if not is_finite else "is wrong and finite"
+    batch, head, rows = subject.place
+    is_black = not bool((subject.output[batch, head, rows] != 0).any())
+    kind = "is not finite" if not is_finite else "is zero" if is_black else "is wrong and finite"
     for factor in FACTORS:
         for name, said in (("query", "q·k"), ("key", "q·k")):
             scaled = replace(
@@ -65,12 +71,12 @@ def overflow(subject: Subject) -> Evidence | None:
                 f"divided by {1 / factor:g} {_now(subject, score)}",
                 {**numbers, "scaled": "value", "factor": factor, **_errors(subject, score)},
             )
-    if is_finite and numbers["largest_score"] < LARGE_SCORE:
-        return None
+    if is_finite and not is_black:
+        return _clamped(subject, small, numbers)
     for factor in FACTORS:
         query = call.query * factor
         score = subject.tried(replace(call.with_tensors({"query": query}), output=None))
-        if not is_finite and subject.is_cured(score):
+        if subject.is_cured(score):
             return Evidence(
                 "overflow",
                 f"the output {kind}; scores reach {numbers['largest_score']:.4g}, and with scores "
@@ -78,6 +84,28 @@ def overflow(subject: Subject) -> Evidence | None:
                 {**numbers, "scaled": "scores", "factor": factor, **_errors(subject, score)},
             )
     return None
+
+
+def _clamped(subject: Subject, small: AttentionCall, numbers: dict[str, Any]) -> Evidence | None:
+    """Whether the output is that of scores that end at some limit."""
+    found, value = scores(small), small.value[0, 0].to(torch.float64)
+    added = None if small.attn_mask is None else small.attn_mask[0, 0]
+    lowest, highest = float(found.mean()), float(found.max())
+    best = (math.inf, highest)
+    for limit in torch.linspace(lowest, highest, LIMITS, dtype=torch.float64).tolist():
+        ended = found.clamp(max=limit)
+        if added is not None and added.dtype == torch.bool:
+            ended = ended.masked_fill(~added, -math.inf)
+        elif added is not None:
+            ended = ended + added
+        best = min(best, (subject.returned(ended.softmax(-1) @ value).error, limit))
+    if not Score(False, best[0]).explains(subject.own):
+        return None
+    return Evidence(
+        "overflow",
+        f"the output is that of scores which end at {best[1]:.4g}, where they reach {highest:.4g}",
+        {**numbers, "limit": best[1], "error": subject.own.error, "error_so": best[0]},
+    )
 
 
 def _now(subject: Subject, score: Score | None) -> str:
@@ -128,12 +156,12 @@ def outlier_channel(subject: Subject) -> Evidence | None:
     centred = (key - mean).to(call.dtype)
     score = subject.tried(replace(call.with_tensors({"key": centred}), output=None))
     how = "with the mean of the keys subtracted, which leaves the attention as it is,"
-    if not subject.is_cured(score):
+    if not _is_better(subject, score):
         without = call.key.clone()
         without[..., channels] = 0
         score = subject.tried(replace(call.with_tensors({"key": without}), output=None))
         how = f"without {'it' if len(channels) == 1 else 'them'}"
-        if not subject.is_cured(score):
+        if not _is_better(subject, score):
             return None
     assert score is not None
     worst = int(channels[0])
@@ -154,6 +182,11 @@ def outlier_channel(subject: Subject) -> Evidence | None:
             "way": "centred" if how.startswith("with the") else "removed",
         },
     )
+
+
+def _is_better(subject: Subject, score: Score | None) -> bool:
+    """What is left is the error that rounding makes without outliers, which may not be small."""
+    return score is not None and score.is_cure_of(subject.own, HALVED)
 
 
 def _times(sizes: Tensor, channel: int) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from replay.bench.inputs import Inputs
@@ -26,7 +28,35 @@ def unwritten(subject: Subject) -> Evidence | None:
         kept = (first == POISONS[0]) & (second == POISONS[1])
         if bool(differs.any()):
             return _evidence(subject, differs, int(kept.sum()))
-    return None
+    return _kept_from_before(subject)
+
+
+def _kept_from_before(subject: Subject) -> Evidence | None:
+    """Whether some rows are those of the call before, from memory that the kernel keeps."""
+    call = subject.call
+    # Values with which nothing overflows: then a NaN is what memory held.
+    other = replace(
+        call.with_tensors({"query": torch.zeros_like(call.query), "value": call.value / -16}),
+        output=None,
+    )
+    first = None if call.value_is_in_key else _copied(subject.run(other))
+    second = None if first is None else subject.run(call)
+    if first is None or second is None:
+        return None
+    kept = (~_unlike(first, second)).all(dim=3) & (second != 0).any(dim=3)
+    if call.attn_mask is not None or call.is_causal or call.features:
+        # A query that sees no key gets NaN from many kernels.
+        kept &= ~second.isnan().any(dim=3)
+    if not bool(kept.any()) or bool(kept.all()):
+        return None
+    place = _most_of_a_head(kept)
+    return Evidence(
+        "output-unwritten",
+        f"{int(kept.sum()):,} of {kept.numel():,} rows are still those of the call before, which "
+        "had other inputs",
+        {"rows": int(kept.sum()), "of": kept.numel(), **_span(place.queries)},
+        place,
+    )
 
 
 def zeroed(subject: Subject) -> Evidence | None:
@@ -74,8 +104,7 @@ def _unlike(one: Tensor, other: Tensor) -> Tensor:
 def _evidence(subject: Subject, differs: Tensor, kept: int) -> Evidence:
     rows = differs.any(dim=3)
     by_head = rows.sum(dim=2)
-    batch, head = (int(each) for each in divmod(int(by_head.argmax()), by_head.shape[1]))
-    queries = rows[batch, head].nonzero().flatten()
+    place = _most_of_a_head(rows)
     count = int(differs.sum())
     return Evidence(
         "output-unwritten",
@@ -88,10 +117,21 @@ def _evidence(subject: Subject, differs: Tensor, kept: int) -> Evidence:
             "keep_the_poison": kept,
             "rows": int(rows.sum()),
             "heads": int((by_head > 0).sum()),
-            **_span(queries),
+            **_span(place.queries),
         },
-        Place(batch, head, queries),
+        place,
     )
+
+
+def _most_of_a_head(rows: Tensor) -> Place:
+    """Where most of some rows (B, Hq, Sq) are."""
+    by_head = rows.sum(dim=2)
+    batch, head = (int(each) for each in divmod(int(by_head.argmax()), by_head.shape[1]))
+    return Place(batch, head, rows[batch, head].nonzero().flatten())
+
+
+def _copied(output: Tensor | None) -> Tensor | None:
+    return None if output is None else output.clone()
 
 
 def _span(queries: Tensor) -> dict[str, Any]:

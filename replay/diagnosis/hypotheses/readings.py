@@ -17,7 +17,7 @@ from torch import Tensor
 from capture.call import AttentionCall
 from capture.structure import structure_of
 from capture.variant import PLAIN
-from replay.diagnosis.derived import can_be_gathered, gathered, mask_of, seen
+from replay.diagnosis.derived import Place, can_be_gathered, gathered, mask_of, part, scores, seen
 from replay.diagnosis.subject import Cause, Evidence, Subject
 
 LOG2_E = math.log2(math.e)
@@ -35,7 +35,7 @@ def misread(subject: Subject) -> Evidence | None:
     """Find the reading whose reference the output is."""
     if nothing_seen := _nothing_seen(subject):
         return nothing_seen
-    for reading in readings(subject.call):
+    for reading in readings(subject.call, subject.place):
         if not subject.computed(reading.call):
             continue
         if reading.cause == "causal-alignment" and _ignores_causal(subject):
@@ -47,18 +47,23 @@ def misread(subject: Subject) -> Evidence | None:
             **_mask_numbers(subject),
         }
         return Evidence(reading.cause, reading.sentence, numbers)
-    return None
+    return _multiplied(subject)
 
 
 IGNORES_CAUSAL = "the output equals attention without the causal mask"
 
 
-def readings(call: AttentionCall) -> Iterator[Reading]:
-    """What a kernel may take the call for, the most common first."""
+def readings(call: AttentionCall, place: Place) -> Iterator[Reading]:
+    """What a kernel may take the call for, the most common first.
+
+    Args:
+        place: where it is to be compared: masks are right for its head alone.
+    """
     yield from _causal(call)
     yield from _features(call)
     if call.attn_mask is not None:
-        yield from _masks(call, call.attn_mask)
+        for sentence, cause, read in _of_mask(call, place):
+            yield Reading(cause, sentence, replace(call, attn_mask=read))
     yield from _scales(call)
     yield from _heads(call)
 
@@ -151,12 +156,11 @@ def _features(call: AttentionCall) -> Iterator[Reading]:
         )
 
 
-def _masks(call: AttentionCall, mask: Tensor) -> Iterator[Reading]:
-    for sentence, cause, read in _of_mask(call, mask):
-        yield Reading(cause, sentence, replace(call, attn_mask=read))
-
-
-def _of_mask(call: AttentionCall, mask: Tensor) -> Iterator[tuple[str, Cause, Tensor | None]]:
+def _of_mask(call: AttentionCall, place: Place) -> Iterator[tuple[str, Cause, Tensor | None]]:
+    shape = call.shape
+    assert call.attn_mask is not None
+    full = call.attn_mask.expand(shape.batch, shape.q_heads, shape.q_len, shape.kv_len)
+    mask = full[place.batch, place.head]
     yield "the output equals attention without the mask", "mask-ignored", None
     if mask.dtype == torch.bool:
         yield "the mask is read inverted: True hides a key", "mask-misread", ~mask
@@ -190,47 +194,88 @@ def _of_mask(call: AttentionCall, mask: Tensor) -> Iterator[tuple[str, Cause, Te
         for sentence, factor in factors:
             wide = mask.to(torch.float32)
             yield sentence, "mask-misread", torch.where(wide == 0, wide, wide * factor)
-    for sentence, moved in _moved(call, mask):
+    for sentence, moved in (*_moved(mask), *_of_others(full, place)):
         yield sentence, "mask-misread", moved
+    for block in (256, 128, 64, 32, 16):
+        end = shape.kv_len // block * block
+        if 0 < end < shape.kv_len:
+            shown = mask.clone()
+            shown[:, end:] = True if mask.dtype == torch.bool else 0.0
+            yield f"the mask is ignored from key {end:,} on", "mask-ignored", shown
 
 
-def _moved(call: AttentionCall, mask: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The mask at other places."""
-    shape = call.shape
-    sizes = (shape.batch, shape.q_heads, shape.q_len, shape.kv_len)
-    full = mask.expand(sizes)
-    if shape.q_len == shape.kv_len:
-        yield "the mask is read transposed: queries for keys", full.mT
+def _moved(mask: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The mask (Sq, Sk) of a head at other places."""
+    q_len, kv_len = mask.shape
+    if q_len == kv_len:
+        yield "the mask is read transposed: queries for keys", mask.mT
+    else:
+        yield "the mask is read transposed: queries for keys", mask.reshape(kv_len, q_len).mT
+        yield "the mask is read transposed: keys for queries", mask.mT.reshape(q_len, kv_len)
     for shift in (1, -1):
         by = "later" if shift > 0 else "earlier"
-        for moved in _shifted(full, shift, 3):
+        for moved in _shifted(mask, shift, 1):
             yield f"the mask is read shifted by one key: it hides the key one {by}", moved
-        for moved in _shifted(full, -shift, 2):
+        for moved in _shifted(mask, -shift, 0):
             yield f"the mask is read shifted by one query, from the one {by}", moved
-    if (difference := shape.kv_len - shape.q_len) not in (-1, 0, 1):
+    if (difference := kv_len - q_len) not in (-1, 0, 1):
         for shift in (difference, -difference):
-            yield f"the mask is read shifted by {shift} keys (Sk - Sq)", full.roll(shift, 3)
-    yield "the mask of the first query is read for all queries", full[:, :, :1].expand(sizes)
-    yield "the mask of the last query is read for all queries", full[:, :, -1:].expand(sizes)
-    yield "the mask of the first head is read for all heads", full[:, :1].expand(sizes)
-    yield "the mask of the first batch is read for all", full[:1].expand(sizes)
-    if shape.batch > 1:
-        yield "the mask is read for the batch before", full.roll(1, 0)
-        yield "the mask is read for the batch behind", full.flip(0)
-        heads = torch.arange(shape.q_heads, device=call.device)
-        by_head = full[heads % shape.batch, 0]
-        yield "the masks of the batch are read as those of the heads", by_head[None].expand(sizes)
-    if shape.q_heads > 1:
-        yield "the mask is read for the head before", full.roll(1, 1)
-        yield "the masks of the heads are read in reverse", full.flip(1)
-        batches = torch.arange(shape.batch, device=call.device)
-        by_batch = full[0, batches % shape.q_heads]
-        yield (
-            "the masks of the heads are read as those of the batch",
-            by_batch[:, None].expand(sizes),
-        )
-    yield "the mask is read from the last key to the first", full.flip(3)
-    yield "the mask is read from the last query to the first", full.flip(2)
+            yield f"the mask is read shifted by {shift} keys (Sk - Sq)", mask.roll(shift, 1)
+    yield "the mask of the first query is read for all queries", mask[:1].expand_as(mask)
+    yield "the mask of the last query is read for all queries", mask[-1:].expand_as(mask)
+    yield "the mask of the first key is read for all keys", mask[:, :1].expand_as(mask)
+    yield "the mask of the last key is read for all keys", mask[:, -1:].expand_as(mask)
+    yield "the mask is read from the last key to the first", mask.flip(1)
+    yield "the mask is read from the last query to the first", mask.flip(0)
+
+
+def _of_others(full: Tensor, place: Place) -> Iterator[tuple[str, Tensor]]:
+    """The masks (B, Hq, Sq, Sk) of other heads and batches."""
+    batch, head, _ = place
+    batches, heads = full.shape[:2]
+    if heads > 1:
+        yield "the mask of the first head is read for all heads", full[batch, 0]
+        yield "the mask is read for the head before", full[batch, head - 1]
+        yield "the mask is read for the head behind", full[batch, (head + 1) % heads]
+        yield "the masks of the heads are read in reverse", full[batch, heads - 1 - head]
+        yield "the masks of the heads are read as those of the batch", full[0, batch % heads]
+    if batches > 1:
+        yield "the mask of the first batch is read for all", full[0, head]
+        yield "the mask is read for the batch before", full[batch - 1, head]
+        yield "the mask is read for the batch behind", full[(batch + 1) % batches, head]
+        yield "the masks of the batch are read as those of the heads", full[head % batches, 0]
+    if batches > 1 and heads > 1:
+        index = batch * heads + head
+        swapped = full[index % batches, index // batches % heads]
+        yield "the masks of batch and heads are read in each other's place", swapped
+
+
+def _multiplied(subject: Subject) -> Evidence | None:
+    """Whether scores, or weights, are multiplied by a boolean mask."""
+    mask = subject.call.attn_mask
+    if mask is None or mask.dtype != torch.bool:
+        return None
+    batch, head, rows = subject.place
+    shown = mask_of(subject.call, batch, head, rows)
+    assert shown is not None
+    small = part(replace(subject.call, attn_mask=None), subject.place)
+    found, value = scores(small), small.value[0, 0].to(torch.float64)
+    if small.attn_mask is not None:
+        found = found.masked_fill(~small.attn_mask[0, 0], -math.inf)
+    ways = {
+        "the scores are multiplied by the boolean mask: a hidden key scores 0": (
+            found.masked_fill(~shown, 0.0).softmax(-1)
+        ),
+        "the weights are multiplied by the boolean mask, and no longer sum to 1": (
+            found.softmax(-1) * shown
+        ),
+    }
+    for sentence, weights in ways.items():
+        score = subject.returned(weights @ value)
+        if score.explains(subject.own):
+            numbers = {"error": subject.own.error, "error_of_this_reading": score.error}
+            return Evidence("mask-misread", sentence, numbers)
+    return None
 
 
 def _shifted(mask: Tensor, shift: int, dim: int) -> Iterator[Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from capture.call import AttentionCall
 from capture.strides import narrow_expanded
-from replay.diagnosis.derived import Place
+from replay.diagnosis.derived import Place, changed
 from replay.diagnosis.subject import COLLAPSE, EXPLAINED, Evidence, Run, Score, Subject
 from replay.rows.row import AccuracyClass
 
@@ -65,19 +65,6 @@ def stale(probe: Probe) -> Evidence | None:
         if output is not None and (found := _judged(probe, output, last, trial)):
             return found
     return None
-
-
-def changed(call: AttentionCall) -> AttentionCall:
-    """The call with other values of the same sizes: -Q and K from the last row, and -V."""
-    found = call.to(call.device).tensors()
-    for name in ("query", "key", "value"):
-        stored = narrow_expanded(found[name])
-        turned = stored.clone() if name == "value" else stored.flip(2)
-        if name == "value" and call.value_is_in_key:
-            continue
-        stored.copy_(turned if name == "key" else turned.neg())
-    found.pop("output", None)
-    return call.with_tensors(found)
 
 
 def _write(target: AttentionCall, values: AttentionCall) -> None:

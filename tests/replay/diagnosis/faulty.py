@@ -312,5 +312,48 @@ def raises(
     raise RuntimeError("no such configuration")
 
 
+def black(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
+    """NaN of an overflow made 0."""
+    return float16_scores(query, key, value).nan_to_num(0.0)
+
+
+def clamped_scores(
+    query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
+) -> Tensor:
+    scores = (query.float() @ key.mT.float() * query.shape[-1] ** -0.5).clamp(-20, 20)
+    return (scores.softmax(-1) @ value.float()).to(query.dtype)
+
+
+def multiplied(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, *others: Any, **options: Any
+) -> Tensor:
+    return (query @ key.mT * query.shape[-1] ** -0.5 * attn_mask).softmax(-1) @ value
+
+
+def in_one_buffer(
+    query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
+) -> Tensor:
+    """The last rows of an output that is kept between calls are never written."""
+    output: Tensor = _kept.setdefault(query.shape, torch.empty_like(query))
+    output[:, :, :-5] = right(query, key, value, *others, **options)[:, :, :-5]
+    return output.clone()
+
+
+def last_of_odd(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
+    output = right(query, key, value, *others, **options)
+    if query.shape[2] % 2:
+        output[:, :, -1] = output[:, :, -2]
+    return output
+
+
+def without_itself(
+    query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
+) -> Tensor:
+    """Each query sees the keys before its own, and the first query none: NaN."""
+    hidden = ~torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(-1)
+    scores = query @ key.mT * query.shape[-1] ** -0.5
+    return scores.masked_fill(hidden, -math.inf).softmax(-1) @ value
+
+
 def forget() -> None:
     _kept.clear()

@@ -98,6 +98,16 @@ CASES: dict[str, tuple[Callable[..., Tensor], AttentionCall, str]] = {
         larger(call(dtype=BFLOAT16), query=6.0, key=6.0),
         "overflow",
     ),
+    "NaN made 0": (
+        faulty.black,
+        larger(call(dtype=BFLOAT16), query=80.0, key=80.0),
+        "overflow",
+    ),
+    "scores clamped": (
+        faulty.clamped_scores,
+        larger(call(dtype=BFLOAT16), query=4.0, key=4.0),
+        "overflow",
+    ),
     "values past float16": (
         faulty.float16_values,
         larger(call(dtype=BFLOAT16), value=1e5),
@@ -114,6 +124,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], AttentionCall, str]] = {
     ),
     "inverted": (misreading("inverted"), call(attn_mask=MASK), "mask-misread"),
     "added": (misreading("added"), call(attn_mask=MASK), "mask-misread"),
+    "multiplied": (faulty.multiplied, call(attn_mask=MASK), "mask-misread"),
     "shifted": (misreading("shifted"), call(attn_mask=MASK), "mask-misread"),
     "first query": (misreading("first query"), call(attn_mask=MASK), "mask-misread"),
     "first batch": (misreading("first batch"), call(attn_mask=MASK), "mask-misread"),
@@ -133,6 +144,8 @@ CASES: dict[str, tuple[Callable[..., Tensor], AttentionCall, str]] = {
     ),
     "changed": (faulty.scales_query, call(), "input-changed"),
     "unwritten": (faulty.rows_unwritten, call(), "output-unwritten"),
+    "one buffer": (faulty.in_one_buffer, call(), "output-unwritten"),
+    "odd": (faulty.last_of_odd, call(q_len=41), "odd-length"),
     "keys left over": (faulty.tail_of_keys_dropped, call(), "odd-length"),
     "a sink left over": (faulty.tail_of_keys_dropped, with_sink(call(), 68), "odd-length"),
     "queries left over": (faulty.tail_of_queries_zero, call(), "odd-length"),
@@ -140,6 +153,11 @@ CASES: dict[str, tuple[Callable[..., Tensor], AttentionCall, str]] = {
     "bottom right, one query": (
         faulty.bottom_right,
         call(q_len=1, is_causal=True),
+        "causal-alignment",
+    ),
+    "shifted diagonal": (
+        faulty.without_itself,
+        call(q_len=70, is_causal=True),
         "causal-alignment",
     ),
     "by shape": (faulty.kept_by_shape, call(), "stale-graph"),
