@@ -54,8 +54,8 @@ def declared(split: str | None, ranks: Sequence[int] | None, rank: int | None) -
         return WHOLE
     if ranks is None and number_of_ranks() <= rank:
         raise CaptureError(
-            "which ranks share a call is not known: start them with torchrun, or name them with "
-            "`split_ranks=`"
+            "which ranks share a call is not known: start them with torchrun, or record in a "
+            "program, with split_ranks=[0, 1]"
         )
     sharing = tuple(ranks if ranks is not None else range(number_of_ranks()))
     if rank not in sharing:

@@ -509,6 +509,8 @@ class Recording:
         if part is None:
             stack = self._tracker.running.stack
             part = WHOLE if self._rank is None else of_weights(stack[-1][0], *arguments[:2])
+        if self._heads is not None:
+            part = WHOLE  # some of a part's heads are not to be joined with anything
         output = result if self._keeps_output else None
         call = as_call(arguments, output, self._origin(index, site, arguments, sdpa, part))
         if self._heads is not None:

@@ -177,7 +177,7 @@ def test_ranks_of_the_environment_share_a_call(monkeypatch: pytest.MonkeyPatch) 
         (None, [0, 1], 0, ValueError, "split_ranks requires split: heads or queries"),
         ("heads", [0, 1], 2, ValueError, "rank 2 is not in split_ranks, 0-1"),
         ("heads", [0, 1, 0], 0, ValueError, "names a rank twice"),
-        ("heads", None, 3, CaptureError, "start them with torchrun, or name them with"),
+        ("heads", None, 3, CaptureError, "start them with torchrun, or record in"),
     ],
 )
 def test_what_cannot_be(split: Any, ranks: Any, rank: int, kind: type, reason: str) -> None:
@@ -212,3 +212,17 @@ def test_calls_of_a_step_are_counted_for_ranks(tmp_path: Path) -> None:
         for step in range(2)
         for module, visit in (("attention", 0), ("Twice", 0), ("attention", 1))
     ]
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_some_heads_of_a_part_are_joined_with_nothing(tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    tensor = DTensor.from_local(normal(1, 4, 5, 8), mesh, [Shard(1)], run_check=False)
+    model = Sdpa()
+    with record(model, tmp_path, name="model", heads=[1, 2]):
+        model(tensor, tensor, tensor)
+    (call,) = load(tmp_path)
+    assert (call.shape.q_heads, call.origin.split, call.origin.heads) == (2, "", "1-2")
+    refused = pytest.raises(CaptureError, match="leave out `heads=` or `split=`")
+    with refused, record(model, tmp_path / "other", heads=[1], split="heads"):
+        pass
