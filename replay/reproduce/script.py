@@ -132,7 +132,7 @@ def _source(shown: Shown, constants: dict[str, float], copied: tuple[str, ...]) 
         imports="".join(f"{line}\n" for line in plain.imports if line != "import torch"),
         device=shown.device,
         file=shown.file,
-        limits="".join(f"{name} = {value!r}\n" for name, value in constants.items()),
+        limits="".join(f'{name} = float("{value!r}")\n' for name, value in constants.items()),
         parameters=", ".join([*inputs, "stored"]),
         body=indent("\n".join([*plain.lines, *result]), "    "),
         dimensions=dimensions,

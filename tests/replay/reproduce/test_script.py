@@ -1,0 +1,114 @@
+"""The script, of calls with everything that a call can have, run on its own."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import runpy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from capture.call import AttentionCall
+from capture.storage.call_file import PackedCall
+from replay.accuracy.thresholds import Thresholds
+from replay.reproduce.plain_call import PlainCall
+from replay.reproduce.script import ScriptError, Shown, write_script
+from replay.reproduce.trials import Outcome
+from replay.rows.row import AccuracyClass
+from tests.factories import normal, random_call
+from tests.variant_calls import CALLS
+
+FULL = {
+    "strides": random_call(q_heads=4, kv_heads=2, dtype=torch.float16),
+    "expanded mask": random_call(attn_mask=(normal(1, 1, 1, 13) > 0).expand(1, 2, 9, 13)),
+    "sinks": CALLS["sinks"],
+    "packed": CALLS["packed"],
+    "paged": CALLS["paged"],
+}
+KEY = normal(1, 2, 13, 32)
+FULL["value in key"] = replace(random_call(), key=KEY, value=KEY[..., :16])
+FULL["strides"] = replace(
+    FULL["strides"], query=normal(1, 9, 4, 64, dtype=torch.float16).transpose(1, 2)[..., :32]
+)
+
+
+def write(call: AttentionCall, directory: Path, lines: list[str], kind: AccuracyClass) -> None:
+    PackedCall.of(call).write(directory / "call.safetensors")
+    plain = PlainCall(lines, "output")
+    outcome = Outcome("inaccurate", "", kind)
+    shown = Shown("mine", plain, call, "call.safetensors", outcome, call.device, 60.0)
+    write_script(shown, directory, directory / "stored", Thresholds())
+
+
+def run(directory: Path) -> tuple[int, str]:
+    """The script's exit code and what it prints, in this process: another takes seconds."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(directory / "reproduce.py"), run_name="__main__")
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, printed.getvalue()
+
+
+EQUAL = """
+given = dict(locals())
+for name, each in load_file(HERE / "inputs.safetensors").items():
+    assert torch.equal(given[name], each), name
+for name, each in json.loads((HERE / "strides.json").read_text()).items():
+    assert list(given[name].stride()) == each, name
+output = stored["output"].to(DTYPE)
+"""
+
+
+@pytest.mark.parametrize("kind", FULL)
+def test_every_tensor_is_what_it_was(kind: str, tmp_path: Path) -> None:
+    call = FULL[kind]
+    tensors = {name: each for name, each in call.tensors().items() if name != "output"}
+    copies = {name: each.clone().contiguous() for name, each in tensors.items()}
+    save_file(copies, tmp_path / "inputs.safetensors")
+    strides = {name: list(each.stride()) for name, each in tensors.items() if each.ndim == 4}
+    (tmp_path / "strides.json").write_text(json.dumps(strides))
+    write(call, tmp_path, EQUAL.strip().splitlines(), "exact")
+    code, said = run(tmp_path)
+    assert code == 0, said
+    assert said.endswith("does not fail\n")
+
+
+RIGHT = 'output = stored["output"].to(DTYPE)'
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "said"),
+    [
+        ("output[0, 1, 3] += 1", "exact", "worst row: batch 0, head 1, query 3"),
+        ("output[0, 1, 3, 5] = float('nan')", "exact", "the first at [0, 1, 3, 5]"),
+        ("output = output[:, :, 1:]", "exact", "returned [1, 2, 8, 32] in torch.float32, not"),
+        ("output = output.half()", "exact", "returned [1, 2, 9, 32] in torch.float16, not"),
+        ("raise ValueError('no')", "exact", "FAILS: ValueError: no"),
+        ("output[0, 1] *= 1.5", "quantised", "worst head: relative L1 0.5"),
+        ("output[0, 0, 4] = 0", "quantised", "worst row: batch 0, head 0, query 4"),
+    ],
+)
+def test_what_is_wrong_is_said(wrong: str, kind: AccuracyClass, said: str, tmp_path: Path) -> None:
+    write(random_call(), tmp_path, [RIGHT, wrong], kind)
+    code, printed = run(tmp_path)
+    assert code == 1
+    assert said in printed
+
+
+@pytest.mark.parametrize("kind", ["exact", "quantised"])
+def test_what_is_right_is_not_called_wrong(kind: AccuracyClass, tmp_path: Path) -> None:
+    write(random_call(), tmp_path, [RIGHT], kind)
+    assert run(tmp_path)[0] == 0
+
+
+def test_a_kernel_that_no_source_can_say_has_no_script(tmp_path: Path) -> None:
+    plain = PlainCall(impossible="an argument of type function")
+    call = random_call()
+    shown = Shown("mine", plain, call, "", Outcome("inaccurate", ""), call.device, 60.0)
+    with pytest.raises(ScriptError, match="no source can say an argument of type function"):
+        write_script(shown, tmp_path, tmp_path / "stored", Thresholds())
