@@ -23,6 +23,7 @@ from capture.splits import SPLITS
 
 if TYPE_CHECKING:
     from capture.recording.recording import Recording
+    from capture.storage.dataset import Dataset
 
 logger = logging.getLogger(__name__)
 
@@ -151,13 +152,20 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     inspect = parser.add_argument_group("inspect a recording")
-    inspect.add_argument("--show", metavar="DIR", help="list what DIR contains")
+    inspect.add_argument(
+        "--show",
+        metavar="DIR",
+        help="list what DIR contains; DIR may also be a .zip or .tar.gz of one, or an address such "
+        "as hf://datasets/ORG/NAME, s3://BUCKET/PATH or https://",
+    )
     inspect.add_argument(
         "--stats",
         action="store_true",
         help="with --show: outlier channels of K and structure of the attention, layer by layer",
     )
-    inspect.add_argument("--verify", metavar="DIR", help="check files and recompute outputs")
+    inspect.add_argument(
+        "--verify", metavar="DIR", help="check files and recompute outputs; DIR as for --show"
+    )
     inspect.add_argument("--repair", metavar="DIR", help="finish what a killed capture left in DIR")
     add_verbosity(parser)
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
@@ -172,7 +180,7 @@ def _dispatch(arguments: argparse.Namespace, parser: argparse.ArgumentParser) ->
     if len(jobs) > 1:
         parser.error(f"{' and '.join(jobs)} are different jobs: give one of them")
     if arguments.show:
-        return _show(arguments.show, arguments.stats)
+        return _show(arguments.show, arguments.stats, quiet=arguments.quiet)
     if arguments.stats:
         parser.error("--stats is about a recording: give --show DIR too")
     if arguments.verify:
@@ -292,13 +300,24 @@ def _run_with_progress(runnable: Any, recording: Recording, console: Any) -> Non
         runnable.run()
 
 
-def _show(directory: str, stats: bool) -> int:
+def _opened(where: str, *, quiet: bool, whole: bool) -> Dataset:
+    """Open a dataset; of one that is elsewhere, copy all calls or just what lists them."""
+    from capture.cli.arrivals import shown_arrivals
+    from capture.storage.dataset import Dataset
+
+    with shown_arrivals(quiet=quiet) as report:
+        dataset = Dataset.open(where, report=report)
+        if whole:
+            dataset.fetch(report=report)  # what cannot be had is told where it is read
+    return dataset
+
+
+def _show(where: str, stats: bool, *, quiet: bool) -> int:
     from rich.console import Console
 
     from capture.cli.show import show, show_statistics
-    from capture.storage.dataset import load
 
-    dataset, console = load(directory), Console()
+    dataset, console = _opened(where, quiet=quiet, whole=stats), Console()
     show(dataset, console)
     if stats:
         show_statistics(dataset, console)
@@ -313,14 +332,13 @@ def _repair(directory: str) -> int:
     return 0
 
 
-def _verify(directory: str, *, quiet: bool) -> int:
+def _verify(where: str, *, quiet: bool) -> int:
     from rich.console import Console
 
     from capture.cli.show import show_findings
     from capture.cli.verify import verify
-    from capture.storage.dataset import load
 
-    dataset = load(directory)
+    dataset = _opened(where, quiet=quiet, whole=True)
     if dataset.note:
         print(f"note: {printable(dataset.note)}", file=sys.stderr)
     with Console(stderr=True, quiet=quiet).status("checking files and recomputing outputs …"):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,8 @@ from capture.errors import DatasetError
 from capture.storage import checksums
 from capture.storage.header import GAPS, GAPS_AT_LEAST, Header, dtype_name, stored_tensors
 from capture.storage.json_data import parsed, required
+from capture.storage.names import FILE
+from capture.storage.source import Source, Wanted
 from capture.storage.tensor_file import TensorFile, write_safetensors
 from capture.strides import pack, unpack
 from capture.structure import found_in
@@ -24,8 +25,6 @@ from capture.variant import VARIANT_TENSORS, spans
 
 FORMAT = "attention-replay/2"
 _HEADER_KEY = "attention-replay"
-_FILE_NAME = re.compile(r"[^./\\\0][^/\\\0]{0,250}", re.DOTALL)
-"""A name in the directory itself, and no hidden one: those are unfinished files."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +75,8 @@ class FileEntry:
     nbytes: int
     checksum: str | None
     """From the manifest (see `checksums`); None if the manifest does not list the file."""
+    source: Source | None = field(default=None, compare=False, repr=False)
+    """What the file is copied from when it is first read, unless it was written here."""
 
     @property
     def origin(self) -> Origin:
@@ -168,7 +169,13 @@ class FileEntry:
             raise DatasetError(f"{self.path}: {fault}")
         return call
 
+    @property
+    def wanted(self) -> Wanted:
+        return Wanted(self.path, self.nbytes, self.checksum)
+
     def _read(self, *, check: bool) -> dict[str, Tensor]:
+        if self.source is not None:
+            self.source.fetch(self.wanted)
         with TensorFile.opened(self.path, self.nbytes) as file:
             self._compare(file)
             return file.read(self.checksum if check else None)
@@ -195,7 +202,7 @@ def file_path(directory: Path, data: Any) -> Path:
         ValueError: it names none, or one outside the directory.
     """
     name = required(data, "file", str)
-    if not _FILE_NAME.fullmatch(name):
+    if not FILE.fullmatch(name):
         raise ValueError(f"{name[:80]!r} is no file of the directory")
     return directory / name
 

@@ -60,6 +60,19 @@ def checksum(path: Path) -> str:
             return combined(pool.map(digest_at, offsets))
 
 
+def matches(path: Path, recorded: str) -> bool:
+    """Whether a file has this checksum, of either kind.
+
+    Raises:
+        DatasetError: it is missing, not a regular file, or cannot be read.
+    """
+    if recorded.startswith(f"{CHUNKED}:"):
+        return checksum(path) == recorded
+    with plain_files.opened(path) as descriptor, plain_files.refusing(path):
+        offsets = range(0, os.fstat(descriptor).st_size, CHUNK)
+        return whole(os.pread(descriptor, CHUNK, offset) for offset in offsets) == recorded
+
+
 def whole(pieces: Iterable[bytes | memoryview]) -> str:
     """Return the checksum of version 1 of the format."""
     return f"{WHOLE}:{digest(pieces).hex()}"

@@ -21,7 +21,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -33,13 +33,13 @@ from capture.storage.capture_record import CaptureRecord
 from capture.storage.joined_calls import JoinedCalls
 from capture.storage.journal import Journalled, call_files, journals
 from capture.storage.json_data import parsed, required, shown
+from capture.storage.names import LONGEST_MANIFEST, MANIFEST
 from capture.storage.notebook import dataset_html
+from capture.storage.places import source_of
+from capture.storage.source import Report, Source, unheard
 
 _FIRST_FORMAT = "attention-replay/1"
 """Readable still: its checksums are of whole files."""
-MANIFEST = "manifest.json"
-_LONGEST_MANIFEST = 256 << 20
-"""Bytes. A stored call takes some 3,000."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,8 @@ class Dataset(Sequence[AttentionCall]):
         damaged: Sequence[DamagedFile] = (),
     ) -> None:
         self.directory = directory
+        self.source: Source | None = None
+        """What the files are copied from, to a directory of the cache; None if they are its own."""
         self.entries = entries
         self.captures = captures
         self.note = note
@@ -76,30 +78,39 @@ class Dataset(Sequence[AttentionCall]):
         """Whether indexing and iterating compare checksums."""
 
     @classmethod
-    def open(cls, directory: str | Path, *, check: bool = True) -> Dataset:
-        """Read a directory's manifest, or its files if it has none.
+    def open(cls, where: str | Path, *, check: bool = True, report: Report = unheard) -> Dataset:
+        """Read the manifest of a dataset, or its files if it has none.
 
         Args:
+            where: a directory, an archive of one, or an address (see `load`).
             check: compare the checksum of every file that is loaded by indexing or iterating.
+            report: is told of what is copied from elsewhere.
 
         Raises:
-            DatasetError: the directory is missing, contains no recorded calls, or its manifest has
-                another format.
+            DatasetError: the dataset is missing, cannot be reached, contains no recorded calls, or
+                its manifest has another format.
         """
-        directory = Path(directory)
+        source = source_of(where, report)
+        directory = Path(where) if source is None else source.directory
         if not directory.is_dir():
             raise DatasetError(
                 f"{directory}: no such directory; record into it with "
                 f"`capture --model NAME --out {directory}`"
             )
-        dataset = cls.open_or_new(directory)
+        dataset = cls.listed(directory)
+        dataset.source = source
+        dataset._add_journals()
         dataset.checks = check
+        if source is not None:
+            dataset.entries = [replace(entry, source=source) for entry in dataset.entries]
+            dataset._name_as_given(source.address)
         if not dataset.entries:
             reasons = [each.reason for each in dataset.damaged[:3]]
             why = "; ".join([dataset.note, *reasons] if dataset.note else reasons)
+            remedy = f"; record some with `capture --model NAME --out {directory}`"
             raise DatasetError(
-                f"{directory}: holds no recorded calls{why and f' ({why})'}; "
-                f"record some with `capture --model NAME --out {directory}`"
+                f"{dataset.address}: holds no recorded calls{why and f' ({why})'}"
+                f"{remedy if source is None else ''}"
             )
         return dataset
 
@@ -107,8 +118,7 @@ class Dataset(Sequence[AttentionCall]):
     def open_or_new(cls, directory: Path) -> Dataset:
         """Like `open`, but accept a directory without recorded calls, for writing."""
         dataset = cls.listed(directory)
-        for journalled in journals(directory):
-            dataset._add_unfinished(journalled)
+        dataset._add_journals()
         return dataset
 
     @classmethod
@@ -180,6 +190,40 @@ class Dataset(Sequence[AttentionCall]):
         self.captures += other.captures
         self.entries += other.entries
 
+    @property
+    def address(self) -> str:
+        """Where the dataset is, as the user gave it."""
+        return str(self.directory) if self.source is None else self.source.address
+
+    def fetch(
+        self, entries: Sequence[FileEntry] | None = None, report: Report = unheard
+    ) -> list[DamagedFile]:
+        """Copy files of a dataset that is elsewhere, by default all; loading them does so too.
+
+        Returns:
+            Those that cannot be had.
+
+        Raises:
+            DatasetError: there is no room for them, or the dataset cannot be reached.
+        """
+        if self.source is None:
+            return []
+        wanted = [entry.wanted for entry in (self.entries if entries is None else entries)]
+        reasons = self.source.fetch_all(wanted, report)
+        return [DamagedFile(path, reason) for path, reason in reasons.items()]
+
+    def _add_journals(self) -> None:
+        for journalled in journals(self.directory):
+            self._add_unfinished(journalled)
+
+    def _name_as_given(self, address: str) -> None:
+        """Let what was found on reading speak of the dataset, and not of its copy."""
+        copy = str(self.directory)
+        self.note = self.note.replace(copy, address)
+        self.damaged = [
+            DamagedFile(each.path, each.reason.replace(copy, address)) for each in self.damaged
+        ]
+
     def _add_unfinished(self, journalled: Journalled) -> None:
         try:
             if journalled.replaces:
@@ -188,6 +232,11 @@ class Dataset(Sequence[AttentionCall]):
                 model = self.add(journalled).model
         except ValueError as error:
             self._add_note(f"{journalled.path} is damaged ({error})")
+            return
+        if self.source is not None:
+            self._add_note(
+                f"the capture of {model} had not ended: {len(journalled.files)} calls are complete"
+            )
             return
         if journalled.active:
             self._add_note(f"{model} is still being recorded")
@@ -279,7 +328,7 @@ class Dataset(Sequence[AttentionCall]):
 
     def __repr__(self) -> str:
         models = [capture.model for capture in self.captures]
-        return f"Dataset({str(self.directory)!r}, calls={len(self)}, models={models})"
+        return f"Dataset({self.address!r}, calls={len(self)}, models={models})"
 
     def _repr_html_(self) -> str:
         damaged = [each.reason for each in self.damaged]
@@ -301,10 +350,14 @@ class Dataset(Sequence[AttentionCall]):
         return (entry.load(check=self.checks) for entry in self.entries)
 
 
-def load(directory: str | Path, *, check: bool = True) -> Dataset:
-    """Open a directory that `record` or the `capture` command wrote.
+def load(where: str | Path, *, check: bool = True) -> Dataset:
+    """Open a dataset that `record` or the `capture` command wrote.
 
     Args:
+        where: its directory, or a `.zip`, `.tar` or `.tar.gz` of it, or the address of either:
+            `hf://datasets/ORG/NAME[@REVISION][/FOLDER]`, `s3://BUCKET/PATH`, `https://…`, or any
+            other that fsspec reads. Of what is not a directory here, only what is loaded is copied,
+            to a cache (see the extra `remote`).
         check: compare the checksum of every call that is loaded. Without it, loading is faster
             and an altered value goes unnoticed; sizes, shapes and headers are always compared.
 
@@ -313,9 +366,9 @@ def load(directory: str | Path, *, check: bool = True) -> Dataset:
         ...     print(call.origin.module, call.shape)
 
     Raises:
-        DatasetError: the directory is missing or contains no recorded calls.
+        DatasetError: the dataset is missing, cannot be reached or contains no recorded calls.
     """
-    return Dataset.open(directory, check=check)
+    return Dataset.open(where, check=check)
 
 
 def _read_manifest(manifest: Path) -> tuple[list[CaptureRecord], list[Any]]:
@@ -326,7 +379,7 @@ def _read_manifest(manifest: Path) -> tuple[list[CaptureRecord], list[Any]]:
         DatasetError: it has another format.
     """
     try:
-        content = plain_files.read(manifest, _LONGEST_MANIFEST)
+        content = plain_files.read(manifest, LONGEST_MANIFEST)
     except DatasetError as error:
         raise ValueError(str(error).removeprefix(f"{manifest}: ")) from error
     data = parsed(content)

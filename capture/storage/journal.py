@@ -30,12 +30,10 @@ from capture.errors import DatasetError
 from capture.storage import plain_files
 from capture.storage.json_data import parsed
 from capture.storage.locks import LocksUnsupported, is_locked, unlock, wait_for_lock
+from capture.storage.names import JOURNAL, LONGEST_JOURNAL
 
-SUFFIX = ".journal"
 _TORN = b"(torn)\n"
 """Ends a line that is not whole, so that nobody takes it for one."""
-LONGEST = 1 << 30
-"""Bytes of a journal that is read. A capture of 500,000 calls writes less."""
 
 
 class Journal:
@@ -53,7 +51,7 @@ class Journal:
     @property
     def stem(self) -> str:
         """How the names of this capture's files begin."""
-        return self.path.name.removesuffix(SUFFIX)
+        return self.path.name.removesuffix(JOURNAL)
 
     @classmethod
     def begin(cls, path: Path, capture: dict[str, Any], *, replaces: bool) -> Journal:
@@ -139,7 +137,7 @@ class Journalled:
     @property
     def stem(self) -> str:
         """How the names of this capture's files begin."""
-        return self.path.name.removesuffix(SUFFIX)
+        return self.path.name.removesuffix(JOURNAL)
 
 
 def read(path: Path) -> Journalled | None:
@@ -149,7 +147,7 @@ def read(path: Path) -> Journalled | None:
         DatasetError: it is no regular file, or cannot be read.
     """
     active = is_locked(path)
-    text = plain_files.read(path, LONGEST)
+    text = plain_files.read(path, LONGEST_JOURNAL)
     found: Journalled | None = None
     sampled: set[int] = set()
     files: dict[int, dict[str, Any]] = {}
@@ -190,7 +188,7 @@ def call_files(directory: Path, stem: str) -> list[Path]:
 
 def stems(directory: Path, slug: str) -> list[str]:
     """The stems in use for a model: `SLUG`, and `SLUG_2` … of captures that were to replace it."""
-    pattern = re.compile(rf"({re.escape(slug)}(_\d+)?)(-\d+\.safetensors|{re.escape(SUFFIX)})")
+    pattern = re.compile(rf"({re.escape(slug)}(_\d+)?)(-\d+\.safetensors|{re.escape(JOURNAL)})")
     found = (pattern.fullmatch(path.name) for path in directory.iterdir())
     return sorted({match[1] for match in found if match})
 
@@ -198,7 +196,7 @@ def stems(directory: Path, slug: str) -> list[str]:
 def journals(directory: Path) -> list[Journalled]:
     """Read the journals of a directory, those of killed captures and those still written."""
     found = []
-    for path in sorted(directory.glob(f"*{SUFFIX}")):
+    for path in sorted(directory.glob(f"*{JOURNAL}")):
         try:
             journalled = read(path)
         except DatasetError:  # gone meanwhile, or not a file

@@ -8,9 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from capture.errors import DatasetError
-from capture.storage.dataset import MANIFEST, Dataset
-from capture.storage.journal import SUFFIX, Journalled, call_files, journals, stems
+from capture.storage.dataset import Dataset
+from capture.storage.journal import Journalled, call_files, journals, stems
 from capture.storage.locks import is_locked, locked
+from capture.storage.names import JOURNAL, MANIFEST
+from capture.storage.places import why_read_only
 
 
 def repair(directory: str | Path) -> list[str]:
@@ -26,6 +28,8 @@ def repair(directory: str | Path) -> list[str]:
     Raises:
         DatasetError: there is no such directory, or it cannot be written.
     """
+    if reason := why_read_only(directory):
+        raise DatasetError(f"{reason}: repair the directory that it was made from")
     directory = Path(directory)
     if not directory.is_dir():
         raise DatasetError(f"{directory}: no such directory")
@@ -107,7 +111,7 @@ def finish(directory: Path, *, ended: str = "", certain: bool = False) -> dict[s
 
 def _delete_empty_journals(directory: Path, *, certain: bool) -> None:
     """Delete those of processes that were killed before they wrote a line."""
-    for path in directory.glob(f"*{SUFFIX}"):
+    for path in directory.glob(f"*{JOURNAL}"):
         held = is_locked(path)
         if path.is_file() and not path.stat().st_size and not held and (held is False or certain):
             path.unlink(missing_ok=True)

@@ -16,8 +16,10 @@ import torch
 from capture.errors import CaptureError, DatasetError
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
-from capture.storage.journal import SUFFIX, Journal, journals, stems
+from capture.storage.journal import Journal, journals, stems
 from capture.storage.locks import locked
+from capture.storage.names import JOURNAL
+from capture.storage.places import why_read_only
 from capture.storage.repair import finish
 
 _LONGEST = 100
@@ -45,6 +47,7 @@ class Target:
         """
         if not str(out):
             raise CaptureError("the directory has no name; give one with `out=`")
+        cls.refuse_read_only(out)
         try:
             target = cls(Path(out).absolute(), model, overwrite)
             target.directory.mkdir(parents=True, exist_ok=True)
@@ -55,6 +58,18 @@ class Target:
         except (OSError, ValueError) as error:  # or no possible name of a directory
             raise CaptureError(_cannot_write(out, error)) from error
         return target
+
+    @staticmethod
+    def refuse_read_only(out: str | Path) -> None:
+        """Make sure that a capture goes to a directory.
+
+        Raises:
+            CaptureError: it is to go to an archive or an address.
+        """
+        if reason := why_read_only(out):
+            raise CaptureError(
+                f"{reason}: record into a directory with `out=`, and pack or upload that"
+            )
 
     def begin(self, capture: CaptureRecord) -> Journal:
         """Finish what killed captures left in the directory, and create this one's journal.
@@ -68,7 +83,7 @@ class Target:
                 dataset = Dataset.listed(self.directory)
                 self._refuse_active()
                 stem = _unused(slug(self.model), stems(self.directory, slug(self.model)))
-                path = self.directory / f"{stem}{SUFFIX}"
+                path = self.directory / f"{stem}{JOURNAL}"
                 self._replaced = self._replaces(dataset)
                 self._journal = Journal.begin(path, capture.to_json(), replaces=self._replaced)
         except OSError as error:

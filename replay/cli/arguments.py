@@ -76,7 +76,12 @@ def parser() -> argparse.ArgumentParser:
     )
     what = command.add_argument_group("what to replay")
     source = what.add_mutually_exclusive_group()
-    source.add_argument("--dir", metavar="DIR", help="a directory that `capture` wrote")
+    source.add_argument(
+        "--dir",
+        metavar="DIR",
+        help="a directory that `capture` wrote, a .zip or .tar.gz of one, or an address such as "
+        "hf://datasets/ORG/NAME, s3://BUCKET/PATH or https://",
+    )
     source.add_argument("--random", action="store_true", help="one shape, given by the flags below")
     source.add_argument("--suite", choices=SUITES, help="a list of shapes, with random values")
     source.add_argument("--list-kernels", action="store_true", help="list kernels and exit")

@@ -52,7 +52,7 @@ def parser() -> OneSentenceParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     source = command.add_mutually_exclusive_group(required=True)
-    source.add_argument("--dir", metavar="DIR", help="a directory that `capture` wrote")
+    source.add_argument("--dir", metavar="DIR", help="what `capture` wrote, as of replay --dir")
     source.add_argument(
         "--model",
         metavar="MODEL",
@@ -120,14 +120,14 @@ def _examine(arguments: argparse.Namespace) -> int:
 
 
 def _examine_directory(arguments: argparse.Namespace) -> int:
+    from capture.cli.arrivals import shown_arrivals
     from replay.cli.progress import Pace, shown_progress
     from replay.diagnosis.doctor import diagnose
-    from replay.workloads.recorded import chosen, from_directory
+    from replay.workloads.recorded import from_directory
 
     device = device_of(arguments.device)
-    workloads, note = from_directory(arguments.dir)
-    if arguments.call is not None:
-        workloads = chosen(workloads, arguments.call)
+    with shown_arrivals(quiet=arguments.quiet) as report_arrivals:
+        workloads, note = from_directory(arguments.dir, arguments.call, report=report_arrivals)
     settings = _settings(arguments, device)
     with reserved_stdout() as stdout, opened(arguments.json, stdout) as file:
         kernels = _kernels(arguments, device)

@@ -46,20 +46,24 @@ class ModelOptions:
     """The plan to use."""
 
 
-def read_options(arguments: argparse.Namespace, device: str) -> ModelOptions:
+def read_options(
+    arguments: argparse.Namespace, dataset: Dataset | None, device: str
+) -> ModelOptions:
     """Read the files that the arguments name, for models that will be built on `device`.
+
+    Args:
+        dataset: what is replayed; None if an older version recorded it.
 
     Raises:
         CheckError: the text or the recording cannot be used.
         PlanError: the budget or the plan cannot be used.
-        DatasetError: there is no recording.
         NotRebuildable: the recording does not say how to build its model.
         NotTrusted: the recording names code to run.
     """
     budget = None if arguments.budget is None else parse_budget(arguments.budget)
     plan = None if arguments.use_plan is None else Plan.load(arguments.use_plan)
-    dataset = Dataset.open(arguments.dir)
-    captures = dataset.captures
+    captures = [] if dataset is None else dataset.captures
+    entries = [] if dataset is None else dataset.entries
     models = ", ".join(capture.model for capture in captures)
     if not captures or not all(capture.census.get("rows") for capture in captures):
         raise CheckError(
@@ -72,7 +76,7 @@ def read_options(arguments: argparse.Namespace, device: str) -> ModelOptions:
             f"{partial[0].model}, which do not tell what whole calls cost: capture it again "
             "without --heads"
         )
-    if parts := [entry.origin for entry in dataset.entries if is_part(entry.origin)]:
+    if parts := [entry.origin for entry in entries if is_part(entry.origin)]:
         raise CheckError(
             f"{arguments.dir} contains the {parts[0].split} that each rank of "
             f"{model_of(parts[0])} has, and no single process runs such a model: leave out "

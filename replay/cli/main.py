@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
+    from capture.storage.dataset import Dataset
     from replay.bench.settings import Settings
     from replay.cli.compare import Earlier
     from replay.cli.end_to_end import ModelOptions
@@ -160,7 +161,8 @@ def _profile(arguments: argparse.Namespace, given: list[str]) -> int:
     device = device_of(arguments.device)
     kernels, _ = select(arguments.kernels, variants=arguments.variants == "all")
     kernels = _with_options(kernels, arguments)
-    kernel, workload = profiling.only_pair(kernels, _workloads(arguments, device, kernels)[0])
+    workloads, _ = _workloads(arguments, _dataset(arguments), device, kernels)
+    kernel, workload = profiling.only_pair(kernels, workloads)
     if arguments.ncu:
         print(profiling.ncu_command(given))
     else:
@@ -186,7 +188,8 @@ def _replay(
     pythons = interpreters(arguments.env, arguments.env_file)
     if pythons and arguments.in_process:
         raise UsageError("environments require worker processes: leave out --in-process or --env")
-    options = _model_options(arguments, device)
+    dataset = _dataset(arguments)
+    options = _model_options(arguments, dataset, device)
     # Opened first, like the other files: an hour-long run must not fail on a missing directory.
     with opened(arguments.e2e_json) as models_file:
         with _place_to_run(arguments, first, pythons, limit) as where:
@@ -196,7 +199,7 @@ def _replay(
             kernels = _kernels(arguments, options, where, device)
             settings = _settings(arguments, device)
             earlier = _earlier(arguments, settings.device)
-            workloads, note = _workloads(arguments, device, kernels)
+            workloads, note = _workloads(arguments, dataset, device, kernels)
             unread = "" if arguments.quiet else _no_readings(arguments, device)
             for each in filter(None, (note, unread)):
                 print(f"replay: {printable(each)}", file=sys.stderr)
@@ -223,7 +226,7 @@ def _replay(
             draw(rows, plots)
     code = max(changed, _exit_code(rows, checks, arguments))
     if not (arguments.quiet or arguments.watch) and _tables_are_shown(arguments):
-        _print_next_step(arguments, rows, plan)
+        _print_next_step(arguments, rows, plan, dataset)
     logger.info("all is printed")
     return code, rows
 
@@ -272,13 +275,27 @@ def _selftest(arguments: argparse.Namespace, device: torch.device) -> int:
     return 0 if verdict.passed else 1
 
 
-def _model_options(arguments: argparse.Namespace, device: torch.device) -> ModelOptions | None:
+def _dataset(arguments: argparse.Namespace) -> Dataset | None:
+    """Open what `--dir` names; None without it, and for the older recordings."""
+    from capture.cli.arrivals import shown_arrivals
+    from capture.storage.dataset import Dataset
+    from replay.workloads.recorded import pickled_calls
+
+    if not arguments.dir or pickled_calls(arguments.dir):
+        return None
+    with shown_arrivals(quiet=arguments.quiet) as report:
+        return Dataset.open(arguments.dir, report=report)
+
+
+def _model_options(
+    arguments: argparse.Namespace, dataset: Dataset | None, device: torch.device
+) -> ModelOptions | None:
     """Read the options of `--e2e` and `--plan`; None without either."""
     if not (arguments.e2e or arguments.plan):
         return None
     from replay.cli.end_to_end import read_options
 
-    return read_options(arguments, str(device))
+    return read_options(arguments, dataset, str(device))
 
 
 def _tables_are_shown(arguments: argparse.Namespace) -> bool:
@@ -286,10 +303,12 @@ def _tables_are_shown(arguments: argparse.Namespace) -> bool:
     return "-" not in (arguments.json, arguments.csv, arguments.benchmark_json)
 
 
-def _print_next_step(arguments: argparse.Namespace, rows: list[Row], plan: Plan | None) -> None:
+def _print_next_step(
+    arguments: argparse.Namespace, rows: list[Row], plan: Plan | None, dataset: Dataset | None
+) -> None:
     from replay.cli.next_step import next_step
 
-    if step := next_step(arguments, rows, plan):
+    if step := next_step(arguments, rows, plan, dataset):
         # Not wrapped: a command that is broken into lines cannot be pasted.
         print(f"next: {printable(step)}", file=sys.stderr)
 
@@ -543,17 +562,26 @@ def _settings(arguments: argparse.Namespace, device: torch.device) -> Settings:
 
 
 def _workloads(
-    arguments: argparse.Namespace, device: torch.device, kernels: list[Kernel]
+    arguments: argparse.Namespace,
+    dataset: Dataset | None,
+    device: torch.device,
+    kernels: list[Kernel],
 ) -> tuple[list[Workload], str]:
+    from capture.cli.arrivals import shown_arrivals
     from replay.bench.feasibility import check_size
     from replay.workloads import random_calls
-    from replay.workloads.recorded import chosen, from_directory
+    from replay.workloads.recorded import from_dataset, from_directory
     from replay.workloads.twins import with_twins
 
     if arguments.dir:
-        recorded, note = from_directory(arguments.dir, join_ranks=arguments.join_ranks)
-        if arguments.call is not None:
-            recorded = chosen(recorded, arguments.call)
+        joined = arguments.join_ranks
+        if dataset is None:
+            recorded, note = from_directory(arguments.dir, arguments.call, join_ranks=joined)
+        else:
+            with shown_arrivals(quiet=arguments.quiet) as report:
+                recorded, note = from_dataset(
+                    dataset, arguments.call, join_ranks=joined, report=report
+                )
         if arguments.versus_random:
             return with_twins(recorded, arguments.seed), note
         return recorded, note

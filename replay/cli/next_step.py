@@ -25,11 +25,17 @@ CARRIED = (
 BUDGET = "cosine=0.998"
 
 
-def next_step(arguments: argparse.Namespace, rows: Sequence[Row], plan: Plan | None) -> str:
+def next_step(
+    arguments: argparse.Namespace,
+    rows: Sequence[Row],
+    plan: Plan | None,
+    dataset: Dataset | None,
+) -> str:
     """Say in one line what to do after a replay; empty if nothing suggests itself.
 
     Args:
         plan: what `--plan` wrote.
+        dataset: what was replayed; None if that was not recorded, or by an older version.
     """
     ran = {row.id for row in rows if row.accuracy}
     if len(ran) < 2 and any(row.id not in ran for row in rows):
@@ -43,7 +49,7 @@ def next_step(arguments: argparse.Namespace, rows: Sequence[Row], plan: Plan | N
     written, used = arguments.plan, arguments.use_plan
     if plan is not None and not plan.kernels:
         return f"{written} changes nothing: no kernel is faster within {plan.budget}"
-    if used is None and _can_be_rebuilt(arguments):
+    if used is None and _can_be_rebuilt(arguments, _whole_captures(dataset)):
         if plan is not None:
             measure = _command(arguments, "--e2e", "--use-plan", written)
             return f"measure the plan in the model: {measure}"
@@ -52,7 +58,7 @@ def next_step(arguments: argparse.Namespace, rows: Sequence[Row], plan: Plan | N
     if path := used or written:
         trusted = ", trust_code=True" if Plan.load(path).code else ""
         return f"use the plan in your program: with replay.use_plan({str(path)!r}{trusted}): …"
-    if _has_one_census(arguments.dir):
+    if _has_one_census(_whole_captures(dataset)):
         choose = _command(arguments, "--plan", "plan.json", "--budget", BUDGET)
         return f"choose the fastest kernel for each layer: {choose}"
     if arguments.report:
@@ -81,10 +87,9 @@ def _carried(arguments: argparse.Namespace) -> Iterator[str]:
                 yield f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _can_be_rebuilt(arguments: argparse.Namespace) -> bool:
+def _can_be_rebuilt(arguments: argparse.Namespace, captures: Sequence[CaptureRecord]) -> bool:
     """Whether `--e2e` can run every model of the recording; how is for `read_options` to say."""
     try:
-        captures = _whole_captures(arguments.dir)
         for capture in captures:
             load_arguments(capture, arguments.device or "", trust_code=arguments.trust_code)
     except Error:
@@ -92,22 +97,13 @@ def _can_be_rebuilt(arguments: argparse.Namespace) -> bool:
     return bool(captures) and all(each.census.get("rows") for each in captures)
 
 
-def _has_one_census(directory: str) -> bool:
+def _has_one_census(captures: Sequence[CaptureRecord]) -> bool:
     """Whether the recording counts the calls of one model, as a plan requires."""
-    try:
-        captures = _whole_captures(directory)
-    except Error:
-        return False
     return len(captures) == 1 and bool(captures[0].census.get("rows"))
 
 
-def _whole_captures(directory: str) -> list[CaptureRecord]:
-    """Those of a recording, unless some of its calls are only heads or parts of the model's.
-
-    Raises:
-        DatasetError: there is no recording.
-    """
-    dataset = Dataset.open(directory)
-    if any(is_part(entry.origin) for entry in dataset.entries):
+def _whole_captures(dataset: Dataset | None) -> list[CaptureRecord]:
+    """Those of a recording, unless some of its calls are only heads or parts of the model's."""
+    if dataset is None or any(is_part(entry.origin) for entry in dataset.entries):
         return []
     return [] if any(each.heads for each in dataset.captures) else dataset.captures

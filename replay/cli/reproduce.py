@@ -30,7 +30,7 @@ def parser() -> OneSentenceParser:
         "Python file that shows it with torch and the kernel's library alone. Exits with 1 if the "
         "kernel does not fail.",
     )
-    command.add_argument("--dir", required=True, metavar="DIR", help="what `capture` wrote")
+    command.add_argument("--dir", required=True, metavar="DIR", help="as of replay --dir")
     command.add_argument("--call", required=True, metavar="NAME", help="the call, llama-000007")
     command.add_argument("--kernel", required=True, metavar="K", help="a name, or file.py:function")
     command.add_argument(
@@ -83,20 +83,21 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _request(arguments: argparse.Namespace) -> Request:
+    from capture.cli.arrivals import shown_arrivals
     from replay.accuracy.thresholds import Thresholds
     from replay.bench.settings import Settings
     from replay.cli.device import device_of
     from replay.kernels.registry import find
     from replay.reproduce.reproduce import Request
     from replay.workers.environments import interpreters
-    from replay.workloads.recorded import chosen, from_directory
+    from replay.workloads.recorded import from_directory
 
     kernel = find(arguments.kernel)
     device = device_of(arguments.device)
-    workloads, note = from_directory(arguments.dir)
+    with shown_arrivals(quiet=arguments.quiet) as report:
+        found, note = from_directory(arguments.dir, arguments.call, report=report)
     if note:
         print(f"replay: {printable(note)}", file=sys.stderr)
-    found = chosen(workloads, arguments.call)
     if len(found) != 1:
         names = ", ".join(workload.name for workload in found[:3])
         raise UsageError(f"--call {arguments.call} is {len(found)} calls ({names} …): name one")

@@ -20,6 +20,7 @@ from capture.storage.call_file import FileEntry
 from capture.storage.dataset import DamagedFile, Dataset
 from capture.storage.header import Header
 from capture.storage.joined_calls import JoinedCall, is_part
+from capture.storage.source import Report, unheard
 
 
 @dataclass(frozen=True)
@@ -35,44 +36,85 @@ class Workload:
 
 
 def from_directory(
-    directory: str | Path, *, join_ranks: bool = False
+    where: str | Path,
+    patterns: str | None = None,
+    *,
+    join_ranks: bool = False,
+    report: Report = unheard,
 ) -> tuple[list[Workload], str]:
-    """Return the calls recorded in a directory, and a note on how it was read (usually empty).
+    """Return the recorded calls of a dataset, and a note on how it was read (usually empty).
 
     A damaged file is a workload too, whose loading says what is wrong with it. Directories of the
     older `*_input_N.pt` files can be read too.
 
     Args:
+        where: a directory, an archive of one, or an address (see `capture.load`).
+        patterns: only the calls that these match (see `chosen`).
         join_ranks: of calls that several ranks share, the whole ones, not their parts.
+        report: is told of what is copied from elsewhere.
 
     Raises:
-        DatasetError: the directory is missing or contains no recorded call, or none to join.
+        DatasetError: the dataset is missing, cannot be reached or contains no such call, or none to
+            join.
     """
-    directory = Path(directory)
-    pickled = _numbered(directory.glob("*_input_*.pt")) if directory.is_dir() else []
-    if pickled and not join_ranks and not any(directory.glob("*.safetensors")):
-        return [pickled_call(path) for path in pickled], ""
-    dataset = Dataset.open(directory)
-    damaged = map(damaged_file, dataset.damaged)
+    if not join_ranks and (pickled := pickled_calls(where)):
+        return pickled if patterns is None else chosen(pickled, patterns), ""
+    dataset = Dataset.open(where, report=report)
+    return from_dataset(dataset, patterns, join_ranks=join_ranks, report=report)
+
+
+def from_dataset(
+    dataset: Dataset,
+    patterns: str | None = None,
+    *,
+    join_ranks: bool = False,
+    report: Report = unheard,
+) -> tuple[list[Workload], str]:
+    """Like `from_directory`, of a dataset that is open.
+
+    The files of the calls are copied here first if they are elsewhere: worker processes read them.
+    """
     has_parts = any(is_part(entry.origin) for entry in dataset.entries)
     if not join_ranks:
-        calls = [recorded_call(entry) for entry in dataset.entries]
-        parts = "these calls are parts that ranks share: --join-ranks replays whole calls"
-        return [*calls, *damaged], _notes(dataset.note, parts if has_parts else "")
-    if not has_parts:
+        calls: list[tuple[Workload, tuple[FileEntry, ...]]]
+        calls = [(recorded_call(entry), (entry,)) for entry in dataset.entries]
+        hint = "these calls are parts that ranks share: --join-ranks replays whole calls"
+        note = hint if has_parts else ""
+    elif not has_parts:
         raise DatasetError(
-            f"{directory}: every call is whole, none is shared by ranks: leave out --join-ranks"
+            f"{dataset.address}: every call is whole, none is shared by ranks: leave out "
+            "--join-ranks"
         )
-    joined = dataset.joined()
-    if not joined.calls:
-        raise DatasetError(
-            f"{directory}: {joined.note}; leave out --join-ranks to replay the parts"
-        )
-    return [*map(joined_call, joined.calls), *damaged], _notes(dataset.note, joined.note)
+    else:
+        joined = dataset.joined()
+        calls, note = [(joined_call(call), call.entries) for call in joined.calls], joined.note
+        if not calls:
+            raise DatasetError(
+                f"{dataset.address}: {note}; leave out --join-ranks to replay the parts"
+            )
+    workloads = [*(call for call, _ in calls), *map(damaged_file, dataset.damaged)]
+    if patterns is not None:
+        workloads = chosen(workloads, patterns)
+    names = {workload.name for workload in workloads}
+    wanted = [entry for call, entries in calls if call.name in names for entry in entries]
+    reasons = {each.path: damaged_file(each) for each in dataset.fetch(wanted, report)}
+    lacking = {
+        call.name: reasons[entry.path]
+        for call, entries in calls
+        for entry in entries
+        if entry.path in reasons
+    }
+    found = [lacking.get(workload.name, workload) for workload in workloads]
+    return found, "; ".join(filter(None, (dataset.note, note)))
 
 
-def _notes(*notes: str) -> str:
-    return "; ".join(filter(None, notes))
+def pickled_calls(where: str | Path) -> list[Workload]:
+    """Return the calls of a directory of older recordings; none if it is not one."""
+    directory = Path(where)
+    pickled = _numbered(directory.glob("*_input_*.pt")) if directory.is_dir() else []
+    if any(directory.glob("*.safetensors")):
+        return []
+    return [pickled_call(path) for path in pickled]
 
 
 def chosen(workloads: Sequence[Workload], patterns: str) -> list[Workload]:

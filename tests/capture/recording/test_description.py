@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from capture import load, record
-from capture.storage.dataset import MANIFEST
+from capture.storage.names import MANIFEST
 from tests.factories import tiny_llama
 
 

@@ -15,7 +15,7 @@ from capture.errors import CaptureError, RecordingWarning
 from capture.recording.recording import Recording
 from capture.storage.call_file import PackedCall
 from capture.storage.capture_record import CaptureRecord
-from capture.storage.dataset import MANIFEST
+from capture.storage.names import MANIFEST
 from capture.storage.target import Target
 from tests.capture.recording.callers import MakeLayers, assert_good
 

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -490,3 +491,45 @@ def test_tolerances_change_verdicts_and_are_recorded(run_cli: RunCli, tmp_path: 
     code, _, err = run_cli(*arguments, "--tolerances", str(path))
     assert (code, err.count("\n")) == (2, 1)
     assert "no key in [exact] is called 'factor': " in err
+
+
+def test_a_recording_in_an_archive(
+    run_cli: RunCli, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its calls are copied for the workers, those that are asked for."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    archive = shutil.make_archive(str(tmp_path / "calls"), "zip", tmp_path, recorded.name)
+    arguments = ("--dir", archive, *QUICK, "--kernels", "torch-math")
+    code, out, err = run_cli(*arguments, "--call", "model-000001", "--json=-")
+    assert code == 0
+    assert {json.loads(line)["call"]["name"] for line in out.splitlines()} == {"model-000001"}
+    copies = [path.name for path in (tmp_path / "cache").rglob("*.safetensors")]
+    assert copies == ["model-000001.safetensors"]
+    code, _, err = run_cli(*arguments)
+    assert f"--dir {archive}" in err
+
+
+def test_a_file_of_an_archive_that_was_altered_costs_its_row(
+    run_cli: RunCli, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with (recorded / "model-000001.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\xff")
+    archive = shutil.make_archive(str(tmp_path / "calls"), "gztar", recorded)
+    arguments = ("--dir", archive, *QUICK, "--kernels", "torch-math", "--json=-")
+    code, out, err = run_cli(*arguments)
+    assert code == 1
+    assert f"{archive}: model-000001.safetensors was altered since it was recorded" in err
+    assert {row["call"]["name"] for row in map(json.loads, out.splitlines())} >= {
+        "model-000000",
+        "model-000002",
+    }
+
+
+@pytest.mark.parametrize("where", ["none.zip", "hf://datasets/none", "nosuch://x"])
+def test_a_recording_that_cannot_be_had(run_cli: RunCli, where: str) -> None:
+    code, out, err = run_cli("--dir", where, *QUICK)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"replay: {where}: ")
+    assert err.count("\n") == 1

@@ -55,7 +55,9 @@ def plan(*kernels: str) -> Plan:
 
 
 def said(*given: str, rows: list[Row] | None = None, written: Plan | None = None) -> str:
-    return next_step(parser().parse_args(given), measured() if rows is None else rows, written)
+    arguments = parser().parse_args(given)
+    dataset = Dataset.open(arguments.dir) if arguments.dir else None
+    return next_step(arguments, measured() if rows is None else rows, written, dataset)
 
 
 def command(sentence: str) -> list[str]:
@@ -127,7 +129,9 @@ def test_parts_of_ranks_are_not_built_and_stay_joined(tmp_path: Path) -> None:
     assert "--e2e" not in said("--dir", str(directory))
     assert "--join-ranks" in said("--dir", str(directory), "--join-ranks")
     with pytest.raises(CheckError, match="contains the heads that each rank of model has"):
-        read_options(parser().parse_args(["--dir", str(directory), "--e2e"]), "cpu")
+        read_options(
+            parser().parse_args(["--dir", str(directory), "--e2e"]), Dataset.open(directory), "cpu"
+        )
 
 
 def test_at_last_the_report_unless_it_is_written(tmp_path: Path) -> None:

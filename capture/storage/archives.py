@@ -1,0 +1,255 @@
+"""Datasets in a `.zip`, `.tar` or `.tar.gz` file.
+
+Anybody may have packed it. Nothing is unpacked to a path that the archive names: members of the one
+folder that has the dataset are read one by one, and copied like files from anywhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import logging
+import os
+import re
+import stat
+import struct
+import tarfile
+import zipfile
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from capture.errors import DatasetError
+from capture.printable import printable
+from capture.storage import cache, plain_files
+from capture.storage.names import MANIFEST, is_of_dataset
+
+logger = logging.getLogger(__name__)
+
+ENDINGS = (".zip", ".tar", ".tar.gz", ".tgz")
+EXPANSION = 64
+EXPANSION_AT_LEAST = 2 << 30
+"""How many times its size an archive may contain, or this many bytes if that is more."""
+MEMBERS = 1_000_000
+"""How many there may be."""
+
+_PIECE = 1 << 20
+"""Bytes that are copied at once."""
+_HEADER_AT_MOST = 16 << 20
+"""Bytes of a tar's header, which is read into memory."""
+_DAMAGE = (
+    *(zipfile.BadZipFile, tarfile.TarError, zlib.error, struct.error, EOFError, OSError),
+    *(ValueError, OverflowError, RuntimeError),  # among them of too much recursion
+)
+"""What the libraries raise for a damaged archive, or one of a kind that they do not read."""
+
+
+class _Readable(Protocol):
+    def read(self, size: int, /) -> bytes: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Member:
+    """A file in an archive."""
+
+    name: str
+    """With folders."""
+    nbytes: int
+    """As declared."""
+    obstacle: str
+    """Why it cannot be read; usually empty."""
+    opened: Callable[[], _Readable]
+
+
+def is_archive(name: str) -> bool:
+    """Whether a file name is of an archive, in small letters or capitals."""
+    return name.lower().endswith(ENDINGS)
+
+
+class Archive:
+    """The files of the dataset in an archive (see `capture.storage.source.Files`)."""
+
+    def __init__(self, path: Path, address: str, cache_directory: Path) -> None:
+        """List an archive's members.
+
+        Raises:
+            DatasetError: it is damaged, of another kind, or contains no dataset or several.
+        """
+        self.address = address
+        self.cache = cache_directory
+        with _damage_told(address):
+            with path.open("rb") as file:
+                first = file.read(2)
+            if first == b"PK":
+                members = _zip_members(path)
+            else:
+                members = _tar_members(self._unzipped(path) if first == b"\x1f\x8b" else path)
+            self._members = _dataset_among(members, address)
+        contained, limit = sum(each.nbytes for each in self._members.values()), _limit(path)
+        if contained > limit:
+            raise DatasetError(
+                f"{address}: {path.stat().st_size} bytes that contain {contained}, and at most "
+                f"{limit} are unpacked"
+            )
+
+    def sizes(self) -> dict[str, int]:
+        return {name: member.nbytes for name, member in self._members.items()}
+
+    def copy(self, name: str, to: Path, limit: int, arrived: Callable[[int], None]) -> None:
+        if name not in self._members:
+            raise DatasetError(f"{self.address}: {name} is missing in it")
+        member = self._members[name]
+        where = f"{self.address}: {printable(member.name)}"
+        if member.obstacle:
+            raise DatasetError(f"{where} {member.obstacle}")
+        with _damage_told(where), contextlib.closing(member.opened()) as packed:
+            _copy(packed, to, limit, arrived)
+
+    def _unzipped(self, path: Path) -> Path:
+        """Decompress a tar to the cache, once: members of a compressed one are slow to find."""
+        found = path.stat()
+        state = (found.st_size, found.st_mtime_ns, found.st_ino)
+        plain = cache.version(self.cache, repr(state).encode()) / "decompressed.tar"
+        if not plain.exists():
+            with cache.placed(plain) as temporary, gzip.open(path) as packed:
+                _copy(packed, temporary, _limit(path), lambda count: None)
+        return plain
+
+
+def _limit(path: Path) -> int:
+    return max(EXPANSION * path.stat().st_size, EXPANSION_AT_LEAST)
+
+
+def _zip_members(path: Path) -> Iterator[Member]:
+    archive = zipfile.ZipFile(path)
+    for info in archive.infolist():
+        kind = stat.S_IFMT(info.external_attr >> 16)
+        obstacle = ""
+        if info.is_dir():
+            continue
+        if kind not in (0, stat.S_IFREG):
+            obstacle = "is no regular file"
+        elif info.flag_bits & 1:
+            obstacle = "is encrypted: unpack the archive, and give the directory"
+        elif info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            obstacle = "is compressed in an unusual way: unpack the archive, and give the directory"
+        # Some programs for Windows pack other separators.
+        name = info.filename if "/" in info.filename else info.filename.replace("\\", "/")
+        yield Member(name, info.file_size, obstacle, partial(archive.open, info))
+
+
+def _tar_members(path: Path) -> Iterator[Member]:
+    with _Cautious(io.FileIO(path)) as file, tarfile.open(fileobj=file, mode="r:") as archive:
+        for info in archive:
+            if info.isdir():
+                continue
+            regular = info.isreg() and not info.issparse()
+            obstacle = "" if regular else "is no regular file"
+            opened = partial(_Part, path, info.offset_data, info.size)
+            yield Member(info.name, info.size, obstacle, opened)
+
+
+def _dataset_among(members: Iterable[Member], address: str) -> dict[str, Member]:
+    """The files of the one dataset among members, by their names without folders.
+
+    That is the folder nearest to the top that has a manifest or, where none has, recorded calls.
+
+    Raises:
+        DatasetError: there is none or more than one, or a name leads out of the archive.
+    """
+    folders: dict[str, dict[str, Member]] = defaultdict(dict)
+    others = 0
+    for number, member in enumerate(members):
+        if number == MEMBERS:
+            raise DatasetError(f"{address}: has more than {MEMBERS} members")
+        parts = [part for part in member.name.split("/") if part not in ("", ".")]
+        if member.name.startswith("/") or ".." in parts or re.match("[A-Za-z]:", member.name):
+            raise DatasetError(
+                f"{address}: the name of its member {printable(member.name[:200])} leads out of "
+                "it: pack the directory by a relative path"
+            )
+        if not parts or not is_of_dataset(parts[-1]) or "__MACOSX" in parts:
+            others += 1
+            continue
+        folder = folders["/".join(parts[:-1])]
+        if parts[-1] in folder:
+            raise DatasetError(
+                f"{address}: has two members {printable(member.name[:200])}: pack it anew"
+            )
+        folder[parts[-1]] = member
+    if others:
+        logger.info("%s: %d members are not of a dataset, and are ignored", address, others)
+    found = [folder for folder in folders if MANIFEST in folders[folder]] or list(folders)
+    if not found:
+        raise DatasetError(f"{address}: holds no recorded calls")
+    top = min(folder.count("/") + bool(folder) for folder in found)
+    nearest = [folder for folder in found if folder.count("/") + bool(folder) == top]
+    if len(nearest) > 1:
+        raise DatasetError(
+            f"{address}: holds {len(nearest)} datasets, such as {printable(nearest[0][:100])} and "
+            f"{printable(nearest[1][:100])}: unpack it, and give the directory of one"
+        )
+    return folders[nearest[0]]
+
+
+class _Cautious(io.BufferedReader):
+    """A file of which nobody reads much at once, as the header of a tar can make `tarfile` do."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        if size is None or not 0 <= size <= _HEADER_AT_MOST:
+            raise tarfile.ReadError("a header is too long")
+        return super().read(size)
+
+
+class _Part:
+    """Bytes of a file, from `offset` on."""
+
+    def __init__(self, path: Path, offset: int, nbytes: int) -> None:
+        self._file = path.open("rb")
+        self._file.seek(offset)
+        self._left = nbytes
+
+    def read(self, size: int) -> bytes:
+        data = self._file.read(min(size, self._left))
+        if self._left and not data:
+            raise EOFError("it ends early")
+        self._left -= len(data)
+        return data
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _copy(packed: _Readable, to: Path, limit: int, arrived: Callable[[int], None]) -> None:
+    """Write what is read to a new file.
+
+    Raises:
+        ValueError: there are more than `limit` bytes.
+        DatasetError: it cannot be written.
+    """
+    left = limit
+    with cache.writing(to.parent):
+        unpacked = os.fdopen(plain_files.create(to), "wb")
+    with unpacked:
+        while piece := packed.read(_PIECE):
+            left -= len(piece)
+            if left < 0:
+                raise ValueError(f"it has more than {limit} bytes")
+            with cache.writing(to.parent):
+                unpacked.write(piece)
+            arrived(len(piece))
+
+
+@contextlib.contextmanager
+def _damage_told(where: str) -> Iterator[None]:
+    try:
+        yield
+    except _DAMAGE as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise DatasetError(f"{where} cannot be unpacked ({printable(reason)})") from error

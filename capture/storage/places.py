@@ -1,0 +1,45 @@
+"""Where a dataset is: a directory here, an archive, or an address."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from capture.errors import DatasetError
+from capture.storage import cache, remote
+from capture.storage.archives import ENDINGS, Archive, is_archive
+from capture.storage.source import Report, Source, unheard
+
+
+def source_of(where: str | Path, report: Report = unheard) -> Source | None:
+    """What to copy a dataset from; None for a directory of this machine, or one that is missing.
+
+    Raises:
+        DatasetError: it is neither, cannot be reached, or has no recorded calls.
+    """
+    where = os.fspath(where)
+    if remote.is_address(where):
+        if not is_archive(remote.path_of(where)):
+            return Source(remote.directory(where), report)
+        path, copies = remote.archive(where, report)
+        return Source(Archive(path, remote.without_secrets(where), copies), report)
+    path = Path(where)
+    if not path.is_file():
+        return None
+    if not is_archive(path.name):
+        raise DatasetError(
+            f"{where}: is a file: give a directory that `capture` wrote, or one packed as "
+            f"{', '.join(ENDINGS)}"
+        )
+    copies = cache.directory_of(str(path.resolve()), cache.user_cache())
+    return Source(Archive(path, where, copies), report)
+
+
+def why_read_only(where: str | Path) -> str:
+    """Why nothing can be recorded into a place; empty if it may be a directory."""
+    where = os.fspath(where)
+    if remote.is_address(where):
+        return f"{remote.without_secrets(where)} is an address, which is only read"
+    if is_archive(where.rstrip("/")) and not Path(where).is_dir():
+        return f"{where} is an archive, which is only read"
+    return ""

@@ -1,0 +1,301 @@
+"""Datasets in archives: as people pack them, and as nobody should."""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+
+from capture import load
+from capture.call import AttentionCall
+from capture.errors import DatasetError
+from capture.storage import archives
+from capture.storage.call_file import PackedCall
+from capture.storage.capture_record import CaptureRecord
+from capture.storage.dataset import Dataset
+from capture.storage.names import MANIFEST
+
+MakeCall = Callable[..., AttentionCall]
+Pack = Callable[[Path, Path], Path]
+Members = Iterable[tuple[str, bytes]]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's cache, empty."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, make_call: MakeCall) -> Path:
+    """A directory of two calls."""
+    directory = tmp_path / "calls"
+    directory.mkdir()
+    entries = [
+        PackedCall.of(make_call(call_index=index)).write(directory / f"model-{index}.safetensors")
+        for index in range(2)
+    ]
+    Dataset(directory, entries, [CaptureRecord("model", "random")]).save_manifest()
+    return directory
+
+
+def zipped(path: Path, members: Members) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members:
+            archive.writestr(name, content)
+    return path
+
+
+def tarred(path: Path, members: Members) -> Path:
+    with tarfile.open(path, "w:gz" if path.name.endswith("gz") else "w") as archive:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return path
+
+
+def packed(path: Path, members: Members) -> Path:
+    """An archive of the kind that its name tells."""
+    return (zipped if path.suffix.lower() == ".zip" else tarred)(path, members)
+
+
+def files(directory: Path, folder: str = "") -> list[tuple[str, bytes]]:
+    return [(folder + path.name, path.read_bytes()) for path in sorted(directory.iterdir())]
+
+
+def copies(cache: Path) -> list[str]:
+    return sorted(path.name for path in cache.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("name", ["calls.zip", "calls.tar", "calls.tar.gz", "calls.tgz", "C.ZIP"])
+@pytest.mark.parametrize("folder", ["", "captured_inputs/", "./", "a/b/"])
+def test_as_people_pack_them(recorded: Path, tmp_path: Path, name: str, folder: str) -> None:
+    others = [("README.md", b"hello"), ("__MACOSX/._model-0.safetensors", b"x"), (".DS_Store", b"")]
+    archive = packed(tmp_path / name, [*files(recorded, folder), *others])
+    dataset = load(archive)
+    assert len(dataset) == 2
+    assert not dataset.note
+    for ours, theirs in zip(dataset, load(recorded), strict=True):
+        assert ours.query.equal(theirs.query)
+    assert repr(dataset).startswith(f"Dataset({str(archive)!r}, ")
+
+
+@pytest.mark.parametrize("name", ["calls.zip", "calls.tar", "calls.tar.gz"])
+def test_only_what_is_loaded_is_unpacked(
+    recorded: Path, tmp_path: Path, cache: Path, name: str
+) -> None:
+    dataset = load(packed(tmp_path / name, files(recorded)))
+    assert copies(cache) == []
+    dataset[1]
+    assert copies(cache) == ["model-1.safetensors"]
+
+
+def test_an_archive_that_changes_is_unpacked_anew(
+    recorded: Path, tmp_path: Path, cache: Path, make_call: MakeCall
+) -> None:
+    archive = zipped(tmp_path / "calls.zip", files(recorded))
+    first = load(archive)[0]
+    entry = PackedCall.of(make_call(call_index=7)).write(recorded / "model-0.safetensors")
+    Dataset(recorded, [entry], [CaptureRecord("model", "random")]).save_manifest()
+    zipped(archive, files(recorded))
+    [second] = load(archive)
+    assert (first.origin.call_index, second.origin.call_index) == (0, 7)
+
+
+def test_what_nobody_used_for_a_day_is_deleted(recorded: Path, tmp_path: Path, cache: Path) -> None:
+    archive = zipped(tmp_path / "calls.zip", files(recorded))
+    list(load(archive))
+    [old] = {path.parent for path in cache.rglob("*.safetensors")}
+    leftover = old / ".0123.part"
+    leftover.touch()
+    for path in (leftover, old):
+        os.utime(path, (0, 0))
+    dataset = load(archive)
+    assert not leftover.exists()
+    assert copies(cache) == ["model-0.safetensors", "model-1.safetensors"]
+    dataset.entries.pop().path.unlink()
+    entries = load(recorded).entries[:1]
+    Dataset(recorded, entries, [CaptureRecord("model", "random")]).save_manifest()
+    os.utime(old, (0, 0))
+    load(zipped(archive, files(recorded)))
+    assert not old.exists()
+
+
+def test_an_altered_file_costs_itself_and_is_not_kept(
+    recorded: Path, tmp_path: Path, cache: Path
+) -> None:
+    content = dict(files(recorded))
+    content["model-1.safetensors"] = content["model-1.safetensors"][:-1] + b"\xff"
+    dataset = load(zipped(tmp_path / "calls.zip", content.items()))
+    assert dataset[0].origin.call_index == 0
+    with pytest.raises(DatasetError, match=r"calls\.zip: model-1.safetensors was altered since"):
+        dataset[1]
+    [damaged] = dataset.fetch()
+    assert damaged.path.name == "model-1.safetensors"
+    assert copies(cache) == ["model-0.safetensors"]
+
+
+def test_a_missing_file_costs_itself(recorded: Path, tmp_path: Path) -> None:
+    members = [each for each in files(recorded) if each[0] != "model-1.safetensors"]
+    dataset = load(tarred(tmp_path / "calls.tar", members))
+    assert dataset[0].origin.call_index == 0
+    with pytest.raises(DatasetError, match=r"calls\.tar: model-1.safetensors is missing in it"):
+        dataset[1]
+
+
+def test_without_a_manifest_all_files_are_read(recorded: Path, tmp_path: Path) -> None:
+    members = [each for each in files(recorded) if each[0] != MANIFEST]
+    dataset = load(zipped(tmp_path / "calls.zip", members))
+    assert len(dataset) == 2
+    assert dataset.note == (
+        f"{tmp_path}/calls.zip/manifest.json is missing: read the files instead, without a census "
+        "or checksums"
+    )
+
+
+def test_the_dataset_nearest_to_the_top_is_read(recorded: Path, tmp_path: Path) -> None:
+    both = [*files(recorded, "data/"), *files(recorded, "data/replaced/")]
+    assert len(load(zipped(tmp_path / "calls.zip", both))) == 2
+
+
+@pytest.mark.parametrize("name", ["calls.zip", "calls.tar", "calls.tar.gz"])
+@pytest.mark.parametrize(
+    ("folders", "sentence"),
+    [
+        (["../"], "the name of its member ../manifest.json leads out of it"),
+        (["a/../../"], "the name of its member a/../../manifest.json leads out of it"),
+        (["/etc/"], "the name of its member /etc/manifest.json leads out of it"),
+        (["C:/"], "the name of its member C:/manifest.json leads out of it"),
+        (["a/", "b/"], "holds 2 datasets, such as a and b: unpack it, and give the directory"),
+        (["", "./"], "has two members ./manifest.json: pack it anew"),
+        ([], "holds no recorded calls"),
+    ],
+)
+def test_what_no_directory_packs_is_refused(
+    recorded: Path, tmp_path: Path, cache: Path, name: str, folders: list[str], sentence: str
+) -> None:
+    members = [member for folder in folders for member in files(recorded, folder)]
+    with pytest.raises(DatasetError) as told:
+        load(packed(tmp_path / name, members))
+    assert str(told.value).startswith(f"{tmp_path / name}: {sentence}")
+    assert not copies(cache)
+    assert {path.name for path in tmp_path.iterdir()} <= {"calls", "cache", name}
+
+
+SPECIAL = {
+    "link": (tarfile.SYMTYPE, stat.S_IFLNK),
+    "device": (tarfile.CHRTYPE, stat.S_IFCHR),
+    "FIFO": (tarfile.FIFOTYPE, stat.S_IFIFO),
+    "hard link": (tarfile.LNKTYPE, stat.S_IFSOCK),
+}
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+@pytest.mark.parametrize("name", ["calls.zip", "calls.tar"])
+def test_what_is_no_regular_file_is_not_read(
+    recorded: Path, tmp_path: Path, name: str, kind: str
+) -> None:
+    members = [each for each in files(recorded) if each[0] != "model-1.safetensors"]
+    archive = packed(tmp_path / name, members)
+    in_tar, in_zip = SPECIAL[kind]
+    if name.endswith("zip"):
+        info = zipfile.ZipInfo("model-1.safetensors")
+        info.create_system, info.external_attr = 3, (in_zip | 0o644) << 16
+        with zipfile.ZipFile(archive, "a") as opened:
+            opened.writestr(info, str(recorded / "model-1.safetensors"))
+    else:
+        member = tarfile.TarInfo("model-1.safetensors")
+        member.type, member.linkname = in_tar, str(recorded / "model-1.safetensors")
+        with tarfile.open(archive, "a") as opened_tar:
+            opened_tar.addfile(member)
+    dataset = load(archive)
+    assert dataset[0].origin.call_index == 0
+    with pytest.raises(DatasetError, match=r"model-1\.safetensors is no regular file"):
+        dataset[1]
+
+
+def test_bombs(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archives, "EXPANSION_AT_LEAST", 1 << 20)
+    bomb = [*files(recorded), ("model-9.safetensors", bytes(64 << 20))]
+    for name, sentence in (
+        ("calls.zip", r"calls\.zip: \d+ bytes that contain 67\d+, and at most \d+ are unpacked"),
+        ("calls.tar.gz", r"calls\.tar\.gz cannot be unpacked \(it has more than \d+ bytes\)"),
+    ):
+        with pytest.raises(DatasetError, match=sentence):
+            load(packed(tmp_path / name, bomb))
+    monkeypatch.setattr(archives, "MEMBERS", 3)
+    with pytest.raises(DatasetError, match="has more than 3 members"):
+        load(zipped(tmp_path / "many.zip", [*files(recorded), ("a", b""), ("b", b"")]))
+
+
+def test_a_size_that_is_not_the_real_one(recorded: Path, tmp_path: Path) -> None:
+    """The directory of the archive says 1 byte; the manifest says what the file really has."""
+    archive = zipped(tmp_path / "calls.zip", files(recorded))
+    content = bytearray(archive.read_bytes())
+    place = content.rindex(b"model-1.safetensors") - 46 + 24
+    content[place : place + 4] = (1).to_bytes(4, "little")
+    archive.write_bytes(content)
+    with pytest.raises(DatasetError, match=r"model-1\.safetensors cannot be unpacked|altered"):
+        load(archive)[1]
+
+
+def test_a_header_that_would_take_much_memory(tmp_path: Path) -> None:
+    info = tarfile.TarInfo("x")
+    info.type, info.size = tarfile.XHDTYPE, 1 << 32
+    (tmp_path / "calls.tar").write_bytes(info.tobuf() + bytes(10240))
+    with pytest.raises(DatasetError, match=r"calls\.tar cannot be unpacked \(a header is too long"):
+        load(tmp_path / "calls.tar")
+
+
+@pytest.mark.parametrize("name", ["calls.zip", "calls.tar", "calls.tar.gz"])
+def test_damage_is_one_sentence(recorded: Path, tmp_path: Path, name: str) -> None:
+    whole = packed(tmp_path / name, files(recorded)).read_bytes()
+    # A tar ends in zeros, of which half of it may consist.
+    half = whole.rindex(b"model-1") + 600 if name == "calls.tar" else len(whole) // 2
+    for content in (b"", b"PK", whole[:half], b"\x1f\x8b" + bytes(99), b"<html>" * 999):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DatasetError) as told:
+            list(load(tmp_path / name))
+        assert str(told.value).startswith(str(tmp_path / name))
+        assert "\n" not in str(told.value)
+
+
+def test_an_encrypted_archive(recorded: Path, tmp_path: Path) -> None:
+    archive = zipped(tmp_path / "calls.zip", files(recorded))
+    content = bytearray(archive.read_bytes())
+    place = content.rindex(b"manifest.json") - 46 + 8
+    content[place] |= 1
+    archive.write_bytes(content)
+    with pytest.raises(DatasetError, match=r"manifest\.json is encrypted: unpack the archive"):
+        load(archive)
+
+
+def test_a_file_that_is_no_archive(tmp_path: Path) -> None:
+    (tmp_path / "calls.7z").touch()
+    with pytest.raises(
+        DatasetError, match=r"calls\.7z: is a file: give a directory .*\.zip, \.tar"
+    ):
+        load(tmp_path / "calls.7z")
+
+
+def test_a_full_disk(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    archive = zipped(tmp_path / "calls.zip", files(recorded))
+    dataset = load(archive)
+    usage = type("Usage", (), {"free": 10})
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    with pytest.raises(DatasetError, match="where 10 are free: make room, or set XDG_CACHE_HOME"):
+        dataset.fetch()
+
+
+def test_a_cache_that_cannot_be_written(recorded: Path, tmp_path: Path, cache: Path) -> None:
+    cache.touch()
+    with pytest.raises(DatasetError, match=r"cannot write to the cache .*: set XDG_CACHE_HOME"):
+        load(zipped(tmp_path / "calls.zip", files(recorded)))

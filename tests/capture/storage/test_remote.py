@@ -1,0 +1,381 @@
+"""Datasets at an address: web servers, S3 and the Hub on this machine, and fsspec's memory."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from capture import load, record
+from capture.call import AttentionCall
+from capture.errors import CaptureError, DatasetError
+from capture.storage import cache as cache_module
+from capture.storage import remote
+from capture.storage.call_file import PackedCall
+from capture.storage.capture_record import CaptureRecord
+from capture.storage.dataset import Dataset
+from capture.storage.journal import Journal
+from capture.storage.names import MANIFEST
+from capture.storage.repair import repair
+from tests.capture.storage.servers import Server, serving
+
+for package in ("aiohttp", "s3fs", "huggingface_hub"):
+    pytest.importorskip(package)
+
+MakeCall = Callable[..., AttentionCall]
+
+CALLS = [f"model-{index}.safetensors" for index in range(3)]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's cache, empty."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Path:
+    """`served/org/name/calls` is what each server has as `org/name/calls`."""
+    return tmp_path / "served"
+
+
+@pytest.fixture
+def recorded(served: Path, make_call: MakeCall) -> Path:
+    """A directory of three calls."""
+    directory = served / "org" / "name" / "calls"
+    directory.mkdir(parents=True)
+    return written(directory, *(make_call(call_index=index) for index in range(3)))
+
+
+def written(directory: Path, *calls: AttentionCall) -> Path:
+    entries = [
+        PackedCall.of(call).write(directory / f"model-{call.origin.call_index}.safetensors")
+        for call in calls
+    ]
+    Dataset(directory, entries, [CaptureRecord("model", "random")]).save_manifest()
+    return directory
+
+
+@pytest.fixture(params=["http", "s3", "hub"])
+def place(
+    request: pytest.FixtureRequest, served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Server, str]]:
+    """A server and what comes before `/calls` in its addresses."""
+    with serving(request.param, served) as server:
+        yield server, address(request.param, server, tmp_path, monkeypatch)
+
+
+def address(kind: str, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Let the libraries ask this server, and return the address of `org/name`."""
+    if kind == "http":
+        return f"{server.url}/org/name"
+    if kind == "s3":
+        import fsspec
+        from s3fs import S3FileSystem
+
+        options = {"endpoint_url": server.url, "key": "mine", "secret": "mine"}
+        monkeypatch.setitem(fsspec.config.conf, "s3", options)
+        S3FileSystem.clear_instance_cache()
+        return "s3://org/name"
+    from huggingface_hub import constants
+
+    answers_at(server.url, monkeypatch)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_ASSETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    return "hf://datasets/org/name"
+
+
+def answers_at(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the Hub's library ask this server, as HF_ENDPOINT does before it is imported."""
+    from huggingface_hub import constants
+
+    template = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+
+
+Place = tuple[Server, str]
+
+
+def copies(cache: Path) -> list[str]:
+    return sorted(path.name for path in cache.rglob("*.safetensors"))
+
+
+def test_a_directory(recorded: Path, place: Place, cache: Path) -> None:
+    server, base = place
+    dataset = load(f"{base}/calls")
+    assert (len(dataset), dataset.note, server.got()) == (3, "", [])
+    assert repr(dataset) == f"Dataset('{base}/calls', calls=3, models=['model'])"
+    assert dataset[1].query.equal(load(recorded)[1].query)
+    assert set(server.got()) == {CALLS[1]}
+    for ours, theirs in zip(dataset, load(recorded), strict=True):
+        assert ours.key.equal(theirs.key)
+    assert copies(cache) == CALLS
+    sent = len(server.got())
+    assert len(list(load(f"{base}/calls"))) == 3
+    assert len(server.got()) == sent
+
+
+def test_several_at_a_time(recorded: Path, place: Place, cache: Path) -> None:
+    heard: list[tuple[int, int]] = []
+    dataset = load(f"{place[1]}/calls")
+    chosen = dataset.entries[1:]
+    assert dataset.fetch(chosen, lambda *counts: heard.append(counts)) == []
+    assert copies(cache) == CALLS[1:]
+    total = sum(entry.nbytes for entry in chosen)
+    assert sum(count for count, _ in heard) == total
+    assert {each for _, each in heard} == {total}
+
+
+@pytest.mark.parametrize("name", ["calls.zip", "calls.tar.gz"])
+def test_an_archive(recorded: Path, place: Place, name: str) -> None:
+    import shutil
+
+    server, base = place
+    kind = "zip" if name.endswith("zip") else "gztar"
+    shutil.make_archive(str(recorded), kind, recorded.parent, recorded.name)
+    for _ in range(2):
+        assert [call.origin.call_index for call in load(f"{base}/{name}")] == [0, 1, 2]
+    sent = [each for each in server.asked if each.startswith("GET ") and each.endswith(name)]
+    assert len(sent) == 1
+
+
+def test_one_that_changes_is_fetched_again(
+    recorded: Path, place: Place, make_call: MakeCall
+) -> None:
+    _server, base = place
+    assert load(f"{base}/calls")[0].origin.call_index == 0
+    written(recorded, make_call(call_index=7))
+    [call] = load(f"{base}/calls")
+    assert call.origin.call_index == 7
+
+
+def test_an_archive_that_changes_is_fetched_again(
+    recorded: Path, place: Place, make_call: MakeCall
+) -> None:
+    import shutil
+
+    server, base = place
+    for dated in (True, False):
+        server.dated = dated or base.startswith("hf://")  # which does not work without
+        for index in (5, 6):
+            shutil.rmtree(recorded)
+            recorded.mkdir()
+            written(recorded, make_call(call_index=index))
+            shutil.make_archive(str(recorded), "zip", recorded.parent, recorded.name)
+            [call] = load(f"{base}/calls.zip")
+            assert call.origin.call_index == index
+
+
+def test_a_file_that_is_missing_or_altered_costs_itself(
+    recorded: Path, place: Place, cache: Path
+) -> None:
+    (recorded / CALLS[0]).unlink()
+    altered = recorded / CALLS[1]
+    whole = altered.read_bytes()
+    altered.write_bytes(whole[:-1] + b"\xff")
+    dataset = load(f"{place[1]}/calls")
+    reasons = {each.path.name: each.reason for each in dataset.fetch()}
+    assert reasons.keys() == {CALLS[0], CALLS[1]}
+    assert "missing" in reasons[CALLS[0]] or "not found" in reasons[CALLS[0]]
+    assert reasons[CALLS[1]] == (
+        f"{place[1]}/calls: {CALLS[1]} was altered since it was recorded (checksum differs)"
+    )
+    assert copies(cache) == [CALLS[2]]
+    altered.write_bytes(whole)
+    assert load(f"{place[1]}/calls")[1].origin.call_index == 1
+
+
+def test_a_file_that_is_too_long_is_not_copied_whole(recorded: Path, place: Place) -> None:
+    with (recorded / CALLS[0]).open("ab") as file:
+        file.truncate(9 << 20)
+    with pytest.raises(DatasetError, match=r"model-0\.safetensors:? has more than \d+ bytes"):
+        load(f"{place[1]}/calls")[0]
+
+
+def test_no_such_place(recorded: Path, place: Place) -> None:
+    for wrong in ("nothing", "nothing.zip"):
+        with pytest.raises(DatasetError, match=rf"{wrong}.*: not found; check the address"):
+            load(f"{place[1]}/{wrong}")
+
+
+def test_no_access(recorded: Path, place: Place) -> None:
+    server, base = place
+    server.status = 403
+    with pytest.raises(DatasetError, match=r"access is denied .*: .*(log in|AWS_PROFILE)"):
+        load(f"{base}/calls")
+
+
+def test_nobody_answers(recorded: Path, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    _server, base = place
+    if base.startswith("s3://"):
+        import fsspec
+        from s3fs import S3FileSystem
+
+        options = {"config_kwargs": {"retries": {"max_attempts": 1}}}
+        monkeypatch.setitem(fsspec.config.conf["s3"], "endpoint_url", "http://127.0.0.1:1")
+        monkeypatch.setitem(fsspec.config.conf, "s3", {**fsspec.config.conf["s3"], **options})
+        monkeypatch.setattr(S3FileSystem, "retries", 1)
+    elif base.startswith("hf://"):
+        answers_at("http://127.0.0.1:1", monkeypatch)
+    else:
+        base = "http://127.0.0.1:1"
+    with pytest.raises(remote.Unreachable, match=r"cannot be reached .*: check the network"):
+        load(f"{base}/calls")
+
+
+def test_a_call_without_a_network_ends_the_copying(recorded: Path, served: Path) -> None:
+    """Not one sentence for each of a thousand files."""
+    with serving("http", served) as server:
+        dataset = load(f"{server.url}/org/name/calls")
+        server.status = 500
+        with pytest.raises(remote.Unreachable, match=r"cannot be reached .500"):
+            dataset.fetch()
+
+
+@pytest.mark.parametrize("place", ["hub"], indirect=True)
+def test_revisions_and_the_cache_of_the_hub(
+    recorded: Path, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len(load("hf://datasets/org/name@v1/calls")) == 3
+    dataset = load("hf://datasets/org/name/calls")
+    dataset[0]
+    copy = dataset.entries[0].path
+    blobs = (tmp_path / "hub").rglob("blobs/*")
+    assert any(blob.samefile(copy) for blob in blobs)  # needs no space of its own
+    assert not copy.is_symlink()
+    with pytest.raises(DatasetError, match=r"org/name@v2/calls: not found; check the address"):
+        load("hf://datasets/org/name@v2/calls")
+    answers_at("http://127.0.0.1:1", monkeypatch)
+    offline = load("hf://datasets/org/name/calls")
+    assert offline[0].origin.call_index == 0
+    with pytest.raises(DatasetError, match=r"model-1\.safetensors"):
+        offline[1]
+    for wrong in ("hf://datasets/org", "hf://datasets/org/name/../x"):
+        with pytest.raises(DatasetError, match="is no dataset of the Hugging Face Hub: give"):
+            load(wrong)
+
+
+@pytest.mark.parametrize("place", ["s3"], indirect=True)
+def test_without_a_manifest(recorded: Path, place: Place) -> None:
+    (recorded / MANIFEST).unlink()
+    dataset = load(f"{place[1]}/calls")
+    assert len(dataset) == 3
+    assert dataset.note.startswith("s3://org/name/calls/manifest.json is missing: read the files")
+
+
+@pytest.mark.parametrize("place", ["s3", "hub"], indirect=True)
+def test_a_capture_that_had_not_ended(recorded: Path, place: Place, make_call: MakeCall) -> None:
+    record = CaptureRecord("other", "random")
+    journal = Journal.begin(recorded / "other.journal", record.to_json(), replaces=False)
+    call = make_call(call_index=3)
+    packed = PackedCall.of(call)
+    entry = packed.write(recorded / "other-000003.safetensors")
+    journal.append(**entry.to_json())
+    journal.close()
+    dataset = load(f"{place[1]}/calls")
+    assert dataset.note == "the capture of other had not ended: 1 calls are complete"
+    assert dataset[3].query.equal(call.query)
+
+
+@pytest.mark.parametrize("place", ["http"], indirect=True)
+def test_a_link_with_a_signature(recorded: Path, place: Place, cache: Path) -> None:
+    """It goes to the server, but neither to the screen nor into names of files."""
+    server, base = place
+    dataset = load(f"{base}/calls?signature=secret")
+    dataset[0]
+    assert f"GET /org/name/calls/{CALLS[0]}?signature=secret" in server.asked
+    server.status = 500
+    with pytest.raises(DatasetError) as told:
+        dataset[1]
+    assert "secret" not in f"{told.value} {dataset!r} {list(cache.rglob('*'))}"
+
+
+@pytest.mark.parametrize("place", ["http"], indirect=True)
+def test_names_that_mean_something_in_an_address(
+    served: Path, place: Place, make_call: MakeCall
+) -> None:
+    directory = served / "odd"
+    directory.mkdir(parents=True)
+    entry = PackedCall.of(make_call()).write(directory / "a?b#c%20d.safetensors")
+    Dataset(directory, [entry], [CaptureRecord("model", "random")]).save_manifest()
+    assert len(list(load(f"{place[0].url}/odd"))) == 1
+
+
+def test_memory(recorded: Path, cache: Path) -> None:
+    import fsspec
+
+    system = fsspec.filesystem("memory")
+    system.put(str(recorded), "/calls", recursive=True)
+    try:
+        assert len(list(load("memory://calls"))) == 3
+    finally:
+        system.rm("/calls", recursive=True)
+    with pytest.raises(DatasetError, match=r"memory://calls: not found"):
+        load("memory://calls")
+    system.pipe("/empty/readme.txt", b"")
+    with pytest.raises(DatasetError, match=r"memory://empty: holds no recorded calls"):
+        load("memory://empty")
+
+
+def test_two_processes_copy_the_same_file(recorded: Path, served: Path, cache: Path) -> None:
+    with serving("http", served) as server:
+        datasets = [load(f"{server.url}/org/name/calls") for _ in range(4)]
+        threads = [threading.Thread(target=list, args=(each,)) for each in datasets]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [len(each.fetch()) for each in datasets] == [0] * 4
+    assert copies(cache) == CALLS
+    assert not list(cache.rglob("*.part"))
+
+
+def test_a_copy_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        with cache_module.placed(tmp_path / "file") as temporary:
+            temporary.write_bytes(b"half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_nobody_reads() -> None:
+    with pytest.raises(DatasetError, match=r"nosuch://x: cannot be read .*: give a directory, an"):
+        load("nosuch://x")
+
+
+@pytest.mark.parametrize("where", ["s3://x", "gs://x", "https://x", "hf://datasets/org/name/x"])
+def test_a_library_that_is_missing(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("s3fs", "gcsfs", "aiohttp", "huggingface_hub.constants"):
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setattr(sys.modules["fsspec.registry"], "registry", {})
+    with pytest.raises(
+        DatasetError,
+        match=r"is not installed: pip install (s3fs|gcsfs|'fsspec\[http\]'|huggingface_hub)$",
+    ):
+        load(where)
+
+
+@pytest.mark.parametrize("where", ["s3://bucket/calls", "memory://calls", "calls.zip", "c.TGZ"])
+def test_they_are_only_read(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.chdir(tmp_path)
+    for overwrite in (False, True):
+        with (
+            pytest.raises(CaptureError, match="which is only read: record into a directory with"),
+            record(torch.nn.Linear(1, 1), out=where, overwrite=overwrite),
+        ):
+            pass
+    with pytest.raises(DatasetError, match="which is only read: repair the directory"):
+        repair(where)
+    assert os.listdir() == []
