@@ -380,6 +380,20 @@ def defence_overhead() -> str:
     return "\n".join(lines) + "\n"
 
 
+def many_calls() -> str:
+    """List what sharing calls out costs, by the number of rows and of devices."""
+    rows = results.read(results.DIRECTORY / "many_calls.csv")
+    devices = list(dict.fromkeys(row["devices"] for row in rows))
+    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for row in rows:
+        found[row["rows"], row["forms"]].append(f"{float(row['cpu_ms_per_row']):.2f} ms")
+    named = [f"{count} device{'s' * (count != '1')}" for count in devices]
+    lines = [f"| rows | forms of call | {' | '.join(named)} |", f"|---:|---|{'---:|' * len(named)}"]
+    for (count, forms), cells in found.items():
+        lines.append(f"| {count} | {forms} | {' | '.join(cells)} |")
+    return "\n".join(lines) + f"\n\n{rows[0]['machine.device']}.\n"
+
+
 def overhead(file: str) -> str:
     """List what recording or a replay costs, by figure."""
     rows = results.read(results.DIRECTORY / file)
@@ -503,6 +517,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "calls_not_kept": partial(overhead, "calls_not_kept.csv"),
     "replay_overhead": partial(overhead, "replay_overhead.csv"),
     "defence_overhead": defence_overhead,
+    "many_calls": many_calls,
     "glossary": glossary,
     "fields": fields,
     "thresholds": thresholds,

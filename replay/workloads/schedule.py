@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+import bisect
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from replay.workloads.outline import outline
@@ -35,22 +35,25 @@ class Schedule:
         self.left_out: list[Workload] = []
         """Those that could not begin in time."""
         self._is_in_time = is_in_time
-        self._groups: dict[int, dict[Form, deque[int]]] = {}
-        """Places among the calls of those that wait, by tier and form."""
-        self._group_of: list[deque[int]] = []
-        for place, (call, tier) in enumerate(zip(calls, tiers or [0] * len(calls), strict=True)):
-            of_tier = self._groups.setdefault(tier, {})
-            self._group_of.append(of_tier.setdefault(outline(call).form, deque()))
-            self._group_of[-1].append(place)
-        self._given: dict[Form, set[Hashable]] = {}
-        """Who has had a call of a form."""
+        self._forms = [outline(call).form for call in calls]
+        self._tiers = [0] * len(calls) if tiers is None else list(tiers)
+        self._waiting: dict[int, dict[Form, list[int]]] = {}
+        """Places among the calls, by tier and form; nothing is empty."""
+        for place in range(len(calls)):
+            self._add(place)
+        self._had: dict[Hashable, set[Form]] = {}
+        """The forms that each taker has had a call of."""
+        self._begun: set[Form] = set()
+        """Those that anybody has."""
         self._refused: dict[int, set[Hashable]] = {}
         """Who shall not have a call again."""
 
     def __iter__(self) -> Iterator[Workload]:
         """Give out all in the order of their tiers and then their own, to one who takes all."""
-        while (call := self.take()) is not None:
-            yield call
+        for place in sorted(range(len(self.calls)), key=self._tiers.__getitem__):
+            self._remove(place)
+            if self._may_begin(place):
+                yield self.calls[place]
 
     def __len__(self) -> int:
         return len(self.calls)
@@ -58,45 +61,65 @@ class Schedule:
     @property
     def waiting(self) -> int:
         """Number of calls that were neither taken nor left out."""
-        return sum(len(places) for of_tier in self._groups.values() for places in of_tier.values())
+        return sum(len(places) for forms in self._waiting.values() for places in forms.values())
 
-    def take(self, taker: Hashable = None) -> Workload | None:
+    def take(self, taker: Hashable) -> Workload | None:
         """The next call for one of several takers; None where there is none that it may have."""
-        while (found := self._next(taker)) is not None:
-            form, place = found
-            self._group_of[place].remove(place)
-            call = self.calls[place]
-            if self._is_in_time(call):
-                self._given.setdefault(form, set()).add(taker)
-                return call
-            self.left_out.append(call)
+        while (place := self._next(taker)) is not None:
+            self._remove(place)
+            if self._may_begin(place):
+                self._note(self._forms[place], taker)
+                return self.calls[place]
         return None
 
     def prefer(self, call: Workload, taker: Hashable) -> None:
         """Note that somebody is ready for calls of this form, as if it had had one."""
-        self._given.setdefault(outline(call).form, set()).add(taker)
+        self._note(outline(call).form, taker)
 
     def give_back(self, call: Workload, taker: Hashable) -> None:
         """Let another have a call that this taker failed at."""
         place = next(place for place, each in enumerate(self.calls) if each is call)
         self._refused.setdefault(place, set()).add(taker)
-        self._group_of[place].appendleft(place)
+        self._add(place)
 
-    def _next(self, taker: Hashable) -> tuple[Form, int] | None:
-        """The form and place of what a taker gets next."""
-        for _, of_tier in sorted(self._groups.items()):
-            best: tuple[tuple[int, int, int], Form, int] | None = None
-            for form, places in of_tier.items():
-                able = (each for each in places if taker not in self._refused.get(each, ()))
-                if (place := next(able, None)) is None:
-                    continue
-                takers = self._given.get(form, ())
-                if taker is None or taker in takers:
-                    preference = (0, 0, place)
-                else:
-                    preference = (2, -len(places), place) if takers else (1, 0, place)
-                if best is None or preference < best[0]:
-                    best = preference, form, place
-            if best is not None:
-                return best[1:]
+    def _next(self, taker: Hashable) -> int | None:
+        """The place of what a taker gets next."""
+        own = self._had.get(taker, set())
+
+        def first(form: Form) -> int | None:
+            able = (each for each in forms[form] if taker not in self._refused.get(each, ()))
+            return next(able, None)
+
+        for _, forms in sorted(self._waiting.items()):
+            found = [place for form in own & forms.keys() if (place := first(form)) is not None]
+            if found:
+                return min(found)
+            for form in forms:
+                if form not in self._begun and (place := first(form)) is not None:
+                    return place
+            for form in sorted(forms, key=lambda form: -len(forms[form])):
+                if (place := first(form)) is not None:
+                    return place
         return None
+
+    def _may_begin(self, place: int) -> bool:
+        call = self.calls[place]
+        if not self._is_in_time(call):
+            self.left_out.append(call)
+            return False
+        return True
+
+    def _note(self, form: Form, taker: Hashable) -> None:
+        self._had.setdefault(taker, set()).add(form)
+        self._begun.add(form)
+
+    def _add(self, place: int) -> None:
+        forms = self._waiting.setdefault(self._tiers[place], {})
+        bisect.insort(forms.setdefault(self._forms[place], []), place)
+
+    def _remove(self, place: int) -> None:
+        forms = self._waiting[self._tiers[place]]
+        places = forms[self._forms[place]]
+        places.remove(place)
+        if not places:
+            del forms[self._forms[place]]

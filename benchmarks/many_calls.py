@@ -1,0 +1,103 @@
+"""Measures what sharing calls out costs by itself: processor time of the command's own process.
+
+    python -m benchmarks.many_calls
+
+Devices whose workers return rows at once take 10 to 1,000 calls, of which each has 10 rows; the
+rows are written as `--json` does. Writes `benchmarks/results/many_calls.csv`, a line for each
+number of calls, of devices and of forms of call. Needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import results
+from replay.bench.settings import Settings
+from replay.distribution.devices import Device
+from replay.distribution.fleet import Fleet, Seat
+from replay.kernels.registry import Kernel
+from replay.rows.files import write_jsonl
+from replay.rows.row import HERE, CallFacts, KernelId, Row, TimeSummary
+from replay.timing.machine import describe
+from replay.timing.statistics import summarize
+from replay.workers.execution import Assignment
+from replay.workloads.random_calls import Spec, workload
+from replay.workloads.recorded import Workload
+from replay.workloads.schedule import Schedule
+
+KERNELS = 10
+COLUMNS = ("calls", "rows", "devices", "forms", "cpu_ms_per_row", "machine.device")
+
+
+class Instant:
+    """Workers whose rows cost nothing."""
+
+    def __init__(self, times: TimeSummary) -> None:
+        self._times = times
+
+    def replay(self, schedule: Schedule, assigned: Assignment, *_: Any) -> Iterator[Row]:
+        (call,) = schedule
+        for kernel in assigned[HERE]:
+            yield Row(kernel.name, CallFacts(call.name), "ok", time_ms=self._times)
+
+    def first_calls(self, *_: Any) -> dict[KernelId, float]:
+        return {}
+
+    def work_on(self, device: torch.device) -> bool:
+        return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--calls", type=int, default=1000, help="at most (default 1000)")
+    parser.add_argument("--out", type=Path, default=results.DIRECTORY / "many_calls.csv")
+    arguments = parser.parse_args()
+    device = describe(torch.device("cpu")).device
+    lines = []
+    counts = [count for count in (10, 100, 1000, 10000) if count <= arguments.calls]
+    for count, devices, forms in itertools.product(counts, (1, 2, 8), ("one", "each its own")):
+        calls = [call(number, 0 if forms == "one" else number) for number in range(count)]
+        seconds = cpu_seconds(calls, devices)
+        rows = count * KERNELS
+        values = (count, rows, devices, forms, 1e3 * seconds / rows, device)
+        line = dict(zip(COLUMNS, values, strict=True))
+        print(", ".join(f"{name} {value}" for name, value in line.items()), flush=True)
+        lines.append(line)
+    results.write_lines(lines, COLUMNS, arguments.out)
+
+
+def call(number: int, form: int) -> Workload:
+    spec = replace(Spec(1, 2, 2, 64, 64, 32, 32), head_dim=32 + form)
+    return workload(f"call-{number:06d}", "random", spec, number)
+
+
+def cpu_seconds(calls: list[Workload], devices: int) -> float:
+    """Processor seconds of this process until all rows are written."""
+    settings = Settings(torch.device("cpu"), "warm")
+    kernels = [Kernel(f"kernel-{number}", torch.clone) for number in range(KERNELS)]
+    times = summarize([1.0] * settings.rounds)
+    with ThreadPoolExecutor(devices) as pool, tempfile.TemporaryFile("w") as file:
+        seats = [
+            Seat(Device(f"GPU {index}", "none"), Instant(times))  # type: ignore[arg-type]
+            for index in range(devices)
+        ]
+        began = time.process_time()
+        rows = Fleet(seats, pool).replay(
+            Schedule(calls), {HERE: kernels}, settings, lambda call, stage: None
+        )
+        write_jsonl(rows, file)
+        return time.process_time() - began
+
+
+if __name__ == "__main__":
+    main()
