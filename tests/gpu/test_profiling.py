@@ -21,7 +21,7 @@ pytestmark = [
 SHAPE = ["--random", "-b", "1", "-hq", "8", "-sq", "1024", "-d", "64"]
 
 
-@pytest.mark.parametrize(("kernel", "name"), [("torch-flash", "flash"), ("triton-fa2", "")])
+@pytest.mark.parametrize(("kernel", "name"), [("torch-flash", "flash"), ("triton-fa2", "forward")])
 def test_only_the_kernels_of_the_call_are_profiled(kernel: str, name: str) -> None:
     command = [sys.executable, "-m", "replay", *SHAPE, "--kernels", kernel, "--ncu"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -33,5 +33,6 @@ def test_only_the_kernels_of_the_call_are_profiled(kernel: str, name: str) -> No
         pytest.skip("the driver lets no user read counters here")
     assert done.returncode == 0, done.stdout + done.stderr
     profiled = [line.strip() for line in done.stdout.splitlines() if ", Context " in line]
-    assert len(profiled) == 1, profiled
-    assert name in profiled[0]
+    # Where a call has few heads, PyTorch splits the keys, and a second kernel combines the parts.
+    assert profiled
+    assert all(name in each for each in profiled), profiled
