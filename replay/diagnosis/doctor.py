@@ -15,6 +15,7 @@ from capture.errors import DatasetError
 from replay.bench.guard import Guard
 from replay.bench.runner import BEYOND_SDPA, DEFAULT_BASELINE
 from replay.bench.settings import Settings
+from replay.diagnosis.captured import CAPTURED
 from replay.diagnosis.diagnosis import REMEDIES, Diagnosis, diagnosed
 from replay.diagnosis.examine import examine, failure
 from replay.diagnosis.server import healthy
@@ -105,10 +106,11 @@ def diagnose(
 def _name_another(found: Diagnoses, workload: Workload, ward: _Ward) -> None:
     """Say what to use on a call, in each of its diagnoses."""
     name = workload.name
-    wrong = {each.kernel for each in found.found if each.call == name}
-    right = found.right.get(name) or [
-        ward.healthy([each for each in HEALTHY if each not in wrong], workload)
-    ]
+    here = {each.kernel for each in found.found if each.call == name}
+    anywhere = {each.kernel for each in found.found}
+    right = [each for each in found.right.get(name, []) if each not in (CAPTURED.name, *anywhere)]
+    if not right:
+        right = [ward.healthy([each for each in HEALTHY if each not in here], workload)]
     for at, each in enumerate(found.found):
         if each.call == name:
             found.found[at] = replace(each, instead=_instead(right[0], REMEDIES[each.cause]))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from capture.call import AttentionCall
 from replay.diagnosis.derived import part, scores
-from replay.diagnosis.subject import Evidence, Score, Subject
+from replay.diagnosis.subject import COLLAPSE, Evidence, Score, Subject
 
 FLOAT16_MAX = 65504.0
 FACTOR = 2.0**-6
@@ -22,7 +22,10 @@ OUTLIER = 4.0
 """How many times the typical channel an outlier channel of K is, at least."""
 
 HALVED = 2.0
-"""How many times smaller the error must become without a channel for that to be its cause."""
+"""How many times smaller the error must become without a channel for that to be its cause,
+if there are few of them."""
+
+FEW_CHANNELS = 1 / 16
 
 MOST_CHANNELS = 0.25
 """The largest share of channels that are called outliers."""
@@ -156,12 +159,12 @@ def outlier_channel(subject: Subject) -> Evidence | None:
     centred = (key - mean).to(call.dtype)
     score = subject.tried(replace(call.with_tensors({"key": centred}), output=None))
     how = "with the mean of the keys subtracted, which leaves the attention as it is,"
-    if not _is_better(subject, score):
+    if not _is_better(subject, score, channels):
         without = call.key.clone()
         without[..., channels] = 0
         score = subject.tried(replace(call.with_tensors({"key": without}), output=None))
         how = f"without {'it' if len(channels) == 1 else 'them'}"
-        if not _is_better(subject, score):
+        if not _is_better(subject, score, channels):
             return None
     assert score is not None
     worst = int(channels[0])
@@ -184,9 +187,13 @@ def outlier_channel(subject: Subject) -> Evidence | None:
     )
 
 
-def _is_better(subject: Subject, score: Score | None) -> bool:
-    """What is left is the error that rounding makes without outliers, which may not be small."""
-    return score is not None and score.is_cure_of(subject.own, HALVED)
+def _is_better(subject: Subject, score: Score | None, channels: Tensor) -> bool:
+    """What is left is the error that rounding makes without outliers, which may not be small.
+
+    Many channels are a good part of K, without which any error is smaller.
+    """
+    few = len(channels) <= FEW_CHANNELS * subject.call.shape.head_dim
+    return score is not None and score.is_cure_of(subject.own, HALVED if few else COLLAPSE)
 
 
 def _times(sizes: Tensor, channel: int) -> str:

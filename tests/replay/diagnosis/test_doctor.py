@@ -13,6 +13,7 @@ from torch import Tensor
 
 import replay
 from capture.errors import CaptureError
+from replay.diagnosis.captured import CAPTURED
 from replay.diagnosis.diagnosis import Diagnosis, layer_index
 from replay.diagnosis.doctor import diagnose
 from replay.diagnosis.text import paragraphs
@@ -58,6 +59,17 @@ def test_the_command_writes_one_finding_per_kernel_and_call(
     assert findings[1]["evidence"]["changed"] == ["query"]
     assert f"{FAULTY}:scales_query: input-changed on 3 calls" in out
     assert "3 of 9 runs of a kernel on a call are wrong" in out
+
+
+def test_what_is_wrong_elsewhere_is_not_named_instead(recorded: Path) -> None:
+    workloads, _ = from_directory(recorded)
+    kernels = [find(f"{FAULTY}:{name}") for name in ("wrong_once", "one_row_off")]
+    found = diagnose(workloads[:2], [CAPTURED, *kernels], settings(), in_process=True)
+    assert [each.kernel.rpartition(":")[2] for each in found.found] == [
+        "wrong_once",
+        *["one_row_off"] * 2,
+    ]
+    assert {each.instead for each in found.found} == {"torch-default, which is right on this call"}
 
 
 def test_healthy_kernels_exit_with_0(run_cli: RunCli, recorded: Path) -> None:
