@@ -196,17 +196,19 @@ def _unknown(subject: Subject, expected: Expected, checked: Checked) -> Evidence
         "queries": [int(rows.min()), int(rows.max())] if len(rows) else None,
         "error": subject.own.error if subject.own.error < math.inf else None,
     }
-    where = (
-        f"{numbers['wrong_rows']:,} of {numbers['rows']:,} rows are wrong, in "
-        f"{numbers['wrong_heads']} of {numbers['heads']} heads"
-    )
+    where = "no single row is far off, all are too inexact together"
+    if numbers["wrong_rows"]:
+        where = (
+            f"{numbers['wrong_rows']:,} of {numbers['rows']:,} rows are wrong, in "
+            f"{numbers['wrong_heads']} of {numbers['heads']} heads"
+        )
     if len(rows):
         where += f" (queries {int(rows.min())} to {int(rows.max())} of the worst)"
     sentence = f"{where}; no known cause explains it: {subject.sentence}"
     if subject.accuracy_class == "exact" and _passes_as_quantised(subject, expected):
         sentence = (
-            f"{where}: too much for 16 bits, and no more than 8-bit kernels err by; if it is one, "
-            'register it with accuracy_class="quantised"'
+            f"{where}, though not beyond the error of an 8-bit kernel: {subject.sentence}; if it "
+            'computes in 8 bits, register it with accuracy_class="quantised"'
         )
         numbers["passes_as_quantised"] = True
     flags = [flag for flag in checked.flags if flag.startswith("not deterministic")]

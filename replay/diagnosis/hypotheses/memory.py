@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from replay.bench.inputs import Inputs
@@ -35,10 +34,8 @@ def _kept_from_before(subject: Subject) -> Evidence | None:
     """Whether some rows are those of the call before, from memory that the kernel keeps."""
     call = subject.call
     # Values with which nothing overflows: then a NaN is what memory held.
-    other = replace(
-        call.with_tensors({"query": torch.zeros_like(call.query), "value": call.value / -16}),
-        output=None,
-    )
+    small = {name: getattr(call, name).clamp(-1, 1) for name in ("query", "key")}
+    other = replace(call.with_tensors({**small, "value": call.value / -16}), output=None)
     first = None if call.value_is_in_key else _copied(subject.run(other))
     second = None if first is None else subject.run(call)
     if first is None or second is None:
