@@ -174,7 +174,7 @@ def _dataset_among(members: Iterable[Member], address: str) -> dict[str, Member]
                 f"{address}: the name of its member {printable(member.name[:200])} leads out of "
                 "it: pack the directory by a relative path"
             )
-        if not parts or not is_of_dataset(parts[-1]) or "__MACOSX" in parts:
+        if not parts or not is_of_dataset(parts[-1]):
             others += 1
             continue
         folder = folders["/".join(parts[:-1])]
@@ -252,4 +252,6 @@ def _damage_told(where: str) -> Iterator[None]:
         yield
     except _DAMAGE as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
-        raise DatasetError(f"{where} cannot be unpacked ({printable(reason)})") from error
+        raise DatasetError(
+            f"{where} cannot be unpacked ({printable(reason)}): it may not be whole, copy it again"
+        ) from error

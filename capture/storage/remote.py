@@ -15,6 +15,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
@@ -245,8 +246,15 @@ def _download(
                 raise DatasetError(f"{shown}: has more than {limit} bytes")
             arrived(inc)
 
-    with _told(shown):
-        system.get_file(path, str(to), callback=Counter())
+    counter = Counter()
+    # In a thread, which Ctrl-C does not leave half-way: fsspec would print what is pending.
+    with _told(shown), ThreadPoolExecutor(1) as thread:
+        copying = thread.submit(system.get_file, path, str(to), callback=counter)
+        try:
+            copying.result()
+        except BaseException:
+            counter.left = -1
+            raise
     if to.stat().st_size > limit:
         raise DatasetError(f"{shown}: has more than {limit} bytes")
 

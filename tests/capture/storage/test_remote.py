@@ -168,8 +168,8 @@ def test_an_archive_that_changes_is_fetched_again(
             shutil.rmtree(recorded)
             recorded.mkdir()
             written(recorded, make_call(call_index=index))
-            shutil.make_archive(str(recorded), "zip", recorded.parent, recorded.name)
-            [call] = load(f"{base}/calls.zip")
+            shutil.make_archive(str(recorded), "tar", recorded.parent, recorded.name)
+            [call] = load(f"{base}/calls.tar")  # as long as the one before
             assert call.origin.call_index == index
 
 
@@ -197,6 +197,16 @@ def test_a_file_that_is_too_long_is_not_copied_whole(recorded: Path, place: Plac
         file.truncate(9 << 20)
     with pytest.raises(DatasetError, match=r"model-0\.safetensors:? has more than \d+ bytes"):
         load(f"{place[1]}/calls")[0]
+
+
+@pytest.mark.parametrize("place", ["http", "s3"], indirect=True)
+def test_what_is_too_long_is_given_up_on_the_way(
+    recorded: Path, place: Place, tmp_path: Path
+) -> None:
+    files, heard = remote.directory(f"{place[1]}/calls"), list[int]()
+    with pytest.raises(DatasetError, match=r"model-0\.safetensors: has more than 10 bytes"):
+        files.copy(CALLS[0], tmp_path / "copy", 10, heard.append)
+    assert heard == []
 
 
 def test_no_such_place(recorded: Path, place: Place) -> None:

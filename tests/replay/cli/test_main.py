@@ -23,6 +23,7 @@ from replay.cli.arguments import parser
 from replay.cli.main import _settings
 from replay.kernels.registry import Kernel, catalogue
 from replay.rows.fields import FIELDS
+from replay.workloads.recorded import from_directory
 
 RunCli = Callable[..., tuple[int, str, str]]
 REPOSITORY = Path(replay_package.__file__).resolve().parent.parent
@@ -517,6 +518,9 @@ def test_a_file_of_an_archive_that_was_altered_costs_its_row(
         file.seek(-1, 2)
         file.write(b"\xff")
     archive = shutil.make_archive(str(tmp_path / "calls"), "gztar", recorded)
+    kinds = {each.name: each.source["kind"] for each in from_directory(archive)[0]}
+    assert kinds.pop("model-000001.safetensors") == "damaged"  # workers cannot copy it
+    assert set(kinds.values()) == {"recorded"}
     arguments = ("--dir", archive, *QUICK, "--kernels", "torch-math", "--json=-")
     code, out, err = run_cli(*arguments)
     assert code == 1
