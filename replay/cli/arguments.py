@@ -177,8 +177,8 @@ def parser() -> argparse.ArgumentParser:
         "--max-time",
         type=duration,
         metavar="10m",
-        help="end after this time, with the most telling first: defaults before variants, calls "
-        "spread over models, phases and layers (--resume completes it)",
+        help="end after this time, with the most representative calls first, spread over models, "
+        "phases and layers, and defaults before variants (--resume completes it)",
     )
     how.add_argument(
         "--max-noise",

@@ -45,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
     for option in WRITTEN:
         check_place(getattr(arguments, option))
     conditions = read_conditions(arguments.fail_on)
-    after = [_read(name) for name in arguments.after]
+    after = [read_run(name) for name in arguments.after]
     machine = machine_of(after[-1].rows)
     _check_baseline(arguments.save_baseline, machine)
     before = _before(arguments.before, after[0])
@@ -166,11 +166,17 @@ def _twice(arguments: argparse.Namespace) -> str:
 def _before(name: str, after: Run) -> Run:
     """The earlier run: a file, or the baseline of that name of the machine of `after`."""
     if is_file(name) or Path(name).exists():
-        return _read(name)
+        return read_run(name)
     return load(name, machine_of(after.rows))
 
 
-def _read(name: str) -> Run:
+def read_run(name: str) -> Run:
+    """A run that `replay --json` wrote.
+
+    Raises:
+        UsageError: there is no such file.
+        RowsError: it cannot be read.
+    """
     try:
         return as_run(name, read_jsonl(Path(name)))
     except FileNotFoundError:

@@ -9,12 +9,10 @@ from pathlib import Path
 from rich.console import Console
 
 from capture.cli.arguments import OneSentenceParser
+from replay.cli.compare import read_run
 from replay.cli.files import UsageError, check_place, opened
-from replay.comparison.baselines import as_run
 from replay.comparison.devices import across_devices
-from replay.comparison.matching import Run
 from replay.report.devices import devices_markdown, print_devices
-from replay.rows.files import read_jsonl
 
 EXAMPLES = """examples:
   replay devices h100.jsonl h200.jsonl                  which kernel on which GPU?
@@ -26,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
     """Build the parser of `replay devices`."""
     command = OneSentenceParser(
         prog="replay devices",
-        description="Merge what `replay --json` wrote on several types of device: a table for "
+        description="Merge what `replay --json` wrote on several types of device: a table for\n"
         "each, and a matrix of kernels and devices.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -51,7 +49,7 @@ def run(argv: Sequence[str]) -> int:
     if written not in (None, "-") and Path(written).resolve() in map(_resolved, arguments.rows):
         raise UsageError(f"--markdown would overwrite {written}: name another file")
     check_place(written)
-    merged = across_devices([_read(name) for name in arguments.rows])
+    merged = across_devices([read_run(name) for name in arguments.rows])
     with opened(written) as file:
         if file is not None:
             file.write(devices_markdown(merged))
@@ -61,10 +59,3 @@ def run(argv: Sequence[str]) -> int:
 
 def _resolved(name: str) -> Path:
     return Path(name).resolve()
-
-
-def _read(name: str) -> Run:
-    try:
-        return as_run(name, read_jsonl(Path(name)))
-    except FileNotFoundError:
-        raise UsageError(f"{name}: no such file; write one with `replay --json`") from None

@@ -17,6 +17,7 @@ from capture.cli.verbosity import add_verbosity, narrated
 from capture.printable import printable
 from replay.cli.device import device_of
 from replay.cli.files import UsageError, opened, shared_file
+from replay.cli.settings import thresholds
 from replay.cli.stdout import reserved_stdout
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from replay.workloads.recorded import Workload
 
 CALLS = 20
-"""That are recorded of a model."""
+"""Number of calls to record of a model."""
 
 EXAMPLES = """examples:
   replay doctor --dir captured_inputs                         the kernels of a plain replay
@@ -45,21 +46,24 @@ def parser() -> OneSentenceParser:
     """Build the parser of `replay doctor`."""
     command = OneSentenceParser(
         prog="replay doctor",
-        description="Run kernels on recorded calls and say of each that is wrong on which layer, "
-        "step and head it is, what causes it, how that was found, and what to use instead. Exits "
-        "with 1 if any is.",
+        description="Find out why kernels are wrong on recorded calls: on which layer, step and\n"
+        "head, what causes it and how that was found, and what to use instead. Exits with 1\n"
+        "if a kernel is wrong.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     source = command.add_mutually_exclusive_group(required=True)
-    source.add_argument("--dir", metavar="DIR", help="what `capture` wrote, as of replay --dir")
+    source.add_argument("--dir", metavar="DIR", help="what `capture` wrote, as for replay --dir")
     source.add_argument(
         "--model",
         metavar="MODEL",
         help="record its hardest calls first, as `capture --model MODEL --sample hard` does",
     )
     command.add_argument(
-        "--max", type=positive, metavar="N", help=f"of --model, calls to record (default {CALLS})"
+        "--max",
+        type=positive,
+        metavar="N",
+        help=f"with --model: number of calls to record (default {CALLS})",
     )
     command.add_argument(
         "--kernels",
@@ -99,7 +103,7 @@ def run(argv: Sequence[str]) -> int:
     if wrong := shared_file(arguments, ("tolerances",), ("json",)):
         raise UsageError(wrong)
     if arguments.max is not None and arguments.model is None:
-        raise UsageError("--max is of what is recorded: give --model MODEL")
+        raise UsageError("--max limits what is recorded: give --model MODEL")
     return narrated(arguments.verbose)(partial(_examine, arguments))()
 
 
@@ -202,12 +206,9 @@ def _kernels(arguments: argparse.Namespace, device: torch.device) -> list[Kernel
 
 
 def _settings(arguments: argparse.Namespace, device: torch.device) -> Settings:
-    from replay.accuracy.thresholds import Thresholds
     from replay.bench.settings import Settings
 
-    given = arguments.tolerances
-    tolerances = Thresholds.read(Path(given)) if given else Thresholds()
-    return Settings(device, "warm", tolerances=tolerances)
+    return Settings(device, "warm", tolerances=thresholds(arguments.tolerances))
 
 
 def _say_what_was_left_out(found: Diagnoses, note: str) -> None:

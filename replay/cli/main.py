@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import importlib
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from attention_replay import Error
 from capture.cli.standard_streams import make_usable
 from capture.cli.verbosity import narrated
 from capture.printable import printable
-from replay.cli import comparison_arguments, profiling, watch
+from replay.cli import profiling, watch
 from replay.cli.arguments import parser
+from replay.cli.combinations import misuse
 from replay.cli.device import device_of
-from replay.cli.end_to_end_arguments import misuse
 from replay.cli.files import UsageError, check_place, opened, shared_file
+from replay.cli.kernels import chosen_kernels, list_kernels, with_given_options
 from replay.cli.report import check_directory, check_report, draw
+from replay.cli.settings import metrics_of, settings_of, wants
 from replay.cli.stdout import reserved_stdout
 from replay.cli.time_limit import TimeLimit
-from replay.rows.fields import METRICS
-from replay.timing.defaults import CALLS_BEFORE_IN_MODELS, CPU_SECONDS, SECONDS
+from replay.cli.workloads import opened_dataset, workloads_of
 
 if TYPE_CHECKING:
     import torch
@@ -41,16 +40,11 @@ if TYPE_CHECKING:
     from replay.kernels.registry import Kernel
     from replay.plan.plan import Budget, Plan
     from replay.rows.row import Row
-    from replay.timing.timer import Cache
     from replay.workers.execution import Assignment, Execution
     from replay.workers.process import First
-    from replay.workloads.recorded import Workload
 
 
 logger = logging.getLogger(__name__)
-
-SOURCES = ("dir", "random", "suite", "list_kernels", "selftest")
-"""Arguments that say what to do."""
 
 SUBCOMMANDS = {
     "compare": "replay.cli.compare",
@@ -93,10 +87,8 @@ def _subcommand(given: list[str]) -> Callable[[], int]:
 
 
 def _dispatch(arguments: argparse.Namespace, given: list[str]) -> int:
-    metrics = _metrics(arguments.metric)
-    wrong = _misuse(arguments) or misuse(arguments) or comparison_arguments.misuse(arguments)
-    wrong = wrong or watch.misuse(arguments) or profiling.misuse(arguments)
-    if wrong := wrong or shared_file(arguments, READ, WRITTEN):
+    metrics = metrics_of(arguments.metric)
+    if wrong := misuse(arguments) or shared_file(arguments, READ, WRITTEN):
         raise UsageError(wrong)
     for name in WRITTEN_FILES:
         check_place(getattr(arguments, name))
@@ -117,51 +109,14 @@ def _dispatch(arguments: argparse.Namespace, given: list[str]) -> int:
         return _replay(arguments, metrics, first, limit)[0]
 
 
-def _misuse(arguments: argparse.Namespace) -> str:
-    """Say in one sentence why what to replay does not combine; empty if it does."""
-    if not any(getattr(arguments, source) for source in SOURCES):
-        return "nothing to replay: give --dir DIR, --random or --suite NAME"
-    for name, unset in (("distribution", "normal"), ("mask", "none"), ("scale", None)):
-        if arguments.dir and getattr(arguments, name) != unset:
-            return f"--{name} is for random calls: give --random or --suite NAME"
-    if arguments.versus_random and not arguments.dir:
-        return "--versus-random requires recorded calls: give --dir DIR"
-    if arguments.call is not None and not arguments.dir:
-        return "--call chooses recorded calls: give --dir DIR"
-    if arguments.join_ranks and not arguments.dir:
-        return "--join-ranks joins recorded calls: give --dir DIR"
-    if arguments.resume and arguments.json in (None, "-"):
-        return "--resume requires a file to continue: give --json FILE"
-    for name in ("report", "plot"):
-        if getattr(arguments, name) and (arguments.selftest or arguments.list_kernels):
-            return f"--{name} shows a replay: give --dir DIR, --random or --suite NAME"
-    if arguments.max_time is not None:
-        for name in ("e2e", "plan", "selftest", "list_kernels", "in_process"):
-            if getattr(arguments, name):
-                return f"--max-time ends a replay in workers: leave out --{name.replace('_', '-')}"
-    return "" if arguments.gpus is None else _misuse_of_gpus(arguments)
-
-
-def _misuse_of_gpus(arguments: argparse.Namespace) -> str:
-    """Say in one sentence why `--gpus` does not combine with the rest; empty if it does."""
-    if arguments.device is not None:
-        return "--gpus says which devices: leave out --device"
-    if arguments.in_process:
-        return "--gpus measures each GPU in worker processes of its own: leave out --in-process"
-    for name in ("selftest", "list_kernels", "e2e"):
-        if getattr(arguments, name):
-            return f"--{name.replace('_', '-')} runs on one GPU: leave out --gpus, give --device"
-    return ""
-
-
 def _profile(arguments: argparse.Namespace, given: list[str]) -> int:
     """Print the profiler's command of `--ncu`, or be what it profiles."""
     from replay.kernels.registry import select
 
     device = device_of(arguments.device)
     kernels, _ = select(arguments.kernels, variants=arguments.variants == "all")
-    kernels = _with_options(kernels, arguments)
-    workloads, _ = _workloads(arguments, _dataset(arguments), device, kernels)
+    kernels = with_given_options(kernels, arguments)
+    workloads, _ = workloads_of(arguments, opened_dataset(arguments), device, kernels)
     kernel, workload = profiling.only_pair(kernels, workloads)
     if arguments.ncu:
         print(profiling.ncu_command(given))
@@ -188,18 +143,18 @@ def _replay(
     pythons = interpreters(arguments.env, arguments.env_file)
     if pythons and arguments.in_process:
         raise UsageError("environments require worker processes: leave out --in-process or --env")
-    dataset = _dataset(arguments)
+    dataset = opened_dataset(arguments)
     options = _model_options(arguments, dataset, device)
     # Opened first, like the other files: an hour-long run must not fail on a missing directory.
     with opened(arguments.e2e_json) as models_file:
         with _place_to_run(arguments, first, pythons, limit) as where:
             if arguments.list_kernels:
-                _list_kernels(where, device)
+                list_kernels(where, device)
                 return 0, []
-            kernels = _kernels(arguments, options, where, device)
-            settings = _settings(arguments, device)
+            kernels = chosen_kernels(arguments, options, where, device)
+            settings = settings_of(arguments, device)
             earlier = _earlier(arguments, settings.device)
-            workloads, note = _workloads(arguments, dataset, device, kernels)
+            workloads, note = workloads_of(arguments, dataset, device, kernels)
             unread = "" if arguments.quiet else _no_readings(arguments, device)
             for each in filter(None, (note, unread)):
                 print(f"replay: {printable(each)}", file=sys.stderr)
@@ -249,22 +204,6 @@ def _place_to_run(
     return fleet(gpus(arguments.gpus), pythons, arguments.timeout, limit.stopped)
 
 
-def _output_directory(given: str | None) -> Path | None:
-    """Make the directory of `--save-output`; kernels may change the current one.
-
-    Raises:
-        UsageError: it cannot be made.
-    """
-    if given is None:
-        return None
-    directory = Path(given).absolute()
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot write --save-output {given}: {error.strerror}") from error
-    return directory
-
-
 def _selftest(arguments: argparse.Namespace, device: torch.device) -> int:
     from replay.cli.selftest import run_selftest
     from replay.report.selftest import print_selftest
@@ -273,18 +212,6 @@ def _selftest(arguments: argparse.Namespace, device: torch.device) -> int:
         verdict = run_selftest(device, file, quiet=arguments.quiet)
     print_selftest(verdict, _console(arguments))
     return 0 if verdict.passed else 1
-
-
-def _dataset(arguments: argparse.Namespace) -> Dataset | None:
-    """Open what `--dir` names; None without it, and for the older recordings."""
-    from capture.cli.arrivals import shown_arrivals
-    from capture.storage.dataset import Dataset
-    from replay.workloads.recorded import pickled_calls
-
-    if not arguments.dir or pickled_calls(arguments.dir):
-        return None
-    with shown_arrivals(quiet=arguments.quiet) as report:
-        return Dataset.open(arguments.dir, report=report)
 
 
 def _model_options(
@@ -465,183 +392,11 @@ def _exit_code(rows: list[Row], checks: list[Checked], arguments: argparse.Names
     return 1 if unreadable or (arguments.check and failed) else 0
 
 
-def _list_kernels(where: Execution, device: torch.device) -> None:
-    from rich.console import Console
-
-    from replay.kernels.registry import catalogue
-    from replay.report.kernels import print_kernels
-
-    kernels = list(catalogue().values())
-    found = where.probe([kernel for kernel in kernels if not kernel.variant_of], device)
-    print_kernels(kernels, found, Console(highlight=False))
-
-
-def _kernels(
-    arguments: argparse.Namespace,
-    options: ModelOptions | None,
-    where: Execution,
-    device: torch.device,
-) -> list[Kernel]:
-    """Select the kernels: the given ones, else those of `--use-plan`, else the defaults.
-
-    A glob matches whatever is available; a kernel given by name must be able to run.
-
-    Raises:
-        UsageError: a kernel given by name cannot run in any environment.
-    """
-    from replay.kernels.registry import find, select
-
-    patterns = arguments.kernels
-    if patterns is None and options is not None and options.plan is not None:
-        patterns = ",".join([options.plan.baseline, *options.plan.kernels])
-    kernels, names = select(patterns, variants=arguments.variants == "all")
-    special = (arguments.baseline_kernel, arguments.errors_against)
-    names += [name for name in special if name not in (None, "reference", "captured")]
-    # The failure of a user's own kernel is reported in its row.
-    named = [kernel for kernel in map(find, names) if kernel.load is None]
-    found = where.probe(named, device) if named else {}
-    for kernel in named:
-        reasons = [findings[kernel.name].reason for findings in found.values()]
-        if all(reasons):
-            raise UsageError(f"{kernel.name} cannot run on {device}: {reasons[0]}")
-    return _with_options(kernels, arguments)
-
-
-def _with_options(kernels: list[Kernel], arguments: argparse.Namespace) -> list[Kernel]:
-    """Apply `--keep` and `--page-size` to the kernels that have these options.
-
-    Raises:
-        UsageError: no kernel has one that was given.
-    """
-    from replay.kernels.registry import catalogue, option_names, with_options
-
-    given = {"keep": arguments.keep, "page_size": arguments.page_size}
-    given = {name: value for name, value in given.items() if value is not None}
-    for option in given:
-        if not any(option in option_names(kernel) for kernel in kernels):
-            names = [name for name, each in catalogue().items() if option in option_names(each)]
-            raise UsageError(
-                f"--{option.replace('_', '-')} requires one of {', '.join(names)}: add it to "
-                "--kernels"
-            )
-    return [with_options(kernel, given) for kernel in kernels]
-
-
-def _settings(arguments: argparse.Namespace, device: torch.device) -> Settings:
-    from replay.accuracy.thresholds import Thresholds
-    from replay.bench.settings import Settings
-    from replay.end_to_end.model_process import OWN
-
-    of_models = bool(arguments.e2e or arguments.plan)
-    cache: Cache = arguments.cache or ("cold" if device.type == "cuda" else "warm")
-    if cache == "cold" and device.type == "cpu":
-        raise UsageError("--cache cold requires a GPU: leave it out, CPU caches are always warm")
-    calls_before = arguments.calls_before
-    if calls_before is None:
-        calls_before = CALLS_BEFORE_IN_MODELS if of_models and device.type == "cuda" else 0
-    return Settings(
-        device=device,
-        cache=cache,
-        rounds=arguments.rounds,
-        calls_before=calls_before,
-        max_seconds=arguments.max_seconds or (CPU_SECONDS if device.type == "cpu" else SECONDS),
-        max_noise=arguments.max_noise,
-        seed=arguments.seed,
-        baseline=arguments.baseline_kernel or (OWN if of_models else None),
-        errors_against=arguments.errors_against,
-        compare_stats=arguments.compare_stats,
-        for_model=of_models,
-        energy=device.type == "cuda" and _wants(arguments, "energy"),
-        roofline=bool(arguments.report) or _wants(arguments, "roofline"),
-        resources=arguments.resources,
-        save_output=_output_directory(arguments.save_output),
-        tolerances=(
-            Thresholds.read(Path(arguments.tolerances)) if arguments.tolerances else Thresholds()
-        ),
-    )
-
-
-def _workloads(
-    arguments: argparse.Namespace,
-    dataset: Dataset | None,
-    device: torch.device,
-    kernels: list[Kernel],
-) -> tuple[list[Workload], str]:
-    from capture.cli.arrivals import shown_arrivals
-    from replay.bench.feasibility import check_size
-    from replay.workloads import random_calls
-    from replay.workloads.recorded import from_dataset, from_directory
-    from replay.workloads.twins import with_twins
-
-    if arguments.dir:
-        joined = arguments.join_ranks
-        if dataset is None:
-            recorded, note = from_directory(arguments.dir, arguments.call, join_ranks=joined)
-        else:
-            with shown_arrivals(quiet=arguments.quiet) as report:
-                recorded, note = from_dataset(
-                    dataset, arguments.call, join_ranks=joined, report=report
-                )
-        if arguments.versus_random:
-            return with_twins(recorded, arguments.seed), note
-        return recorded, note
-    values: dict[str, Any] = {
-        "distribution": arguments.distribution,
-        "mask": "none" if arguments.mask == "causal" else arguments.mask,
-        "scale": arguments.scale,
-    }
-    causal = arguments.causal or arguments.mask == "causal"
-    if arguments.suite:
-        specs = [
-            replace(spec, is_causal=spec.is_causal or causal, **values)
-            for spec in random_calls.suite(arguments.suite, arguments.dtype, arguments.max_seq)
-        ]
-        check_size(specs, device, _runnable(kernels, device))
-        return random_calls.workloads(arguments.suite, specs, arguments.seed), ""
-    spec = random_calls.Spec(
-        batch=arguments.b,
-        q_heads=arguments.hq,
-        kv_heads=arguments.hq if arguments.hk is None else arguments.hk,
-        q_len=arguments.sq,
-        kv_len=arguments.sq if arguments.sk is None else arguments.sk,
-        head_dim=arguments.d,
-        v_head_dim=arguments.d if arguments.dv is None else arguments.dv,
-        is_causal=causal,
-        dtype=random_calls.dtype(arguments.dtype),
-        **values,
-    )
-    check_size([spec], device, _runnable(kernels, device))
-    return random_calls.workloads("random", [spec], arguments.seed), ""
-
-
-def _runnable(kernels: list[Kernel], device: torch.device) -> int:
-    """Count the kernels that can run; on a GPU all of them, to avoid importing their libraries."""
-    if device.type != "cpu":
-        return len(kernels)
-    return sum(kernel.load is not None or not kernel.unavailable(device) for kernel in kernels)
-
-
-def _metrics(text: str) -> list[str]:
-    metrics = [part.strip() for part in text.split(",") if part.strip()]
-    for metric in metrics:
-        if metric not in METRICS:
-            near = difflib.get_close_matches(metric, METRICS, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(METRICS)}"
-            raise UsageError(f"unknown metric {metric!r}: {hint}")
-    if not metrics:
-        raise UsageError(f"--metric is empty: choose from {', '.join(METRICS)}")
-    return metrics
-
-
-def _wants(arguments: argparse.Namespace, metric: str) -> bool:
-    return not {metric, "all"}.isdisjoint(_metrics(arguments.metric))
-
-
 def _no_readings(arguments: argparse.Namespace, device: torch.device) -> str:
     """Say once what no row will tell of the machine, and why."""
     from replay.timing.gpu_state import why_no_state
 
-    if device.type == "cpu" and _wants(arguments, "energy"):
+    if device.type == "cpu" and wants(arguments, "energy"):
         return "energy needs an NVIDIA GPU"
     return why_no_state(device)
 

@@ -15,6 +15,7 @@ from capture.cli.arguments import OneSentenceParser, positive_number
 from capture.cli.verbosity import add_verbosity, narrated
 from capture.printable import printable
 from replay.cli.files import UsageError
+from replay.cli.settings import thresholds
 
 if TYPE_CHECKING:
     from replay.reproduce.reproduce import Reproduced, Request
@@ -30,11 +31,13 @@ def parser() -> OneSentenceParser:
         "Python file that shows it with torch and the kernel's library alone. Exits with 1 if the "
         "kernel does not fail.",
     )
-    command.add_argument("--dir", required=True, metavar="DIR", help="as of replay --dir")
-    command.add_argument("--call", required=True, metavar="NAME", help="the call, llama-000007")
+    command.add_argument("--dir", required=True, metavar="DIR", help="as for replay --dir")
+    command.add_argument(
+        "--call", required=True, metavar="NAME", help="name of the call, e.g. llama-000007"
+    )
     command.add_argument("--kernel", required=True, metavar="K", help="a name, or file.py:function")
     command.add_argument(
-        "--out", required=True, type=Path, metavar="DIR", help="a new directory for what is written"
+        "--out", required=True, type=Path, metavar="DIR", help="a new directory to write"
     )
     command.add_argument("--device", help="cuda, cpu … (default: cuda if available)")
     command.add_argument(
@@ -84,7 +87,6 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _request(arguments: argparse.Namespace) -> Request:
     from capture.cli.arrivals import shown_arrivals
-    from replay.accuracy.thresholds import Thresholds
     from replay.bench.settings import Settings
     from replay.cli.device import device_of
     from replay.kernels.registry import find
@@ -102,11 +104,12 @@ def _request(arguments: argparse.Namespace) -> Request:
         names = ", ".join(workload.name for workload in found[:3])
         raise UsageError(f"--call {arguments.call} is {len(found)} calls ({names} …): name one")
     pythons = interpreters([arguments.env] if arguments.env else [], None)
-    tolerances = Thresholds()
-    if arguments.tolerances:
-        tolerances = Thresholds.read(Path(arguments.tolerances))
     settings = Settings(
-        device=device, cache="warm", rounds=1, max_seconds=0.01, tolerances=tolerances
+        device=device,
+        cache="warm",
+        rounds=1,
+        max_seconds=0.01,
+        tolerances=thresholds(arguments.tolerances),
     )
     python = next(iter(pythons.values()), sys.executable)
     return Request(

@@ -10,12 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from capture.printable import printable
 from replay.bench.resume import finished_rows, latest
 from replay.bench.settings import Settings
 from replay.cli.files import opened
+from replay.cli.kernels import able_kernels
 from replay.cli.progress import Pace, shown_progress
 from replay.cli.stdout import reserved_stdout
 from replay.cli.time_limit import TimeLimit, in_words
@@ -27,8 +26,8 @@ from replay.timing.machine import describe
 from replay.workers.execution import Assignment, Execution
 from replay.workers.process import Stopped
 from replay.workloads.recorded import Workload
+from replay.workloads.representative import tiers
 from replay.workloads.schedule import Schedule
-from replay.workloads.telling import tiers
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +45,7 @@ class Part:
     assigned: Assignment
     calls: list[Workload]
     tiers: list[int]
-    """Of the calls (`replay.workloads.telling`): all the same where there is time for all."""
+    """Of the calls (`replay.workloads.representative`), all equal if there is time for all."""
     pace: Pace
     kernels: int
     """How many there are."""
@@ -93,7 +92,7 @@ def run(
     rates, scale = Rates.of(settings.device), history.scale(machine)
     parts = []
     for stage, calls in zip(stages, left, strict=True):
-        able = able_kernels(stage, settings.device)
+        able = {name: able_kernels(those, settings.device) for name, those in stage.items()}
         expected = expected_seconds(calls, able, settings, rates)
         pace = Pace(expected, where.at_a_time, scale)
         if calls:
@@ -128,18 +127,6 @@ def run(
     if said := _left_out(workloads, in_order, assigned, limit, arguments):
         print(f"replay: {printable(said)}", file=sys.stderr)
     return in_order
-
-
-def able_kernels(assigned: Assignment, device: torch.device) -> Assignment:
-    """Those that can run on a CPU; on a GPU all, lest their libraries be imported here."""
-    return {
-        name: [
-            kernel
-            for kernel in kernels
-            if device.type != "cpu" or kernel.load is not None or not kernel.unavailable(device)
-        ]
-        for name, kernels in assigned.items()
-    }
 
 
 def without_variants(assigned: Assignment) -> Assignment | None:
@@ -222,7 +209,7 @@ def _announced(
     said = f"{what} on {several}{machine.device}: about {in_words(seconds)} ({by})"
     if not limit.allows(seconds):
         assert limit.seconds is not None
-        said += f"; the most telling first, for {in_words(limit.seconds)}"
+        said += f"; the most representative calls first, for {in_words(limit.seconds)}"
     return said
 
 

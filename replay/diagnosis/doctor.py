@@ -85,32 +85,32 @@ def diagnose(
         in_process: run the kernels here, where one that crashes ends this process.
     """
     found = Diagnoses()
-    ward: _Ward = _Here(settings) if in_process else _Processes(settings, timeout)
+    examiner: _Examiner = _Here(settings) if in_process else _Processes(settings, timeout)
     try:
         for kernel in kernels:
             for workload in workloads:
                 if workload.name in found.unreadable:
                     continue
                 report(workload, kernel.name)
-                ward.examine(kernel, workload, found)
-            ward.close()
+                examiner.examine(kernel, workload, found)
+            examiner.close()
         by_name = {workload.name: workload for workload in workloads}
         for name in dict.fromkeys(each.call for each in found.found):
             report(by_name[name], "another kernel")
-            _name_another(found, by_name[name], ward)
+            _name_another(found, by_name[name], examiner)
         return found
     finally:
-        ward.close()
+        examiner.close()
 
 
-def _name_another(found: Diagnoses, workload: Workload, ward: _Ward) -> None:
+def _name_another(found: Diagnoses, workload: Workload, examiner: _Examiner) -> None:
     """Say what to use on a call, in each of its diagnoses."""
     name = workload.name
     here = {each.kernel for each in found.found if each.call == name}
     anywhere = {each.kernel for each in found.found}
     right = [each for each in found.right.get(name, []) if each not in (CAPTURED.name, *anywhere)]
     if not right:
-        right = [ward.healthy([each for each in HEALTHY if each not in here], workload)]
+        right = [examiner.healthy([each for each in HEALTHY if each not in here], workload)]
     for at, each in enumerate(found.found):
         if each.call == name:
             found.found[at] = replace(each, instead=_instead(right[0], REMEDIES[each.cause]))
@@ -121,7 +121,7 @@ def _instead(kernel: str, remedy: str) -> str:
     return "; or ".join(filter(None, (named, remedy)))
 
 
-class _Ward(Protocol):
+class _Examiner(Protocol):
     """Where kernels are examined."""
 
     def examine(self, kernel: Kernel, workload: Workload, found: Diagnoses) -> None:

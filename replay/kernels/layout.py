@@ -116,9 +116,9 @@ class Packed:
         if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
             longest_q, longest_k = call.variant.max_seqlen_q, call.variant.max_seqlen_k
             return cls(
-                _thd(call.query),
-                _thd(call.key),
-                _thd(call.value),
+                thd(call.query),
+                thd(call.key),
+                thd(call.value),
                 call.cu_seqlens_q,
                 call.cu_seqlens_k,
                 int(call.cu_seqlens_q.diff().max()) if longest_q is None else longest_q,
@@ -127,16 +127,16 @@ class Packed:
                 call.seqused_k,
             )
         batch, _, q_len, _ = call.query.shape
-        q_offsets = _even_offsets(batch, q_len, call.query.device)
-        query = _thd(call.query)
+        q_offsets = even_offsets(batch, q_len, call.query.device)
+        query = thd(call.query)
         if call.seqused_k is not None:
             kv_len = call.key.shape[2]
             return cls(
                 query,
-                _thd(call.key),
-                _thd(call.value),
+                thd(call.key),
+                thd(call.value),
                 q_offsets,
-                _even_offsets(batch, kv_len, call.query.device),
+                even_offsets(batch, kv_len, call.query.device),
                 q_len,
                 kv_len,
                 batch,
@@ -161,11 +161,11 @@ class Packed:
         batch, _, q_len, _ = call.query.shape
         offsets, longest_q = call.cu_seqlens_q, call.variant.max_seqlen_q
         if offsets is None:
-            offsets, longest_q = _even_offsets(batch, q_len, call.query.device), q_len
+            offsets, longest_q = even_offsets(batch, q_len, call.query.device), q_len
         longest_k = call.variant.max_seqlen_k
         room = page_table.shape[1] * call.key.shape[2]
         return cls(
-            _thd(call.query),
+            thd(call.query),
             bshd(call.key),
             bshd(call.value),
             offsets,
@@ -194,10 +194,11 @@ def on_packed(
     return prepare
 
 
-def _thd(tensor_BHSD: Tensor) -> Tensor:
-    """A view where the memory allows it."""
+def thd(tensor_BHSD: Tensor) -> Tensor:
+    """(B · S, H, D), a view where the memory allows it."""
     return unit_stride(tensor_BHSD).transpose(1, 2).flatten(0, 1)
 
 
-def _even_offsets(batch: int, length: int, device: torch.device) -> Tensor:
+def even_offsets(batch: int, length: int, device: torch.device) -> Tensor:
+    """(B + 1,) int32: where sequences of one length begin in a packed tensor, and the end."""
     return torch.arange(batch + 1, dtype=torch.int32, device=device) * length

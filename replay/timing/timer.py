@@ -289,8 +289,8 @@ def work_left(function: Function, device: torch.device, call_ms: float, host_ms:
         waits.append((wait.host_was_ahead, wait.left, unnoticed_ms))
         if not wait.host_was_ahead:  # it is busy, or the kernel synchronises
             ahead_ms = min(2 * ahead_ms, LONGEST_HEAD_START_MS)
-    telling = [each for each in waits if each[0]] or waits
-    _, left_ms, unnoticed_ms = (min(each) for each in zip(*telling, strict=True))
+    reliable = [each for each in waits if each[0]] or waits
+    _, left_ms, unnoticed_ms = (min(each) for each in zip(*reliable, strict=True))
     controls = [_waits_ms(lambda: None, device, ahead_ms).left for _ in range(TRIES)]
     beyond_ms = left_ms - min(controls)
     return beyond_ms / number if beyond_ms > unnoticed_ms else 0.0

@@ -43,7 +43,7 @@ from replay.kernels.constraints import (
     no_mask,
     same_value_dim,
 )
-from replay.kernels.layout import Packed, in_layout, unit_stride
+from replay.kernels.layout import Packed, even_offsets, in_layout, thd, unit_stride
 from replay.kernels.library import Library
 from replay.kernels.pages import DEFAULT_PAGE_SIZE, check_page_size
 from replay.kernels.registry import Kernel, register
@@ -95,15 +95,6 @@ def _wrapper(name: str, device: torch.device, masked: bool, **options: Any) -> A
     return _new_wrapper(name, device, **options)
 
 
-def _flat(tensor_BHSD: Tensor) -> Tensor:
-    """(B · S, H, D), a view where the memory allows it."""
-    return unit_stride(tensor_BHSD).transpose(1, 2).flatten(0, 1)
-
-
-def _offsets(batch: int, length: int, device: torch.device) -> Tensor:
-    return torch.arange(batch + 1, dtype=torch.int32, device=device) * length
-
-
 def _whole_mask(call: AnyCall) -> Tensor | None:
     """(B, Sq, Sk) bool from anything that broadcasts to it and has one head."""
     if call.attn_mask is None:
@@ -144,8 +135,8 @@ def _plan(wrapper: Any, call: AnyCall, packed: Packed | None) -> None:
     mask = _whole_mask(call)
     device = call.query.device
     wrapper.plan(
-        _offsets(batch, q_len, device) if packed is None else packed.q_offsets,
-        _offsets(batch, kv_len, device) if packed is None else packed.k_offsets,
+        even_offsets(batch, q_len, device) if packed is None else packed.q_offsets,
+        even_offsets(batch, kv_len, device) if packed is None else packed.k_offsets,
         heads,
         kv_heads,
         head_dim,
@@ -167,7 +158,7 @@ def _packed(call: AnyCall) -> Packed | None:
 
 
 def _prefill(call: Arguments, backend: str) -> Tensor:
-    batch, flat, packed = call.query.shape[0], in_layout(call, _flat), _packed(call)
+    batch, flat, packed = call.query.shape[0], in_layout(call, thd), _packed(call)
     if batch > 1 or packed is not None:
         wrapper = _wrapper(RAGGED, call.query.device, call.attn_mask is not None, backend=backend)
         _plan(wrapper, call, packed)
@@ -177,7 +168,7 @@ def _prefill(call: Arguments, backend: str) -> Tensor:
 
 
 def _prepare_prefill(call: AttentionCall, backend: str) -> Callable[[], Tensor]:
-    flat, packed = in_layout(call, lambda each: _flat(each).contiguous()), _packed(call)
+    flat, packed = in_layout(call, lambda each: thd(each).contiguous()), _packed(call)
     batch = call.shape.batch
     if batch > 1 or packed is not None:
         wrapper = _new_wrapper(RAGGED, call.device, backend=backend)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 import replay as replay_package
 from replay.cli.arguments import parser
-from replay.cli.main import _settings
+from replay.cli.settings import settings_of
 from replay.kernels.registry import Kernel, catalogue
 from replay.rows.fields import FIELDS
 from replay.workloads.recorded import from_directory
@@ -166,7 +166,7 @@ def test_what_argparse_refuses(run_cli: RunCli, arguments: tuple[str, ...]) -> N
 )
 def test_calls_before_each_sample(arguments: tuple[str, ...], device: str, calls: int) -> None:
     given = parser().parse_args(["--dir", "captured_inputs", *arguments])
-    assert _settings(given, torch.device(device)).calls_before == calls
+    assert settings_of(given, torch.device(device)).calls_before == calls
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_rows_for_a_model_are_of_calls_as_it_makes_them(
     arguments: tuple[str, ...], for_model: bool
 ) -> None:
     given = parser().parse_args(["--dir", "captured_inputs", *arguments])
-    assert _settings(given, torch.device("cpu")).for_model is for_model
+    assert settings_of(given, torch.device("cpu")).for_model is for_model
 
 
 def test_rounds_that_end_when_the_noise_is_low(run_cli: RunCli) -> None:

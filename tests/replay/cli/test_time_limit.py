@@ -108,7 +108,7 @@ def run_with_a_clock(
     return run
 
 
-def test_the_most_telling_comes_first_and_resume_completes_it(
+def test_the_most_representative_comes_first_and_resume_completes_it(
     run_with_a_clock: RunCli, run_cli: RunCli, recorded: Path, tmp_path: Path
 ) -> None:
     rows = tmp_path / "rows.jsonl"
@@ -121,7 +121,7 @@ def test_the_most_telling_comes_first_and_resume_completes_it(
     assert code == 0
     assert "3 calls × 1 kernel on " in err
     assert ": about 12 s (a guess, as nothing was replayed here yet)" in err
-    assert "; the most telling first, for 9 s\n" in err
+    assert "; the most representative calls first, for 9 s\n" in err
     assert (
         f"replay: after 9 s 1 of 3 calls left out: the same with --resume completes {rows}" in err
     )

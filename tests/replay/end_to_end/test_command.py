@@ -39,7 +39,7 @@ def refused(
     def measured(*args: object, **kwargs: object) -> None:
         pytest.fail("it was measured first")
 
-    monkeypatch.setattr("replay.cli.main._run", measured)
+    monkeypatch.setattr("replay.cli.run.run", measured)
 
     def run(*arguments: str) -> str:
         with pytest.raises(SystemExit) as stopped:

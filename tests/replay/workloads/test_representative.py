@@ -12,7 +12,7 @@ from capture.call import AttentionCall
 from capture.storage.call_file import PackedCall
 from replay.workloads.random_calls import Spec, workload
 from replay.workloads.recorded import Workload, from_directory
-from replay.workloads.telling import halving, tiers
+from replay.workloads.representative import halving, tiers
 from replay.workloads.twins import with_twins
 
 

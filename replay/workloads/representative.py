@@ -1,4 +1,4 @@
-"""Which calls tell most where there is no time for all."""
+"""Which calls are most representative, for when there is no time for all."""
 
 from __future__ import annotations
 
