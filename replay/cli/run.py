@@ -238,8 +238,9 @@ def _left_out(
     if not missing and not partly:
         return ""
     parts = [f"{missing} of {len(workloads)} calls left out"] if missing else []
-    parts += [f"{len(partly)} without some kernels"] if partly else []
-    how = f"the same with --resume completes {arguments.json}"
+    some = f"{len(partly)} call{'s' * (len(partly) != 1)} without some kernels"
+    parts += [some] if partly else []
+    how = f"the same command with --resume completes {arguments.json}"
     if arguments.json in (None, "-"):
-        how = "with --json FILE, --resume would complete it"
-    return f"after {in_words(limit.seconds)} {' and '.join(parts)}: {how}"
+        how = "give --json FILE, so that --resume can complete it"
+    return f"after {in_words(limit.seconds)}: {', '.join(parts)}; {how}"

@@ -19,7 +19,7 @@ from torch import Tensor
 from capture.call import AttentionCall
 from capture.hooks.interceptor import Arguments, answer, intercept
 from capture.hooks.roads import on_all_roads
-from capture.hooks.roads.wrapper import telling
+from capture.hooks.roads.wrapper import tracing_reported
 from capture.variant import beyond_arguments
 from replay.kernels.registry import Kernel, KernelNameError, find
 from replay.patch.custom_op import answering, calling_operator, costs_reshape, laid_out
@@ -278,7 +278,7 @@ def _in_place(
     with (
         intercept(dispatcher.handle, calling_operator(choose)),
         on_all_roads(dispatcher.handle),
-        telling(dispatcher.traced),
+        tracing_reported(dispatcher.traced),
         answering(dispatcher),
         _raised_recompile_limit(kernels),
     ):

@@ -333,8 +333,8 @@ class Row:
     ] = ""
     ran_on: Annotated[
         str,
-        "which device of several it ran on, e.g. GPU 1 and its UUID (--gpus); all rows of a call "
-        "on the same; empty where there was one to choose from",
+        "which of several devices it ran on, e.g. GPU 1 and its UUID (--gpus), the same for all "
+        "rows of a call; empty for a replay on one device",
     ] = ""
     restated_as: Annotated[
         str,

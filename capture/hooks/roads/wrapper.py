@@ -77,7 +77,7 @@ _told: list[Callable[[str], None]] = []
 
 
 @contextlib.contextmanager
-def telling(traced: Callable[[str], None]) -> Iterator[None]:
+def tracing_reported(traced: Callable[[str], None]) -> Iterator[None]:
     """Tell `traced` the name of each followed function that becomes part of a compiled graph."""
     _told.append(traced)
     try:

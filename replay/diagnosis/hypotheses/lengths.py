@@ -125,8 +125,8 @@ def _evidence(subject: Subject, block: int, which: tuple[bool, bool]) -> Evidenc
     tail = int((rows >= _previous(shape.q_len, block)).sum()) if which[0] else None
     return Evidence(
         "odd-length",
-        f"it is wrong at {odd}, which is no multiple of {block}, and right where the call is made "
-        f"longer or shorter to one",
+        f"it is wrong at {odd}, not a multiple of {block}, and right once the call is "
+        "lengthened or shortened to one",
         {
             "multiple": block,
             "lengths": said,

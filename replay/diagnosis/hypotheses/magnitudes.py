@@ -158,7 +158,7 @@ def outlier_channel(subject: Subject) -> Evidence | None:
     mean = key.mean(dim=2, keepdim=True)
     centred = (key - mean).to(call.dtype)
     score = subject.tried(replace(call.with_tensors({"key": centred}), output=None))
-    how = "with the mean of the keys subtracted, which leaves the attention as it is,"
+    how = "with the mean of the keys subtracted, which does not change attention,"
     if not _is_better(subject, score, channels):
         without = call.key.clone()
         without[..., channels] = 0
@@ -173,7 +173,7 @@ def outlier_channel(subject: Subject) -> Evidence | None:
     return Evidence(
         "k-outlier-channel",
         f"channel {worst}{more} of K is {float(sizes[worst]):.4g}, {_times(sizes, worst)} the "
-        f"typical channel; {how} the error is {score.error:.2g} in place of "
+        f"typical channel; {how} the error is {score.error:.2g} instead of "
         f"{subject.own.error:.2g}",
         {
             "channel": worst,

@@ -299,7 +299,7 @@ def _scales(call: AttentionCall) -> Iterator[Reading]:
     dim, scale = call.shape.head_dim, call.softmax_scale
     wide = 2 ** math.ceil(math.log2(dim))
     found = {
-        "1/√D in place of the call's scale": dim**-0.5,
+        "1/√D instead of the call's scale": dim**-0.5,
         "no scale": 1.0,
         "1/D": 1 / dim,
         f"1/√{wide}, of the padded head dimension": wide**-0.5,
@@ -327,7 +327,7 @@ def _heads(call: AttentionCall) -> Iterator[Reading]:
     to_kv = heads // group
     found = {name: to_kv[places] for name, places in maps.items()}
     if shape.kv_heads not in (1, shape.q_heads):
-        found = {"key head h mod Hkv in place of h // (Hq / Hkv)": heads % shape.kv_heads} | found
+        found = {"key head h mod Hkv instead of h // (Hq / Hkv)": heads % shape.kv_heads} | found
     if shape.kv_heads > 1:
         found["the first key head for all"] = torch.zeros_like(heads)
     for name, places in found.items():
