@@ -58,14 +58,19 @@ def gathered(
 
 
 def changed(call: AttentionCall) -> AttentionCall:
-    """The call with other values of the same sizes: -Q and K from the last row, and -V."""
+    """The call with other values of the same sizes: -Q and K from the last row, and -V.
+
+    The first element of each stays, by which a cache may tell its calls apart.
+    """
     found = call.to(call.device).tensors()
     for name in ("query", "key", "value"):
         stored = narrow_expanded(found[name])
         turned = stored.clone() if name == "value" else stored.flip(2)
         if name == "value" and call.value_is_in_key:
             continue
+        first = stored.flatten()[0].clone()
         stored.copy_(turned if name == "key" else turned.neg())
+        stored[(0,) * stored.ndim] = first
     found.pop("output", None)
     return call.with_tensors(found)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -18,6 +18,7 @@ from replay.bench.settings import Settings
 from replay.diagnosis.captured import CAPTURED
 from replay.diagnosis.diagnosis import REMEDIES, Diagnosis, diagnosed
 from replay.diagnosis.examine import examine, failure
+from replay.diagnosis.hypotheses.stale import kept_from_earlier_calls
 from replay.diagnosis.server import healthy
 from replay.diagnosis.text import paragraphs
 from replay.kernels.registry import Kernel
@@ -163,28 +164,61 @@ class _Here:
         pass
 
 
+class _Answer(NamedTuple):
+    """What a process says of a kernel on a call."""
+
+    origin: Origin = Origin()
+    diagnosis: Diagnosis | None = None
+    refused: str = ""
+    unreadable: str = ""
+
+
 class _Processes:
-    """A process for each kernel, and a new one after each death."""
+    """A process for each kernel, and a new one after each death.
+
+    What is wrong after other calls is examined again as the first call of a new process: there, a
+    kernel has kept nothing of earlier calls, and the causes of other errors are seen alone.
+    """
 
     def __init__(self, settings: Settings, timeout: float) -> None:
         self._settings = settings
         self._process = Process(sys.executable, timeout, "replay.diagnosis.server")
+        self._calls = 0
+        """That the process has examined."""
 
     def examine(self, kernel: Kernel, workload: Workload, found: Diagnoses) -> None:
-        origin, name = Origin(), workload.name
+        calls = self._calls
+        answer = self._answer(kernel.name, workload)
+        if answer.unreadable:
+            found.unreadable[workload.name] = answer.unreadable
+            return
+        diagnosis = answer.diagnosis
+        if answer.diagnosis is not None and calls > 0:
+            self.close()
+            diagnosis = self._answer(kernel.name, workload).diagnosis
+            if diagnosis is None:
+                evidence = kept_from_earlier_calls(calls, answer.diagnosis.sentence)
+                diagnosis = diagnosed(workload.name, kernel.name, answer.origin, evidence)
+        found.add(workload.name, kernel.name, diagnosis, answer.refused)
+
+    def _answer(self, kernel: str, workload: Workload) -> _Answer:
+        origin, name, answer = Origin(), workload.name, _Answer()
         try:
-            for message in self._ask("examine", workload, kernel=kernel.name, name=name):
+            for message in self._ask("examine", workload, kernel=kernel, name=name):
                 if "origin" in message:
                     origin = Origin(**message["origin"])
                 elif "unreadable" in message:
-                    found.unreadable[name] = message["unreadable"]
+                    answer = _Answer(unreadable=message["unreadable"])
                 elif "examined" in message:
                     given = message["examined"]
                     diagnosis = None if given is None else rebuilt(Diagnosis, given)
-                    found.add(name, kernel.name, diagnosis, message["refused"])
+                    answer = _Answer(origin, diagnosis, message["refused"])
         except Died as death:
+            self._calls = 0
             evidence = failure(death.status, str(death))
-            found.add(name, kernel.name, diagnosed(name, kernel.name, origin, evidence))
+            return _Answer(origin, diagnosed(name, kernel, origin, evidence))
+        self._calls += 1
+        return answer
 
     def healthy(self, names: Sequence[str], workload: Workload) -> str:
         left = list(names)
@@ -207,3 +241,4 @@ class _Processes:
 
     def close(self) -> None:
         self._process.close()
+        self._calls = 0

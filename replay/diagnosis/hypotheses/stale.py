@@ -67,6 +67,22 @@ def stale(probe: Probe) -> Evidence | None:
     return None
 
 
+def kept_from_earlier_calls(calls: int, sentence: str) -> Evidence:
+    """What a call shows that is right as the first of a process, and wrong after others.
+
+    Args:
+        calls: how many others.
+        sentence: what was wrong then.
+    """
+    others = "another call" if calls == 1 else f"{calls:,} other calls"
+    return Evidence(
+        "stale-graph",
+        f"it is right as the first call of a process and wrong after {others}, of which the kernel "
+        f"keeps something: {sentence}",
+        {"calls_before": calls},
+    )
+
+
 def _write(target: AttentionCall, values: AttentionCall) -> None:
     given = values.tensors()
     for name, tensor in target.tensors().items():

@@ -19,7 +19,7 @@ from replay.diagnosis.doctor import diagnose
 from replay.diagnosis.text import paragraphs
 from replay.kernels.registry import find
 from replay.workloads.recorded import from_directory
-from tests.factories import settings
+from tests.factories import random_call, settings
 from tests.replay.diagnosis import faulty
 
 RunCli = Callable[..., tuple[int, str, str]]
@@ -41,6 +41,32 @@ def test_a_crash_costs_one_kernel(recorded: Path) -> None:
     assert (crash.layer, crash.layer_index, crash.step, crash.head) == ("layers.0", 0, 0, None)
     assert (wrong.layer, wrong.head) == ("layers.0", 1)
     assert wrong.instead == "torch-math, which is right on this call"
+
+
+def test_what_earlier_calls_leave_behind_is_told_from_other_errors(tmp_path: Path) -> None:
+    from capture.storage.call_file import PackedCall
+    from capture.storage.dataset import Dataset
+
+    calls = [random_call(q_len=32, kv_len=32, scale=scale) for scale in (0.1, 0.5, 0.9)]
+    entries = [
+        PackedCall.of(call).write(tmp_path / f"model-{index:06d}.safetensors")
+        for index, call in enumerate(calls)
+    ]
+    Dataset(tmp_path, entries, []).save_manifest()
+    workloads, _ = from_directory(tmp_path)
+    kernels = [find(f"{FAULTY}:{name}") for name in ("scale_kept_by_shape", "without_options")]
+    found = diagnose(workloads, kernels, settings(), timeout=60)
+    kept, others = (
+        [each for each in found.found if each.kernel == kernel.name] for kernel in kernels
+    )
+    # The last is examined as the second call of the process that the second was examined in.
+    assert [(each.call, each.cause) for each in kept] == [
+        ("model-000001", "stale-graph"),
+        ("model-000002", "stale-graph"),
+    ]
+    assert "right as the first call of a process and wrong after another call" in kept[0].sentence
+    assert {each.cause for each in others} == {"wrong-scale"}
+    assert len(others) == 3
 
 
 def test_the_command_writes_one_finding_per_kernel_and_call(

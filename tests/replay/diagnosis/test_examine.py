@@ -162,6 +162,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], AttentionCall, str]] = {
     ),
     "by shape": (faulty.kept_by_shape, call(), "stale-graph"),
     "by address": (faulty.keys_kept_by_address, call(), "stale-graph"),
+    "by the first element": (faulty.value_told_apart_by_its_first_element, call(), "stale-graph"),
     "captured memory": (faulty.first_memory, call(), "stale-graph"),
     "scale": (faulty.without_options, call(scale=0.3), "wrong-scale"),
     "heads": (faulty.heads_modulo, call(q_heads=4, kv_heads=2), "head-mapping"),
