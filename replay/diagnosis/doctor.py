@@ -171,40 +171,44 @@ class _Answer(NamedTuple):
     diagnosis: Diagnosis | None = None
     refused: str = ""
     unreadable: str = ""
+    died: bool = False
 
 
 class _Processes:
     """A process for each kernel, and a new one after each death.
 
-    What is wrong after other calls is examined again as the first call of a new process: there, a
+    What is wrong after other calls is examined again as the only call of another process: there, a
     kernel has kept nothing of earlier calls, and the causes of other errors are seen alone.
     """
 
     def __init__(self, settings: Settings, timeout: float) -> None:
         self._settings = settings
-        self._process = Process(sys.executable, timeout, "replay.diagnosis.server")
+        self._process, self._alone = (
+            Process(sys.executable, timeout, "replay.diagnosis.server") for _ in range(2)
+        )
         self._calls = 0
         """That the process has examined."""
 
     def examine(self, kernel: Kernel, workload: Workload, found: Diagnoses) -> None:
         calls = self._calls
-        answer = self._answer(kernel.name, workload)
+        answer = self._answer(self._process, kernel.name, workload)
+        self._calls = 0 if answer.died else calls + 1
         if answer.unreadable:
             found.unreadable[workload.name] = answer.unreadable
             return
         diagnosis = answer.diagnosis
         if answer.diagnosis is not None and calls > 0:
-            self.close()
-            diagnosis = self._answer(kernel.name, workload).diagnosis
+            diagnosis = self._answer(self._alone, kernel.name, workload).diagnosis
+            self._alone.close()
             if diagnosis is None:
                 evidence = kept_from_earlier_calls(calls, answer.diagnosis.sentence)
                 diagnosis = diagnosed(workload.name, kernel.name, answer.origin, evidence)
         found.add(workload.name, kernel.name, diagnosis, answer.refused)
 
-    def _answer(self, kernel: str, workload: Workload) -> _Answer:
+    def _answer(self, process: Process, kernel: str, workload: Workload) -> _Answer:
         origin, name, answer = Origin(), workload.name, _Answer()
         try:
-            for message in self._ask("examine", workload, kernel=kernel, name=name):
+            for message in self._ask(process, "examine", workload, kernel=kernel, name=name):
                 if "origin" in message:
                     origin = Origin(**message["origin"])
                 elif "unreadable" in message:
@@ -214,31 +218,32 @@ class _Processes:
                     diagnosis = None if given is None else rebuilt(Diagnosis, given)
                     answer = _Answer(origin, diagnosis, message["refused"])
         except Died as death:
-            self._calls = 0
             evidence = failure(death.status, str(death))
-            return _Answer(origin, diagnosed(name, kernel, origin, evidence))
-        self._calls += 1
+            return _Answer(origin, diagnosed(name, kernel, origin, evidence), died=True)
         return answer
 
     def healthy(self, names: Sequence[str], workload: Workload) -> str:
         left = list(names)
         while left:
             try:
-                for message in self._ask("find healthy", workload, kernels=left):
+                for message in self._ask(self._process, "find healthy", workload, kernels=left):
                     if "healthy" in message:
                         return str(message["healthy"])
             except Died as death:
                 left = left[left.index(death.kernel) + 1 :] if death.kernel in left else []
         return ""
 
-    def _ask(self, do: str, workload: Workload, **request: object) -> Iterator[dict[str, Any]]:
+    def _ask(
+        self, process: Process, do: str, workload: Workload, **request: object
+    ) -> Iterator[dict[str, Any]]:
         settings = self._settings.to_json()
         source = workload.source
-        for message in self._process.ask(do=do, workload=source, settings=settings, **request):
+        for message in process.ask(do=do, workload=source, settings=settings, **request):
             if "failed" in message:
                 raise DoctorError(message["failed"]) from RuntimeError(message["traceback"])
             yield message
 
     def close(self) -> None:
         self._process.close()
+        self._alone.close()
         self._calls = 0

@@ -59,7 +59,7 @@ def test_what_earlier_calls_leave_behind_is_told_from_other_errors(tmp_path: Pat
     kept, others = (
         [each for each in found.found if each.kernel == kernel.name] for kernel in kernels
     )
-    # The last is examined as the second call of the process that the second was examined in.
+    # The first stays right, and so would others of its scale.
     assert [(each.call, each.cause) for each in kept] == [
         ("model-000001", "stale-graph"),
         ("model-000002", "stale-graph"),
