@@ -12,10 +12,10 @@ from capture.storage.source import Report, Source, unheard
 
 
 def source_of(where: str | Path, report: Report = unheard) -> Source | None:
-    """What to copy a dataset from; None for a directory of this machine, or one that is missing.
+    """What to copy a dataset from; None for a directory of this machine, there or not.
 
     Raises:
-        DatasetError: it is neither, cannot be reached, or has no recorded calls.
+        DatasetError: it is neither, is missing, cannot be reached, or has no recorded calls.
     """
     where = os.fspath(where)
     if remote.is_address(where):
@@ -25,6 +25,8 @@ def source_of(where: str | Path, report: Report = unheard) -> Source | None:
         return Source(Archive(path, remote.without_secrets(where), copies), report)
     path = Path(where)
     if not path.is_file():
+        if is_archive(path.name) and not path.exists():
+            raise DatasetError(f"{where}: no such archive; check the path")
         return None
     if not is_archive(path.name):
         raise DatasetError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from rich.text import Text
 
 from capture.cli.arguments import OneSentenceParser
 from capture.printable import printable
+from capture.storage.json_data import parsed
 from replay.cli.files import UsageError
 from replay.end_to_end.check import Checked
 from replay.end_to_end.model_process import BASELINE
@@ -79,7 +79,7 @@ def read_checks(path: Path) -> list[Checked]:
     except UnicodeDecodeError as error:
         raise RowsError(f"{path} was not written by `replay --e2e-json`") from error
     try:
-        return [_check(json.loads(line)) for line in lines]
+        return [_check(parsed(line)) for line in lines]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RowsError(
             f"{path} was not written by `replay --e2e-json` of this version: run --e2e again"

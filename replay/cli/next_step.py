@@ -37,6 +37,8 @@ def next_step(
         plan: what `--plan` wrote.
         dataset: what was replayed; None if that was not recorded, or by an older version.
     """
+    if not rows:
+        return ""
     ran = {row.id for row in rows if row.accuracy}
     if len(ran) < 2 and any(row.id not in ran for row in rows):
         return "see what the other kernels need: replay --list-kernels"

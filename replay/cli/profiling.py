@@ -31,6 +31,11 @@ ALONE = (
     "list_kernels",
     "selftest",
     "versus_random",
+    "max_time",
+    "resume",
+    "check",
+    *("json", "csv", "benchmark_json", "e2e_json", "report", "plot", "save_output"),
+    *("save_baseline", "compare_to"),
 )
 """Options of `replay` that a profile of one kernel in one process has no place for."""
 

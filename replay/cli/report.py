@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from capture.cli.arguments import OneSentenceParser
 from capture.printable import printable
+from capture.storage.json_data import parsed
 from replay.cli.files import check_place, shared_file
 from replay.rows.files import RowsError, read_jsonl
 
@@ -150,7 +150,7 @@ def _read_checks(path: Path) -> list[dict[str, Any]]:
 
     try:
         lines = path.read_text("utf-8").splitlines()
-        checks = [json.loads(line) for line in lines]
+        checks = [parsed(line) for line in lines]
     except OSError as error:
         raise ReportError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:

@@ -79,7 +79,8 @@ def _run(arguments: argparse.Namespace) -> int:
     request = _request(arguments)
     with _progress(request.seconds, quiet=arguments.quiet) as report:
         found = reproduce(request, arguments.out, report)
-    print(printable(_said(request, found, arguments.out)))
+    for line in _said(request, found, arguments.out):
+        print(printable(line))
     if found.smallest is not None and found.no_script:
         print(f"replay: no reproduce.py: {printable(found.no_script)}", file=sys.stderr)
     return 0 if found.smallest is not None else 1
@@ -101,8 +102,8 @@ def _request(arguments: argparse.Namespace) -> Request:
     if note:
         print(f"replay: {printable(note)}", file=sys.stderr)
     if len(found) != 1:
-        names = ", ".join(workload.name for workload in found[:3])
-        raise UsageError(f"--call {arguments.call} is {len(found)} calls ({names} …): name one")
+        names = ", ".join(workload.name for workload in found[:3]) + " …" * (len(found) > 3)
+        raise UsageError(f"--call {arguments.call} is {len(found)} calls ({names}): name one")
     pythons = interpreters([arguments.env] if arguments.env else [], None)
     settings = Settings(
         device=device,
@@ -117,20 +118,20 @@ def _request(arguments: argparse.Namespace) -> Request:
     )
 
 
-def _said(request: Request, found: Reproduced, out: Path) -> str:
+def _said(request: Request, found: Reproduced, out: Path) -> list[str]:
     name, call = request.kernel, request.workload.name
     if found.smallest is None:
         reason = f" ({found.whole.reason})" if found.whole.reason else ""
-        return (
+        return [
             f"{name} does not fail on {call}, it is {found.whole.status}{reason}: nothing written"
-        )
+        ]
     smallest = found.smallest
     part = smallest.call.origin.derived or f"all of {call}"
     limit = "" if smallest.is_complete else "; --max-seconds ended the search"
-    return (
-        f"{name} is {smallest.outcome.status}: {smallest.outcome.reason}\n"
-        f"{out}: {part} ({smallest.call.shape}), after {smallest.trials} trials{limit}"
-    )
+    return [
+        f"{name} is {smallest.outcome.status}: {smallest.outcome.reason}",
+        f"{out}: {part} ({smallest.call.shape}), after {smallest.trials} trials{limit}",
+    ]
 
 
 @contextmanager

@@ -243,4 +243,4 @@ def _left_out(
     how = f"the same command with --resume completes {arguments.json}"
     if arguments.json in (None, "-"):
         how = "give --json FILE, so that --resume can complete it"
-    return f"after {in_words(limit.seconds)}: {', '.join(parts)}; {how}"
+    return f"to end within {in_words(limit.seconds)}: {', '.join(parts)}; {how}"

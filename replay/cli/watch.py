@@ -99,6 +99,9 @@ def watch(
 
     Args:
         replay: in these processes; prints and returns the rows.
+
+    Raises:
+        Error: of the first replay. Later ones print theirs, for another change may mend it.
     """
     from replay.workers.process import first_processes
 
@@ -113,10 +116,12 @@ def watch(
                 print("\nwaiting for a change (Ctrl-C ends)", file=sys.stderr)
                 changed = ", ".join(files.wait())
                 print(f"{time.strftime('%H:%M:%S')} {printable(changed)} changed\n")
-            is_first = False
             try:
                 before, rows = rows, replay(first)
                 for line in changes(before, rows):
                     print(line)
             except Error as error:
+                if is_first:
+                    raise
                 print(f"replay: {printable(str(error))}", file=sys.stderr)
+            is_first = False

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
+from capture.storage.json_data import parsed
 from replay.comparison.baselines import as_run
 from replay.comparison.comparison import measured_spread
 from replay.comparison.conditions import read_share
@@ -50,7 +49,7 @@ def _begins_like_rows(path: Path) -> bool:
 
 def _of_selftest(given: str, path: Path, before: Run) -> Spread:
     try:
-        found: Any = json.loads(path.read_text("utf-8"))
+        found = parsed(path.read_text("utf-8"))
         checks = {check["name"]: check for check in found["checks"]}
         device = str(found["machine"]["device"])
         share = float(checks[CHECK]["figures"]["spread"]) if CHECK in checks else None

@@ -303,6 +303,8 @@ def find(name: str) -> Kernel:
         return _with_texts(kernels[base], given.removesuffix("]"))
     near = difflib.get_close_matches(name, kernels, n=3, cutoff=0.4)
     hint = f"did you mean {', '.join(near)}?" if near else "see `replay --list-kernels`"
+    if name.endswith(".py"):
+        hint = f"name a function in it, {name}:FUNCTION"
     raise KernelNameError(f"no kernel {name!r}: {hint}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -306,6 +307,8 @@ def _check_place(out: Path) -> None:
         raise ReproduceError(f"--out {out} is not empty: name another directory")
     if not out.absolute().parent.is_dir():
         raise ReproduceError(f"--out {out}: create the directory that it lies in first")
+    if not os.access(out if out.is_dir() else out.absolute().parent, os.W_OK):
+        raise ReproduceError(f"cannot write --out {out}: it is write-protected, name another")
 
 
 def _remove(path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TextIO, TypeVar, get_args, get_origin, get_t
 
 from attention_replay import Error
 from capture.printable import printable
+from capture.storage.json_data import parsed
 from replay.rows.fields import FIELDS, SCHEMA, leaf
 from replay.rows.formulas import no_formula
 from replay.rows.row import Row
@@ -126,7 +127,7 @@ def read_jsonl(path: Path) -> StoredRows:
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
-            rows.append(row_from_json(json.loads(line)))
+            rows.append(row_from_json(parsed(line)))
         except OtherSchema as error:
             raise RowsError(
                 f"{path} holds {error}: replay again with this one, or read it with the version "

@@ -570,6 +570,8 @@ def test_the_checksum_is_that_of_the_values_that_are_loaded(
 def test_directories_without_calls(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="no such directory; record into it with `capture"):
         load(tmp_path / "nowhere")
+    with pytest.raises(DatasetError, match=r"nowhere\.zip: no such archive; check the path$"):
+        load(tmp_path / "nowhere.zip")
     with pytest.raises(DatasetError, match="holds no recorded calls; record some with `capture"):
         load(tmp_path)
     save_file({"weight": torch.zeros(3)}, tmp_path / "model.safetensors")

@@ -30,6 +30,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_jsonl(run("equal", {"a": 0.5}).rows, Path("equal.jsonl"))
     save_jsonl(run("slow", {"a": 0.525}).rows, Path("slow.jsonl"))
     save_jsonl(run("other", {"b": 0.5}, calls=1).rows[1:], Path("other.jsonl"))
+    Path("deep.jsonl").write_text("[" * 100_000 + "\n")
 
 
 def test_a_slower_kernel_fails_where_it_should(run_cli: RunCli) -> None:
@@ -78,6 +79,8 @@ def test_every_format_is_written(run_cli: RunCli) -> None:
             ("nightly", "before.jsonl"),
             "no baseline 'nightly' of GPU 1: keep one with",
         ),
+        (("before.jsonl", "deep.jsonl"), "deep.jsonl, line 1: not a row of `replay --json`"),
+        (("before.jsonl", "slow.jsonl", "--spread", "deep.jsonl"), "not what `replay --selftest"),
         (("before.jsonl", "slow.jsonl", "--spread", "x"), "no such file, and not a share"),
         (("before.jsonl", "slow.jsonl", "--spread", "other.jsonl"), "no kernel on the same call"),
         (("before.jsonl", "slow.jsonl", "--fail-on", "fast"), "no such condition, choose from"),

@@ -94,6 +94,10 @@ def test_after_the_whole_model_a_plan_then_the_plan_in_the_model_then_its_use(
     assert f"use_plan({path!r}, trust_code=True)" in said(*measure)
 
 
+def test_nothing_was_replayed(tmp_path: Path) -> None:
+    assert said("--dir", str(recording(tmp_path / "recorded", capture())), rows=[]) == ""
+
+
 def test_a_plan_that_changes_nothing(tmp_path: Path) -> None:
     directory = str(recording(tmp_path / "recorded", capture()))
     planning = ("--dir", directory, "--plan", "plan.json", "--budget", "cosine=0.9")

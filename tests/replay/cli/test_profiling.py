@@ -63,6 +63,8 @@ def test_nothing_but_the_kernel_runs(run_cli: RunCli, kernels: Callable[..., Ker
         ("--ncu --once --kernels torch-math", "--ncu prints the command that runs --once"),
         ("--ncu --watch --kernels a.py:f", "--ncu is about one kernel, run once in one process: "),
         ("--once --env x=python --kernels torch-math", "--once is about one kernel, run once"),
+        ("--once --json x --kernels torch-math", "--once is about one kernel, run once in one"),
+        ("--ncu --max-time 9s --kernels torch-math", "--ncu is about one kernel, run once in one"),
         ("--once --kernels torch-cudnn", "torch-cudnn cannot run "),
     ],
 )

@@ -66,6 +66,7 @@ def test_rows_of_an_interrupted_replay(run_cli: RunCli, stored: Path) -> None:
         (("e2e.jsonl", "-o", "out.html"), "line 1: not a row of `replay --json`"),
         (("ROWS", "-o", "out.html", "--e2e-json", "ROWS"), "was not written by `replay --e2e-json"),
         (("ROWS", "-o", "out.html", "--e2e-json", "."), "cannot read .: Is a directory"),
+        (("ROWS", "-o", "out.html", "--e2e-json", "deep.jsonl"), "was not written by `replay --e2"),
         (("ROWS", "-o", "out.html", "--outputs", "."), "give --e2e-json FILE too"),
         (("ROWS", "-o", "out.html", "--budget", "psnr=3"), "unknown metric 'psnr'"),
         (("ROWS", "-o", "x", "--plot", "./x"), "--out and --plot both name"),
@@ -87,6 +88,7 @@ def test_what_cannot_be_used(
     note.write_text("a note\n")
     checks = "".join(json.dumps(each) + "\n" for each in pages.checks("kernel-1"))
     stored.with_name("e2e.jsonl").write_text(checks)
+    stored.with_name("deep.jsonl").write_text("[" * 100_000)
     before = stored.read_text()
     names = {"ROWS": str(stored), "NOTE": str(note)}
     code, out, err = run_cli("report", *(names.get(each, each) for each in arguments))

@@ -89,7 +89,9 @@ def test_a_planted_fault_is_shown_without_this_project(run_cli: RunCli, fault: s
     planted = FAULTS[fault]
     code, out, err = run_cli(*command(f"planted.py:{fault}"))
     assert (code, err) == (0, "")
-    assert f"planted.py:{fault} is {planted.status}" in out
+    seen, written = out.splitlines()
+    assert seen.startswith(f"planted.py:{fault} is {planted.status}")
+    assert written.startswith("bug: ")
     (call,) = load("bug")
     assert call.shape[:5] == planted.shape
     assert call.output is not None
@@ -164,6 +166,16 @@ def test_an_adapter_that_compiles_is_brought_along(run_cli: RunCli) -> None:
     assert (code, err) == (0, "")
     assert Path("bug/kernel/replay/kernels/adapters/flex.py").is_file()
     assert run_alone().returncode == 1
+
+
+@pytest.mark.usefixtures("recorded")
+def test_a_place_that_is_write_protected_is_refused_first(
+    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replay.reproduce.reproduce.os.access", lambda path, mode: False)
+    code, out, err = run_cli(*command("planted.py:right"))
+    assert (code, out) == (2, "")
+    assert err == "replay: cannot write --out bug: it is write-protected, name another\n"
 
 
 @pytest.mark.usefixtures("recorded")

@@ -122,8 +122,8 @@ def test_the_most_representative_comes_first_and_resume_completes_it(
     assert "3 calls × 1 kernel on " in err
     assert ": about 12 s (a guess, as nothing was replayed here yet)" in err
     assert "; the most representative calls first, for 9 s\n" in err
-    said = "replay: after 9 s: 1 of 3 calls left out; the same command with --resume completes"
-    assert f"{said} {rows}" in err
+    said = "replay: to end within 9 s: 1 of 3 calls left out; the same command with"
+    assert f"{said} --resume completes {rows}" in err
     assert calls() == ["model-000000"] * 2 + ["model-000002"] * 2
     before = rows.read_text().splitlines()
     code, _, err = run_cli(*arguments, "--resume")
@@ -156,12 +156,12 @@ def test_variants_come_after_the_others(
     code, _, err = run_with_a_clock(17, *arguments)
     assert code == 0
     assert ": about 24 s" in err
-    assert "replay: after 17 s: 2 calls without some kernels; the same command" in err
+    assert "replay: to end within 17 s: 2 calls without some kernels; the same command" in err
     assert found() == [*whole[:2], *plain[1:]]
     before = rows.read_text().splitlines()
     code, _, err = run_with_a_clock(5, *arguments, "--resume")
     assert ": about 8 s" in err
-    assert "replay: after 5 s: 1 call without some kernels" in err
+    assert "replay: to end within 5 s: 1 call without some kernels" in err
     assert found() == [*whole[:2], plain[1], *whole[4:]]
     assert rows.read_text().splitlines()[:3] == before[:3]
     code, _, err = run_with_a_clock(60, *arguments, "--resume")

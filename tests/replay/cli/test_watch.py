@@ -112,6 +112,18 @@ def test_every_run_is_compared_with_the_one_before(
     assert os.environ["PYTHONDONTWRITEBYTECODE"] == "1"
 
 
+def test_wrong_arguments_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No change of the kernel's file would make them right."""
+    monkeypatch.setattr(process, "first_processes", lambda timeout: _nothing())
+    monkeypatch.setattr(Files, "wait", lambda self: pytest.fail("waits for a change"))
+
+    def replay(first: process.First) -> list[Row]:
+        raise Error("nowhere: no such directory")
+
+    with pytest.raises(Error, match="no such directory"):
+        watch.watch(argparse.Namespace(kernels="mine.py:f", timeout=1.0), replay)
+
+
 class _nothing:
     def __enter__(self) -> None: ...
 

@@ -110,6 +110,7 @@ def test_only_names_in_full_are_named() -> None:
         ("torch-mth", r"no kernel 'torch-mth': did you mean torch-math\b"),
         ("torch-math,qqqqq", "no kernel 'qqqqq': see `replay --list-kernels`"),
         ("zzz*", r"no kernel 'zzz\*'"),
+        ("mine.py", "no kernel 'mine.py': name a function in it, mine.py:FUNCTION"),
         (" , ", "--kernels names no kernel"),
         ("", "--kernels names no kernel"),
     ],
