@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import tempfile
@@ -16,7 +17,7 @@ from capture.cli.arguments import OneSentenceParser, positive, positive_number
 from capture.cli.verbosity import add_verbosity, narrated
 from capture.printable import printable
 from replay.cli.device import device_of
-from replay.cli.files import UsageError, opened, shared_file
+from replay.cli.files import UsageError, check_place, opened, shared_file
 from replay.cli.settings import thresholds
 from replay.cli.stdout import reserved_stdout
 
@@ -104,6 +105,7 @@ def run(argv: Sequence[str]) -> int:
         raise UsageError(wrong)
     if arguments.max is not None and arguments.model is None:
         raise UsageError("--max limits what is recorded: give --model MODEL")
+    check_place(arguments.json)
     return narrated(arguments.verbose)(partial(_examine, arguments))()
 
 
@@ -112,11 +114,13 @@ def _examine(arguments: argparse.Namespace) -> int:
         return _examine_directory(arguments)
     from capture.cli.main import main as capture
 
+    _kernels(arguments, device_of(arguments.device))  # what cannot run is said before a long run
     with tempfile.TemporaryDirectory() as directory:
         arguments.dir = str(Path(directory) / "captured_inputs")
         asked = ["--model", arguments.model, "--out", arguments.dir, "--sample", "hard", "--quiet"]
         try:
-            capture([*asked, "--max", str(arguments.max or CALLS)])
+            with contextlib.redirect_stdout(sys.stderr):  # stdout is for findings
+                capture([*asked, "--max", str(arguments.max or CALLS)])
         except SystemExit as end:
             if end.code:  # it has said why
                 return int(end.code)
@@ -133,7 +137,7 @@ def _examine_directory(arguments: argparse.Namespace) -> int:
     with shown_arrivals(quiet=arguments.quiet) as report_arrivals:
         workloads, note = from_directory(arguments.dir, arguments.call, report=report_arrivals)
     settings = _settings(arguments, device)
-    with reserved_stdout() as stdout, opened(arguments.json, stdout) as file:
+    with reserved_stdout() as stdout:
         kernels = _kernels(arguments, device)
         tasks = [f"{each.name}, {kernel.name}" for each in workloads for kernel in kernels]
         with shown_progress(Pace(dict.fromkeys(tasks, 1.0)), quiet=arguments.quiet) as report:
@@ -145,9 +149,10 @@ def _examine_directory(arguments: argparse.Namespace) -> int:
                 _one_by_one(report, tasks),
                 in_process=arguments.in_process,
             )
-        if file is not None:
-            json.dump([each.to_json() for each in found.found], file, indent=1)
-            file.write("\n")
+        with opened(arguments.json, stdout) as file:
+            if file is not None:
+                json.dump([each.to_json() for each in found.found], file, indent=1)
+                file.write("\n")
     print(found, file=sys.stderr if arguments.json == "-" else sys.stdout)
     _say_what_was_left_out(found, note)
     return 1 if found.found or found.unreadable else 0

@@ -105,6 +105,23 @@ def test_healthy_kernels_exit_with_0(run_cli: RunCli, recorded: Path) -> None:
     assert err.splitlines()[-1] == "healthy: nothing wrong in 1 run of a kernel on a call"
 
 
+def test_findings_of_a_model_are_alone_on_stdout(run_cli: RunCli) -> None:
+    asked = ("--model", "llama", "--max", "1", "--kernels", "torch-math", "--json", "-")
+    code, out, err = run_cli("doctor", *asked, "--in-process", "--quiet")
+    assert (code, json.loads(out)) == (0, [])
+    assert err.startswith("recorded 1 of ")
+
+
+def test_earlier_findings_are_kept_until_there_are_new_ones(
+    run_cli: RunCli, recorded: Path, tmp_path: Path
+) -> None:
+    earlier = tmp_path / "findings.json"
+    earlier.write_text("[]\n")
+    asked = ("--dir", str(recorded), "--kernels", "eagr", "--json", str(earlier))
+    assert run_cli("doctor", *asked)[0] == 2
+    assert earlier.read_text() == "[]\n"
+
+
 def test_a_recorded_output_that_is_wrong(run_cli: RunCli, recorded: Path, tmp_path: Path) -> None:
     from capture.storage.call_file import PackedCall
     from capture.storage.dataset import Dataset
@@ -129,6 +146,8 @@ def test_a_recorded_output_that_is_wrong(run_cli: RunCli, recorded: Path, tmp_pa
         (("--dir", "{}", "--kernels", "sage2", "--device", "cpu"), "sage2 cannot run on cpu"),
         (("--dir", "{}", "--call", "other"), "no call 'other' was recorded"),
         (("--dir", "{}", "--max", "3"), "give --model MODEL"),
+        (("--model", "llama", "--json", "."), "cannot write .: it is a directory"),
+        (("--model", "llama", "--kernels", "eagr"), "no kernel 'eagr'"),
         (("--kernels", "eager"), "one of the arguments --dir --model is required"),
     ],
 )
