@@ -111,7 +111,7 @@ def test_a_planted_fault_is_shown_without_this_project(run_cli: RunCli, fault: s
 
 @pytest.mark.usefixtures("recorded")
 def test_a_dataset_of_a_part_says_so(run_cli: RunCli, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run_cli(*command("planted.py:head", "--max-seconds", "0.2"))
+    code, out, _ = run_cli(*command("planted.py:head", "--max-seconds", "0.001"))
     assert code == 0
     assert "--max-seconds ended the search" in out
     for option, text in (("--show", "(derived: sequence"), ("--verify", "; derived: sequence")):

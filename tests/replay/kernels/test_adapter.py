@@ -128,10 +128,11 @@ FEATURES: dict[str, tuple[dict[str, Any], str]] = {
 ADAPTED = [
     name
     for name, kernel in catalogue().items()
-    if not kernel.variant_of and not name.startswith("torch-") and name != "flash-mla"
+    if kernel.library and not kernel.variant_of
+    if not name.startswith("torch-") and name != "flash-mla"
 ]
-"""Those around PyTorch's own SDPA pass everything on, and repeat PyTorch's reasons. FlashMLA takes
-no call of SDPA."""
+"""Kernels of a library. Those around PyTorch's own SDPA pass everything on, and repeat PyTorch's
+reasons. FlashMLA takes no call of SDPA."""
 
 
 def supported(kernel: Kernel, make_call: MakeCall, **changes: Any) -> AttentionCall:
