@@ -42,6 +42,7 @@ CALLS = 6
 def test_a_changed_model_is_predicted(
     change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))  # for the model's process
     monkeypatch.chdir(tmp_path)
     Path("model.py").write_text(MODEL.format(change=change))
     Path("kernels.py").write_text(KERNEL)
