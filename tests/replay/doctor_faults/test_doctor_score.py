@@ -71,8 +71,8 @@ FIRST_OF_EACH_CAUSE = {fault.cause: fault for fault in reversed(FAULTS)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cause", FIRST_OF_EACH_CAUSE)
-def test_the_doctor_names_a_fault_of_each_cause(cause: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cause", ["late-sink", "mask-misread", "stale-graph"])
+def test_the_doctor_names_a_fault(cause: str, tmp_path: Path) -> None:
     fault = FIRST_OF_EACH_CAUSE[cause]
     RECORDINGS[fault.recording].write(tmp_path / "recorded")
     findings = diagnose(tmp_path / "recorded", [fault.kernel], tmp_path / "found.json")
