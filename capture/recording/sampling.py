@@ -141,7 +141,15 @@ class _Limited:
         within_bytes = self.max_bytes is None or self.nbytes + nbytes <= self.max_bytes
         return self.kept < self.max_calls and within_bytes
 
-    def _keep_if_it_fits(self, nbytes: int) -> Decision:
+    def offer(
+        self,
+        call_index: int,
+        place: Place,
+        step: int,
+        nbytes: int,
+        difficulty: float | None = None,
+    ) -> Decision:
+        """Keep it if it fits; samplers that weigh calls against each other decide otherwise."""
         if not self.fits(nbytes):
             self.refused_for_bytes += 1
             return REJECTED
@@ -157,16 +165,6 @@ class FirstSampler(_Limited):
     def wants(self, place: Place, step: int) -> bool:
         return self.kept < self.max_calls
 
-    def offer(
-        self,
-        call_index: int,
-        place: Place,
-        step: int,
-        nbytes: int,
-        difficulty: float | None = None,
-    ) -> Decision:
-        return self._keep_if_it_fits(nbytes)
-
 
 @dataclass
 class EverySampler(_Limited):
@@ -179,16 +177,6 @@ class EverySampler(_Limited):
         self._seen += 1
         self.changes += 1  # every call is to be asked for
         return self.kept < self.max_calls and self._seen % self.every == 1 % self.every
-
-    def offer(
-        self,
-        call_index: int,
-        place: Place,
-        step: int,
-        nbytes: int,
-        difficulty: float | None = None,
-    ) -> Decision:
-        return self._keep_if_it_fits(nbytes)
 
 
 @dataclass
@@ -224,7 +212,7 @@ class ReservoirSampler(_Limited):
         difficulty: float | None = None,
     ) -> Decision:
         if self.kept < self.max_calls:
-            decision = self._keep_if_it_fits(nbytes)
+            decision = super().offer(call_index, place, step, nbytes)
             if decision.keep:
                 self._calls.append((call_index, nbytes))
             return decision
