@@ -28,7 +28,7 @@ from replay.bench.referee import Referee
 from replay.bench.resources import launched_programs, peak_bytes
 from replay.bench.settings import Settings, WorkerOptions
 from replay.bench.stages import Checked, Confirmed, Timed
-from replay.kernels.registry import Kernel
+from replay.kernels.registry import Kernel, ScaledCore
 from replay.rows.row import Accuracy
 from replay.timing.gpu_state import gpu_is_lost
 from replay.timing.rounds import Samples
@@ -293,7 +293,8 @@ class Checker:
         checked, kernel = timed.checked, timed.checked.kernel
         try:
             self._inputs.poison(checked.call)
-            output = timed.core()
+            core = timed.core
+            output = core.product() if isinstance(core, ScaledCore) else core()
             if wrong := malformed(output, self._call, any_dtype=True):
                 return wrong
             judged = self._referee.judge(

@@ -55,6 +55,25 @@ def _always(_: object) -> None:
     return None
 
 
+@dataclass(frozen=True)
+class ScaledCore:
+    """A core whose output has yet to be multiplied by a number, as those in 8 bits have.
+
+    Its time is that of `run` alone; what is judged is the product.
+    """
+
+    run: Callable[[], Tensor]
+    scale: Tensor
+    """0-dim."""
+
+    def __call__(self) -> Tensor:
+        return self.run()
+
+    def product(self) -> Tensor:
+        """The output in float32."""
+        return self.run().float() * self.scale
+
+
 def _never(_: AttentionCall) -> bool:
     return False
 
@@ -75,7 +94,8 @@ class Kernel:
     """Why it cannot run one call (mask, head_dim, dtype …); `refuses` asks."""
     prepare: Callable[[AttentionCall], Callable[[], Tensor]] | None = None
     """The core alone: everything before the kernel done once, the returned callable the rest. Its
-    output is laid out and judged as the kernel's own; the dtype may be another."""
+    output is laid out and judged as the kernel's own; the dtype may be another, and a `ScaledCore`
+    leaves out the scale."""
     default: bool = True
     """Whether it runs when no kernel is named."""
     about: str = ""

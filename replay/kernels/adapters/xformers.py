@@ -3,12 +3,16 @@
 It takes BSHD; grouped heads as views with a fifth dimension; a mask as a bias of the query's dtype;
 and masks of its own: `LowerTriangularMask`, aligned top left as SDPA's causal mask is, others for
 bottom right, windows and packed sequences (`BlockDiagonalMask`). A bool mask becomes a bias
-inside the timed call. Bias rows must be aligned to 8 elements, so masks over another number of keys
-are refused rather than padded.
+inside the timed call. Bias rows must be aligned to 8 elements: a part of a larger mask is copied
+where they are not, and masks over another number of keys are refused rather than padded.
+
+Windows run on its FlashAttention alone, the rest also on PyTorch's efficient kernel. Without its
+compiled part the library can be imported, and refuses every call.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -20,10 +24,14 @@ from capture.hooks.interceptor import Arguments
 from replay.kernels.adapter import adapt
 from replay.kernels.constraints import (
     AnyCall,
+    all_of,
+    half_precision,
     mask_alone,
     mask_or_causal,
+    max_head_dim,
     multiple_of_8,
     no_dropout,
+    same_value_dim,
     up_to_float32,
     window_only_square,
 )
@@ -39,6 +47,38 @@ LIBRARY = Library(
     runs_on=lambda capability: capability >= (7, 0),
     needs="7.0 or higher",
 )
+
+
+_flash_only = all_of(half_precision, same_value_dim, max_head_dim(256))
+
+
+def _unavailable(device: torch.device) -> str | None:
+    if reason := LIBRARY.unavailable(device):
+        return reason
+    error = importlib.import_module("xformers._cpp_lib")._cpp_library_load_exception
+    if error is None:
+        return None
+    reason = str(error.__cause__ or error).partition("\n")[0]
+    return f"its compiled part cannot be loaded: {reason}"
+
+
+def _window_of_flash(call: AttentionCall) -> str | None:
+    if call.variant.window == (None, None) or call.cu_seqlens_q is not None:
+        return None
+    reason = _flash_only(call)
+    return None if reason is None else f"a window with {reason}"
+
+
+def _enough_keys(call: AttentionCall) -> str | None:
+    """Comparing lengths waits for the GPU."""
+    offsets_q, offsets_k = call.cu_seqlens_q, call.cu_seqlens_k
+    if offsets_q is None or offsets_k is None:
+        return None
+    if not call.is_causal and call.variant.window == (None, None):
+        return None
+    if bool((offsets_k.diff() >= offsets_q.diff()).all()):
+        return None
+    return "causal packed sequences with fewer keys than queries"
 
 
 def _aligned_mask(call: AttentionCall) -> str | None:
@@ -65,7 +105,9 @@ def _structure(call: AnyCall) -> object:
         raise NotImplementedError(reason)
     if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
         blocks = module.fmha.attn_bias.BlockDiagonalMask.from_seqlens(
-            call.cu_seqlens_q.diff().tolist(), call.cu_seqlens_k.diff().tolist()
+            call.cu_seqlens_q.diff().tolist(),
+            call.cu_seqlens_k.diff().tolist(),
+            device=call.query.device,
         )
         if left is not None:
             return blocks.make_local_attention_from_bottomright(left + 1)
@@ -93,7 +135,10 @@ def _bias(call: AnyCall) -> object:
     if mask.dtype == torch.bool:
         bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
         mask = bias.masked_fill_(~mask, -torch.inf)
-    return mask.to(dtype).expand(*call.query.shape[:3], call.key.shape[2])
+    mask = mask.to(dtype)
+    if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
+        mask = mask.clone(memory_format=torch.contiguous_format)
+    return mask.expand(*call.query.shape[:3], call.key.shape[2])
 
 
 def _grouped(call: Arguments, bias: object) -> tuple[Tensor, Tensor, Tensor, object]:
@@ -140,9 +185,12 @@ register(
             mask_alone,
             window_only_square,
             _causal_packed_window,
+            _window_of_flash,
+            _enough_keys,
         ),
         "xFormers' memory_efficient_attention",
         prepare=_prepare,
+        unavailable=_unavailable,
         features=("bottom-right", "window", "packed"),
         prefers_restated=True,
     )

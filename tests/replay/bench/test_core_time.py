@@ -12,6 +12,7 @@ from torch import Tensor
 
 from capture.call import AttentionCall
 from replay.bench.settings import Settings
+from replay.kernels.registry import ScaledCore
 from tests.replay.bench.small_kernels import (
     MakeCall,
     MakeWorkload,
@@ -74,6 +75,25 @@ def test_a_core_that_changes_the_inputs_spoils_nobody_elses(
     for name in ("changing", "clean"):
         assert rows[name].flags == ()
         assert rows[name].core_time_ms is not None
+
+
+def test_a_core_is_judged_by_the_product_with_its_scale(
+    make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
+) -> None:
+    def prepare(call: AttentionCall, scale: float) -> Callable[[], Tensor]:
+        return ScaledCore(lambda: sdpa(**call.arguments()) / 4, torch.tensor(scale))
+
+    rows = rows_of(
+        make_call(),
+        workload,
+        quick,
+        kernels("right", sdpa, prepare=partial(prepare, scale=4.0)),
+        kernels("wrong", sdpa, prepare=partial(prepare, scale=1.0)),
+    )
+    assert rows["right"].core_time_ms is not None
+    assert rows["right"].flags == ()
+    assert rows["wrong"].core_time_ms is None
+    assert rows["wrong"].flags[0].startswith("no core time: it is wrong")
 
 
 @pytest.mark.parametrize(

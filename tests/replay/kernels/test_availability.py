@@ -34,6 +34,7 @@ THIRD_PARTY = {
     "sage3": "sageattn3",
     "sparge": "spas_sage_attn",
     "xformers": "xformers",
+    "cudnn-fp8": "nvidia-cudnn-frontend",
     "te-flash": "transformer-engine",
     "te-fused": "transformer-engine",
     "te-unfused": "transformer-engine",
@@ -44,7 +45,7 @@ THIRD_PARTY = {
     "hub:kernels-community/flash-attn3": "kernels",
     "hub:kernels-community/sage_attention": "kernels",
 }
-QUANTISED = ("sage", "sparge", "fa3-fp8", "hub:kernels-community/sage")
+QUANTISED = ("sage", "sparge", "cudnn-fp8", "fa3-fp8", "hub:kernels-community/sage")
 
 
 def test_the_catalogue() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType, SimpleNamespace
@@ -76,15 +77,27 @@ def xformers(install: Install, formula: Formula) -> None:
         window_size: int | None = None
 
         @classmethod
-        def from_seqlens(cls, q_seqlen: list[int], kv_seqlen: list[int]) -> BlockDiagonalMask:
+        def from_seqlens(
+            cls,
+            q_seqlen: list[int],
+            kv_seqlen: list[int] | None = None,
+            *,
+            device: torch.device | None = None,
+        ) -> BlockDiagonalMask:
+            assert kv_seqlen is not None
+            assert device == torch.device("cpu"), "None is the first GPU"
             return cls(q_seqlen, kv_seqlen)
 
         def make_causal_from_bottomright(self) -> BlockDiagonalMask:
+            for queries, keys in zip(self.q_seqlen, self.kv_seqlen, strict=True):
+                if keys < queries:
+                    raise ValueError("Expected `num_keys >= num_queries`")
             return replace(self, causal=True)
 
         def make_local_attention_from_bottomright(self, window_size: int) -> BlockDiagonalMask:
             """Causal: the query beside key j sees the keys after j - window_size, up to j."""
-            return replace(self, causal=True, window_size=window_size)
+            assert window_size > 0
+            return replace(self.make_causal_from_bottomright(), window_size=window_size)
 
     def memory_efficient_attention(
         query: Tensor,
@@ -104,12 +117,15 @@ def xformers(install: Install, formula: Formula) -> None:
         from_bottom_right = isinstance(attn_bias, LowerTriangularFromBottomRightMask)
         window: tuple[int, int] = (-1, -1)
         if isinstance(attn_bias, LocalAttentionFromBottomRightMask):
+            assert query.dtype != torch.float32, "FlashAttention's alone"
+            assert query.shape[-1] == value.shape[-1] <= 256
             window = (attn_bias.window_left, attn_bias.window_right)
         if isinstance(attn_bias, Tensor):
             assert attn_bias.dtype == query.dtype
             heads = query.shape[2:-1]
             assert attn_bias.shape == (query.shape[0], *heads, query.shape[1], key.shape[1])
-            assert attn_bias.stride(-2) % 8 == 0
+            assert attn_bias.stride(-1) == 1
+            assert all(stride % 8 == 0 for stride in attn_bias.stride()[:-1])
             mask = attn_bias.flatten(1, -3).float()
         elif not isinstance(attn_bias, BlockDiagonalMask):
             assert causal or from_bottom_right or window != (-1, -1) or attn_bias is None
@@ -133,6 +149,7 @@ def xformers(install: Install, formula: Formula) -> None:
             output = formula(*flat, scale, is_causal, mask, top_left=causal, window=window)
         return output.transpose(1, 2).unflatten(2, query.shape[2:-1])
 
+    install("xformers._cpp_lib", _cpp_library_load_exception=None)
     install(
         "xformers.ops",
         version=("xformers", "0.0.35"),
@@ -164,6 +181,59 @@ def test_xformers_beyond_sdpa() -> None:
     assert catalogue()["xformers"].refuses(sideways) == reason
     with pytest.raises(NotImplementedError, match=reason):
         catalogue()["xformers"].attention(**sideways.arguments())
+
+
+@pytest.mark.usefixtures("xformers")
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": torch.float32}, "dtype float32: needs float16 or bfloat16"),
+        ({"v_head_dim": 64}, "value head_dim 64 differs from query head_dim 32"),
+        ({"head_dim": 264}, "head_dim 264: at most 256"),
+    ],
+)
+def test_windows_of_xformers_are_flash_attentions(changes: dict[str, Any], reason: str) -> None:
+    call = random_call(**{"dtype": torch.float16, **changes}, is_causal=True)
+    window = replace(call, variant=Variant(window=(3, None), bottom_right=True))
+    kernel = catalogue()["xformers"]
+    assert kernel.refuses(call) is None
+    assert kernel.refuses(window) == f"a window with {reason}"
+    with pytest.raises(AssertionError):
+        kernel.attention(**window.arguments())
+
+
+@pytest.mark.usefixtures("xformers")
+def test_xformers_has_no_causal_sequences_of_fewer_keys_than_queries() -> None:
+    call = LIBRARY_CALLS["packed, bottom right"]
+    kernel = catalogue()["xformers"]
+    assert kernel.refuses(call) is None
+    longer = replace(call, cu_seqlens_q=torch.tensor([0, 12, 16]).int())
+    assert kernel.refuses(longer) == "causal packed sequences with fewer keys than queries"
+    assert kernel.refuses(replace(longer, is_causal=False)) is None
+
+
+@pytest.mark.usefixtures("xformers")
+def test_parts_of_masks_are_copied_where_xformers_needs_aligned_rows() -> None:
+    query, key, value = (torch.randn(1, 2, length, 16) for length in (9, 16, 16))
+    mask = torch.randn(1, 2, 9, 19)[..., 2:18]
+    output = catalogue()["xformers"].attention(query, key, value, mask)
+    torch.testing.assert_close(output, catalogue()["eager"].attention(query, key, value, mask))
+
+
+@pytest.mark.usefixtures("xformers")
+def test_xformers_without_its_compiled_part(
+    gpu: Callable[[int, int], torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It can be imported then; nothing but this says why no call can run."""
+    kernel = catalogue()["xformers"]
+    device = gpu(9, 0)
+    assert kernel.unavailable(device) is None
+    error = Exception("xFormers can't load C++/CUDA extensions.\n  Please reinstall")
+    cause = "libcudart.so.12: cannot open shared object file: No such file or directory"
+    error.__cause__ = OSError(cause)
+    part = sys.modules["xformers._cpp_lib"]
+    monkeypatch.setattr(part, "_cpp_library_load_exception", error)
+    assert kernel.unavailable(device) == f"its compiled part cannot be loaded: {cause}"
 
 
 class DotProductAttention:

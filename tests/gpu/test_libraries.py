@@ -1,0 +1,79 @@
+"""Third-party kernels whose adapters are otherwise tested against stand-ins, with the libraries.
+
+A kernel that is not installed is skipped. `pytest tests/gpu/test_libraries.py -rs` says which.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from capture.call import AttentionCall
+from replay.accuracy.judge import Expected, judge
+from replay.kernels.registry import ScaledCore, find
+from replay.workloads.random_calls import Spec
+from tests.variant_calls import LIBRARY_CALLS
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+DEVICE = torch.device("cuda")
+NAMES = ("cudnn-fp8", "xformers", "fa2", "fa2-varlen", "fa2-kvcache")
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+def spec_call(spec: Spec) -> AttentionCall:
+    return spec.call(DEVICE, torch.Generator(DEVICE).manual_seed(0))
+
+
+def calls() -> dict[str, AttentionCall]:
+    """Plain calls, masks, and whatever a library may know beyond SDPA."""
+    found = {
+        str(spec): spec_call(spec)
+        for spec in (
+            Spec(2, 4, 4, 1024, 1024, 128, 128),
+            Spec(1, 8, 2, 777, 777, 64, 64, is_causal=True),
+            Spec(2, 4, 4, 130, 1000, 64, 64),
+            Spec(1, 4, 4, 300, 500, 96, 96, is_causal=True),
+            Spec(2, 8, 2, 1, 2048, 128, 128),
+        )
+    }
+    plain = found[str(Spec(2, 4, 4, 1024, 1024, 128, 128))]
+    some = torch.rand(1024, 1024, generator=torch.Generator().manual_seed(0)).to(DEVICE) < 0.7
+    found["bool mask"] = plain.with_tensors({"attn_mask": some})
+    bias = torch.randn(1, 4, 1024, 1032, device=DEVICE, dtype=plain.dtype)[..., 3:1027]
+    found["a part of a float mask"] = plain.with_tensors({"attn_mask": bias})
+    packed = {name: each.transpose(1, 2) for name, each in plain.tensors().items()}
+    found["a model's layout"] = plain.with_tensors(
+        {name: each.contiguous().transpose(1, 2) for name, each in packed.items()}
+    )
+    found["scale"] = replace(plain, scale=0.05)
+    return found | {name: each.to(DEVICE) for name, each in LIBRARY_CALLS.items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_calls(name: str) -> None:
+    kernel = find(name)
+    if reason := kernel.unavailable(DEVICE):
+        pytest.skip(reason)
+    wrong, ran = [], 0
+    for kind, call in calls().items():
+        if kernel.refuses(call) is not None:
+            continue
+        ran += 1
+        expected = Expected.of(call)
+        try:
+            outputs = {"drop-in": kernel.attention(**call.arguments())}
+            if kernel.prepare is not None:
+                core = kernel.prepare(call)
+                outputs["core"] = core.product() if isinstance(core, ScaledCore) else core()
+        except Exception as error:
+            wrong.append(f"{kind}: {type(error).__name__}: {error}")
+            continue
+        for which, output in outputs.items():
+            verdict = judge(output, expected, kernel.accuracy_class)
+            if not verdict.passed:
+                wrong.append(f"{kind}, {which}: {verdict.sentence}")
+    assert ran > 0
+    assert not wrong, "\n".join(wrong)
