@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.factories import random_call
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 OUT_OF_BOUNDS = f"{Path(__file__).parent / 'out_of_bounds.py'}:attention"
+REPOSITORY = Path(__file__).parents[2]
 STRICT = """
 [exact]
 rounding_factor = 1e-9
@@ -47,11 +49,22 @@ def reproduce(kernel: str, *others: str) -> str:
         cli.main(["reproduce", *call, "--max-seconds", "20", *others])
     assert ended.value.code == 0
     assert Path("bug/reproduce.py").is_file(), Path("bug/README.md").read_text()
-    command = [sys.executable, "-I", "bug/reproduce.py"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-s", "bug/reproduce.py"],
+        env=dict(os.environ, PYTHONPATH=_libraries()),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "FAILS" in done.stdout
     return Path("bug/reproduce.py").read_text()
+
+
+def _libraries() -> str:
+    """PYTHONPATH without this project, for libraries that were never installed."""
+    paths = map(Path, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    return os.pathsep.join(str(path) for path in paths if path.is_absolute() and path != REPOSITORY)
 
 
 LIBRARIES = ["fa2", "fa3", "sage1", "sage2", "flashinfer-fa2", "xformers"]
