@@ -54,10 +54,12 @@ def check_size(specs: list[Spec], device: torch.device, kernels: int) -> None:
 
 
 def _bytes_needed(spec: Spec) -> int:
-    call = spec.call("meta")
+    mask_rows = {"none": 0, "padding": spec.batch}.get(spec.mask, spec.q_len)
+    moved = flops.bytes_moved(spec.without_values()) + mask_rows * spec.kv_len
     output_elements = spec.batch * spec.q_heads * spec.q_len * spec.v_head_dim
-    return 3 * flops.bytes_moved(call) + output_elements * 8 * 2 + 2**30
+    return 3 * moved + output_elements * 8 * 2 + 2**30
 
 
 def _flops(spec: Spec) -> int:
-    return flops.flops(spec.call("meta"))
+    """Of all pairs that a mask might allow, as most kernels compute them all."""
+    return flops.flops(spec.without_values())

@@ -127,7 +127,7 @@ class LocalReferee:
         self.seed = seed
         self._errors_against = errors_against
         self._compare_stats = compare_stats
-        self._compared = compared
+        self.compared = compared
         self._expected = Expected.of(call)
         self._chosen: dict[str, Expected] = {}
         self._noise_floor: Errors | None = None
@@ -150,7 +150,7 @@ class LocalReferee:
         accuracy = Accuracy(
             reference=compare(output, reference) if is_sparse else verdict.errors,
             captured=None if captured is None else compare(output, captured),
-            kernel=None if self._compared is None else compare(output, self._compared),
+            kernel=None if self.compared is None else compare(output, self.compared),
             noise_floor=self._noise_floor,
             chosen=verdict.errors if is_sparse else None,
             where=verdict.where,
@@ -160,7 +160,7 @@ class LocalReferee:
         if not self._compare_stats:
             return judged
         against = {"reference": reference, "captured": captured}.get(
-            self._errors_against, self._compared
+            self._errors_against, self.compared
         )
         return replace(
             judged,

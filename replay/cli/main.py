@@ -105,7 +105,8 @@ def _dispatch(arguments: argparse.Namespace, given: list[str]) -> int:
     from replay.workers.process import Place, first_processes
 
     # PyTorch is imported by these and by this process at the same time.
-    with first_processes(arguments.timeout, Place(stopped=limit.stopped)) as first:
+    place = Place(stopped=limit.stopped)
+    with first_processes(arguments.timeout, place, arguments.device) as first:
         return _replay(arguments, metrics, first, limit)[0]
 
 

@@ -22,14 +22,30 @@ HEAD_DIM = WIDTH // HEADS
 class Norm(nn.Module):
     """RMSNorm in bfloat16 as model libraries write it out: eight launches and not one."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(WIDTH))
+        self.weight = _weight(WIDTH, device=device)
 
     def forward(self, token: Tensor) -> Tensor:
         wide = token.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
         return self.weight * normed.to(token.dtype)
+
+
+class Projection(nn.Module):
+    """`nn.Linear` without a bias, whose own weights are drawn: from the caller's random numbers,
+    or without values, for which PyTorch imports half a second of modules."""
+
+    def __init__(self, inputs: int, outputs: int, device: torch.device) -> None:
+        super().__init__()
+        self.weight = _weight(outputs, inputs, device=device)
+
+    def forward(self, token: Tensor) -> Tensor:
+        return F.linear(token, self.weight)
+
+
+def _weight(*size: int, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.full(size, 1 / WIDTH, device=device, dtype=torch.bfloat16))
 
 
 class RestOfLayer(nn.Module):
@@ -42,15 +58,11 @@ class RestOfLayer(nn.Module):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        with torch.device("meta"):  # nothing is drawn: the caller's random numbers stay as they are
-            self.norms = nn.ModuleList(Norm() for _ in range(2))
-            self.projections = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
-            self.gate = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
-            self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
-            self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
-        self.to_empty(device=device).to(torch.bfloat16)
-        for weight in self.parameters():
-            nn.init.constant_(weight, 1 / WIDTH)
+        self.norms = nn.ModuleList(Norm(device) for _ in range(2))
+        self.projections = nn.ModuleList(Projection(WIDTH, WIDTH, device) for _ in range(4))
+        self.gate = Projection(WIDTH, 2 * WIDTH, device)
+        self.up = Projection(WIDTH, 2 * WIDTH, device)
+        self.down = Projection(2 * WIDTH, WIDTH, device)
         ones = partial(torch.ones, device=device, dtype=torch.bfloat16)
         self.token = ones(1, 1, WIDTH)
         self.cosine, self.sine = ones(2, 1, 1, HEAD_DIM)

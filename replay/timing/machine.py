@@ -14,6 +14,11 @@ import torch
 from replay.rows.row import Machine
 
 
+def usual_device() -> str:
+    """Where a replay runs that is not told: on the GPU where there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def describe(device: torch.device) -> Machine:
     """Device and versions."""
     try:

@@ -107,9 +107,10 @@ class Workers:
 
     def close(self) -> None:
         """End all processes."""
-        self._judge.close()
+        self._judge.end()  # what it had on a GPU is freed while the others end
         for environment in self._environments.values():
             environment.close()
+        self._judge.close()
 
     def probe(self, kernels: Sequence[Kernel], device: torch.device) -> Findings:
         return {

@@ -64,6 +64,10 @@ class Judge:
         for _ in self._expecting:
             pass
 
+    def end(self) -> None:
+        """Have the process ended; `close` waits until it has."""
+        self._process.end()
+
     def close(self) -> None:
         """End the process."""
         self._process.close()

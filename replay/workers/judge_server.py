@@ -12,23 +12,26 @@ from safetensors.torch import load_file
 from capture.call import AttentionCall
 from replay.bench.referee import LocalReferee, Sample
 from replay.bench.settings import Settings
+from replay.timing.machine import usual_device
 from replay.workers.sources import workload_of
 from replay.workers.worker import Hear, Say
 
 _referees: dict[str, LocalReferee] = {}
-"""The last call's referee: a worker that died and begins again asks for the same."""
-
-_loaded: dict[str, AttentionCall] = {}
-"""The next call, by its workload."""
+"""The last call's referee, or the next one's: a worker that died and begins again asks for the
+same."""
 
 
 def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
-    """Answer `{"do": "expect", …}`, `{"do": "open", …}`, `{"do": "judge", …}` or
-    `{"do": "samples", …}`.
+    """Answer `{"do": "touch", …}`, `{"do": "expect", …}`, `{"do": "open", …}`,
+    `{"do": "judge", …}` or `{"do": "samples", …}`.
 
     Raises:
         DatasetError: the call cannot be read.
     """
+    if request["do"] == "touch":
+        _touch(request["device"] or usual_device())
+        say(works=True)
+        return
     settings = Settings.from_json(request["settings"])
     if request["do"] == "expect":
         say(expecting=True)
@@ -55,32 +58,44 @@ def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
         torch.cuda.empty_cache()  # the kernels need the memory next
 
 
+def _touch(device: str) -> None:
+    """Judge something tiny, so that what CUDA starts and loads at first use is there."""
+    query = torch.ones(1, 1, 1, 16, dtype=torch.bfloat16, device=device)
+    call = AttentionCall(query, query, query)
+    LocalReferee(call, seed=0).judge("", "exact", query, None)
+
+
 def _expect(request: dict[str, Any], settings: Settings) -> None:
-    """Load a call that will be opened, unless its referee is there already."""
-    if _key(request, settings) not in _referees:
+    """Compute the reference of a call that will be opened, unless it is there already."""
+    if settings.roofline:
+        return  # the worker measures what the device can do, alone on it
+    key = _key(request, settings)
+    if key not in _referees:
         _referees.clear()
-        _loaded.clear()
-        _loaded[json.dumps(request["workload"])] = _load(request, settings)
+        _referees[key] = _referee(request, settings)
 
 
 def _open(request: dict[str, Any], settings: Settings) -> None:
-    key, compared = _key(request, settings), None
-    if request["compared"]:
-        compared = load_file(request["compared"], device=str(settings.device))["output"]
-    if key not in _referees or compared is not None:
+    key = _key(request, settings)
+    if key not in _referees:
         _referees.clear()
-        expected = _loaded.pop(json.dumps(request["workload"]), None)
-        _loaded.clear()
-        with torch.no_grad():
-            _referees[key] = LocalReferee(
-                _load(request, settings) if expected is None else expected,
-                request["seed"],
-                settings.errors_against,
-                settings.compare_stats,
-                compared,
-                settings.tolerances,
-            )
-    _referees[key].seed = request["seed"]
+        _referees[key] = _referee(request, settings)
+    referee = _referees[key]
+    referee.seed, referee.compared = request["seed"], None
+    if request["compared"]:
+        referee.compared = load_file(request["compared"], device=str(settings.device))["output"]
+
+
+def _referee(request: dict[str, Any], settings: Settings) -> LocalReferee:
+    call = workload_of(request["workload"]).load(settings.device)
+    with torch.no_grad():
+        return LocalReferee(
+            call,
+            seed=0,
+            errors_against=settings.errors_against,
+            compare_stats=settings.compare_stats,
+            thresholds=settings.tolerances,
+        )
 
 
 def _key(request: dict[str, Any], settings: Settings) -> str:
@@ -88,7 +103,3 @@ def _key(request: dict[str, Any], settings: Settings) -> str:
     asked = settings.to_json()
     how = [asked[name] for name in ("errors_against", "compare_stats", "tolerances")]
     return json.dumps([request["workload"], *how])
-
-
-def _load(request: dict[str, Any], settings: Settings) -> AttentionCall:
-    return workload_of(request["workload"]).load(settings.device)

@@ -19,7 +19,7 @@ from replay.bench.guard import Guard
 from replay.bench.runner import Loaded, replay
 from replay.bench.settings import Settings, WorkerOptions
 from replay.kernels.registry import find
-from replay.timing.machine import available_bytes
+from replay.timing.machine import available_bytes, usual_device
 from replay.workers.remote_referee import RemoteReferee
 from replay.workers.sources import workload_of
 from replay.workers.worker import LEFTOVERS, Hear, Say
@@ -38,7 +38,8 @@ def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
         if request["do"] == "probe":
             _probe(request, say, guard)
         elif request["do"] == "touch":
-            torch.zeros(1, device=request["device"]).add_(1).item()
+            device = request["device"] or usual_device()
+            torch.zeros(1, device=device).add_(1).item()
             say(works=True)
         elif request["do"] == "call":
             _call(request, say, guard)

@@ -119,6 +119,8 @@ class Process:
         self._replies = -1
         self._selector: selectors.BaseSelector | None = None
         self._is_ready = False
+        self._is_preparing = False
+        """Whether it still answers what `start` was given."""
         self._unread = b""
         self._log = b""
         self._at = ""
@@ -142,6 +144,7 @@ class Process:
                 self.close()  # it died while nobody asked anything, which is nobody's fault now
             self.start()
             self._wait_until_ready()
+            self._wait_until_prepared()
             self._send(request)
             while True:
                 message = self._receive(self.timeout)
@@ -157,8 +160,12 @@ class Process:
             if not done:
                 self.close()
 
-    def start(self) -> None:
+    def start(self, **preparation: Any) -> None:
         """Start the child, if there is none; nobody waits until it has imported PyTorch.
+
+        Args:
+            preparation: a request for a new child, of which only the time it takes matters: nobody
+                hears what it answers.
 
         Raises:
             CannotStart: the interpreter does not run.
@@ -166,8 +173,13 @@ class Process:
         """
         if self._place.stopped.is_set():
             raise Stopped
-        if self._child is None:
-            self._start()
+        if self._child is not None:
+            return
+        self._start()
+        if preparation:
+            self._is_preparing = True
+            with contextlib.suppress(Died):  # whoever asks first starts another
+                self._send(preparation)
 
     def tell(self, **message: Any) -> None:
         """Answer a child that asked something in the middle of a request.
@@ -186,19 +198,25 @@ class Process:
         (reply,) = list(self.ask(**request))
         return reply
 
+    def end(self) -> None:
+        """Have the child ended, and everything it started; `close` waits until it has."""
+        if self._child is not None:
+            self._kill()
+
     def close(self) -> None:
         """End the child, whatever it is doing, and everything it started."""
+        self.end()
         if self._child is None:
             return
         assert self._child.stdout is not None
         assert self._selector is not None
-        self._kill()
         self._child.wait()
         self._selector.close()
         self._child.stdout.close()
         os.close(self._requests)
         os.close(self._replies)
         self._child, self._selector = None, None
+        self._is_preparing = False
         self._unread = self._log = b""
 
     def _start(self) -> None:
@@ -256,6 +274,15 @@ class Process:
         except Died as death:
             last = death.log.strip().splitlines()[-1:]
             raise CannotStart(": ".join([death.reason, *last])) from death
+
+    def _wait_until_prepared(self) -> None:
+        """Pass over what the child answers to its preparation; start another if it dies of that."""
+        try:
+            while self._is_preparing:
+                self._is_preparing = not self._receive(STARTING_SECONDS).get("done")
+        except Died:
+            self.start()
+            self._wait_until_ready()
 
     def _send(self, request: dict[str, Any]) -> None:
         unsent = json.dumps(request).encode() + b"\n"
@@ -351,10 +378,15 @@ def judge_process(timeout: float, place: Place | None = None) -> Process:
 
 
 @contextlib.contextmanager
-def first_processes(timeout: float, place: Place | None = None) -> Iterator[First]:
+def first_processes(
+    timeout: float, place: Place | None = None, device: str | None = None
+) -> Iterator[First]:
     """A worker of this Python and the judge, not waited for; both end with the `with` block.
 
     This module imports no torch: a command that has not imported it yet does so meanwhile.
+
+    Args:
+        device: what they will work on, which they start meanwhile; None for the usual one.
 
     Raises:
         CannotStart: the interpreter does not run.
@@ -363,7 +395,7 @@ def first_processes(timeout: float, place: Place | None = None) -> Iterator[Firs
     first = First(worker, judge_process(timeout, place))
     try:
         for process in first:
-            process.start()
+            process.start(do="touch", device=device)
         yield first
     finally:
         for process in first:

@@ -66,10 +66,7 @@ class Spec:
     def call(
         self, device: torch.device | str, generator: torch.Generator | None = None, name: str = ""
     ) -> AttentionCall:
-        """Make a call of this shape: contiguous (B, H, S, D).
-
-        On the `meta` device, it has sizes but no values.
-        """
+        """Make a call of this shape: contiguous (B, H, S, D)."""
 
         def normal(heads: int, length: int, dim: int) -> torch.Tensor:
             size = (self.batch, heads, length, dim)
@@ -95,6 +92,25 @@ class Spec:
             scale=self.scale,
             enable_gqa=self.q_heads != self.kv_heads,
             origin=Origin(model=name, weights=random_weights(self.distribution), phase="synthetic"),
+        )
+
+    def without_values(self) -> AttentionCall:
+        """Make a call of these sizes on the `meta` device, without its mask.
+
+        Random numbers are not drawn there: that imports much of PyTorch's compiler first, for a
+        second and a half.
+        """
+
+        def empty(heads: int, length: int, dim: int) -> torch.Tensor:
+            return torch.empty((self.batch, heads, length, dim), dtype=self.dtype, device="meta")
+
+        return AttentionCall(
+            empty(self.q_heads, self.q_len, self.head_dim),
+            empty(self.kv_heads, self.kv_len, self.head_dim),
+            empty(self.kv_heads, self.kv_len, self.v_head_dim),
+            is_causal=self.is_causal,
+            scale=self.scale,
+            enable_gqa=self.q_heads != self.kv_heads,
         )
 
     @property

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from replay.bench import feasibility
 from replay.bench.feasibility import check_size
 from replay.workloads.random_calls import ShapeError, suite
+from replay.workloads.random_masks import MASKS
 
 CPU = torch.device("cpu")
 
@@ -35,3 +38,17 @@ def test_a_shape_too_large_is_refused_with_one_that_fits(monkeypatch: pytest.Mon
     machine(0.5, 1e18)
     with pytest.raises(ShapeError, match="even the shortest, 1024 long, does not fit"):
         check_size(specs, CPU, kernels=4)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_mask_counts_what_it_takes(monkeypatch: pytest.MonkeyPatch, mask: str) -> None:
+    """A mask of 2 ** 32 pairs takes 4 GiB, three times over, beside 1 GiB for all the rest."""
+    spec = replace(suite("sage", "float16")[0], q_len=2**16, kv_len=2**16, mask=mask, batch=1)
+    spec = replace(spec, q_heads=1, kv_heads=1)
+    monkeypatch.setattr(feasibility, "available_bytes", lambda device: 8 * 2**30)
+    monkeypatch.setattr(feasibility, "cpu_flops_per_second", lambda: 1e18)
+    if mask in ("none", "padding"):  # of padding, one row of keys is all there is
+        check_size([spec], CPU, kernels=1)
+        return
+    with pytest.raises(ShapeError, match="does not fit"):
+        check_size([spec], CPU, kernels=1)

@@ -84,7 +84,7 @@ def test_every_run_is_compared_with_the_one_before(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A failure of the command itself is a sentence, and the watching goes on."""
-    monkeypatch.setattr(process, "first_processes", lambda timeout: _nothing())
+    monkeypatch.setattr(process, "first_processes", lambda timeout, device: _nothing())
     monkeypatch.setattr(Files, "wait", lambda self: ["mine.py"])
     runs: Iterator[list[Row] | Exception] = iter(
         [
@@ -102,7 +102,7 @@ def test_every_run_is_compared_with_the_one_before(
             raise found
         return found
 
-    arguments = argparse.Namespace(kernels="mine.py:f", timeout=1.0)
+    arguments = argparse.Namespace(kernels="mine.py:f", timeout=1.0, device=None)
     with pytest.raises(KeyboardInterrupt):
         watch.watch(arguments, replay)
     printed = capsys.readouterr()
@@ -114,14 +114,14 @@ def test_every_run_is_compared_with_the_one_before(
 
 def test_wrong_arguments_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """No change of the kernel's file would make them right."""
-    monkeypatch.setattr(process, "first_processes", lambda timeout: _nothing())
+    monkeypatch.setattr(process, "first_processes", lambda timeout, device: _nothing())
     monkeypatch.setattr(Files, "wait", lambda self: pytest.fail("waits for a change"))
 
     def replay(first: process.First) -> list[Row]:
         raise Error("nowhere: no such directory")
 
     with pytest.raises(Error, match="no such directory"):
-        watch.watch(argparse.Namespace(kernels="mine.py:f", timeout=1.0), replay)
+        watch.watch(argparse.Namespace(kernels="mine.py:f", timeout=1.0, device=None), replay)
 
 
 class _nothing:

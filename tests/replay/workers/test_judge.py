@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -220,6 +221,19 @@ def test_a_call_that_is_expected_is_loaded_once(
         output = scaled_dot_product_attention(**CALL.load(torch.device("cpu")).arguments())
         assert court(settings()).judge("mine", "exact", output, None).finding.status == "ok"
     assert loaded == ["call"]
+
+
+@pytest.mark.parametrize("roofline", [False, True])
+def test_the_reference_is_there_before_it_is_asked_for_unless_it_would_disturb(
+    monkeypatch: pytest.MonkeyPatch, roofline: bool
+) -> None:
+    """Of the device's own peak, which a worker measures as it loads a call."""
+    monkeypatch.setattr(judge_server, "workload_of", lambda source: CALL)
+    monkeypatch.setattr(judge_server, "_referees", {})
+    wanted = replace(settings(), roofline=roofline).to_json()
+    request = {"do": "expect", "workload": CALL.source, "settings": wanted}
+    judge_server.handle(request, lambda **answer: None, dict)
+    assert len(judge_server._referees) == (not roofline)
 
 
 def test_what_goes_wrong_with_an_expected_call_is_said_when_it_is_opened() -> None:

@@ -615,6 +615,36 @@ def test_a_worker_is_usable_or_not() -> None:
         environment.close()
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda:7", "no such device", None])
+def test_whatever_comes_of_a_preparation_nobody_hears_of_it(device: str | None) -> None:
+    for process in (Process(sys.executable, 60), judge_process(60)):
+        process.start(do="touch", device=device)
+        child = process._child
+        try:
+            answers = list(process.ask(do="touch", device="cpu"))
+            assert answers == [{"works": True}]
+            assert process._child is child
+        finally:
+            process.close()
+
+
+def test_a_worker_that_dies_of_its_preparation_is_replaced() -> None:
+    process = Process(sys.executable, 60)
+    request = {
+        "workload": synthetic_workload("a", "b", Spec(1, 1, 1, 4, 4, 8, 8), 0).source,
+        "kernels": [f"{BAD}:segfault"],
+        "settings": Settings(torch.device("cpu"), "warm").to_json(),
+    }
+    process.start(do="call", **request)
+    child = process._child
+    try:
+        assert process.answer(do="touch", device="cpu") == {"works": True}
+        assert child is not None
+        assert process._child is not child
+    finally:
+        process.close()
+
+
 def test_what_waits_for_a_worker_can_be_stopped() -> None:
     place = Place()
     process = Process(sys.executable, 600, place=place)

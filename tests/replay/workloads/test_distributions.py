@@ -123,10 +123,3 @@ def test_a_scale_is_the_calls() -> None:
     call = Spec(**{**vars(SPEC), "scale": 0.5}).call("cpu")
     assert (call.scale, call.softmax_scale) == (0.5, 0.5)
     assert SPEC.call("cpu").softmax_scale == pytest.approx(1 / math.sqrt(64))
-
-
-@pytest.mark.parametrize("name", DISTRIBUTIONS)
-def test_sizes_can_be_known_without_values(name: str) -> None:
-    call = Spec(**{**vars(SPEC), "distribution": name, "mask": "padding"}).call("meta")
-    assert call.query.is_meta
-    assert call.shape == SPEC.call("meta").shape

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from replay.cli.arguments import SUITES as SUITE_NAMES
+from replay.timing.flops import bytes_moved, flops
 from replay.workloads.random_calls import SUITES, ShapeError, Spec, suite, workloads
 
 CPU = torch.device("cpu")
@@ -75,7 +76,15 @@ def test_a_call_has_the_shape_it_was_asked_for() -> None:
     assert (call.dtype, call.is_causal, call.enable_gqa) == (torch.float16, True, True)
     assert (call.origin.model, call.origin.phase) == ("mine", "synthetic")
     assert not replace(SMALL, kv_heads=4).call("cpu").enable_gqa
-    assert SMALL.call("meta").query.is_meta
+
+
+def test_sizes_are_known_without_values() -> None:
+    spec = replace(SMALL, is_causal=True, dtype=torch.float16, scale=0.5)
+    call, sizes = spec.call("cpu"), spec.without_values()
+    assert sizes.query.is_meta
+    assert sizes.shape == call.shape
+    assert flops(sizes) == flops(call)
+    assert bytes_moved(sizes) == bytes_moved(call)
 
 
 def test_values_are_standard_normal() -> None:
