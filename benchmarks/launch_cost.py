@@ -1,0 +1,155 @@
+"""Measures what a call of each kernel costs the host (needs a GPU; a minute, mostly compiling).
+
+    python -m benchmarks.launch_cost [--out FILE]
+
+Small calls, so that the GPU is never waited for. `back to back` is the time of a call in a loop of
+calls; `among other work` that of one call behind a layer's worth of other PyTorch calls, as in a
+model, where the processor's caches hold other things. Kernels take turns in shuffled rounds. Where
+a kernel has a core, another line has its time. Writes `benchmarks/results/launch_cost.csv`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import results
+from capture.call import AttentionCall
+from replay.kernels.adapters.triton_decode import paged
+from replay.kernels.registry import select
+from replay.timing.machine import describe
+from replay.workloads.random_calls import Spec
+
+PEERS = "torch-default,torch-flash,torch-cudnn"
+PREFILL = f"{PEERS},triton-fa2,triton-fa3,triton-sage,triton-fp8,triton-sage-fp8"
+DECODE = f"{PEERS},triton-decode"
+ROUNDS, IN_A_ROW = 40, 20
+COLUMNS = (
+    "call",
+    "kernel",
+    "part",
+    "back to back, µs",
+    "among other work, µs",
+    "machine.device",
+    "machine.torch",
+    "machine.triton",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=results.DIRECTORY / "launch_cost.csv")
+    arguments = parser.parse_args()
+    device = torch.device("cuda")
+    machine = describe(device)
+    lines: list[dict[str, Any]] = []
+    for name, (names, call) in calls(device).items():
+        parts: dict[tuple[str, str], Callable[[], Tensor]] = {}
+        for kernel in select(names)[0]:
+            if kernel.unavailable(device) is not None or kernel.refuses(call) is not None:
+                continue
+            given = call.arguments()
+            parts[kernel.name, "drop-in"] = lambda run=kernel.attention, given=given: run(**given)
+            if kernel.prepare is not None:
+                parts[kernel.name, "core"] = kernel.prepare(call)
+        for (kernel_name, part), (alone, among) in measure(parts, Layer(device)).items():
+            lines.append(
+                {
+                    "call": name,
+                    "kernel": kernel_name,
+                    "part": part,
+                    "back to back, µs": alone,
+                    "among other work, µs": among,
+                    "machine.device": machine.device,
+                    "machine.torch": machine.torch,
+                    "machine.triton": machine.triton,
+                }
+            )
+            print(f"{name:24} {kernel_name:24} {part:8} {alone:6.1f} µs, {among:6.1f}", flush=True)
+        results.write_lines(lines, COLUMNS, arguments.out)  # now, in case the run is interrupted
+
+
+def calls(device: torch.device) -> dict[str, tuple[str, AttentionCall]]:
+    """Prefill, decode, lengths of keys, and keys in pages, each with the kernels for it."""
+    generator = torch.Generator(device).manual_seed(0)
+    prefill = Spec(1, 8, 2, 256, 256, 128, 128, is_causal=True).call(device, generator)
+    long = Spec(1, 32, 32, 1, 2048, 128, 128).call(device, generator)
+    decode = Spec(1, 8, 2, 1, 512, 128, 128).call(device, generator)
+    lengths = torch.full((1,), decode.shape.kv_len, dtype=torch.int32, device=device)
+    cache = paged(decode, 64)[0]
+    pages = replace(
+        decode,
+        key=cache.key_pages.transpose(1, 2),
+        value=cache.value_pages.transpose(1, 2),
+        page_table=cache.block_table,
+        seqused_k=cache.lengths,
+    )
+    return {
+        "1×8/2×256×128 causal": (PREFILL, prefill),
+        "1×8/2×1/512×128": (f"{DECODE},triton-sparse-decode", decode),
+        "1×32×1/2048×128": (DECODE, long),
+        "1×8/2×1/512×128 lengths": (
+            "triton-decode,triton-varlen",
+            replace(decode, seqused_k=lengths),
+        ),
+        "1×8/2×1/512×128 pages": ("triton-paged-decode", pages),
+    }
+
+
+class Layer:
+    """A transformer layer without attention, on a few numbers."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._x = torch.randn(1, 1, 64, device=device, dtype=torch.bfloat16)
+        self._linear = torch.nn.Linear(64, 64, device=device, dtype=torch.bfloat16)
+        self._norm = torch.nn.RMSNorm(64, device=device, dtype=torch.bfloat16)
+
+    def __call__(self) -> None:
+        x = self._norm(self._x)
+        query, key, value = (self._linear(x) for _ in range(3))
+        query, key = (torch.cat((-y[..., 32:], y[..., :32]), -1) * y + y for y in (query, key))
+        x = self._norm(self._linear(query + key + value) + x)
+        self._linear(torch.nn.functional.silu(self._linear(x)) * self._linear(x))
+
+
+def measure(
+    parts: dict[tuple[str, str], Callable[[], Tensor]], layer: Callable[[], None]
+) -> dict[tuple[str, str], tuple[float, float]]:
+    """Median µs of a call back to back, and among other work."""
+    for run in parts.values():
+        for _ in range(3):
+            run()
+    alone: dict[tuple[str, str], list[float]] = {part: [] for part in parts}
+    among: dict[tuple[str, str], list[float]] = {part: [] for part in parts}
+    order, shuffle = list(parts), random.Random(0)
+    for _ in range(ROUNDS):
+        shuffle.shuffle(order)
+        for part in order:
+            run = parts[part]
+            torch.cuda.synchronize()
+            began = time.perf_counter_ns()
+            for _ in range(IN_A_ROW):
+                run()
+            alone[part].append((time.perf_counter_ns() - began) / IN_A_ROW / 1000)
+            torch.cuda.synchronize()
+            layer()
+            began = time.perf_counter_ns()
+            run()
+            among[part].append((time.perf_counter_ns() - began) / 1000)
+    return {
+        part: (statistics.median(alone[part]), statistics.median(among[part])) for part in parts
+    }
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        main()
