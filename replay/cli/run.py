@@ -179,7 +179,8 @@ def _measured(
             def is_in_time(call: Workload, pace: Pace = pace) -> bool:
                 return limit.allows(pace.expected[call.name] * (pace.scale or 1.0))
 
-            schedule = Schedule(part.calls, part.tiers, is_in_time)
+            expected = [pace.expected[call.name] for call in part.calls]
+            schedule = Schedule(part.calls, part.tiers, is_in_time, expected)
             with shown_progress(pace, quiet=quiet) as report:
                 try:
                     yield from where.replay(schedule, part.assigned, settings, report)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 from replay.workloads.outline import outline
 from replay.workloads.recorded import Workload
@@ -16,13 +16,15 @@ class Schedule:
     """Gives out calls one at a time.
 
     Whoever has had a call of some form gets the others of that form, as long as there are some: its
-    kernels are compiled for it. Else it gets one of a form that nobody has had, or of the form with
-    the most calls left.
+    kernels are compiled for it. Else it gets one of a form that nobody has had, or of the form of
+    which most is left. Long calls come before short ones, so that all takers end at about the same
+    time.
 
     Args:
         calls: the first of which are given out first, where that is all the same.
         tiers: of each call; none is given out before those of a lower tier.
         is_in_time: whether a call may still begin; one that may not is left out.
+        seconds: that each call may take; all the same if not given.
     """
 
     def __init__(
@@ -30,6 +32,7 @@ class Schedule:
         calls: Sequence[Workload],
         tiers: Sequence[int] | None = None,
         is_in_time: Callable[[Workload], bool] = lambda workload: True,
+        seconds: Sequence[float] | None = None,
     ) -> None:
         self.calls = list(calls)
         self.left_out: list[Workload] = []
@@ -37,6 +40,7 @@ class Schedule:
         self._is_in_time = is_in_time
         self._forms = [outline(call).form for call in calls]
         self._tiers = [0] * len(calls) if tiers is None else list(tiers)
+        self._seconds = [1.0] * len(calls) if seconds is None else list(seconds)
         self._waiting: dict[int, dict[Form, list[int]]] = {}
         """Places among the calls, by tier and form; nothing is empty."""
         for place in range(len(calls)):
@@ -90,14 +94,19 @@ class Schedule:
             able = (each for each in forms[form] if taker not in self._refused.get(each, ()))
             return next(able, None)
 
+        def longest(forms: Iterable[Form]) -> int | None:
+            """Of the calls that come first in their forms."""
+            able = (place for form in forms if (place := first(form)) is not None)
+            return min(able, key=lambda place: (-self._seconds[place], place), default=None)
+
+        def left(form: Form) -> float:
+            return sum(self._seconds[place] for place in forms[form])
+
         for _, forms in sorted(self._waiting.items()):
-            found = [place for form in own & forms.keys() if (place := first(form)) is not None]
-            if found:
-                return min(found)
-            for form in forms:
-                if form not in self._begun and (place := first(form)) is not None:
+            for some in (own & forms.keys(), forms.keys() - self._begun):
+                if (place := longest(some)) is not None:
                     return place
-            for form in sorted(forms, key=lambda form: -len(forms[form])):
+            for form in sorted(forms, key=left, reverse=True):
                 if (place := first(form)) is not None:
                     return place
         return None

@@ -52,6 +52,18 @@ def test_who_is_ready_for_a_form_gets_it() -> None:
     assert taken(schedule, "ab") == ["1:512", "0:64"]
 
 
+def test_long_calls_come_before_short_ones() -> None:
+    schedule = Schedule(calls([64, 64, 512, 512, 4096]), seconds=[1, 1, 3, 3, 2])
+    schedule.prefer(schedule.calls[0], "a")
+    schedule.prefer(schedule.calls[2], "a")
+    assert taken(schedule, "abab") == ["2:512", "4:4096", "3:512", "0:64"]
+
+
+def test_a_taker_helps_with_the_form_that_takes_longest() -> None:
+    schedule = Schedule(calls([64, 64, 64, 512, 512]), seconds=[1, 1, 1, 5, 5])
+    assert taken(schedule, "abc") == ["3:512", "0:64", "4:512"]
+
+
 def test_a_lower_tier_comes_first() -> None:
     schedule = Schedule(calls([64, 64, 512, 512]), tiers=[0, 1, 0, 1])
     assert taken(schedule, "aaaa") == ["0:64", "2:512", "1:64", "3:512"]
