@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import os
+from itertools import accumulate, cycle
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from replay.timing.machine import core_siblings, describe, physical_cores, usable_cpus
+from replay.timing import machine
+from replay.timing.machine import (
+    core_siblings,
+    cpu_flops_per_second,
+    describe,
+    physical_cores,
+    usable_cpus,
+)
 
 
 def test_hardware_threads_are_no_cores(tmp_path: Path) -> None:
@@ -31,3 +40,19 @@ def test_the_machine_says_what_may_be_used(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: 12)
     assert usable_cpus() == 12
+
+
+def test_what_else_a_processor_does_is_not_in_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of three products lose their time slice; threads would wait for the one that does."""
+    before = torch.get_num_threads()
+    threads: list[int] = []
+    clock = accumulate(cycle([0.016, 0.016, 0.001]))
+
+    def perf_counter() -> float:
+        threads.append(torch.get_num_threads())
+        return next(clock)
+
+    monkeypatch.setattr(machine, "time", SimpleNamespace(perf_counter=perf_counter))
+    assert cpu_flops_per_second() == pytest.approx(before * 2 * 512**3 / 0.001)
+    assert set(threads) == {1}
+    assert torch.get_num_threads() == before
