@@ -234,6 +234,7 @@ class Process:
                 pass_fds=(child_reads, child_writes),
                 # What it printed, and where it was, must be out before it dies.
                 env={
+                    "TRITON_CACHE_DIR": _triton_cache(),
                     **os.environ,
                     "PYTHONUNBUFFERED": "1",
                     "PYTHONFAULTHANDLER": "1",
@@ -400,6 +401,16 @@ def first_processes(
     finally:
         for process in first:
             process.close()
+
+
+def _triton_cache() -> str:
+    """Where Triton keeps what it compiled, unless told otherwise.
+
+    `torch.compile` sets another directory for the rest of its process: kernels would be compiled
+    again depending on which of them came before it.
+    """
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
+    return os.path.join(home, ".triton", "cache")
 
 
 def _how_it_ended(code: int | None) -> str:

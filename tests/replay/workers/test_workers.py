@@ -572,9 +572,8 @@ def test_workers_can_start_before_this_process_imports_torch() -> None:
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
-def test_only_the_judge_waits_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How a kernel's threads wait is part of what is timed."""
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+def environments_of(monkeypatch: pytest.MonkeyPatch, *processes: Process) -> list[dict[str, str]]:
+    """What processes would be started with."""
     started: list[dict[str, str]] = []
 
     def popen(*_: object, env: dict[str, str], **__: object) -> None:
@@ -582,10 +581,28 @@ def test_only_the_judge_waits_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError("enough")
 
     monkeypatch.setattr(subprocess, "Popen", popen)
-    for process in (Process(sys.executable, 1.0), judge_process(1.0)):
+    for process in processes:
         with pytest.raises(CannotStart):
             process.start()
-    assert [env.get("OMP_WAIT_POLICY") for env in started] == [None, "PASSIVE"]
+    return started
+
+
+def test_only_the_judge_waits_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How a kernel's threads wait is part of what is timed."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    both = environments_of(monkeypatch, Process(sys.executable, 1.0), judge_process(1.0))
+    assert [env.get("OMP_WAIT_POLICY") for env in both] == [None, "PASSIVE"]
+
+
+def test_torch_compile_does_not_move_tritons_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does where the variable is not set: kernels that come after it are compiled again."""
+    knobs = pytest.importorskip("triton.knobs", reason="an older Triton")
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    (worker,) = environments_of(monkeypatch, Process(sys.executable, 1.0))
+    assert worker["TRITON_CACHE_DIR"] == knobs.cache.dir
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
+    (worker,) = environments_of(monkeypatch, Process(sys.executable, 1.0))
+    assert worker["TRITON_CACHE_DIR"] == "/elsewhere"
 
 
 def test_a_worker_runs_where_it_is_placed() -> None:
