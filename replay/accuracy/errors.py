@@ -44,8 +44,9 @@ class RowErrors:
     """What an output and a reference have in common, row by row."""
 
     sums: Tensor
-    """(6, B, H, S) in float64: of output · reference, output², reference², |reference|, error² and
-    |error|. A head's figures and those of the whole output follow from them."""
+    """(7, B, H, S) in float64: of output · reference, output², reference², |reference|, error²,
+    |error| and error · reference. A head's figures and those of the whole output follow from
+    them."""
     elements: int
     max_abs: float
     nan_count: int
@@ -58,6 +59,16 @@ class RowErrors:
         return self.sums[4].sqrt()
 
     @property
+    def along(self) -> Tensor:
+        """(B, H, S): (output - reference) · reference of each row."""
+        return self.sums[6]
+
+    @property
+    def reference_lengths(self) -> Tensor:
+        """(B, H, S): ‖reference‖ of each row."""
+        return self.sums[2].sqrt()
+
+    @property
     def head_errors(self) -> Tensor:
         """(B, H): relative L1 of each head."""
         return _relative_l1s(self.sums.sum(dim=3))
@@ -67,7 +78,7 @@ class RowErrors:
         row_cosines = cosines(*self.sums[:3])
         head_sums, head_errors = self.sums.sum(dim=3), self.head_errors
         sums = head_sums.sum(dim=(1, 2))
-        mse, mae = (sums[4:] / self.elements).tolist()
+        mse, mae = (sums[4:6] / self.elements).tolist()
         batch, head, query = _position_of_lowest(row_cosines)
         worst_head = _position_of_lowest(-head_errors)
         lowest, p1, p10 = _percentiles(row_cosines, (0, 1, 10))
@@ -115,7 +126,7 @@ class RowErrors:
 def row_errors(output: Tensor, reference: Tensor) -> RowErrors:
     """Compare `output` with `reference` row by row; see `compare`."""
     check_comparable(output, reference)
-    sums = torch.empty((6, *output.shape[:3]), dtype=torch.float64, device=output.device)
+    sums = torch.empty((7, *output.shape[:3]), dtype=torch.float64, device=output.device)
     max_abs = torch.zeros((), dtype=torch.float64, device=output.device)
     nan_count = inf_count = mismatched = 0
     for rows, part, expected in chunks(output, reference):
@@ -129,6 +140,7 @@ def row_errors(output: Tensor, reference: Tensor) -> RowErrors:
         sums[2, :, :, rows] = expected.square().sum(-1)
         sums[3, :, :, rows] = expected.abs().sum(-1)
         sums[4, :, :, rows] = error.square().sum(-1)
+        sums[6, :, :, rows] = (error * expected).sum(-1)
         sums[5, :, :, rows] = error.abs_().sum(-1)
         max_abs = torch.maximum(max_abs, error.amax())
     return RowErrors(sums, output.numel(), float(max_abs), nan_count, inf_count, mismatched)
@@ -194,7 +206,7 @@ def cosines(dot: Tensor, output_square: Tensor, reference_square: Tensor) -> Ten
 
 
 def _relative_l1s(sums: Tensor) -> Tensor:
-    """Relative L1 from the sums (6, …) of `RowErrors`: 0 for zero against zero."""
+    """Relative L1 from the sums (7, …) of `RowErrors`: 0 for zero against zero."""
     magnitude, error = sums[3], sums[5]
     return (error / magnitude).masked_fill((error == 0) & (magnitude == 0), 0.0)
 

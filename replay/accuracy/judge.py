@@ -87,7 +87,8 @@ def judge(
     2 · max|O_same_dtype - reference| + rounding, the rule of FlashAttention's own tests. That hides
     a lost row among larger ones, so every row must also have ‖o - reference‖ ≤ (4 + 2e) · noise:
     the row's own rounding noise (`replay.accuracy.tolerance.rounding_noise`), and e the same-dtype
-    error, in the same units, of the worst row of its head.
+    error, in the same units, of the worst row of its head. What the rows of a head err by in common
+    is limited further, since rounding errs by chance (`RowTolerance.bias_limits`).
 
     `sparse` (it attends to keys it chose): the same rule for what attention to those keys
     gives. How far that is from attention to all keys is recorded, for the user to judge.
@@ -116,7 +117,8 @@ def judge(
         passed, sentence = _judge_largest(errors, expected.tolerance, factors)
         if expected.tolerance.rows is not None:
             rows_passed, rows = _judge_rows(found, expected.tolerance.rows, factors)
-            passed, sentence = passed and rows_passed, f"{sentence}; {rows}"
+            bias = _bias(found, expected.tolerance.rows, factors) if rows_passed else ""
+            passed, sentence = passed and rows_passed and not bias, f"{sentence}; {rows}{bias}"
         if accuracy_class == "sparse":
             sentence = f"on the keys it chose, {sentence}"
     return Verdict(passed, sentence, errors, found.where())
@@ -149,6 +151,24 @@ def _judge_rows(
         f"worst row (batch {batch}, head {head}, query {query}): error {length:.2g} "
         f"{_within(passed)} {limit:.2g} = ({factors.rounding_factor:g} + "
         f"{factors.same_dtype_factor:g} × {eager:.2g} of same-dtype eager) × {noise:.2g} (rounding)"
+    )
+
+
+def _bias(found: RowErrors, allowed: RowTolerance, factors: ExactThresholds) -> str:
+    """What the rows of a head err by in common, where that is more than rounding; else empty."""
+    lengths = found.reference_lengths
+    limits = allowed.bias_limits(lengths, factors)
+    known = (allowed.noise.to(lengths.device) * lengths).isfinite() & found.along.isfinite()
+    biases = found.along.masked_fill(~known, 0.0).sum(-1)
+    place, bias, limit = _worst(biases.abs(), limits)
+    if not bias > limit:
+        return ""
+    batch, head = place
+    unit = float(lengths[batch, head].masked_fill(~known[batch, head], 0.0).square().sum())
+    size = "long" if biases[place] > 0 else "short"
+    return (
+        f"; the rows of batch {batch}, head {head} err alike: together {bias / unit:.2%} too "
+        f"{size}, where rounding is within {limit / unit:.2%}"
     )
 
 

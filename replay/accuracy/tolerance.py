@@ -20,6 +20,11 @@ from replay.accuracy.thresholds import ExactThresholds
 ROWS_OF_A_HEAD = 32
 """A head with fewer rows is no sample: the worst eager row is then that of all heads."""
 
+SHARED_NOISE = 0.25
+"""Of its rounding noise, what a row may have in common with others: four times that is one rounding
+of each. A GPU's matrix units cut sums off at 24 bits where others round, after every 16 keys: of
+128k keys, half a rounding in float16, and a sixteenth in bfloat16."""
+
 
 @dataclass(frozen=True)
 class RowTolerance:
@@ -29,11 +34,35 @@ class RowTolerance:
     """(B, Hq, Sq) in float64: see `rounding_noise`. NaN or infinite where nothing can be said."""
     eager: Tensor = field(repr=False)
     """(B, Hq, 1): the same-dtype error of a head's worst row, in units of its `noise`."""
+    eager_bias: Tensor = field(repr=False)
+    """(B, Hq, 1): the part of the same-dtype error that a head's rows have in common, in units of
+    their mean `noise`: see `bias_limits`."""
 
     def limits(self, thresholds: ExactThresholds) -> Tensor:
         """(B, Hq, Sq): the largest ‖output - reference‖ of each row."""
         factors = thresholds.rounding_factor + thresholds.same_dtype_factor * self.eager
         return self.noise * factors
+
+    def bias_limits(self, lengths: Tensor, thresholds: ExactThresholds) -> Tensor:
+        """(B, Hq): the largest |Σ (output - reference) · reference| over the rows of each head.
+
+        Where a kernel computes another attention in every row, say with one key too many, it grows
+        with their number n. Rounding errors are independent: of rows at their `limits` it grows
+        with √n. What rounding has in common is a share of the noise (`SHARED_NOISE`), or what eager
+        attention shows.
+
+        Args:
+            lengths: (B, Hq, S), ‖reference‖ of each row.
+        """
+        limits, noise = (
+            (each.to(lengths.device) * lengths).nan_to_num(0.0, 0.0)
+            for each in (self.limits(thresholds), self.noise)
+        )
+        eager_bias = self.eager_bias[..., 0].to(lengths.device)
+        shared = (
+            thresholds.rounding_factor * SHARED_NOISE + thresholds.same_dtype_factor * eager_bias
+        )
+        return torch.linalg.vector_norm(limits, dim=-1) + shared * noise.sum(-1)
 
 
 @dataclass(frozen=True)
@@ -76,25 +105,31 @@ def tolerance(
     check_comparable(same_dtype_output, reference)
     same_dtype_error = rounding = 0.0
     noise = torch.empty(reference.shape[:3], dtype=torch.float64, device=reference.device)
-    eager = torch.empty_like(noise)
+    eager, along, weight = (torch.empty_like(noise) for _ in range(3))
     for rows, part, expected in chunks(same_dtype_output, reference):
         error = part - expected
         rounded = expected.to(call.dtype).to(torch.float64)
         same_dtype_error = max(same_dtype_error, _largest_finite(error))
         rounding = max(rounding, _largest_finite(rounded - expected))
         eager[:, :, rows] = torch.linalg.vector_norm(error, dim=-1)
+        along[:, :, rows] = (error * expected).sum(-1)
         lengths = torch.linalg.vector_norm(expected, dim=-1)
+        weight[:, :, rows] = lengths
         noise[:, :, rows] = rounding_noise(lengths, spread[:, :, rows], call, reference.shape[3])
     if call.dtype.itemsize >= 4:
         terms = _terms_of_a_sum(call)
         noise *= terms
         rounding += torch.finfo(call.dtype).eps / 2 * _largest_finite(call.value) * terms
     eager /= noise
-    by_head = eager.masked_fill_(~eager.isfinite(), 0.0).amax(dim=2, keepdim=True)
+    worst = eager.masked_fill_(~eager.isfinite(), 0.0).amax(dim=2, keepdim=True)
+    weight *= noise
+    known = along.isfinite() & weight.isfinite()
+    along, weight = (each.masked_fill_(~known, 0.0).sum(2, True) for each in (along, weight))
+    bias = (along.abs() / weight).nan_to_num(0.0, 0.0)
     if eager.shape[2] < ROWS_OF_A_HEAD:
-        by_head = by_head.amax().expand_as(by_head)
+        worst, bias = (each.amax().expand_as(each) for each in (worst, bias))
     per_element = _largest_finite(noise) / math.sqrt(reference.shape[3])
-    return Tolerance(same_dtype_error, rounding, per_element, RowTolerance(noise, by_head))
+    return Tolerance(same_dtype_error, rounding, per_element, RowTolerance(noise, worst, bias))
 
 
 def rounding_noise(lengths: Tensor, spread: Tensor, call: AttentionCall, v_head_dim: int) -> Tensor:

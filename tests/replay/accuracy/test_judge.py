@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -179,11 +180,34 @@ def test_one_lost_row_of_a_long_causal_call_fails(dtype: torch.dtype, length: in
         )
 
 
+@pytest.mark.parametrize("length", [64, 512])
+def test_one_key_too_many_fails(length: int) -> None:
+    """Of 201: every row is a third of a percent short, within what rounding does to one."""
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (
+        torch.randn(1, 2, size, 64, generator=generator).half() for size in (length, 201, 201)
+    )
+    call = AttentionCall(query, key, value)
+    expected, zero = Expected.of(call), torch.zeros(1, 2, 1, 64).half()
+    honest = F.scaled_dot_product_attention(query, key, value)
+    assert judge(honest, expected, "exact").passed
+    longer = torch.cat([key, zero], 2), torch.cat([value, zero], 2)
+    for broken, said in (
+        (F.scaled_dot_product_attention(query, *longer), "too short"),
+        (honest * 1.003, "too long"),
+    ):
+        verdict = judge(broken, expected, "exact")
+        assert not verdict.passed
+        assert re.search(f"err alike: together 0.(29|3.)% {said}", verdict.sentence)
+        assert "is within" in verdict.sentence.partition("worst row")[2]
+
+
 def rows_of(noise: list[float], eager: float = 0.0) -> RowTolerance:
     """The rounding noise of each row of one head."""
     return RowTolerance(
         torch.tensor([[noise]], dtype=torch.float64),
         torch.full((1, 1, 1), eager, dtype=torch.float64),
+        torch.zeros(1, 1, 1, dtype=torch.float64),
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from capture.call import AttentionCall
 from replay.accuracy.reference import attention_and_spread, same_dtype
 from replay.accuracy.thresholds import ExactThresholds
-from replay.accuracy.tolerance import ROWS_OF_A_HEAD, Tolerance, tolerance
+from replay.accuracy.tolerance import ROWS_OF_A_HEAD, SHARED_NOISE, Tolerance, tolerance
 from tests import factories
 from tests.factories import one_head
 
@@ -56,6 +56,32 @@ def test_rows_by_hand() -> None:
     assert float(rows.eager) == pytest.approx(2.0)
     limits = rows.limits(ExactThresholds(same_dtype_factor=3, rounding_factor=10))
     torch.testing.assert_close(limits, 16 * rows.noise)
+
+
+def test_what_rows_err_by_in_common_by_hand() -> None:
+    """Eager rows are too long by 2⁻⁷ and too short by 2⁻⁸ of 4, with 2⁻⁸ of noise: ¼ in common."""
+    reference = one_head([4.0, 0.0], [0.0, 4.0])
+    eager = one_head([4.0 + 2**-5, 0.0], [0.0, 4.0 - 2**-6])
+    rows = tolerance(ones(1, 1, 2, 2), eager, reference, torch.zeros(1, 1, 2)).rows
+    assert rows is not None
+    assert float(rows.eager) == pytest.approx(2.0)
+    assert float(rows.eager_bias) == pytest.approx((2 - 1) / 2)
+    thresholds = ExactThresholds(same_dtype_factor=2, rounding_factor=4)
+    lengths = torch.tensor([[[4.0, 4.0]]], dtype=torch.float64)
+    row = (4 + 2 * 2) * 2**-6 * 4
+    shared = (4 * SHARED_NOISE + 2 * 0.5) * 2 * 2**-6 * 4
+    found = float(rows.bias_limits(lengths, thresholds))
+    assert found == pytest.approx(math.sqrt(2) * row + shared)
+
+
+def test_rows_of_unknown_noise_have_nothing_in_common() -> None:
+    reference = one_head([4.0, 0.0], [math.inf, 0.0])
+    rows = tolerance(ones(1, 1, 2, 2), reference, reference, torch.zeros(1, 1, 2)).rows
+    assert rows is not None
+    assert float(rows.eager_bias) == 0.0
+    lengths = torch.tensor([[[4.0, math.inf]]], dtype=torch.float64)
+    alone = rows.bias_limits(lengths, ExactThresholds())
+    assert float(alone) == pytest.approx((4 + 4 * SHARED_NOISE) * 2**-6 * 4)
 
 
 @pytest.mark.parametrize("length", [ROWS_OF_A_HEAD - 1, ROWS_OF_A_HEAD])
