@@ -36,6 +36,22 @@ def can_be_described(tensor: Tensor) -> bool:
     )
 
 
+def at(descriptor: Any, tensor: Tensor) -> Any:
+    """A descriptor of the same shape and strides at another tensor's address.
+
+    Its checks are not made again: the tensor must be as the descriptor's own was.
+    """
+    moved = object.__new__(type(descriptor))
+    moved.__dict__.update(descriptor.__dict__)
+    moved.base = tensor
+    return moved
+
+
+def nowhere(descriptor: Any) -> Any:
+    """A descriptor that may be kept, to be moved, without keeping a tensor's memory."""
+    return at(descriptor, torch.empty(0))
+
+
 def described(tensor: Tensor, rows: int, columns: int) -> Any:
     """A descriptor of blocks of `rows` × `columns`; the stride of a dimension of 1 is free."""
     strides = [

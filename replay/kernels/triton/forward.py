@@ -28,7 +28,8 @@ import triton.language as tl
 from torch import Tensor
 
 from capture.variant import PLAIN, Variant
-from replay.kernels.triton.descriptors import can_be_described, described
+from replay.kernels.triton.descriptors import at, can_be_described, described, nowhere
+from replay.kernels.triton.launch import Kept, Launch, PlannedCall, is_aligned, layout, named
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2))
@@ -568,14 +569,65 @@ def forward(
     Raises:
         ValueError: the shapes do not fit together, or a head dimension is larger than 256.
     """
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    if scale <= 0:  # the kernel takes the maximum before it multiplies
+        query, scale = (-query, -scale) if scale else (query * 0.0, 1.0)
+    shape = (
+        query.device,
+        *map(layout, (query, key, value, attn_mask, sinks)),
+        *map(is_aligned, (query, key, value)),
+        is_causal,
+        scale,
+        *lengths[:3],
+        *map(layout, lengths[3:]),
+        has_lse,
+        cut,
+        variant,
+    )
+    planned = _calls.get(shape) or _calls.keep(
+        shape,
+        _plan(query, key, value, attn_mask, is_causal, scale, lengths, has_lse, cut, variant),
+    )
+    output = _output(query, value.shape[3])
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32) if has_lse else None
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = attn_mask.view(torch.uint8)
+    if planned.descriptors is not None:
+        of_key, of_value = planned.descriptors
+        key, value = at(of_key, key), at(of_value, value)
+    planned.launch(
+        query,
+        key,
+        value,
+        attn_mask,
+        None if sinks is None else sinks.contiguous(),
+        output,
+        lse,
+        *lengths[3:],
+    )
+    return output, lse
+
+
+_calls: Kept[PlannedCall] = Kept()
+
+
+def _plan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    lengths: Lengths,
+    has_lse: bool,
+    cut: Blocks | None,
+    variant: Variant,
+) -> PlannedCall:
+    """All of a call but its tensors' addresses; arguments as those of `forward`, scale > 0."""
     _check(query, key, value)
     memory, heads, q_len, head_dim = query.shape
     kv_heads, k_len, v_head_dim = key.shape[1], key.shape[2], value.shape[3]
-    scale = head_dim**-0.5 if scale is None else scale
-    if scale <= 0:  # the kernel takes the maximum before it multiplies
-        query, scale = (-query, -scale) if scale else (query * 0.0, 1.0)
     output = _output(query, v_head_dim)
-    lse = query.new_empty(memory, heads, q_len, dtype=torch.float32) if has_lse else None
     unit, output_unit = _unit(query, key, value), _unit(output)
     main, rest = pieces(head_dim) if unit > 1 else (_whole(head_dim), 0)
     v_main, v_rest = pieces(v_head_dim) if unit > 1 else (_whole(v_head_dim), 0)
@@ -589,9 +641,6 @@ def forward(
     )
     cut = cut or blocks(query, key, value, is_causal, has_descriptors, variant)
     tiles = triton.cdiv(lengths.longest_query, cut.rows)
-    programs = tiles * lengths.batches * heads
-    if programs == 0:
-        return output, lse
     mask, kind = _as_numbers(attn_mask, (memory, heads, q_len, k_len))
     left, right = (_limit(side, q_len + k_len) for side in variant.window)
     if is_causal or right == 0:
@@ -599,58 +648,55 @@ def forward(
     scale, cap = scale * LOG2_E.value, None
     if variant.softcap is not None:
         scale, cap = 2 * scale / variant.softcap, variant.softcap * LOG2_E.value
-    kv_bytes = k_len * (head_dim + v_head_dim) * key.element_size() * kv_heads // heads
-    with torch.cuda.device_of(query):
-        _forward[(programs,)](
-            query,
-            described(key, cut.keys, main) if has_descriptors else key,
-            described(value, cut.keys, v_main) if has_descriptors else value,
-            mask,
-            None if sinks is None else sinks.contiguous(),
-            output,
-            lse,
-            lengths.q_offsets,
-            lengths.k_starts,
-            lengths.k_lengths,
-            scale,
-            cap,
-            left,
-            right,
-            q_len,
-            k_len,
-            tiles,
-            heads,
-            heads // kv_heads,
-            lengths.batches,
-            max(1, SECTION_BYTES // max(1, kv_bytes)) if is_causal else 1,
-            *_strides(query, unit),
-            *_strides(key, unit),
-            *_strides(value, unit),
-            *(mask.stride() if mask is not None else (0, 0, 0, 0)),
-            *_strides(output, output_unit),
-            *(lse.stride() if lse is not None else (0, 0, 0)),
-            UNIT=unit,
-            OUTPUT_UNIT=output_unit,
-            BLOCK_M=cut.rows,
-            BLOCK_N=cut.keys,
-            D=head_dim,
-            D_MAIN=main,
-            D_REST=rest,
-            DV=v_head_dim,
-            DV_MAIN=v_main,
-            DV_REST=v_rest,
-            MASK=kind,
-            IS_CAUSAL=is_causal,
-            IS_BOTTOM_RIGHT=variant.bottom_right,
-            LENGTHS=lengths.kind,
-            HAS_LSE=has_lse,
-            HAS_DESCRIPTORS=has_descriptors,
-            WIDEN=query.device.type == "cpu" and query.dtype == torch.bfloat16,
-            num_warps=cut.warps,
-            num_stages=cut.stages,
-            maxnreg=cut.registers,
-        )
-    return output, lse
+    kv_bytes = k_len * (head_dim + v_head_dim) * key.element_size() * kv_heads // max(1, heads)
+    launch = Launch(
+        _forward,
+        (tiles * lengths.batches * heads, 1, 1),
+        query.device,
+        named("stride_q", "bhmd", _strides(query, unit))
+        | named("stride_k", "bhnd", _strides(key, unit))
+        | named("stride_v", "bhnd", _strides(value, unit))
+        | named("stride_m", "bhmn", mask.stride() if mask is not None else (0, 0, 0, 0))
+        | named("stride_o", "bhmd", _strides(output, output_unit))
+        | named("stride_l", "bhm", (heads * q_len, q_len, 1) if has_lse else (0, 0, 0))
+        | {
+            "scale": scale,
+            "cap": cap,
+            "left": left,
+            "right": right,
+            "q_len": q_len,
+            "k_len": k_len,
+            "tiles": tiles,
+            "heads": heads,
+            "group": heads // kv_heads,
+            "batches": lengths.batches,
+            "section": max(1, SECTION_BYTES // max(1, kv_bytes)) if is_causal else 1,
+            "UNIT": unit,
+            "OUTPUT_UNIT": output_unit,
+            "BLOCK_M": cut.rows,
+            "BLOCK_N": cut.keys,
+            "D": head_dim,
+            "D_MAIN": main,
+            "D_REST": rest,
+            "DV": v_head_dim,
+            "DV_MAIN": v_main,
+            "DV_REST": v_rest,
+            "MASK": kind,
+            "IS_CAUSAL": is_causal,
+            "IS_BOTTOM_RIGHT": variant.bottom_right,
+            "LENGTHS": lengths.kind,
+            "HAS_LSE": has_lse,
+            "HAS_DESCRIPTORS": has_descriptors,
+            "WIDEN": query.device.type == "cpu" and query.dtype == torch.bfloat16,
+        },
+        num_warps=cut.warps,
+        num_stages=cut.stages,
+        maxnreg=cut.registers,
+    )
+    if not has_descriptors:
+        return PlannedCall(launch)
+    of_key, of_value = described(key, cut.keys, main), described(value, cut.keys, v_main)
+    return PlannedCall(launch, (nowhere(of_key), nowhere(of_value)))
 
 
 def _limit(side: int | None, farthest: int) -> int | None:

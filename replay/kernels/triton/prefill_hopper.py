@@ -36,6 +36,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from replay.kernels.triton.descriptors import at
+from replay.kernels.triton.launch import Launch
 from replay.kernels.triton.persistent import (
     SHORT,
     key_blocks,
@@ -472,63 +474,99 @@ def prefill_hopper(
     Raises:
         ValueError: D is too large or no multiple of 8, or the scale is negative.
     """
-    batch, q_heads, q_len, head_dim = query.shape
-    kv_heads, kv_len = key.shape[1:3]
+    head_dim = query.shape[3]
     scale = head_dim**-0.5 if scale is None else scale
     if head_dim > LARGEST_HEAD_DIM or head_dim % 8:
         raise ValueError(f"head_dim {head_dim}: needs a multiple of 8, at most {LARGEST_HEAD_DIM}")
     if scale < 0:
         raise ValueError(f"scale {scale}: must not be negative")
-    group = q_heads // kv_heads
-    plan = schedule(head_dim, group, kv_len)
-    tile_dim = 64 if head_dim <= 64 else 128
+    query, key, value = (
+        each if _is_loadable(each) else each.contiguous() for each in (query, key, value)
+    )
     output = torch.empty_like(query)
-    if not _loadable(output):
+    if not _is_loadable(output):
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    lse = torch.empty(
-        (batch, q_heads, q_len) if return_lse else 0, dtype=torch.float32, device=query.device
+    tensors = (query, key, value, output)
+    launch, descriptors = _planned(
+        tuple(each.shape for each in tensors),
+        tuple(each.stride() for each in tensors),
+        query.dtype,
+        query.device,
+        is_causal,
+        scale,
+        return_lse,
     )
-    q_desc, o_desc = (_descriptor(each, ROWS.value, tile_dim) for each in (query, output))
-    k_desc, v_desc = (_descriptor(each, plan.keys, tile_dim) for each in (key, value))
-    blocks = -(-q_len // (ROWS.value * plan.consumers // plan.heads))
-    bundles = batch * q_heads // plan.heads
-    tiles = blocks * bundles
-    head_bytes = 2 * kv_len * head_dim * key.element_size()
-    _prefill[(min(tiles, multiprocessors(query.device)),)](
-        q_desc,
-        k_desc,
-        v_desc,
-        o_desc,
-        lse,
-        q_heads,
-        group,
-        q_len,
-        kv_len,
-        tiles,
-        blocks,
-        bundles,
-        section_of(head_bytes, bundles, group // plan.heads, is_causal),
-        scale * math.log2(math.e),
-        CONSUMERS=plan.consumers,
-        HEADS=plan.heads,
-        KEYS=plan.keys,
-        STAGES=plan.stages,
-        REGISTERS=plan.registers,
-        IS_CAUSAL=is_causal,
-        HAS_LSE=return_lse,
-        num_warps=4,
-    )
+    lse = output  # nothing is written there
+    if return_lse:
+        lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    launch(*map(at, descriptors, tensors), lse)
     return (output, lse) if return_lse else output
 
 
-def _loadable(tensor: Tensor) -> bool:
-    """Whether TMA can address it."""
-    size = tensor.element_size()
-    return (
-        tensor.stride(-1) == 1
-        and tensor.data_ptr() % 16 == 0
-        and all(stride > 0 and stride * size % 16 == 0 for stride in tensor.stride()[:-1])
+Sizes = tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=1024)
+def _planned(
+    shapes: tuple[Sizes, ...],
+    strides: tuple[Sizes, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    is_causal: bool,
+    scale: float,
+    return_lse: bool,
+) -> tuple[Launch, list[TensorDescriptor]]:
+    """The launch for calls of one shape, and descriptors of query, key, value and output."""
+    batch, q_heads, q_len, head_dim = shapes[0]
+    kv_heads, kv_len = shapes[1][1:3]
+    group = q_heads // kv_heads
+    plan = schedule(head_dim, group, kv_len)
+    rows = (ROWS.value, plan.keys, plan.keys, ROWS.value)
+    tile_dim = 64 if head_dim <= 64 else 128
+    descriptors = [
+        _descriptor(shape, stride, dtype, length, tile_dim)
+        for shape, stride, length in zip(shapes, strides, rows, strict=True)
+    ]
+    blocks = -(-q_len // (ROWS.value * plan.consumers // plan.heads))
+    bundles = batch * q_heads // plan.heads
+    tiles = blocks * bundles
+    head_bytes = 2 * kv_len * head_dim * dtype.itemsize
+    launch = Launch(
+        _prefill,
+        (min(tiles, multiprocessors(device)), 1, 1),
+        device,
+        {
+            "q_heads": q_heads,
+            "group": group,
+            "q_len": q_len,
+            "kv_len": kv_len,
+            "tiles": tiles,
+            "blocks": blocks,
+            "bundles": bundles,
+            "section": section_of(head_bytes, bundles, group // plan.heads, is_causal),
+            "scale": scale * math.log2(math.e),
+            "CONSUMERS": plan.consumers,
+            "HEADS": plan.heads,
+            "KEYS": plan.keys,
+            "STAGES": plan.stages,
+            "REGISTERS": plan.registers,
+            "IS_CAUSAL": is_causal,
+            "HAS_LSE": return_lse,
+        },
+        num_warps=4,
     )
+    return launch, descriptors
+
+
+def _is_loadable(tensor: Tensor) -> bool:
+    """Whether TMA can address it."""
+    return tensor.data_ptr() % 16 == 0 and _are_loadable(tensor.stride(), tensor.dtype.itemsize)
+
+
+@functools.lru_cache(maxsize=1024)
+def _are_loadable(strides: Sizes, size: int) -> bool:
+    *others, last = strides
+    return last == 1 and all(stride > 0 and stride * size % 16 == 0 for stride in others)
 
 
 @functools.lru_cache
@@ -537,13 +575,17 @@ def _layout(rows: int, tile_dim: int, dtype: torch.dtype) -> gl.NVMMASharedLayou
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, tile_dim], element)
 
 
-def _descriptor(tensor: Tensor, rows: int, tile_dim: int) -> TensorDescriptor:
-    """What TMA loads and stores tiles of; elements outside are read as 0 and not written."""
-    tensor = tensor if _loadable(tensor) else tensor.contiguous()
+def _descriptor(
+    shape: Sizes, strides: Sizes, dtype: torch.dtype, rows: int, tile_dim: int
+) -> TensorDescriptor:
+    """What TMA loads and stores tiles of; elements outside are read as 0 and not written.
+
+    It is of a tensor without memory, for `at`.
+    """
     return TensorDescriptor(
-        tensor,
-        list(tensor.shape),
-        list(tensor.stride()),
+        torch.empty_strided(shape, strides, dtype=dtype, device="meta"),
+        list(shape),
+        list(strides),
         [1, 1, rows, tile_dim],
-        _layout(rows, tile_dim, tensor.dtype),
+        _layout(rows, tile_dim, dtype),
     )

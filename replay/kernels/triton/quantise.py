@@ -24,12 +24,15 @@ all scores of that head.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from replay.kernels.triton.launch import Launch, named
 
 GROUP = 128
 """Keys that share a scale."""
@@ -178,19 +181,19 @@ def _quantise_value(
 @triton.jit(do_not_specialize=["kv_heads", "kv_len"])
 def _quantise(
     key_ptr,
-    key_stride_b,
-    key_stride_h,
-    key_stride_s,
-    key_stride_d,
     value_ptr,
-    value_stride_b,
-    value_stride_h,
-    value_stride_s,
-    value_stride_d,
     key_out_ptr,
     key_scale_ptr,
     value_out_ptr,
     value_scale_ptr,
+    key_stride_b,
+    key_stride_h,
+    key_stride_s,
+    key_stride_d,
+    value_stride_b,
+    value_stride_h,
+    value_stride_s,
+    value_stride_d,
     kv_heads,
     kv_len,
     HEAD_DIM: tl.constexpr,
@@ -260,23 +263,50 @@ def quantise_key_value(
     if quantise_value:
         value_out = empty(block_v_dim, groups * GROUP, dtype=torch.float8_e4m3fn)
         value_scale = empty(groups, dtype=torch.float32)
-    _quantise[(groups, batch * kv_heads, 2 if quantise_value else 1)](
-        key,
-        *key.stride(),
-        value,
-        *value.stride(),
-        key_out,
-        key_scale,
-        value_out,
-        value_scale,
-        kv_heads,
-        kv_len,
-        HEAD_DIM=head_dim,
-        BLOCK_D=block_dim,
-        V_HEAD_DIM=v_head_dim,
-        BLOCK_DV=block_v_dim,
-        GROUP=GROUP,
-        SMOOTH=smooth_k,
+    launch = _planned(
+        (key.shape, value.shape),
+        (key.stride(), value.stride()),
+        key.dtype,
+        key.device,
+        key_dtype,
+        quantise_value,
+        smooth_k,
+    )
+    launch(key, value, key_out, key_scale, value_out, value_scale)
+    return QuantisedKeyValue(key_out, key_scale, value_out, value_scale, kv_len, v_head_dim)
+
+
+Sizes = tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=1024)
+def _planned(
+    shapes: tuple[Sizes, Sizes],
+    strides: tuple[Sizes, Sizes],
+    dtype: torch.dtype,
+    device: torch.device,
+    key_dtype: torch.dtype,
+    quantise_value: bool,
+    smooth_k: bool,
+) -> Launch:
+    """The launch for keys and values of one shape, to be quantised in one way."""
+    (batch, kv_heads, kv_len, head_dim), (*_, v_head_dim) = shapes
+    groups = -(-kv_len // GROUP)
+    return Launch(
+        _quantise,
+        (groups, batch * kv_heads, 2 if quantise_value else 1),
+        device,
+        named("key_stride_", "bhsd", strides[0])
+        | named("value_stride_", "bhsd", strides[1])
+        | {
+            "kv_heads": kv_heads,
+            "kv_len": kv_len,
+            "HEAD_DIM": head_dim,
+            "BLOCK_D": padded_dim(head_dim),
+            "V_HEAD_DIM": v_head_dim,
+            "BLOCK_DV": padded_dim(v_head_dim),
+            "GROUP": GROUP,
+            "SMOOTH": smooth_k,
+        },
         num_warps=4,
     )
-    return QuantisedKeyValue(key_out, key_scale, value_out, value_scale, kv_len, v_head_dim)

@@ -29,6 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from replay.kernels.triton.descriptors import nowhere
+from replay.kernels.triton.launch import Launch, PlannedCall, named
 from replay.kernels.triton.persistent import (
     SHORT,
     key_blocks,
@@ -431,15 +433,15 @@ def _attend(
 )  # fmt: skip
 def hopper_prefill(
     query_ptr,
-    stride_b,
-    stride_h,
-    stride_s,
-    stride_d,
     key_desc,
     key_scale_ptr,
     value_desc,
     value_scale_ptr,
     output_ptr,
+    stride_b,
+    stride_h,
+    stride_s,
+    stride_d,
     tiles,
     q_blocks,
     bundles,
@@ -589,17 +591,19 @@ def _descriptor(tensor: Tensor, strides: list[int], *block: int) -> TensorDescri
     return TensorDescriptor(tensor, list(tensor.shape), strides, list(block), layout)
 
 
-def attend(
+def plan(
     query: Tensor,
     quantised: QuantisedKeyValue,
     value: Tensor,
     value_strides: list[int],
-    output: Tensor,
     is_causal: bool,
     factor: float,
     tile: Tile | None = None,
-) -> None:
-    """Fill `output`, contiguous. `value` and its strides are as a tensor descriptor takes them."""
+) -> PlannedCall:
+    """All of a call but its tensors' addresses.
+
+    `value` and its strides are as a tensor descriptor takes them; the output is contiguous.
+    """
     batch, q_heads, q_len, head_dim = query.shape
     kv_heads, kv_rows, block_dim = quantised.key.shape[1:]
     fp8_value = quantised.value_scale is not None
@@ -616,36 +620,36 @@ def attend(
     bundles = batch * q_heads // tile.heads
     tiles = q_blocks * bundles
     head_bytes = kv_rows * (block_dim + block_v_dim * value.element_size())
-    hopper_prefill[(min(tiles, multiprocessors(query.device)),)](
-        query,
-        *query.stride(),
-        key_desc,
-        quantised.key_scale,
-        value_desc,
-        quantised.key_scale if quantised.value_scale is None else quantised.value_scale,
-        output,
-        tiles,
-        q_blocks,
-        bundles,
-        section_of(head_bytes, bundles, group // tile.heads, is_causal),
-        q_heads,
-        kv_heads,
-        q_len,
-        quantised.kv_len,
-        quantised.key_scale.shape[2],
-        factor,
-        HEAD_DIM=head_dim,
-        BLOCK_D=block_dim,
-        V_HEAD_DIM=quantised.v_head_dim,
-        BLOCK_DV=block_v_dim,
-        GROUP=GROUP,
-        BLOCK_N=tile.keys,
-        STAGES=tile.stages,
-        CONSUMERS=tile.consumers,
-        HEADS=tile.heads,
-        IS_CAUSAL=is_causal,
-        FP8_VALUE=fp8_value,
-        IN_TURN=tile.in_turn,
-        REGISTERS=tile.registers,
+    launch = Launch(
+        hopper_prefill,
+        (min(tiles, multiprocessors(query.device)), 1, 1),
+        query.device,
+        named("stride_", "bhsd", query.stride())
+        | {
+            "tiles": tiles,
+            "q_blocks": q_blocks,
+            "bundles": bundles,
+            "section": section_of(head_bytes, bundles, group // tile.heads, is_causal),
+            "q_heads": q_heads,
+            "kv_heads": kv_heads,
+            "q_len": q_len,
+            "kv_len": quantised.kv_len,
+            "groups": quantised.key_scale.shape[2],
+            "factor": factor,
+            "HEAD_DIM": head_dim,
+            "BLOCK_D": block_dim,
+            "V_HEAD_DIM": quantised.v_head_dim,
+            "BLOCK_DV": block_v_dim,
+            "GROUP": GROUP,
+            "BLOCK_N": tile.keys,
+            "STAGES": tile.stages,
+            "CONSUMERS": tile.consumers,
+            "HEADS": tile.heads,
+            "IS_CAUSAL": is_causal,
+            "FP8_VALUE": fp8_value,
+            "IN_TURN": tile.in_turn,
+            "REGISTERS": tile.registers,
+        },
         num_warps=4,
     )
+    return PlannedCall(launch, (nowhere(key_desc), nowhere(value_desc)))

@@ -27,6 +27,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from replay.kernels.triton.descriptors import at, nowhere
+from replay.kernels.triton.launch import Kept, Launch, PlannedCall, layout, named
 from replay.kernels.triton.quantise import (
     FP8_MAX,
     GROUP,
@@ -161,15 +163,15 @@ def _attend_blocks(
 @triton.jit(do_not_specialize=["q_heads", "kv_heads", "q_len", "kv_len", "groups"])
 def _prefill(
     query_ptr,
-    stride_b,
-    stride_h,
-    stride_s,
-    stride_d,
     key_desc,
     key_scale_ptr,
     value_desc,
     value_scale_ptr,
     output_ptr,
+    stride_b,
+    stride_h,
+    stride_s,
+    stride_d,
     q_heads,
     kv_heads,
     q_len,
@@ -297,22 +299,58 @@ def attend(
     Returns (B, Hq, Sq, Dv) in the query's dtype. Causal is aligned top left. `scale` defaults to
     1/sqrt(D). Query heads share key heads in groups when there are more of them.
     """
+    value = quantised.value
+    if quantised.value_scale is None:
+        value = describable(value)
+    output = query.new_empty((*query.shape[:3], quantised.v_head_dim))
+    shape = (
+        query.device,
+        *map(layout, (query, quantised.key, value, quantised.value_scale)),
+        quantised.kv_len,
+        quantised.v_head_dim,
+        is_causal,
+        scale,
+    )
+    planned = _calls.get(shape) or _calls.keep(
+        shape, _plan(query, quantised, value, is_causal, scale)
+    )
+    assert planned.descriptors is not None
+    of_key, of_value = planned.descriptors
+    planned.launch(
+        query,
+        at(of_key, quantised.key),
+        quantised.key_scale,
+        at(of_value, value),
+        quantised.key_scale if quantised.value_scale is None else quantised.value_scale,
+        output,
+    )
+    return output
+
+
+_calls: Kept[PlannedCall] = Kept()
+
+
+def _plan(
+    query: Tensor,
+    quantised: QuantisedKeyValue,
+    value: Tensor,
+    is_causal: bool,
+    scale: float | None,
+) -> PlannedCall:
+    """All of a call but its tensors' addresses; `value` is as a tensor descriptor takes it."""
     batch, q_heads, q_len, head_dim = query.shape
     kv_heads, block_dim = quantised.key.shape[1], quantised.key.shape[3]
-    output = query.new_empty((batch, q_heads, q_len, quantised.v_head_dim))
     block_v_dim = padded_dim(quantised.v_head_dim)
     fp8_value = quantised.value_scale is not None
-    value = quantised.value if fp8_value else describable(quantised.value)
     factor = (head_dim**-0.5 if scale is None else scale) * LOG2_E
     largest_dim = max(block_dim, block_v_dim)
     if _is_hopper(query.device) and largest_dim <= 128:
         # Gluon is imported only where it is of use.
         from replay.kernels.triton import quantised_hopper
 
-        quantised_hopper.attend(
-            query, quantised, value, value_strides(value), output, is_causal, factor
+        return quantised_hopper.plan(
+            query, quantised, value, value_strides(value), is_causal, factor
         )
-        return output
     tile = tile_for(largest_dim, q_len)
     key_desc = TensorDescriptor.from_tensor(quantised.key.flatten(0, 2), [tile.keys, block_dim])
     if fp8_value:
@@ -320,33 +358,32 @@ def attend(
     else:
         block = [1, 1, tile.keys, block_v_dim]
         value_desc = TensorDescriptor(value, list(value.shape), value_strides(value), block)
-    _prefill[(-(-q_len // tile.queries) * batch * q_heads,)](
-        query,
-        *query.stride(),
-        key_desc,
-        quantised.key_scale,
-        value_desc,
-        quantised.value_scale,
-        output,
-        q_heads,
-        kv_heads,
-        q_len,
-        quantised.kv_len,
-        quantised.key_scale.shape[2],
-        factor,
-        HEAD_DIM=head_dim,
-        BLOCK_D=block_dim,
-        V_HEAD_DIM=quantised.v_head_dim,
-        BLOCK_DV=block_v_dim,
-        BLOCK_M=tile.queries,
-        BLOCK_N=tile.keys,
-        GROUP=GROUP,
-        IS_CAUSAL=is_causal,
-        FP8_VALUE=fp8_value,
+    launch = Launch(
+        _prefill,
+        (-(-q_len // tile.queries) * batch * q_heads, 1, 1),
+        query.device,
+        named("stride_", "bhsd", query.stride())
+        | {
+            "q_heads": q_heads,
+            "kv_heads": kv_heads,
+            "q_len": q_len,
+            "kv_len": quantised.kv_len,
+            "groups": quantised.key_scale.shape[2],
+            "factor": factor,
+            "HEAD_DIM": head_dim,
+            "BLOCK_D": block_dim,
+            "V_HEAD_DIM": quantised.v_head_dim,
+            "BLOCK_DV": block_v_dim,
+            "BLOCK_M": tile.queries,
+            "BLOCK_N": tile.keys,
+            "GROUP": GROUP,
+            "IS_CAUSAL": is_causal,
+            "FP8_VALUE": fp8_value,
+        },
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    return output
+    return PlannedCall(launch, (nowhere(key_desc), nowhere(value_desc)))
 
 
 def quantised_prefill(

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -28,7 +28,8 @@ from torch import Tensor
 
 from capture.variant import PLAIN, Variant
 from replay.kernels.triton.counters import counters
-from replay.kernels.triton.descriptors import can_be_described, described
+from replay.kernels.triton.descriptors import at, can_be_described, described, nowhere
+from replay.kernels.triton.launch import Kept, Launch, layout, named
 
 SHORTEST = 128
 """Keys for which a program of its own is worth its start."""
@@ -549,11 +550,75 @@ def attend(
         variant: bottom right, window and soft cap. Not with indices.
         tiles: how to cut the work, by default `tiling`.
     """
-    batch, heads, q_len, head_dim = query.shape
-    kv_heads, kv_len, v_dim = cache.sizes
-    output = query.new_empty(batch, heads, q_len, v_dim)
+    output = query.new_empty((*query.shape[:3], cache.value.shape[3]))
     if output.numel() == 0:
         return output
+    aligned = (cache.key.data_ptr() | cache.value.data_ptr()) % 16 == 0
+    shape = (
+        query.device,
+        layout(query),
+        *map(layout, cache),
+        layout(attn_mask),
+        layout(sinks),
+        is_causal,
+        scale,
+        variant,
+        tiles,
+        aligned,
+    )
+    planned = _calls.get(shape) or _calls.keep(
+        shape, _plan_call(query, cache, attn_mask, is_causal, scale, variant, tiles)
+    )
+    parts = arrivals = output  # not touched
+    if planned.parts_numbers:
+        parts = torch.empty(planned.parts_numbers, dtype=torch.float32, device=query.device)
+        arrivals = counters(planned.arrivals, query.device)
+    key, value = cache.key, cache.value
+    if planned.descriptors is not None:
+        of_key, of_value = planned.descriptors
+        key, value = at(of_key, key), at(of_value, value)
+    planned.launch(
+        query,
+        key,
+        value,
+        output if attn_mask is None else attn_mask,
+        None if sinks is None else sinks.contiguous(),
+        output if cache.lengths is None else cache.lengths,
+        output if cache.indices is None else cache.indices,
+        output if cache.block_table is None else cache.block_table,
+        output,
+        parts,
+        arrivals,
+    )
+    return output
+
+
+class _PlannedCall(NamedTuple):
+    """What calls of one shape share."""
+
+    launch: Launch
+    parts_numbers: int
+    """Room for the parts; 0 where there is one part only."""
+    arrivals: int
+    descriptors: tuple[Any, Any] | None
+    """Of key and value, to be moved to theirs."""
+
+
+_calls: Kept[_PlannedCall] = Kept()
+
+
+def _plan_call(
+    query: Tensor,
+    cache: Cache,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    variant: Variant,
+    tiles: Tiling | None,
+) -> _PlannedCall:
+    """All of a call but its tensors' addresses; arguments as those of `attend`."""
+    batch, heads, q_len, head_dim = query.shape
+    kv_heads, kv_len, v_dim = cache.sizes
     group = heads // kv_heads
     kept = 0 if cache.indices is None else cache.indices.shape[2]
     left, right = _limits(is_causal, variant, q_len, kv_len)
@@ -569,72 +634,70 @@ def attend(
         _processors(query.device),
     )
     tiles = tiles or cut.tiling
-    is_described = access == "described"
     splits = tiles.splits
-    parts = arrivals = output
-    if splits > 1:
-        rows = batch * heads * q_len
-        parts = query.new_empty(rows * splits * (v_dim + 2), dtype=torch.float32)
-        arrivals = counters(batch * kv_heads * cut.row_blocks, query.device)
     scale, cap = head_dim**-0.5 if scale is None else float(scale), None
     if variant.softcap is not None:
         scale, cap = 2 * scale / variant.softcap, variant.softcap / math.log(2)
-    mask_kind, mask = 0, output
+    mask_kind = 0
     mask_strides: tuple[int, ...] = (0, 0, 0, 0)
     if attn_mask is not None:
         mask = attn_mask.expand(batch, heads, q_len, kv_len)
         mask_strides = mask.stride()
         is_shared = all(mask.shape[axis] == 1 or mask_strides[axis] == 0 for axis in (1, 2))
         mask_kind = 1 if is_shared else 2
-    _attend_kernel[(batch * kv_heads, splits, cut.row_blocks)](
-        query,
-        described(cache.key, tiles.block_n, cut.block_d) if is_described else cache.key,
-        described(cache.value, tiles.block_n, cut.block_dv) if is_described else cache.value,
-        mask,
-        None if sinks is None else sinks.contiguous(),
-        output if cache.lengths is None else cache.lengths,
-        output if cache.indices is None else cache.indices,
-        output if cache.block_table is None else cache.block_table,
-        output,
-        parts,
-        arrivals,
-        scale,
-        cap,
-        left,
-        right,
-        kv_heads,
-        group,
-        q_len,
-        kv_len,
-        kept,
-        splits,
-        head_dim,
-        v_dim,
-        *query.stride(),
-        *cache.strides(cache.key),
-        *cache.strides(cache.value),
-        *mask_strides,
-        0 if cache.block_table is None else cache.block_table.stride(0),
-        IS_CAUSAL=is_causal,
-        IS_BOTTOM_RIGHT=variant.bottom_right,
-        MASK=mask_kind,
-        HAS_LENGTHS=cache.lengths is not None,
-        HAS_INDICES=cache.indices is not None,
-        PAGE_SIZE=cache.page_size,
-        HAS_DESCRIPTORS=is_described,
-        HAS_SPLITS=splits > 1,
-        # Triton's interpreter multiplies the bits of bfloat16 as if they were integers.
-        UPCAST=query.device.type == "cpu",
-        BLOCK_M=cut.block_m,
-        BLOCK_N=tiles.block_n,
-        BLOCK_D=cut.block_d,
-        BLOCK_DV=cut.block_dv,
-        BLOCK_ROWS=cut.block_rows,
-        BLOCK_SPLITS=cut.block_splits,
+    launch = Launch(
+        _attend_kernel,
+        (batch * kv_heads, splits, cut.row_blocks),
+        query.device,
+        named("stride_query_", ("batch", "head", "token", "dim"), query.stride())
+        | named("stride_key_", ("first", "head", "token", "dim"), cache.strides(cache.key))
+        | named("stride_value_", ("first", "head", "token", "dim"), cache.strides(cache.value))
+        | named("stride_mask_", ("batch", "head", "query", "token"), mask_strides)
+        | {
+            "scale": scale,
+            "cap": cap,
+            "left": left,
+            "right": right,
+            "kv_heads": kv_heads,
+            "group": group,
+            "q_len": q_len,
+            "kv_len": kv_len,
+            "kept": kept,
+            "splits": splits,
+            "head_dim": head_dim,
+            "v_dim": v_dim,
+            "stride_table": 0 if cache.block_table is None else cache.block_table.stride(0),
+            "IS_CAUSAL": is_causal,
+            "IS_BOTTOM_RIGHT": variant.bottom_right,
+            "MASK": mask_kind,
+            "HAS_LENGTHS": cache.lengths is not None,
+            "HAS_INDICES": cache.indices is not None,
+            "PAGE_SIZE": cache.page_size,
+            "HAS_DESCRIPTORS": access == "described",
+            "HAS_SPLITS": splits > 1,
+            # Triton's interpreter multiplies the bits of bfloat16 as if they were integers.
+            "UPCAST": query.device.type == "cpu",
+            "BLOCK_M": cut.block_m,
+            "BLOCK_N": tiles.block_n,
+            "BLOCK_D": cut.block_d,
+            "BLOCK_DV": cut.block_dv,
+            "BLOCK_ROWS": cut.block_rows,
+            "BLOCK_SPLITS": cut.block_splits,
+        },
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
-    return output
+    return _PlannedCall(
+        launch,
+        batch * heads * q_len * splits * (v_dim + 2) if splits > 1 else 0,
+        batch * kv_heads * cut.row_blocks,
+        (
+            nowhere(described(cache.key, tiles.block_n, cut.block_d)),
+            nowhere(described(cache.value, tiles.block_n, cut.block_dv)),
+        )
+        if access == "described"
+        else None,
+    )
 
 
 def _limits(

@@ -1,0 +1,113 @@
+"""Launches that look at their tensors alone.
+
+At each call Triton looks at every argument to find the program that was compiled for its types,
+values and alignment. Two calls of one shape differ in where their tensors lie, and in nothing else
+that Triton asks about: the program found for the first is launched again with other addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+Planned = TypeVar("Planned")
+
+MOST_KEPT = 1024
+
+
+class Kept(Generic[Planned]):
+    """What was planned for calls of each shape, so that it is planned once."""
+
+    def __init__(self) -> None:
+        self._plans: dict[Hashable, Planned] = {}
+
+    def get(self, shape: Hashable) -> Planned | None:
+        return self._plans.get(shape)
+
+    def keep(self, shape: Hashable, plan: Planned) -> Planned:
+        """Keep a plan and return it. A decoder has a new shape for every token, so not for ever."""
+        if len(self._plans) >= MOST_KEPT:
+            self._plans.clear()
+        self._plans[shape] = plan
+        return plan
+
+
+class Launch:
+    """A kernel with a grid and all its arguments but the first, which are a call's tensors."""
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        device: torch.device,
+        arguments: dict[str, Any],
+        **options: int | None,
+    ) -> None:
+        """Keep what calls of one shape share.
+
+        Args:
+            device: of the tensors; the kernel is launched there, whichever device is the current
+                one.
+            arguments: by the kernel's own names; what is missing are the tensors, which come first.
+            options: `num_warps`, `num_stages`, `maxnreg`.
+        """
+        tensors = len(kernel.arg_names) - len(arguments)
+        self._rest = tuple(arguments[name] for name in kernel.arg_names[tensors:])
+        self._kernel, self._grid, self._options = kernel, grid, options
+        self._index = device.index
+        self._compiled: dict[tuple[bool, ...] | None, Any] = {}
+
+    def __call__(self, *tensors: Any) -> None:
+        """Launch it with tensors, tensor descriptors or None, each of the same kind at each call.
+
+        Shapes, strides and types must be those of the first call; addresses may be any.
+        """
+        if self._index is not None and self._index != torch.cuda.current_device():
+            with torch.cuda.device(self._index):
+                self._launch(tensors)
+        else:
+            self._launch(tensors)
+
+    def _launch(self, tensors: tuple[Any, ...]) -> None:
+        addresses, together = [], 0
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                tensor = tensor.data_ptr()
+                together |= tensor
+            addresses.append(tensor)
+        # Triton compiles for addresses that are multiples of 16, and for others.
+        alignment = None
+        if together % 16:
+            alignment = tuple(isinstance(each, int) and each % 16 == 0 for each in addresses)
+        compiled = self._compiled.get(alignment)
+        if compiled is None:  # as always in the interpreter
+            compiled = self._kernel[self._grid](*tensors, *self._rest, **self._options)
+            self._compiled[alignment] = compiled
+        else:
+            compiled[self._grid](*addresses, *self._rest)
+
+
+class PlannedCall(NamedTuple):
+    """All of a call but its tensors' addresses."""
+
+    launch: Launch
+    descriptors: tuple[Any, Any] | None = None
+    """Of key and value, to be moved to theirs; None where pointers are passed."""
+
+
+def layout(tensor: Tensor | None) -> Hashable:
+    """All that a plan may depend on but the address: shape, strides and type."""
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether it begins at a multiple of 16 bytes, which wide loads and descriptors need."""
+    return tensor.data_ptr() % 16 == 0
+
+
+def named(prefix: str, axes: Iterable[str], strides: Iterable[int]) -> dict[str, int]:
+    """Strides as arguments, by a kernel's names for them."""
+    return {f"{prefix}{axis}": stride for axis, stride in zip(axes, strides, strict=True)}

@@ -1,0 +1,125 @@
+"""A launch looks at its tensors alone, against a stand-in for Triton's compiled kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from replay.kernels.triton.descriptors import at, described, nowhere
+from replay.kernels.triton.launch import MOST_KEPT, Kept, Launch, layout
+
+DEVICE = torch.device("cpu")
+GRID = (3, 2, 1)
+
+
+class Kernel:
+    """What `triton.jit` returns: compiles for what it is given, and launches."""
+
+    arg_names = ("query", "mask", "output", "length", "BLOCK")
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple[Any, ...]] = []
+        self.launched: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        assert grid == GRID
+
+        def run(*arguments: Any, **options: Any) -> Any:
+            assert options == {"num_warps": 4}
+            self.compiled.append(arguments)
+            return _Compiled(self)
+
+        return run
+
+
+class _Compiled:
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        assert grid == GRID
+        return lambda *arguments: self._kernel.launched.append(arguments)
+
+
+def launch_of(kernel: Any) -> Launch:
+    return Launch(kernel, GRID, DEVICE, {"BLOCK": 64, "length": 7}, num_warps=4)
+
+
+def aligned() -> Tensor:
+    return torch.zeros(64)[:8]
+
+
+def test_later_launches_pass_addresses_to_what_the_first_compiled() -> None:
+    kernel = Kernel()
+    launch = launch_of(kernel)
+    for query, output in ((aligned(), aligned()), (aligned(), aligned())):
+        launch(query, None, output)
+    assert len(kernel.compiled) == 1
+    assert kernel.compiled[0][1:2] + kernel.compiled[0][3:] == (None, 7, 64)
+    assert isinstance(kernel.compiled[0][0], Tensor)
+    assert kernel.launched == [(query.data_ptr(), None, output.data_ptr(), 7, 64)]
+
+
+def test_addresses_that_are_no_multiples_of_16_have_programs_of_their_own() -> None:
+    kernel = Kernel()
+    launch = launch_of(kernel)
+    even, odd = aligned(), aligned()[1:]
+    for query, output in ((even, even), (odd, even), (even, odd), (odd, odd)):
+        for _ in range(2):
+            launch(query, None, output)
+    assert len(kernel.compiled) == len(kernel.launched) == 4
+
+
+def test_descriptors_are_passed_as_they_are() -> None:
+    tensor = torch.zeros(1, 1, 16, 32, dtype=torch.float16)
+    kept = nowhere(described(tensor, 8, 32))
+    assert kept.base.numel() == 0
+    moved = at(kept, tensor)
+    assert (moved.base is tensor, moved.shape, moved.block_shape) == (
+        True,
+        kept.shape,
+        kept.block_shape,
+    )
+    kernel = Kernel()
+    launch = launch_of(kernel)
+    for _ in range(2):
+        launch(moved, None, aligned())
+    assert kernel.launched[0][0] is moved
+
+
+def test_where_nothing_is_compiled_every_call_goes_to_triton() -> None:
+    """In the interpreter, which returns nothing."""
+
+    class Interpreted(Kernel):
+        def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+            return lambda *arguments, **options: self.compiled.append(arguments)
+
+    kernel = Interpreted()
+    launch = launch_of(kernel)
+    for _ in range(3):
+        launch(aligned(), None, aligned())
+    assert len(kernel.compiled) == 3
+
+
+def test_every_argument_but_the_tensors_must_be_named() -> None:
+    with pytest.raises(KeyError, match="BLOCK"):
+        Launch(Kernel(), GRID, DEVICE, {"length": 7, "block": 64}, num_warps=4)
+
+
+def test_plans_are_not_kept_for_ever() -> None:
+    kept: Kept[str] = Kept()
+    for length in range(MOST_KEPT + 1):
+        assert kept.keep(length, str(length)) == str(length)
+    assert kept.get(0) is None
+    assert kept.get(MOST_KEPT) == str(MOST_KEPT)
+
+
+def test_a_layout_is_all_but_the_address() -> None:
+    tensor = torch.zeros(2, 4)
+    assert layout(tensor) == layout(torch.ones(2, 4))
+    assert layout(None) is None
+    others = (tensor.half(), tensor.mT, torch.zeros(4, 2).mT, torch.zeros(2, 5)[:, :4])
+    assert len({layout(each) for each in (tensor, *others)}) == 5
