@@ -400,7 +400,7 @@ def overhead(file: str) -> str:
     lines = ["| figure | median | runs |", "|---|---:|---:|"]
     for row in rows:
         value = f"{float(row['p50']):.4g}"
-        unit = row["unit"] if row["unit"] == "×" else f" {row['unit']}"
+        unit = f" {row['unit']}" if row["unit"] not in ("", "×") else row["unit"]
         lines.append(f"| {row['figure']} | {value}{unit} | {row['n']} |")
     first = rows[0]
     machine = f"{first['model']}, {first['weights']}; {first['machine.device']}"
@@ -513,6 +513,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "capture_faults": capture_faults,
     "doctor_score": doctor_score,
     "capture_overhead": partial(overhead, "capture_overhead.csv"),
+    "many_gpus": partial(overhead, "many_gpus.csv"),
     "difficulty_overhead": partial(overhead, "difficulty_overhead.csv"),
     "calls_not_kept": partial(overhead, "calls_not_kept.csv"),
     "replay_overhead": partial(overhead, "replay_overhead.csv"),
