@@ -1,0 +1,309 @@
+"""Compares our Triton kernels with float64 attention on random calls (needs a GPU; 90 s).
+
+    python -m benchmarks.random_calls [--calls 2000] [--seconds 90] [--processes 12] [--seed 0]
+    python -m benchmarks.random_calls --only 37        # one family again, and what failed in it
+
+Head dimensions, types, masks, windows, lengths, strides and values are drawn from a seed. A family
+is what one program is compiled for, at a few seconds each, so calls come in families of 40 and
+families are shared out among processes. Writes `benchmarks/results/random_calls.csv`, a line for
+each kernel. Exits 1 if an output is wrong, and 2 if time ran out before every call was made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks import results
+from capture.call import AttentionCall
+from capture.variant import Variant
+from replay.accuracy.judge import Expected, judge
+from replay.kernels.registry import find
+from replay.timing.machine import describe
+from replay.workloads.distributions import DISTRIBUTIONS
+from replay.workloads.random_calls import Spec
+
+CALLS_OF_A_FAMILY = 40
+COLUMNS = ("kernel", "calls", "wrong", "machine.device", "machine.torch", "machine.triton")
+
+PLAIN = ("plain", "causal")
+MASKED = ("padding", "random", "float mask", "mask by head")
+VARIANTS = ("bottom right", "window", "window both ways", "soft cap", "sinks")
+FORMS: dict[str, tuple[str, ...]] = {
+    "triton-fa2": (*PLAIN, *MASKED, *VARIANTS),
+    "triton-fa3": PLAIN,
+    "triton-sage": PLAIN,
+    "triton-fp8": PLAIN,
+    "triton-sage-fp8": PLAIN,
+    "triton-varlen": ("padding", "key lengths", "packed", "packed, bottom right", "packed, window"),
+    "triton-decode": (*PLAIN, *MASKED, *VARIANTS, "key lengths"),
+    "triton-paged-decode": ("plain", "padding", "key lengths", "window"),
+    "triton-sparse-decode": ("plain", "padding"),
+    "triton-paged-sparse-decode": ("plain", "padding"),
+}
+"""What is asked of each kernel."""
+DECODE = tuple(name for name in FORMS if "decode" in name)
+HEAD_DIMS = (64, 64, 128, 128, 32, 40, 72, 80, 96, 112, 192, 256)
+MOST_SCORES = 2**24
+"""Of a call, so that float64 attention to it takes milliseconds."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Calls for which one program is compiled, or few."""
+
+    number: int
+    kernel: str
+    form: str
+    head_dim: int
+    v_head_dim: int
+    dtype: torch.dtype
+    layout: str
+
+
+class Failure(NamedTuple):
+    family: Family
+    call: int
+    sentence: str
+
+
+def family(seed: int, number: int) -> Family:
+    """Draw a family; kernels take turns."""
+    rng = random.Random(f"{seed} {number}")
+    kernel = list(FORMS)[number % len(FORMS)]
+    head_dim = rng.choice((*HEAD_DIMS, rng.randint(1, 256)))
+    v_head_dim = head_dim if rng.random() < 0.8 else rng.choice(HEAD_DIMS)
+    if kernel == "triton-fa3":
+        head_dim = v_head_dim = min(128, -(-head_dim // 8) * 8)
+    return Family(
+        number,
+        kernel,
+        rng.choice(FORMS[kernel]),
+        head_dim,
+        v_head_dim,
+        rng.choice((torch.float16, torch.bfloat16)),
+        rng.choice(list(LAYOUTS)),
+    )
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    return tensor.mT.contiguous().mT
+
+
+def _odd(tensor: Tensor) -> Tensor:
+    """At an odd address, rows an odd number of elements apart."""
+    batch, heads, length, dim = tensor.shape
+    room = tensor.new_empty(batch, heads, length, dim + 1 + dim % 2)
+    return room[..., 1 : dim + 1].copy_(tensor)
+
+
+def _padded(tensor: Tensor) -> Tensor:
+    """A part of a longer cache with wider rows."""
+    batch, heads, length, dim = tensor.shape
+    room = tensor.new_full((batch, heads, length + 13, dim + 8), math.nan)
+    return room[:, :, :length, :dim].copy_(tensor)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda tensor: tensor,
+    "model's": lambda tensor: tensor.transpose(1, 2).contiguous().transpose(1, 2),
+    "elements apart": _apart,
+    "odd": _odd,
+    "part of a cache": _padded,
+    "one for all": lambda tensor: tensor[:1].expand(tensor.shape[0], -1, -1, -1),
+}
+"""How tensors lie in memory; the last has a batch stride of 0."""
+
+
+def draw(drawn: Family, seed: int, number: int, device: torch.device) -> AttentionCall:
+    """Draw a call of a family."""
+    rng = random.Random(f"{seed} {drawn.number} {number}")
+    generator = torch.Generator(device).manual_seed(rng.getrandbits(63))
+    is_decode, is_packed = drawn.kernel in DECODE, drawn.form.startswith("packed")
+    batch = 1 if is_packed else rng.choice((1, 1, 2, 3))
+    kv_heads, group = rng.choice((1, 1, 2, 3)), rng.choice((1, 1, 2, 4, 7))
+    q_len = rng.choice((1, 1, 2, 5, 16)) if is_decode else _length(rng, 1200)
+    kv_len = _length(rng, 20000 if is_decode else 2500)
+    kv_len = min(kv_len, max(1, MOST_SCORES // (batch * kv_heads * group * q_len)))
+    if drawn.form in ("bottom right", "window", "window both ways") or is_packed:
+        kv_len = max(kv_len, q_len)  # so that every query sees a key
+    spec = Spec(
+        batch,
+        kv_heads * group,
+        kv_heads,
+        q_len,
+        kv_len,
+        drawn.head_dim,
+        drawn.v_head_dim,
+        is_causal=drawn.form == "causal",
+        dtype=drawn.dtype,
+        distribution=rng.choice(("normal", *DISTRIBUTIONS)),
+        mask=drawn.form if drawn.form in ("padding", "random") else "none",
+        scale=rng.choice((None, None, None, 0.05, 0.3)),
+    )
+    call = spec.call(device, generator)
+    lay_out = LAYOUTS[drawn.layout]
+    call = call.with_tensors(
+        {name: lay_out(getattr(call, name)) for name in ("query", "key", "value")}
+    )
+    return _with_form(call, drawn.form, rng, generator)
+
+
+def _length(rng: random.Random, most: int) -> int:
+    """Short lengths are as frequent as long ones; multiples of blocks and their neighbours too."""
+    length = int(math.exp(rng.uniform(0, math.log(most))))
+    if rng.random() < 0.3:
+        length = max(1, -(-length // 64) * 64 + rng.choice((-1, 0, 0, 1)))
+    return length
+
+
+def _with_form(
+    call: AttentionCall, form: str, rng: random.Random, generator: torch.Generator
+) -> AttentionCall:
+    device, shape = call.device, call.shape
+    window = Variant(window=(rng.randint(0, shape.kv_len), None), bottom_right=True)
+    if form in ("float mask", "mask by head"):
+        heads = shape.q_heads if form == "mask by head" else 1
+        size = (1, heads, shape.q_len, shape.kv_len)
+        values = torch.randn(size, generator=generator, device=device)
+        mask = values.to(call.dtype) if form == "float mask" else values > -0.5
+        if form == "mask by head":
+            mask[..., 0] = True
+        return call.with_tensors({"attn_mask": mask})
+    if form == "bottom right":
+        return replace(call, is_causal=True, variant=Variant(bottom_right=True))
+    if form == "window":
+        return replace(call, is_causal=True, variant=window)
+    if form == "window both ways":
+        sides = (rng.randint(0, shape.kv_len), rng.randint(0, shape.kv_len))
+        return replace(call, variant=Variant(window=sides, bottom_right=True))
+    if form == "soft cap":
+        return replace(call, variant=Variant(softcap=rng.choice((0.5, 5.0, 50.0))))
+    if form == "sinks":
+        sinks = torch.randn(shape.q_heads, generator=generator, device=device)
+        return replace(call, sinks=3 * sinks)
+    if form == "key lengths":
+        lengths = [rng.randint(1, shape.kv_len) for _ in range(shape.batch)]
+        return replace(call, seqused_k=torch.tensor(lengths, dtype=torch.int32, device=device))
+    if form.startswith("packed"):
+        return _packed(call, form, rng, window)
+    return call
+
+
+def _packed(call: AttentionCall, form: str, rng: random.Random, window: Variant) -> AttentionCall:
+    """Several sequences in a row, some of them empty; none of fewer keys than queries."""
+    q_len, kv_len = call.shape.q_len, call.shape.kv_len
+    cuts = sorted(rng.randint(0, q_len) for _ in range(rng.randint(0, 4)))
+    more = sorted(rng.randint(0, kv_len - q_len) for _ in cuts)
+    offsets_q = [0, *cuts, q_len]
+    offsets_k = [0, *(cut + extra for cut, extra in zip(cuts, more, strict=True)), kv_len]
+    q, k = (
+        torch.tensor(offsets, dtype=torch.int32, device=call.device)
+        for offsets in (offsets_q, offsets_k)
+    )
+    packed = replace(call, cu_seqlens_q=q, cu_seqlens_k=k)
+    if form == "packed, bottom right":
+        return replace(packed, is_causal=True, variant=Variant(bottom_right=True))
+    return replace(packed, is_causal=True, variant=window) if form == "packed, window" else packed
+
+
+def check(drawn: Family, seed: int, calls: int, device: torch.device) -> list[Failure]:
+    """Run a family's calls and judge them."""
+    kernel = find(drawn.kernel)
+    failures = []
+    for number in range(calls):
+        try:
+            call = draw(drawn, seed, number, device)
+            if reason := kernel.refuses(call):
+                failures.append(Failure(drawn, number, f"refused: {reason}"))
+                continue
+            chosen = None if kernel.chosen is None else kernel.chosen(call)
+            output = kernel.attention(**call.arguments())
+            verdict = judge(output, Expected.of(call, chosen), kernel.accuracy_class)
+            if not verdict.passed:
+                failures.append(Failure(drawn, number, f"{call.shape}: {verdict.sentence}"))
+        except Exception as error:
+            failures.append(Failure(drawn, number, f"{type(error).__name__}: {error}"))
+    return failures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--calls", type=int, default=2000)
+    parser.add_argument("--seconds", type=float, default=90.0, help="after which no family begins")
+    parser.add_argument("--processes", type=int, default=12)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=int, metavar="FAMILY", help="this family alone, in-process")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
+    parser.add_argument("--out", type=Path, default=results.DIRECTORY / "random_calls.csv")
+    arguments = parser.parse_args()
+    seed, device, began = arguments.seed, arguments.device, time.monotonic()
+    if arguments.only is not None:
+        drawn = family(seed, arguments.only)
+        print(drawn)
+        return report(check(drawn, seed, CALLS_OF_A_FAMILY, device))
+    families = [
+        each
+        for number in range(-(-arguments.calls // CALLS_OF_A_FAMILY))
+        if find((each := family(seed, number)).kernel).unavailable(device) is None
+    ]
+    made: Counter[str] = Counter()
+    failures: list[Failure] = []
+    with ProcessPoolExecutor(
+        arguments.processes, mp_context=multiprocessing.get_context("spawn")
+    ) as pool:
+        jobs = {
+            pool.submit(check, each, seed, CALLS_OF_A_FAMILY, device): each for each in families
+        }
+        for job in as_completed(jobs):
+            if job.cancelled():
+                continue
+            made[jobs[job].kernel] += CALLS_OF_A_FAMILY
+            failures += job.result()
+            if time.monotonic() - began > arguments.seconds:
+                pool.shutdown(wait=False, cancel_futures=True)
+    machine = describe(device)
+    wrong = Counter(failure.family.kernel for failure in failures)
+    lines = [
+        {
+            "kernel": name,
+            "calls": made[name],
+            "wrong": wrong[name],
+            "machine.device": machine.device,
+            "machine.torch": machine.torch,
+            "machine.triton": machine.triton,
+        }
+        for name in FORMS
+    ]
+    results.write_lines(lines, COLUMNS, arguments.out)
+    code = report(failures)
+    asked = len(families) * CALLS_OF_A_FAMILY
+    print(f"{made.total()} of {asked} calls, {len(failures)} wrong, in", end=" ")
+    print(f"{time.monotonic() - began:.0f} s")
+    return code or (2 if made.total() < asked else 0)
+
+
+def report(failures: list[Failure]) -> int:
+    """Print what failed; 1 if anything did."""
+    for drawn, number, sentence in failures:
+        print(f"family {drawn.number}, call {number} ({drawn.kernel}, {drawn.form},", end=" ")
+        print(f"head_dim {drawn.head_dim}/{drawn.v_head_dim}, {drawn.layout}): {sentence}")
+    return int(bool(failures))
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        sys.exit(main())

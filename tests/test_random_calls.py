@@ -1,0 +1,52 @@
+"""`benchmarks/random_calls.py` draws what it says, and notices a wrong output."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import random_calls
+from benchmarks.random_calls import FORMS, check, draw, family
+from replay.kernels.registry import Kernel, find
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random_calls, "MOST_SCORES", 2**12)
+
+
+def test_every_form_of_every_kernel_is_drawn_and_taken() -> None:
+    drawn = {(each.kernel, each.form): each for each in (family(0, n) for n in range(1000))}
+    assert set(drawn) == {(kernel, form) for kernel, forms in FORMS.items() for form in forms}
+    for each in drawn.values():
+        assert find(each.kernel).refuses(draw(each, 0, 0, CPU)) is None, each
+
+
+def test_a_seed_decides_a_call() -> None:
+    drawn = family(0, 7)
+    assert drawn == family(0, 7) != family(1, 7)
+    call, same, other = (draw(drawn, seed, 3, CPU) for seed in (0, 0, 1))
+    for name, tensor in call.tensors().items():
+        assert torch.equal(same.tensors()[name], tensor)
+        assert same.tensors()[name].stride() == tensor.stride()
+    assert other.query.shape != call.query.shape or not torch.equal(other.query, call.query)
+
+
+def test_wrong_outputs_and_errors_are_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def zeros(query: Tensor, key: Tensor, value: Tensor, **given: object) -> Tensor:
+        return query.new_zeros(*query.shape[:3], value.shape[3])
+
+    def fails(*given: object, **more: object) -> Tensor:
+        raise ValueError("not today")
+
+    drawn = next(each for n in range(100) if (each := family(0, n)).form == "plain")
+    for attention, sentence in ((zeros, ""), (fails, "ValueError: not today")):
+        monkeypatch.setattr(random_calls, "find", lambda name, run=attention: Kernel(name, run))
+        failures = check(drawn, 0, 3, CPU)
+        assert [each.call for each in failures] == [0, 1, 2]
+        assert all(sentence in each.sentence for each in failures)
+    monkeypatch.setattr(random_calls, "find", lambda name: find("eager"))
+    assert check(drawn, 0, 3, CPU) == []
