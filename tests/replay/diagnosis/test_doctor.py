@@ -13,6 +13,8 @@ from torch import Tensor
 
 import replay
 from capture.errors import CaptureError
+from capture.storage.call_file import PackedCall
+from capture.storage.dataset import Dataset
 from replay.diagnosis.captured import CAPTURED
 from replay.diagnosis.diagnosis import Diagnosis, layer_index
 from replay.diagnosis.doctor import diagnose
@@ -27,46 +29,37 @@ FAULTY = str(Path(faulty.__file__))
 BAD = str(Path(__file__).parents[1] / "workers" / "bad_kernels.py")
 
 
-def test_a_crash_costs_one_kernel(recorded: Path) -> None:
-    workloads, _ = from_directory(recorded)
-    kernels = [find(f"{BAD}:segfault"), find(f"{FAULTY}:one_row_off"), find("torch-math")]
-    found = diagnose(workloads[:2], kernels, settings(), timeout=60)
-    assert [(each.kernel.rpartition(":")[2], each.cause) for each in found.found] == [
-        *[("segfault", "unknown")] * 2,
-        *[("one_row_off", "unknown")] * 2,
+def test_a_crash_and_what_earlier_calls_leave_behind_are_told_from_other_errors(
+    tmp_path: Path,
+) -> None:
+    """Each kernel in processes of its own, which take seconds to start."""
+    dataset = Dataset(tmp_path, [], [])
+    for index, scale in enumerate((0.1, 0.5)):
+        call = random_call(scale=scale, origin={"module": f"layers.{index}"})
+        path = tmp_path / f"model-{index:06d}.safetensors"
+        dataset.entries.append(PackedCall.of(call).write(path))
+    dataset.save_manifest()
+    workloads, _ = from_directory(tmp_path)
+    faults = [f"{BAD}:segfault", f"{FAULTY}:scale_kept_by_shape", f"{FAULTY}:without_options"]
+    kernels = [find(each) for each in (*faults, "torch-math")]
+    found = diagnose(workloads, kernels, settings(), timeout=60)
+    # The first scale stays right, and so would others of it.
+    assert [
+        (each.kernel.rpartition(":")[2], each.call[-1], each.cause) for each in found.found
+    ] == [
+        ("segfault", "0", "unknown"),
+        ("segfault", "1", "unknown"),
+        ("scale_kept_by_shape", "1", "stale-graph"),
+        ("without_options", "0", "wrong-scale"),
+        ("without_options", "1", "wrong-scale"),
     ]
-    assert found.examined == 6
-    crash, wrong = found.found[0], found.found[2]
+    assert found.examined == 8
+    crash, _, kept, wrong, _ = found.found
     assert crash.evidence["status"] == "crash"
     assert (crash.layer, crash.layer_index, crash.step, crash.head) == ("layers.0", 0, 0, None)
-    assert (wrong.layer, wrong.head) == ("layers.0", 1)
-    assert wrong.instead == "torch-math, which is right on this call"
-
-
-def test_what_earlier_calls_leave_behind_is_told_from_other_errors(tmp_path: Path) -> None:
-    from capture.storage.call_file import PackedCall
-    from capture.storage.dataset import Dataset
-
-    calls = [random_call(q_len=32, kv_len=32, scale=scale) for scale in (0.1, 0.5, 0.9)]
-    entries = [
-        PackedCall.of(call).write(tmp_path / f"model-{index:06d}.safetensors")
-        for index, call in enumerate(calls)
-    ]
-    Dataset(tmp_path, entries, []).save_manifest()
-    workloads, _ = from_directory(tmp_path)
-    kernels = [find(f"{FAULTY}:{name}") for name in ("scale_kept_by_shape", "without_options")]
-    found = diagnose(workloads, kernels, settings(), timeout=60)
-    kept, others = (
-        [each for each in found.found if each.kernel == kernel.name] for kernel in kernels
-    )
-    # The first stays right, and so would others of its scale.
-    assert [(each.call, each.cause) for each in kept] == [
-        ("model-000001", "stale-graph"),
-        ("model-000002", "stale-graph"),
-    ]
-    assert "right as the first call of a process and wrong after another call" in kept[0].sentence
-    assert {each.cause for each in others} == {"wrong-scale"}
-    assert len(others) == 3
+    assert "right as the first call of a process and wrong after another call" in kept.sentence
+    assert (kept.layer, wrong.layer) == ("layers.1", "layers.0")
+    assert wrong.instead.startswith("torch-math, which is right on this call")
 
 
 def test_the_command_writes_one_finding_per_kernel_and_call(
@@ -123,9 +116,6 @@ def test_earlier_findings_are_kept_until_there_are_new_ones(
 
 
 def test_a_recorded_output_that_is_wrong(run_cli: RunCli, recorded: Path, tmp_path: Path) -> None:
-    from capture.storage.call_file import PackedCall
-    from capture.storage.dataset import Dataset
-
     directory = tmp_path / "wrong"
     directory.mkdir()
     dataset = Dataset(directory, [], [])

@@ -148,6 +148,15 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "close_stdout": ("ok", "is within", ""),
     "print_a_megabyte": ("ok", "is within", ""),
 }
+SLOW = (
+    "hang",
+    "exit_at_once",
+    "interrupt",
+    "fork_and_die",
+    "close_pipes",
+    "segfault_when_timed",
+)
+"""Each ends its worker, and starting another takes seconds."""
 FLAGS = {
     "unwritten": r"leaves \d+ output elements unwritten",
     "never_the_same": "not deterministic: calls differ by up to",
@@ -161,10 +170,8 @@ class Finished(NamedTuple):
     surroundings: Surroundings
 
 
-@pytest.fixture(scope="module")
-def everything(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """One run of every fault between two good kernels: starting a worker takes seconds."""
-    directory = tmp_path_factory.mktemp("faults")
+def run_of(directory: Path, names: list[str]) -> Finished:
+    """One run of these faults between two good kernels."""
     exits = directory / "exits.py"
     last_words = "import os\nprint('the last words of an import')\nos._exit(3)\n"
     exits.write_text(f"{last_words}def exits_when_imported(): ...\n")
@@ -172,7 +179,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     error = "raise RuntimeError('built for another PyTorch')\n"
     fails.write_text(f"{error}def fails_when_imported(): ...\n")
     elsewhere = {"exits_when_imported": exits, "fails_when_imported": fails}
-    kernels = [f"{elsewhere.get(name, BAD)}:{name}" for name in FAULTS]
+    kernels = [f"{elsewhere.get(name, BAD)}:{name}" for name in names]
     surroundings = Surroundings.under(directory)
     chosen = ",".join([f"{BAD}:good", *kernels, "torch-math"])
     process = surroundings.start(
@@ -182,10 +189,23 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return Finished(process.returncode, rows_of(out), err, surroundings)
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_classified(everything: Finished, name: str) -> None:
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return run_of(tmp_path_factory.mktemp("faults"), [name for name in FAULTS if name not in SLOW])
+
+
+@pytest.fixture(scope="module")
+def more_deaths(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return run_of(tmp_path_factory.mktemp("deaths"), list(SLOW))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in FAULTS]
+)
+def test_a_fault_is_classified(request: pytest.FixtureRequest, name: str) -> None:
     status, reason, log = FAULTS[name]
-    row = everything.rows[name]
+    finished: Finished = request.getfixturevalue("more_deaths" if name in SLOW else "everything")
+    row = finished.rows[name]
     assert row["status"] == status, row["reason"]
     assert re.search(reason, row["reason"]), row["reason"]
     assert log in row["log"]
@@ -203,7 +223,8 @@ def test_a_fault_is_classified(everything: Finished, name: str) -> None:
 
 
 def test_the_other_rows_are_unaffected(everything: Finished) -> None:
-    assert list(everything.rows) == ["good", *FAULTS, "torch-math", "torch-default"]
+    faults = [name for name in FAULTS if name not in SLOW]
+    assert list(everything.rows) == ["good", *faults, "torch-math", "torch-default"]
     for name in ("good", "torch-math", "torch-default"):
         row = everything.rows[name]
         assert (row["status"], row["flags"], row["log"]) == ("ok", [], "")
@@ -218,6 +239,13 @@ def test_nothing_stays_behind(everything: Finished) -> None:
     assert everything.surroundings.left_files() == []
 
 
+@pytest.mark.slow
+def test_nothing_stays_behind_of_more_deaths(more_deaths: Finished) -> None:
+    assert list(more_deaths.rows) == ["good", *SLOW, "torch-math", "torch-default"]
+    test_nothing_stays_behind(more_deaths)
+
+
+@pytest.mark.slow
 def test_given_up_after_three_workers_and_no_baseline(run_cli: RunCli, recorded: Path) -> None:
     """The baseline crashes on every call: nobody has a speed-up, and the run does not fail.
 
@@ -311,6 +339,7 @@ def function(*arguments, **options):
 """
 
 
+@pytest.mark.slow
 def test_kernels_that_disturb_others_are_alone_from_then_on(
     tmp_path: Path, quick: Settings
 ) -> None:
@@ -407,6 +436,7 @@ def test_ctrl_c_ends_the_run_and_its_children(
     assert surroundings.left_files() == []
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_no_child_and_is_continued(
     begun: tuple[subprocess.Popen[str], Surroundings, tuple[str, ...]],
     run_cli: RunCli,
