@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +67,7 @@ import time
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 def slow(*args, **kwargs):
-    time.sleep(0.05)  # on a busy machine it ends in time, where a loop would lose its turn
+    time.sleep(0.03)  # on a busy machine it ends in time, where a loop would lose its turn
     return sdpa(*args, **kwargs)
 
 def wrong(*args, **kwargs):
@@ -103,8 +102,8 @@ def fails(*args, **kwargs):
     raise ValueError("nowhere")
 """
 
-SLOW_SECONDS = 0.05
-"""What `slow` adds to each call."""
+SLOW_SECONDS = 0.03
+"""What `slow` adds to each call, at least."""
 
 
 @pytest.fixture(scope="session")
@@ -126,27 +125,16 @@ def capture_record(workshop: Path) -> CaptureRecord:
     return found
 
 
-Checks = Callable[..., dict[str, dict[str, Any]]]
-
-
-@pytest.fixture
-def checks(workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checks:
-    """`checks("slow", "--model-rounds", "3")`: by kernel, what `--e2e-json` tells.
-
-    Without kernels the command chooses.
-    """
-
-    def run(kernels: str, *options: str) -> dict[str, dict[str, Any]]:
-        monkeypatch.chdir(workshop)
-        told = tmp_path / "told.jsonl"
-        arguments = ["--dir", "recorded", "--e2e", "--trust-code", "--e2e-json", str(told)]
-        if kernels:
-            names = ",".join(f"kernels.py:{name}" for name in kernels.split(","))
-            arguments += ["--kernels", names]
+def check(workshop: Path, told: Path, kernels: str, *options: str) -> dict[str, dict[str, Any]]:
+    """By kernel, what the command tells with `--e2e-json`. Without kernels it chooses."""
+    arguments = ["--dir", "recorded", "--e2e", "--trust-code", "--e2e-json", str(told)]
+    if kernels:
+        names = ",".join(f"kernels.py:{name}" for name in kernels.split(","))
+        arguments += ["--kernels", names]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(workshop)
         with pytest.raises(SystemExit) as stopped:
             main([*arguments, "--device", "cpu", *options])
-        assert stopped.value.code == 0
-        lines = [json.loads(line) for line in told.read_text().splitlines()]
-        return {line["kernel"].partition(":")[2] or line["kernel"]: line for line in lines}
-
-    return run
+    assert stopped.value.code == 0
+    lines = [json.loads(line) for line in told.read_text().splitlines()]
+    return {line["kernel"].partition(":")[2] or line["kernel"]: line for line in lines}
