@@ -6,8 +6,9 @@ import json
 import re
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -328,42 +329,46 @@ def test_verify_names_what_is_wrong(run_cli: Run, tmp_path: Path, model_file: Pa
     assert "is missing: read the files instead" in err
 
 
-@pytest.fixture(scope="module")
-def stopped(
-    start_python: Start, model_file: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[signal.Signals, tuple[Path, int, str]]:
-    """Directory, exit code and stderr of a capture stopped in the middle, by signal."""
-    options = {signal.SIGINT: [], signal.SIGTERM: [], signal.SIGKILL: ["--durable"]}
-    started = {}
-    for sent, more in options.items():
-        cwd = tmp_path_factory.mktemp(sent.name)
-        arguments = ("-m", "capture", "--model", f"{model_file}:slow", "--out", "out", *more)
-        started[sent] = (cwd / "out", start_python(*arguments, cwd=cwd))
-    results = {}
-    for sent, (out, process) in started.items():
+class Stopped(NamedTuple):
+    """What is left of a capture that was stopped in the middle."""
+
+    out: Path
+    code: int
+    errors: str
+
+
+Stop = Callable[..., Stopped]
+
+
+@pytest.fixture
+def stopped(start_python: Start, model_file: Path, tmp_path: Path) -> Stop:
+    """`stopped(signal, options)`: a capture that gets the signal while its model runs."""
+
+    def stop(sent: signal.Signals, options: Sequence[str] = ()) -> Stopped:
+        arguments = ("-m", "capture", "--model", f"{model_file}:slow", "--out", "out", *options)
+        process = start_python(*arguments, cwd=tmp_path)
         assert process.stdout is not None
         for line in process.stdout:
             if "RUNNING" in line:
                 break
         process.send_signal(sent)
         _, errors = process.communicate(timeout=60)
-        results[sent] = (out, process.returncode, errors)
-    return results
+        return Stopped(tmp_path / "out", process.returncode, errors)
+
+    return stop
 
 
-Stopped = dict[signal.Signals, tuple[Path, int, str]]
-
-
-def test_control_c_leaves_a_readable_dataset(stopped: Stopped) -> None:
-    out, code, errors = stopped[signal.SIGINT]
+def test_control_c_leaves_a_readable_dataset(stopped: Stop) -> None:
+    out, code, errors = stopped(signal.SIGINT)
     assert code == 130
     assert "capture: interrupted; calls already in out are readable" in errors
     assert "Traceback" not in errors
     assert_whole_but_not_complete(out)
 
 
-def test_termination_writes_what_is_in_memory_first(stopped: Stopped) -> None:
-    out, code, _ = stopped[signal.SIGTERM]
+@pytest.mark.slow
+def test_termination_writes_what_is_in_memory_first(stopped: Stop) -> None:
+    out, code, _ = stopped(signal.SIGTERM)
     assert code == -signal.SIGTERM
     assert_whole_but_not_complete(out)
 
@@ -378,8 +383,9 @@ def assert_whole_but_not_complete(out: Path) -> None:
     assert len(list(out.glob("*.safetensors"))) == 10
 
 
-def test_a_killed_capture_leaves_a_readable_dataset(stopped: Stopped) -> None:
-    out, code, _ = stopped[signal.SIGKILL]
+@pytest.mark.slow
+def test_a_killed_capture_leaves_a_readable_dataset(stopped: Stop) -> None:
+    out, code, _ = stopped(signal.SIGKILL, ["--durable"])
     assert code == -signal.SIGKILL
     data = load(out)
     assert "the capture of my.py:slow was killed" in data.note
@@ -441,38 +447,37 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module")
-def in_project(start_python: Start, project: Path) -> Iterator[Callable[[str], str]]:
-    """Runs by name, started together; `in_project(name)` waits and gives what it printed."""
-    commands = {
-        "script": ["script.py"],
-        "built-in": ["-m", "capture", "--model", "llama", "--size", "tiny", "--out", "built_in"],
-        "function": ["-m", "capture", "--model", "my.py:build", "--out", "from_function"],
-    }
-    started = {name: start_python(*command, cwd=project) for name, command in commands.items()}
+@pytest.fixture
+def in_project(start_python: Start, project: Path) -> Callable[..., str]:
+    """`in_project(*arguments)`: what Python prints there."""
 
-    def finish(name: str) -> str:
-        printed, errors = started[name].communicate(timeout=200)
-        assert started[name].returncode == 0, errors
+    def run(*arguments: str) -> str:
+        process = start_python(*arguments, cwd=project)
+        printed, errors = process.communicate(timeout=200)
+        assert process.returncode == 0, errors
         return printed
 
-    yield finish
-    for process in started.values():
-        process.kill()
+    return run
 
 
-def test_record_in_a_project_with_models_of_its_own(in_project: Callable[[str], str]) -> None:
-    in_project("script")
+@pytest.mark.slow
+def test_record_in_a_project_with_models_of_its_own(in_project: Callable[..., str]) -> None:
+    in_project("script.py")
 
 
-def test_built_in_models_run_there(in_project: Callable[[str], str], project: Path) -> None:
-    assert in_project("built-in").startswith("recorded 10 of ")
+@pytest.mark.slow
+def test_built_in_models_run_there(in_project: Callable[..., str], project: Path) -> None:
+    printed = in_project(
+        *("-m", "capture", "--model", "llama", "--size", "tiny", "--out", "built_in")
+    )
+    assert printed.startswith("recorded 10 of ")
     assert load(project / "built_in").captures[0].model == "llama"
 
 
 def test_a_function_there_imports_its_own_models(
-    in_project: Callable[[str], str], project: Path
+    in_project: Callable[..., str], project: Path
 ) -> None:
-    assert in_project("function").startswith("recorded 1 of 1 ")
+    printed = in_project("-m", "capture", "--model", "my.py:build", "--out", "from_function")
+    assert printed.startswith("recorded 1 of 1 ")
     manifest = json.loads((project / "from_function" / "manifest.json").read_text())
     assert manifest["captures"][0]["model"] == "my.py:build"
