@@ -8,7 +8,7 @@ import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,7 +19,11 @@ from capture.cli.verify import verify
 from capture.storage.dataset import Dataset
 from models import pretrained_weights
 
-MODELS = ["cogvideo", "flux", "llama"]
+MODELS = [
+    pytest.param("cogvideo", marks=pytest.mark.slow),
+    pytest.param("flux", marks=pytest.mark.slow),
+    "llama",
+]
 STEPS = {"cogvideo": 4, "flux": 4, "llama": 8}
 
 # Runs each model without `capture`: the function replaced by hand notes what it is given, and
@@ -68,57 +72,61 @@ def weights(name: str) -> str:
     return "random, seed 0 (built-in tiny configuration)"
 
 
-@pytest.fixture(scope="module")
-def recorded_and_noted(
+class Recorded(NamedTuple):
+    """A model recorded, and what an independent process noted of it."""
+
+    name: str
+    directory: Path
+    count: int
+    notes: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def recorded(
+    request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
     start_python: Callable[..., subprocess.Popen[str]],
-) -> tuple[Path, dict[str, Any]]:
-    """All three recorded into one directory; and what the independent process found."""
+) -> Recorded:
     from capture.cli.main import main
 
+    name: str = request.param
+    steps = {name: STEPS[name]}
     noted = tmp_path_factory.mktemp("noted")
-    independent = start_python("-c", INDEPENDENT, json.dumps(STEPS), cwd=noted)
+    independent = start_python("-c", INDEPENDENT, json.dumps(steps), cwd=noted)
     directory = tmp_path_factory.mktemp("recorded") / "captured_inputs"
-    for name in MODELS:
-        out, short = io.StringIO(), ["--size", "tiny", "--steps", str(STEPS[name])]
-        with contextlib.redirect_stdout(out), pytest.raises(SystemExit) as stopped:
-            main(["--model", name, *short, "--device", "cpu", "--out", str(directory)])
-        assert stopped.value.code == 0
-        assert out.getvalue().startswith("recorded 10 of ")
+    out, short = io.StringIO(), ["--size", "tiny", "--steps", str(STEPS[name])]
+    with contextlib.redirect_stdout(out), pytest.raises(SystemExit) as stopped:
+        main(["--model", name, *short, "--device", "cpu", "--out", str(directory)])
+    assert stopped.value.code == 0
+    assert out.getvalue().startswith("recorded 10 of ")
     printed, errors = independent.communicate(timeout=200)
     assert independent.returncode == 0, errors
-    return directory, json.loads(printed.partition("FOUND")[2])
+    found = json.loads(printed.partition("FOUND")[2])[name]
+    return Recorded(name, directory, found["count"], found["notes"])
 
 
 @pytest.fixture(scope="module")
-def data(recorded_and_noted: tuple[Path, dict[str, Any]]) -> Dataset:
-    return load(recorded_and_noted[0])
+def data(recorded: Recorded) -> Dataset:
+    return load(recorded.directory)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_exactly_ten_files_and_every_call_counted(
-    recorded_and_noted: tuple[Path, dict[str, Any]], data: Dataset, name: str
-) -> None:
-    directory, found = recorded_and_noted
-    assert len(list(directory.glob(f"{name}-*.safetensors"))) == 10
-    [capture] = [capture for capture in data.captures if capture.model == name]
+def test_exactly_ten_files_and_every_call_counted(recorded: Recorded, data: Dataset) -> None:
+    assert len(list(recorded.directory.glob(f"{recorded.name}-*.safetensors"))) == 10
+    [capture] = data.captures
+    assert capture.model == recorded.name
     rows = capture.census["rows"]
     assert capture.complete
     assert sum(row["kept"] for row in rows) == 10
-    assert sum(row["calls"] for row in rows) == capture.calls_seen == found[name]["count"]
-    assert len(found[name]["notes"]) == found[name]["count"]
+    assert sum(row["calls"] for row in rows) == capture.calls_seen == recorded.count
+    assert len(recorded.notes) == recorded.count
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_tensors_are_the_model_s_own(
-    recorded_and_noted: tuple[Path, dict[str, Any]], data: Dataset, name: str
-) -> None:
+def test_tensors_are_the_model_s_own(recorded: Recorded, data: Dataset) -> None:
     """Call by call: sizes, strides, dtypes and values as the other process saw them."""
-    notes = recorded_and_noted[1][name]["notes"]
-    calls = [entry.load() for entry in data.entries if entry.origin.model == name]
+    calls = list(data)
     assert len(calls) == 10
     for call in calls:
-        noted = notes[call.origin.call_index]
+        noted = recorded.notes[call.origin.call_index]
         tensors = call.tensors()
         assert tensors.keys() == {field for field, note in noted.items() if note is not None}
         for field, tensor in tensors.items():
@@ -140,41 +148,47 @@ def test_sdpa_repeats_every_output_bit_for_bit(data: Dataset) -> None:
     assert {finding.text for finding in verify(data)} == {"intact; output bit-identical"}
 
 
-def test_what_is_kept_is_what_matters(data: Dataset) -> None:
-    by_model = {
-        name: [entry for entry in data.entries if entry.origin.model == name] for name in MODELS
+def test_what_is_kept_is_what_matters(recorded: Recorded, data: Dataset) -> None:
+    origins = [entry.origin for entry in data.entries]
+    assert {origin.weights for origin in origins} == {weights(recorded.name)}
+    assert len({origin.module for origin in origins}) >= 2
+    if recorded.name == "llama":
+        assert {origin.phase for origin in origins} == {"prefill", "decode"}
+        return
+    assert {origin.phase for origin in origins} == {"denoise"}
+    assert {origin.module.split(".")[0] for origin in origins} == {"transformer"}
+    steps = {
+        row["first_step"] + offset
+        for row in data.captures[0].census["rows"]
+        if row["phase"] == "denoise"
+        for offset in range(row["last_step"] - row["first_step"] + 1)
     }
-    for name in ("cogvideo", "flux"):
-        assert {entry.origin.phase for entry in by_model[name]} == {"denoise"}
-        assert {entry.origin.module.split(".")[0] for entry in by_model[name]} == {"transformer"}
-        steps = {
-            row["first_step"] + offset
-            for capture in data.captures
-            if capture.model == name
-            for row in capture.census["rows"]
-            if row["phase"] == "denoise"
-            for offset in range(row["last_step"] - row["first_step"] + 1)
-        }
-        kept = {entry.origin.step for entry in by_model[name]}
-        assert kept <= steps
-        assert len(kept) == min(len(by_model[name]), len(steps))
-    assert {entry.origin.phase for entry in by_model["llama"]} == {"prefill", "decode"}
-    for name, entries in by_model.items():
-        assert {entry.origin.weights for entry in entries} == {weights(name)}
-        assert len({entry.origin.module for entry in entries}) >= 2
+    kept = {origin.step for origin in origins}
+    assert kept <= steps
+    assert len(kept) == min(len(origins), len(steps))
 
 
-def test_show_and_verify(
-    recorded_and_noted: tuple[Path, dict[str, Any]],
-    run_cli: Callable[..., tuple[int, str, str]],
-) -> None:
-    directory = str(recorded_and_noted[0])
-    code, out, err = run_cli("--show", directory)
+def test_show_and_verify(recorded: Recorded, run_cli: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, err = run_cli("--show", str(recorded.directory))
     assert (code, err) == (0, "")
-    printed = " ".join(out.split())
-    for name in MODELS:
-        assert f"{name} · 10 of " in out
-        assert weights(name) in printed
-    code, out, _ = run_cli("--verify", directory)
+    assert f"{recorded.name} · 10 of " in out
+    assert weights(recorded.name) in " ".join(out.split())
+    code, out, _ = run_cli("--verify", str(recorded.directory))
     assert code == 0
-    assert out.endswith("30 of 30 files passed\n")
+    assert out.endswith("10 of 10 files passed\n")
+
+
+@pytest.mark.slow
+def test_all_recorded_into_one_directory(
+    run_cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    names = ["flux", "llama"]
+    for name in names:
+        short = ("--size", "tiny", "--steps", str(STEPS[name]), "--device", "cpu")
+        assert run_cli("--model", name, *short, "--out", str(tmp_path))[0] == 0
+    assert [capture.model for capture in load(tmp_path).captures] == names
+    code, out, _ = run_cli("--show", str(tmp_path))
+    assert code == 0
+    for name in names:
+        assert f"{name} · 10 of " in out
+    assert run_cli("--verify", str(tmp_path))[1].endswith("20 of 20 files passed\n")

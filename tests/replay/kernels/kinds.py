@@ -131,8 +131,12 @@ def call_of(kind: str, layout: str = "contiguous") -> AttentionCall:
     return call.with_tensors(tensors)
 
 
+@functools.cache
 def every_case() -> list[Case]:
-    """(kernel, variant, kind, layout) of all that a kernel of another library supports."""
+    """(kernel, variant, kind, layout) of all that a kernel of another library supports.
+
+    Listed once: other tests register kernels.
+    """
     return [
         (name, variant, kind, layout)
         for name, kernel in catalogue().items()

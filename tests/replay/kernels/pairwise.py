@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
-Case = tuple[str, ...]
+Case = tuple[Hashable, ...]
 """One value of each factor."""
+Pair = tuple[int, Hashable, int, Hashable]
 
 
-def pairs(case: Case) -> set[tuple[int, str, int, str]]:
+def pairs(case: Case) -> set[Pair]:
     """The values that meet in a case, each with the number of its factor."""
     return {(i, case[i], j, case[j]) for i, j in itertools.combinations(range(len(case)), 2)}
 
@@ -29,7 +30,7 @@ def pairwise(cases: Iterable[Case]) -> list[Case]:
     listed = list(cases)
     shuffled = random.Random(0).sample(listed, len(listed))
     most = max((len(pairs(case)) for case in listed), default=0)
-    met: set[tuple[int, str, int, str]] = set()
+    met: set[Pair] = set()
     chosen: set[Case] = set()
     for gain in range(most, 0, -1):
         for case in shuffled:

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.replay.kernels.kinds import KINDS, LAYOUTS, VARIANTS, cases, every_case
-from tests.replay.kernels.pairwise import Case, pairs, pairwise
+from tests.replay.kernels.pairwise import Case, Pair, pairs, pairwise
 
 FACTORS = (("a", "b", "c"), ("1", "2", "3"), ("x", "y", "z"))
 
 
-def met(cases: list[Case]) -> set[tuple[int, str, int, str]]:
+def met(cases: list[Case]) -> set[Pair]:
     return set().union(*map(pairs, cases))
 
 

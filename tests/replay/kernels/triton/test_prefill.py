@@ -5,11 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from capture.call import AttentionCall
 from replay.kernels.triton import forward
 from replay.kernels.triton.prefill import prefill
 from tests import factories
+from tests.replay.kernels.pairwise import pairwise
 from tests.replay.kernels.triton.eager import attend
 
 Verify = Callable[..., None]
@@ -81,9 +80,12 @@ def test_value_head_dims(
     verify(call_of((1, 2, 2, 33, 70, head_dim, v_head_dim), dtype, is_causal=True))
 
 
-@pytest.mark.parametrize("q_len", [1, 7, 127, 300])
-@pytest.mark.parametrize("kv_len", [1, 7, 127, 300])
-@pytest.mark.parametrize("is_causal", [False, True])
+LENGTHS = [1, 7, 127, 300]
+
+
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "is_causal"), pairwise(product(LENGTHS, LENGTHS, [False, True]))
+)
 def test_lengths(verify: Verify, q_len: int, kv_len: int, is_causal: bool) -> None:
     verify(call_of((2, 2, 1, q_len, kv_len, 64, 64), BRAIN, is_causal=is_causal))
 
@@ -209,9 +211,13 @@ def test_a_mask_of_the_lowest_number_is_no_mask_of_minus_infinity(verify: Verify
         torch.testing.assert_close(output.double(), expected, rtol=0, atol=2e-2)
 
 
-@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", ["query", "key", "value", "attn_mask"])
-@pytest.mark.parametrize("head_dim", [64, 80])
+NOT_FINITE = [math.nan, math.inf, -math.inf]
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "head_dim"),
+    pairwise(product(["query", "key", "value", "attn_mask"], NOT_FINITE, [64, 80])),
+)
 def test_what_is_not_finite_reaches_what_it_reaches_in_sdpa(
     name: str, number: float, head_dim: int
 ) -> None:
@@ -302,22 +308,19 @@ def test_wrong_shapes(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here")
-def test_recorded_calls_are_checked_and_never_timed(recorded: Path, tmp_path: Path) -> None:
+def test_recorded_calls_are_checked_and_never_timed(
+    recorded: Path,
+    run_cli: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The whole command, with a worker that interprets."""
-    rows = tmp_path / "rows.jsonl"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "replay", "--dir", str(recorded), "--device", "cpu"),
-            *("--kernels", "triton-fa2,torch-math", "--rounds", "3", "--max-seconds", "0.01"),
-            *("--json", str(rows), "--check"),
-        ],
-        cwd=Path(__file__).parents[4],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    code, out, err = run_cli(
+        *("--dir", str(recorded), "--device", "cpu", "--json", "-", "--check"),
+        *("--kernels", "triton-fa2,torch-math", "--rounds", "3", "--max-seconds", "0.01"),
     )
-    assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert code == 0, err
+    found = [json.loads(line) for line in out.splitlines()]
     ours = [row for row in found if row["kernel"] == "triton-fa2"]
     assert len(ours) == 3
     for row in ours:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from replay.accuracy.judge import Expected, judge
 from replay.kernels.registry import find
 from replay.kernels.triton.prefill import prefill
 from tests import factories
+from tests.replay.kernels.pairwise import pairwise
 from tests.variant_calls import paged_call
 
 # The tanh of a large score is 1, whatever overflows on the way.
@@ -51,9 +53,12 @@ def verify(name: str, call: AttentionCall) -> None:
 WINDOWS: list[Window] = [(0, 0), (5, None), (130, 0), (None, 20), (70, 300), (1000, 1000)]
 
 
-@pytest.mark.parametrize("bottom_right", [False, True])
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("sizes", [(300, 300), (100, 420), (420, 100), (1, 200)])
+SIZES = [(300, 300), (100, 420), (420, 100), (1, 200)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "window", "bottom_right"), pairwise(product(SIZES, WINDOWS, [False, True]))
+)
 def test_windows(sizes: tuple[int, int], window: Window, bottom_right: bool) -> None:
     is_causal = window[1] is None
     variant = Variant(bottom_right, window)
@@ -124,18 +129,19 @@ def test_keys_outside_the_window_are_not_read() -> None:
 PACKED = {"cu_seqlens_q": offsets(70, 1, 200), "cu_seqlens_k": offsets(130, 40, 150)}
 
 
+PACKED_VARIANTS = [
+    Variant(),
+    Variant(bottom_right=True),
+    Variant(window=(30, None)),
+    Variant(True, (30, 140), 3.0),
+    Variant(True, max_seqlen_q=512),
+]
+
+
 @pytest.mark.parametrize(
-    "variant",
-    [
-        Variant(),
-        Variant(bottom_right=True),
-        Variant(window=(30, None)),
-        Variant(True, (30, 140), 3.0),
-        Variant(True, max_seqlen_q=512),
-    ],
+    ("variant", "is_causal", "head_dim"),
+    pairwise(product(PACKED_VARIANTS, [False, True], [64, 80])),
 )
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 80])
 def test_packed(variant: Variant, is_causal: bool, head_dim: int) -> None:
     verify(
         "triton-varlen",
@@ -205,9 +211,9 @@ def test_recorded_pages_are_read_as_they_lie(variant: Variant) -> None:
     verify("triton-paged-decode", call.with_tensors({"key": key, "value": value}))
 
 
-@pytest.mark.parametrize("variant", DECODED, ids=str)
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("q_len", [1, 5])
+@pytest.mark.parametrize(
+    ("q_len", "is_causal", "variant"), pairwise(product([1, 5], [False, True], DECODED)), ids=str
+)
 def test_decode(q_len: int, is_causal: bool, variant: Variant) -> None:
     """Over more than one part of the keys, and some rows a program."""
     call = call_of(q_len, 1500, q_heads=6, kv_heads=2, is_causal=is_causal, variant=variant)
