@@ -12,6 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 Planned = TypeVar("Planned")
 
@@ -84,10 +85,23 @@ class Launch:
             alignment = tuple(isinstance(each, int) and each % 16 == 0 for each in addresses)
         compiled = self._compiled.get(alignment)
         if compiled is None:  # as always in the interpreter
-            compiled = self._kernel[self._grid](*tensors, *self._rest, **self._options)
-            self._compiled[alignment] = compiled
+            self._compiled[alignment] = self._first(tensors)
         else:
             compiled[self._grid](*addresses, *self._rest)
+
+    def _first(self, tensors: tuple[Any, ...]) -> Any:
+        """Launch what Triton compiles for the tensors, and return it.
+
+        Where a GPU has less shared memory than that needs, fewer blocks are in flight.
+        """
+        while True:
+            try:
+                return self._kernel[self._grid](*tensors, *self._rest, **self._options)
+            except OutOfResources as error:
+                stages = self._options.get("num_stages") or 1
+                if error.name != "shared memory" or stages == 1:
+                    raise
+                self._options["num_stages"] = stages - 1
 
 
 class PlannedCall(NamedTuple):

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from replay.kernels.triton.launch import Kept, Launch, layout, named
 from replay.kernels.triton.split_kv import Cache, find_tokens
 
 BLOCK_N = 64
@@ -149,37 +150,59 @@ def choose_paged_tokens(
 
 def _scores(query: Tensor, cache: Cache, allowed: Tensor | None, scale: float | None) -> Tensor:
     """(B, Hkv, Sk) float32, -inf where there is no token, or none that may be chosen."""
-    batch, heads, q_len, head_dim = query.shape
     kv_heads, kv_len, _ = cache.sizes
-    group = heads // kv_heads
-    scores = query.new_empty(batch, kv_heads, kv_len, dtype=torch.float32)
-    _score_kernel[(triton.cdiv(kv_len, BLOCK_N) * batch * kv_heads,)](
+    scores = query.new_empty(query.shape[0], kv_heads, kv_len, dtype=torch.float32)
+    shape = (query.device, *map(layout, (query, *cache, allowed)), scale)
+    launch = _launches.get(shape) or _launches.keep(
+        shape, _score_launch(query, cache, allowed, scale)
+    )
+    launch(
         query,
         cache.key,
         scores if allowed is None else allowed,
         scores if cache.lengths is None else cache.lengths,
         scores if cache.block_table is None else cache.block_table,
         scores,
-        head_dim**-0.5 if scale is None else float(scale),
-        kv_heads,
-        group,
-        q_len,
-        kv_len,
-        head_dim,
-        *query.stride(),
-        *cache.strides(cache.key),
-        *((0, 0) if allowed is None else allowed.stride()),
-        0 if cache.block_table is None else cache.block_table.stride(0),
-        HAS_ALLOWED=allowed is not None,
-        HAS_LENGTHS=cache.lengths is not None,
-        PAGE_SIZE=cache.page_size,
-        UPCAST=query.device.type == "cpu",
-        BLOCK_M=16,
-        BLOCK_N=BLOCK_N,
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        num_warps=4,
     )
     return scores
+
+
+_launches: Kept[Launch] = Kept()
+
+
+def _score_launch(
+    query: Tensor, cache: Cache, allowed: Tensor | None, scale: float | None
+) -> Launch:
+    """The launch for calls of one shape; arguments as those of `_scores`."""
+    batch, heads, q_len, head_dim = query.shape
+    kv_heads, kv_len, _ = cache.sizes
+    return Launch(
+        _score_kernel,
+        (triton.cdiv(kv_len, BLOCK_N) * batch * kv_heads, 1, 1),
+        query.device,
+        named("stride_query_", ("batch", "head", "token", "dim"), query.stride())
+        | named("stride_key_", ("first", "head", "token", "dim"), cache.strides(cache.key))
+        | named(
+            "stride_allowed_", ("batch", "token"), (0, 0) if allowed is None else allowed.stride()
+        )
+        | {
+            "scale": head_dim**-0.5 if scale is None else float(scale),
+            "kv_heads": kv_heads,
+            "group": heads // kv_heads,
+            "q_len": q_len,
+            "kv_len": kv_len,
+            "head_dim": head_dim,
+            "stride_table": 0 if cache.block_table is None else cache.block_table.stride(0),
+            "HAS_ALLOWED": allowed is not None,
+            "HAS_LENGTHS": cache.lengths is not None,
+            "PAGE_SIZE": cache.page_size,
+            "UPCAST": query.device.type == "cpu",
+            "BLOCK_M": 16,
+            "BLOCK_N": BLOCK_N,
+            "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
+        },
+        num_warps=4,
+    )
 
 
 def _highest(scores: Tensor, keep: float, lengths: Tensor | None) -> Tensor:

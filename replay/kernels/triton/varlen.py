@@ -6,6 +6,7 @@ packed batch has its elements one after another, as FlashAttention's `varlen` fu
 
 from __future__ import annotations
 
+import functools
 from typing import Literal, NamedTuple, overload
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from capture.variant import PLAIN, Variant
 from replay.kernels.triton.forward import Lengths, forward
+from replay.kernels.triton.launch import Launch, named
 
 
 class KeyRanges(NamedTuple):
@@ -194,14 +196,19 @@ def key_ranges(keys: Tensor) -> KeyRanges:
 
     The keys that count must lie in one run: not checked, since that would wait for the GPU.
     """
-    batch, length = keys.shape
+    batch = keys.shape[0]
     ranges = keys.new_empty(2, batch, dtype=torch.int32)
     if batch:
-        with torch.cuda.device_of(keys):
-            _key_ranges[(batch,)](
-                keys.view(torch.uint8), ranges, batch, length, *keys.stride(), BLOCK=BLOCK_KEYS
-            )
+        _planned(keys.shape, keys.stride(), keys.device)(keys.view(torch.uint8), ranges)
     return KeyRanges(ranges[0], ranges[1])
+
+
+@functools.lru_cache(maxsize=1024)
+def _planned(shape: tuple[int, int], strides: tuple[int, int], device: torch.device) -> Launch:
+    batch, length = shape
+    arguments = {"batches": batch, "length": length, "BLOCK": BLOCK_KEYS}
+    arguments |= named("stride_", ("batch", "key"), strides)
+    return Launch(_key_ranges, (batch, 1, 1), device, arguments)
 
 
 @triton.jit

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from replay.kernels.triton.descriptors import at, described, nowhere
 from replay.kernels.triton.launch import MOST_KEPT, Kept, Launch, layout
@@ -102,6 +103,36 @@ def test_where_nothing_is_compiled_every_call_goes_to_triton() -> None:
     for _ in range(3):
         launch(aligned(), None, aligned())
     assert len(kernel.compiled) == 3
+
+
+def test_fewer_blocks_are_in_flight_where_shared_memory_is_small() -> None:
+    class Large(Kernel):
+        limit = 2
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.stages: list[int] = []
+
+        def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+            def run(*arguments: Any, num_stages: int) -> Any:
+                self.stages.append(num_stages)
+                if num_stages > self.limit:
+                    raise OutOfResources(num_stages, self.limit, "shared memory")
+                return _Compiled(self)
+
+            return run
+
+    kernel = Large()
+    launch = Launch(kernel, GRID, DEVICE, {"BLOCK": 64, "length": 7}, num_stages=4)
+    for _ in range(2):
+        launch(aligned(), None, aligned())
+    assert kernel.stages == [4, 3, 2]
+    assert len(kernel.launched) == 1
+    kernel.limit = 0
+    launch = Launch(kernel, GRID, DEVICE, {"BLOCK": 64, "length": 7}, num_stages=2)
+    with pytest.raises(OutOfResources):
+        launch(aligned(), None, aligned())
+    assert kernel.stages == [4, 3, 2, 2, 1]
 
 
 def test_every_argument_but_the_tensors_must_be_named() -> None:
