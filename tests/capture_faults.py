@@ -331,7 +331,7 @@ def kill(scratch: Path, way: str, seconds: float, *, overwrite: bool, begun: boo
         elif completed:
             data = load(directory)
             assert len(data) == completed == kept_in(directory)
-            assert not in_memory or f"{in_memory} more were only in memory" in data.note
+            assert not in_memory or f"{in_memory} more only in memory" in data.note
         if directory.exists():
             with contextlib.suppress(DatasetError):
                 repair(directory)

@@ -16,6 +16,7 @@ from capture.cli.arguments import OneSentenceParser, natural, positive
 from capture.cli.models_package import import_models
 from capture.cli.standard_streams import make_usable
 from capture.cli.verbosity import add_verbosity, narrated
+from capture.counted import counted
 from capture.printable import printable
 from capture.ranges import parse_ranges
 from capture.recording.sampling import PHASES, check_sample
@@ -254,13 +255,12 @@ def _capture(arguments: argparse.Namespace) -> int:
     if not recording.kept and not recording.lost:
         raise CaptureError("; ".join(recording.problems))
     if recording.without_heads:
-        warnings.print(
-            f"{recording.without_heads} calls are not stored: they have no call of just these heads"
-        )
+        without = counted(recording.without_heads, "call")
+        warnings.print(f"{without} not stored: there is none of just these heads")
     if recording.refused_for_bytes:
         warnings.print("reached --max-bytes: fewer calls are stored, less evenly spread")
     size = human_bytes(recording.nbytes)
-    count = f"{recording.kept} of {recording.seen} attention calls"
+    count = f"{recording.kept:,} of {counted(recording.seen, 'attention call')}"
     print(f"recorded {count} ({size}) in {arguments.out}/")
     if recording.summary:
         progress.print(Text(recording.summary))
@@ -290,8 +290,8 @@ def _run_with_progress(runnable: Any, recording: Recording, console: Any) -> Non
     def status() -> Any:
         spinner.update(
             text=Text(
-                f"running {runnable.name}: {recording.seen} calls seen, {recording.kept} stored, "
-                f"{human_bytes(recording.nbytes)}"
+                f"running {runnable.name}: {counted(recording.seen, 'call')} seen, "
+                f"{recording.kept} stored, {human_bytes(recording.nbytes)}"
             )
         )
         return spinner
@@ -345,7 +345,7 @@ def _verify(where: str, *, quiet: bool) -> int:
         findings = verify(dataset)
     show_findings(findings, Console())
     bad = sum(not finding.good for finding in findings)
-    print(f"{len(findings) - bad} of {len(findings)} files passed")
+    print(f"{len(findings) - bad:,} of {counted(len(findings), 'file')} passed")
     return 1 if bad or dataset.note else 0
 
 

@@ -13,6 +13,7 @@ from rich.text import Text
 from capture.call import Origin
 from capture.call_statistics import CallStatistics, call_statistics, mean
 from capture.cli.verify import Finding
+from capture.counted import counted
 from capture.errors import DatasetError
 from capture.printable import printable
 from capture.ranges import ranges
@@ -142,9 +143,11 @@ def _text(text: str, style: str = "") -> Text:
 
 
 def _summary(capture: CaptureRecord, entries: list[FileEntry]) -> str:
-    seen = f" of {capture.calls_seen} calls" if capture.calls_seen else " calls"
+    calls = counted(len(entries), "call")
+    if capture.calls_seen:
+        calls = f"{len(entries):,} of {counted(capture.calls_seen, 'call')}"
     size = human_bytes(sum(entry.nbytes for entry in entries))
-    parts = [f"{len(entries)}{seen}, {size}", f"weights: {capture.weights}"]
+    parts = [f"{calls}, {size}", f"weights: {capture.weights}"]
     if capture.device:
         parts.append(capture.device)
     if capture.heads:

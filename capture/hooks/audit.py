@@ -17,6 +17,7 @@ from typing import Any
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from capture.counted import counted
 from capture.hooks.interceptor import TORCH_SDPA, is_inside
 from capture.hooks.modules import ModuleTracker
 
@@ -54,7 +55,7 @@ class Audit:
             by_name[name] += count
         examples = dict(reversed(self.calls))
         told = ", ".join(
-            f"{count} call{'s' if count > 1 else ''} of {name} "
+            f"{counted(count, 'call')} of {name} "
             f"(such as in {examples[name] or 'no watched module'})"
             for name, count in by_name.items()
         )

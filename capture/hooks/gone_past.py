@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from capture.counted import counted
 from capture.hooks.attention_modules import class_name, script_attends
 from capture.hooks.audit import Audit
 from capture.hooks.modules import ModuleTracker
@@ -36,8 +37,8 @@ class GonePast:
         return asdict(self)
 
     def __str__(self) -> str:
-        of = f"{self.modules} module{'s' if self.modules > 1 else ''}"
-        runs = f"{self.forwards} run{'s' if self.forwards > 1 else ''} of " if self.forwards else ""
+        of = counted(self.modules, "module")
+        runs = f"{counted(self.forwards, 'run')} of " if self.forwards else ""
         return f"{runs}{of} of class {self.kind} (such as {self.example})"
 
 

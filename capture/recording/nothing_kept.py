@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from capture.counted import counted
 from capture.recording.recording import Recording
 
 
@@ -18,10 +19,10 @@ def nothing_kept(recording: Recording) -> str:
         return "no call fits in `max_bytes=`; increase it"
     if not recording.seen:
         return f"no attention call was seen: {_other_attention(recording)}"
+    seen = counted(recording.seen, "attention call")
     if recording.without_values:
         return (
-            f"none of the {recording.seen} attention calls can be stored: their tensors are meta, "
-            "fake or nested, or inside vmap"
+            f"none of {seen} can be stored: their tensors are meta, fake or nested, or inside vmap"
         )
     if recording.without_heads:
         return (
@@ -30,21 +31,18 @@ def nothing_kept(recording: Recording) -> str:
         )
     refusals = {count.signature.refusal for _, count in recording.census.items()}
     if "" not in refusals:
-        return (
-            f"none of the {recording.seen} attention calls can be stored: "
-            f"{', '.join(sorted(refusals))}"
-        )
+        return f"none of {seen} can be stored: {', '.join(sorted(refusals))}"
     phases = recording.census.phases()
     if recording.capture.phase not in ("", *phases):
         return (
-            f"none of the {recording.seen} attention calls is of phase {recording.capture.phase}: "
-            f"choose {' or '.join(phases)} with `phase=`"
+            f"none of {seen} is of phase {recording.capture.phase}: choose "
+            f"{' or '.join(phases)} with `phase=`"
         )
     callers = [module or "(outside all watched modules)" for module in recording.census.modules()]
     shown = ", ".join(callers[:3]) + (" …" if len(callers) > 3 else "")
     return (
-        f"none of the {recording.seen} attention calls came from a module that matches "
-        f"{recording.capture.modules!r}; they came from: {shown}. Select some with `modules=`"
+        f"none of {seen} came from a module that matches {recording.capture.modules!r}; they came "
+        f"from: {shown}. Select some with `modules=`"
     )
 
 

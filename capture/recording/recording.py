@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from capture.call import Origin
+from capture.counted import counted
 from capture.errors import CaptureError, RecordingWarning
 from capture.hooks.audit import Audit
 from capture.hooks.autocast import autocast_dtype, cast, is_any_enabled
@@ -450,7 +451,7 @@ class Recording:
         try:
             self._forget_failed(writer)
             if given_up := [index for index in self._kept if index not in writer.completed]:
-                self.tell(f"gave up {len(given_up)} calls that were only in memory")
+                self.tell(f"gave up {counted(len(given_up), 'call')}, only in memory so far")
                 self.lost += len(given_up)
                 for index in given_up:
                     self._forget(index)

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from capture.call import AttentionCall
+from capture.counted import counted
 from capture.errors import DatasetError
 from capture.storage import plain_files
 from capture.storage.call_file import FORMAT, FileEntry, file_path
@@ -234,9 +235,8 @@ class Dataset(Sequence[AttentionCall]):
             self._add_note(f"{journalled.path} is damaged ({error})")
             return
         if self.source is not None:
-            self._add_note(
-                f"the capture of {model} had not ended: {len(journalled.files)} calls are complete"
-            )
+            done = counted(len(journalled.files), "complete call")
+            self._add_note(f"the capture of {model} had not ended: {done}")
             return
         if journalled.active:
             self._add_note(f"{model} is still being recorded")
@@ -248,8 +248,8 @@ class Dataset(Sequence[AttentionCall]):
             )
             return
         count, lost = len(journalled.files), journalled.in_memory
-        state = f"the capture of {model} was killed: {count} calls are complete" + (
-            f", {lost} more were only in memory" if lost else ""
+        state = f"the capture of {model} was killed: {counted(count, 'complete call')}" + (
+            f", {lost} more only in memory" if lost else ""
         )
         kept = "; the earlier one, which it was to replace, is read" if journalled.replaces else ""
         self._add_note(f"{state}{kept}; finish it with `capture --repair {self.directory}`")

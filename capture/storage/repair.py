@@ -7,6 +7,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from capture.counted import counted
 from capture.errors import DatasetError
 from capture.storage.dataset import Dataset
 from capture.storage.journal import Journalled, call_files, journals, stems
@@ -95,8 +96,9 @@ def finish(directory: Path, *, ended: str = "", certain: bool = False) -> dict[s
             dataset.merge(listing)
             added.append(journalled)
         if count and not capture.complete and journalled.stem not in done:
-            done[journalled.stem] = f"{capture.model}: listed {count} calls of a killed capture" + (
-                f"; {lost} more had been only in memory" if lost else ""
+            done[journalled.stem] = (
+                f"{capture.model}: listed {counted(count, 'call')} of a killed capture"
+                + (f"; {lost} more had been only in memory" if lost else "")
             )
     if added:
         dataset.save_manifest()
@@ -148,6 +150,6 @@ def _set_aside(listing: Dataset, journalled: Journalled) -> str:
         aside.rmdir()
     _delete_unlisted(journalled, set())
     return (
-        f"{capture.model}: its earlier capture stays; the {len(moved)} calls of the new one, which "
-        f"is not complete, are in {aside}"
+        f"{capture.model}: its earlier capture stays; of the new one, which is not complete, "
+        f"{counted(len(moved), 'call')} went to {aside}"
     )

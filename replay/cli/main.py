@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 from attention_replay import Error
 from capture.cli.standard_streams import make_usable
 from capture.cli.verbosity import narrated
+from capture.counted import counted
 from capture.printable import printable
 from replay.cli import profiling, watch
 from replay.cli.arguments import parser
@@ -258,7 +259,7 @@ def _print_tables(
         if (version := getattr(machine, name))
     )
     before = settings.calls_before
-    lead = f" · {before} call{'s' * (before != 1)} before each sample" if before else ""
+    lead = f" · {counted(before, 'call')} before each sample" if before else ""
     devices = len({row.ran_on for row in rows} - {""})
     several = f"{devices} × " if devices > 1 else ""
     console.print(f"{several}{machine.device} · {versions} · {settings.cache} cache{lead}")

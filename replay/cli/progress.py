@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, T
 from rich.table import Column
 from rich.text import Text
 
+from capture.counted import counted
 from capture.printable import printable
 from replay.bench.runner import DONE
 
@@ -118,7 +119,7 @@ class Pace:
     def finish(self) -> None:
         """Note that there will be no more calls."""
         if self.done:
-            logger.info("%d calls took %s", self.done, seconds_by_stage(self.stages))
+            logger.info("%s took %s", counted(self.done, "call"), seconds_by_stage(self.stages))
 
 
 class _AtWork:

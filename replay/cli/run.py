@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from capture.counted import counted
 from capture.printable import printable
 from replay.bench.resume import finished_rows, latest
 from replay.bench.settings import Settings
@@ -203,7 +204,7 @@ def _announced(
     calls = len({call.name for part in parts for call in part.calls})
     kernels = parts[-1].kernels
     devices = parts[0].pace.at_a_time
-    what = f"{calls} call{'s' * (calls != 1)} × {kernels} kernel{'s' * (kernels != 1)}"
+    what = f"{counted(calls, 'call')} × {counted(kernels, 'kernel')}"
     several = f"{devices} × " if devices > 1 else ""
     seconds = sum(part.seconds for part in parts)
     by = "a guess, as nothing was replayed here yet" if scale is None else "as the last replay here"
@@ -239,7 +240,7 @@ def _left_out(
     if not missing and not partly:
         return ""
     parts = [f"{missing} of {len(workloads)} calls left out"] if missing else []
-    some = f"{len(partly)} call{'s' * (len(partly) != 1)} without some kernels"
+    some = f"{counted(len(partly), 'call')} without some kernels"
     parts += [some] if partly else []
     how = f"the same command with --resume completes {arguments.json}"
     if arguments.json in (None, "-"):

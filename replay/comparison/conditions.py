@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from capture.counted import counted
 from replay.comparison.comparison import Comparison, Pair
 from replay.comparison.matching import ComparisonError
 
@@ -38,7 +39,7 @@ class Condition:
                     found.setdefault(str(each.kernel), f"{each.kernel} over all calls")
         if self.name == "missing" and comparison.missing:
             gone, first = len(comparison.missing), comparison.missing[0]
-            found[""] = f"{gone} row{'s' * (gone > 1)}, e.g. {first.id} on {first.call.name}"
+            found[""] = f"{counted(gone, 'row')}, e.g. {first.id} on {first.call.name}"
         return list(found.values())
 
     @property
@@ -99,7 +100,7 @@ def _by_kernel(comparison: Comparison, holds: Callable[[Pair], bool]) -> dict[st
     for each in comparison.kernels:
         failing = [pair for pair in each.pairs if holds(pair)]
         if failing:
-            calls = f"{len(failing)} of {len(each.pairs)} calls"
+            calls = f"{len(failing):,} of {counted(len(each.pairs), 'call')}"
             if len(each.pairs) == 1:
                 calls = failing[0].before.call.name
             found[str(each.kernel)] = f"{each.kernel} on {calls}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from capture.counted import counted
 from capture.printable import printable
 from replay.diagnosis.diagnosis import Diagnosis
 
@@ -18,14 +19,14 @@ def paragraphs(found: Sequence[Diagnosis], examined: int) -> Iterator[str]:
         examined: pairs of a kernel and a call.
     """
     if not found:
-        yield f"healthy: nothing wrong in {_count(examined, 'run')} of a kernel on a call"
+        yield f"healthy: nothing wrong in {counted(examined, 'run')} of a kernel on a call"
         return
     groups: dict[tuple[str, str], list[Diagnosis]] = {}
     for each in found:
         groups.setdefault((each.kernel, each.cause), []).append(each)
     for (kernel, cause), members in groups.items():
         first = worst(members)
-        yield printable(f"{kernel}: {cause} on {_count(len(members), 'call')}")
+        yield printable(f"{kernel}: {cause} on {counted(len(members), 'call')}")
         yield printable(f"  {first.call}: {first.place}: {first.sentence}")
         if first.instead:
             yield printable(f"  use instead: {first.instead}")
@@ -33,10 +34,10 @@ def paragraphs(found: Sequence[Diagnosis], examined: int) -> Iterator[str]:
         for each in others[:MOST_PLACES]:
             yield printable(f"  also {each.call}: {each.place}")
         if len(others) > MOST_PLACES:
-            yield f"  and {_count(len(others) - MOST_PLACES, 'more call')} (--json lists all)"
+            yield f"  and {counted(len(others) - MOST_PLACES, 'more call')} (--json lists all)"
         yield ""
     kernels = len({each.kernel for each in found})
-    yield f"{len(found)} of {examined} runs of a kernel on a call are wrong, by " + _count(
+    yield f"{len(found)} of {examined} runs of a kernel on a call are wrong, by " + counted(
         kernels, "kernel"
     )
 
@@ -49,7 +50,3 @@ def worst(members: Sequence[Diagnosis]) -> Diagnosis:
         return float("inf") if found is None else float(found)
 
     return max(members, key=error)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from capture.counted import counted
 from replay.end_to_end.check import Checked
 from replay.end_to_end.span import RUN, Span
 
@@ -103,7 +104,7 @@ def account(checked: Checked, span: str) -> Account | str:
 def refusals(predicted: Span) -> str:
     """`32 calls a run (head_dim 72), 8 calls a run (takes no mask)`: most calls first."""
     ranked = sorted(predicted.fallbacks.items(), key=lambda item: -item[1])
-    return ", ".join(f"{calls} calls a run ({reason})" for reason, calls in ranked)
+    return ", ".join(f"{counted(calls, 'call')} a run ({reason})" for reason, calls in ranked)
 
 
 def _less_in_model(checked: Checked, predicted: Span, span: str) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from capture.counted import counted
 from replay.end_to_end.check import Checked
 from replay.end_to_end.span import LAUNCH_BOUND, NOTABLE, RUN, Span
 
@@ -62,8 +63,8 @@ def _not_recorded(predicted: Span) -> list[str]:
         return []
     where = ", ".join(dict.fromkeys(missing.phase for missing in predicted.not_recorded))
     return [
-        f"{calls} calls ({where}) also used the kernel but match no replayed call: the prediction "
-        "does not include their gain or loss"
+        f"{counted(calls, 'call')} ({where}) also used the kernel, unlike any replayed: the "
+        "prediction does not include their gain or loss"
     ]
 
 

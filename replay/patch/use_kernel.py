@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from capture.call import AttentionCall
+from capture.counted import counted
 from capture.hooks.interceptor import Arguments, answer, intercept
 from capture.hooks.roads import on_all_roads
 from capture.hooks.roads.wrapper import tracing_reported
@@ -44,7 +45,7 @@ class Tally:
 
     def __str__(self) -> str:
         """Format as `90 calls, 48 fell back (48 × takes no mask), 90 layout copies`."""
-        text = f"{self.hits} calls"
+        text = counted(self.hits, "call")
         if self.fallbacks:
             reasons = ", ".join(f"{count} × {reason}" for reason, count in self.fallbacks.items())
             text += f", {self.fallbacks.total()} fell back ({reasons})"
@@ -86,7 +87,7 @@ class Swap:
         """Format one line per kernel: `sage1: 90 calls, 48 fell back (48 × takes no mask)`."""
         lines = [f"{name}: {tally}" for name, tally in self.kernels.items()]
         if self.not_planned:
-            lines.append(f"{NOT_PLANNED}: {self.not_planned} calls")
+            lines.append(f"{NOT_PLANNED}: {counted(self.not_planned, 'call')}")
         if self.roads.keys() - {"sdpa"}:
             lines += [f"of these by {road}: {tally}" for road, tally in self.roads.items()]
         if self.in_graphs:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypedDict
 
+from capture.counted import counted
 from capture.printable import printable
 from replay.report.cells import speedup_text
 from replay.report.groups import group_rows, pooled_speedup, typical_time
@@ -37,7 +38,7 @@ def benchmark_entries(rows: Sequence[Row]) -> list[Entry]:
             if time is None or not all(row.is_correct for row in members):
                 continue
             speedup = None if kernel.name == group.baseline else pooled_speedup(group, kernel)
-            told = [f"{len(members)} calls", members[0].machine.device]
+            told = [counted(len(members), "call"), members[0].machine.device]
             if speedup is not None:
                 told.insert(0, f"{speedup_text(speedup)} vs {group.baseline}")
             entries.append(

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from capture.counted import counted
 from capture.printable import printable
 from replay.end_to_end import drift
 from replay.end_to_end.check import Checked, Measured
@@ -41,7 +42,7 @@ def print_checks(checks: Sequence[Checked], console: Console) -> None:
     own, *others = checks
     ran = [each for each in others if each.measured] or [own]  # the baseline runs more often
     rounds = max(measured.ms.n for each in ran for measured in each.measured.values())
-    title = f"{own.model} end to end · {rounds} rounds"
+    title = f"{own.model} end to end · {counted(rounds, 'round')}"
     console.print(Text(printable(title), style="bold"))
     console.print(Text(printable(f"weights: {own.weights}"), style="dim"))
     for span in own.measured:
@@ -145,7 +146,7 @@ def _notes(checked: Checked, own: Checked) -> list[str]:
     if checked.status != "ok":
         return [f"{checked.kernel}: {checked.reason}"]
     notes = [
-        f"{checked.kernel}: {count} calls fell back: {reason}"
+        f"{checked.kernel}: {counted(count, 'call')} fell back: {reason}"
         for reason, count in checked.fallbacks.items()
     ]
     notes += [
@@ -161,9 +162,8 @@ def _notes(checked: Checked, own: Checked) -> list[str]:
             "(compilation, allocation)"
         )
     if checked.own_calls:
-        notes.append(
-            f"{checked.kernel}: {checked.own_calls} calls left to the model's own attention"
-        )
+        own_calls = counted(checked.own_calls, "call")
+        notes.append(f"{checked.kernel}: {own_calls} left to the model's own attention")
     if checked.missing:
         notes.append(f"{checked.kernel}: not in the model: {', '.join(checked.missing)}")
     seen: set[str] = set()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
+from capture.counted import counted
 from capture.printable import printable
 from replay.rows.row import AccuracyClass, CallFacts, KernelId, Row, Speedup
 from replay.timing.statistics import paired_ratios, percentile, speed_verdict, speedup_of
@@ -204,5 +205,5 @@ def _title(calls: list[CallFacts]) -> str:
     parts = [first.model, first.phase, shape, first.dtype, mask]
     if len(calls) == 1 and first.module:
         parts.append(place(first))
-    parts.append("1 call" if len(calls) == 1 else f"{len(calls)} calls")
+    parts.append(counted(len(calls), "call"))
     return printable(" · ".join(part for part in parts if part))

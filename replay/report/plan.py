@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from capture.counted import counted
 from capture.printable import printable
 from replay.plan.choose import Uniform
 from replay.plan.plan import Budget, Choice, Plan
@@ -146,7 +147,7 @@ def _total(plan: Plan) -> Text:
     layers = len(plan.choices)
     return Text(
         f"{plan.saved_ms:.4g} ms of attention saved per run (predicted); "
-        f"{layers} layer{'s' * (layers != 1)}: {counts}",
+        f"{counted(layers, 'layer')}: {counts}",
         "bold",
     )
 

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+from capture.counted import counted
 from capture.printable import printable
 from replay.rows.row import Row
 
@@ -29,7 +30,8 @@ def _change(pairs: Sequence[tuple[Row, Row]]) -> str:
     )
     several = len(pairs) > 1
     found = [
-        f"{change} ({count} calls)" if several else change for change, count in statuses.items()
+        f"{change} ({counted(count, 'call')})" if several else change
+        for change, count in statuses.items()
     ]
     return ", ".join([_times(pairs), *found])
 
@@ -45,4 +47,4 @@ def _times(pairs: Sequence[tuple[Row, Row]]) -> str:
     if len(pairs) == 1:
         return f"{timed[0][0]:.4g} → {timed[0][1]:.4g} ms"
     mean = math.exp(sum(math.log(other / one) for one, other in timed) / len(timed))
-    return f"{mean:.3g} × the time over {len(timed)} calls"
+    return f"{mean:.3g} × the time over {counted(len(timed), 'call')}"

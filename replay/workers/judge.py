@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from capture.counted import counted
 from replay.bench.settings import Settings
 from replay.kernels.registry import KernelNameError, find
 from replay.rows.row import AccuracyClass, Row
@@ -152,8 +153,8 @@ class Hearing:
         here, there, calls = self._blocks[row.kernel]
         if not _agree(here, there):
             return (
-                f"{calls} calls took {there:.3g} ms by the worker's clock and {here:.3g} ms by "
-                "another process's: something changed the clock"
+                f"{counted(calls, 'call')} took {there:.3g} ms by the worker's clock and "
+                f"{here:.3g} ms by another process's: something changed the clock"
             )
         reported = row.time_ms.p50 + (row.host_ms or 0.0)
         if self.settings.device.type == "cuda" and there / calls > OTHER_TIMER * reported:

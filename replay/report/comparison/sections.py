@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from capture.counted import counted
 from capture.printable import printable
 from replay.comparison.accuracy import AccuracyChange, AccuracyVerdict
 from replay.comparison.comparison import Comparison, KernelChange, Pair
@@ -93,7 +94,7 @@ def _answer(comparison: Comparison) -> str:
     ]
     told = "; ".join(filter(None, parts))
     if comparison.missing:
-        gone = f"{len(comparison.missing)} rows missing"
+        gone = f"{counted(len(comparison.missing), 'row')} missing"
         told = f"{told}; {gone}" if told else gone
     if told:
         return told
@@ -101,7 +102,7 @@ def _answer(comparison: Comparison) -> str:
         each.speed is not None and each.speed.verdict == "ambiguous" for each in comparison.pairs
     )
     if open_rows:
-        ambiguous = "1 row is ambiguous" if open_rows == 1 else f"{open_rows} rows are ambiguous"
+        ambiguous = counted(open_rows, "ambiguous row")
         return f"nothing changed that can be told from noise ({ambiguous})"
     return "nothing changed"
 
@@ -119,7 +120,7 @@ def _named(
         if each.speed is not None and each.speed.verdict == overall:
             over_all.append(name)
         elif count:
-            on_some.append(f"{name} ({count} of {len(each.pairs)} calls)")
+            on_some.append(f"{name} ({count:,} of {counted(len(each.pairs), 'call')})")
     names = over_all + on_some
     if not names:
         return ""
@@ -180,7 +181,7 @@ def _counts(comparison: Comparison) -> Table:
         ("kernels, all calls", *(str(kernels[word]) for word in SPEED_WORDS)),
     ]
     headings = ("rows", "same", "fast / better", "slow / worse", "ambiguous")
-    return Table(f"{len(comparison.pairs)} rows in both", headings, tuple(lines))
+    return Table(f"{counted(len(comparison.pairs), 'row')} in both", headings, tuple(lines))
 
 
 def _kernels(comparison: Comparison) -> Table:

@@ -18,6 +18,7 @@ from string import Template
 from typing import Any
 
 from attention_replay import Error
+from capture.counted import counted
 from capture.printable import printable
 from replay.plan.plan import Budget
 from replay.report.groups import Group, group_rows
@@ -108,7 +109,11 @@ def _machine(rows: Sequence[Row]) -> str:
         parts.append(" · ".join([machine.device, *versions]))
     calls = len({row.call.name for row in rows if row.kernel})
     kernels = len({row.id for row in rows if row.accuracy})
-    return printable(" · ".join([*parts[:3], f"{calls} calls × {kernels} kernels that ran"]))
+    return printable(
+        " · ".join(
+            [*parts[:3], f"{counted(calls, 'call')} × {counted(kernels, 'kernel')} that ran"]
+        )
+    )
 
 
 def _answers(groups: Sequence[Group], models: dict[str, list[model.Check]]) -> Iterator[str]:

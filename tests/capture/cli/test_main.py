@@ -195,7 +195,7 @@ def test_what_went_past_is_told(run_cli: Run, tmp_path: Path, model_file: Path) 
         "--model", f"{model_file}:holding", "--out", str(tmp_path / "out")
     )
     assert code == 0
-    assert printed.startswith("recorded 1 of 1 attention calls")
+    assert printed.startswith("recorded 1 of 1 attention call")
     assert (
         "note: not seen, and not in the census: 1 run of 1 module of class HeldAttention "
         "(such as held)"

@@ -318,7 +318,7 @@ def test_a_journal_is_read_up_to_its_first_damaged_line(dataset: Dataset, line: 
     journal.close()
     with journal.path.open("a") as file:
         file.write(json.dumps(line) + "\n" + json.dumps({"sampled": 2}) + "\n")
-    assert "0 calls are complete, 1 more were only in memory" in load(dataset.directory).note
+    assert "0 complete calls, 1 more only in memory" in load(dataset.directory).note
 
 
 ESCAPES = "\x1b[2J\x1b]0;owned\x07\x9b31m\ud800\u202e"

@@ -290,7 +290,7 @@ def test_a_capture_that_had_not_ended(recorded: Path, place: Place, make_call: M
     journal.append(**entry.to_json())
     journal.close()
     dataset = load(f"{place[1]}/calls")
-    assert dataset.note == "the capture of other had not ended: 1 calls are complete"
+    assert dataset.note == "the capture of other had not ended: 1 complete call"
     assert dataset[3].query.equal(call.query)
 
 

@@ -77,7 +77,7 @@ def test_an_earlier_capture_stays_if_the_new_one_does_not_end(
     started(tmp_path, "model", range(3))[0].end(ended("model"))
     target, _ = started(tmp_path, "model", range(7, 9), overwrite=True)
     [told] = target.end(ended("model", complete=False))
-    assert "its earlier capture stays; the 2 calls of the new one" in told
+    assert "stays; of the new one, which is not complete, 2 calls went to" in told
     assert calls(tmp_path) == {"model": [0, 1, 2]}
     assert calls(tmp_path / "unfinished-model_2") == {"model": [7, 8]}
 
@@ -94,7 +94,7 @@ def test_a_killed_capture_is_read_told_and_finished(tmp_path: Path, started: Sta
 
     data = load(tmp_path)
     assert calls(tmp_path) == {"zebra": [0], "model": [0, 1, 2]}
-    assert "the capture of model was killed: 3 calls are complete, 1 more were only" in data.note
+    assert "the capture of model was killed: 3 complete calls, 1 more only" in data.note
     [told] = repair(tmp_path)
     assert told == "model: listed 3 calls of a killed capture; 1 more had been only in memory"
     assert calls(tmp_path) == {"zebra": [0], "model": [0, 1, 2]}

@@ -155,7 +155,7 @@ def test_each_module_gets_its_kernel(given: str, transformer: Transformer, tmp_p
     before = transformer(STATES, timestep=TIMESTEP)
     with use_plan(plan, watched.get(given)) as swap:
         check_mixed(swap, transformer(STATES, timestep=TIMESTEP), transformer)
-    assert str(swap) == "twice: 2 calls\nthrice: 1 calls\nnot in the plan: 1 calls"
+    assert str(swap) == "twice: 2 calls\nthrice: 1 call\nnot in the plan: 1 call"
     assert torch.equal(transformer(STATES, timestep=TIMESTEP), before)
     assert not any("forward" in vars(module) for module in transformer.modules())
 

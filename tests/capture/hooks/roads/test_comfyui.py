@@ -82,7 +82,7 @@ def refusal(layer: Layer, out: Path, *args: Any, **kwargs: Any) -> str:
     assert (recording.seen, recording.kept) == (1, 0)
     (signature,) = recording.census.to_json()["signatures"]
     reason = str(signature["refusal"])
-    assert f"none of the 1 attention calls can be stored: {reason}" in str(told[0].message)
+    assert f"none of 1 attention call can be stored: {reason}" in str(told[0].message)
     return reason
 
 

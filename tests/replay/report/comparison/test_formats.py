@@ -63,9 +63,7 @@ def test_everything_that_changed_is_told_and_nothing_else(
     write: Callable[[Comparison], str],
 ) -> None:
     text = words(write(changed()))
-    assert (
-        "failing: breaks (1 of 1 calls); less accurate: mine (1 of 1 calls); slower: bad;" in text
-    )
+    assert "failing: breaks (1 of 1 call); less accurate: mine (1 of 1 call); slower: bad;" in text
     assert "before.jsonl" in text
     assert "speed-ups over torch-default are compared" in text
     assert "spread between runs: 1.0%" in text
