@@ -27,7 +27,7 @@ from replay.distribution.devices import Device
 from replay.distribution.fleet import Fleet, Seat
 from replay.kernels.registry import Kernel
 from replay.rows.files import write_jsonl
-from replay.rows.row import HERE, CallFacts, KernelId, Row, TimeSummary
+from replay.rows.row import HERE, CallFacts, KernelId, Machine, Row, TimeSummary
 from replay.timing.machine import describe
 from replay.timing.statistics import summarize
 from replay.workers.execution import Assignment
@@ -36,6 +36,7 @@ from replay.workloads.recorded import Workload
 from replay.workloads.schedule import Schedule
 
 KERNELS = 10
+MACHINE = Machine("none")
 COLUMNS = ("calls", "rows", "devices", "forms", "cpu_ms_per_row", "machine.device")
 
 
@@ -48,7 +49,11 @@ class Instant:
     def replay(self, schedule: Schedule, assigned: Assignment, *_: Any) -> Iterator[Row]:
         (call,) = schedule
         for kernel in assigned[HERE]:
-            yield Row(kernel.name, CallFacts(call.name), "ok", time_ms=self._times)
+            facts = CallFacts(call.name)
+            yield Row(kernel.name, facts, "ok", time_ms=self._times, machine=MACHINE)
+
+    def machines(self, device: torch.device) -> list[Machine]:
+        return [MACHINE]
 
     def first_calls(self, *_: Any) -> dict[KernelId, float]:
         return {}

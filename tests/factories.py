@@ -236,6 +236,7 @@ def full_row() -> Row:
         changed_inputs=("key",),
         process="mine",
         ran_on="GPU 1 (GPU-5f3e)",
+        host="node-1",
         log="its last words",
         time_ms=times,
         core_time_ms=times,

@@ -22,7 +22,7 @@ def finished_rows(
     path: Path,
     workloads: Sequence[Workload],
     assigned: Mapping[str, Sequence[Kernel]],
-    machine: Machine,
+    machines: Sequence[Machine],
     settings: Settings,
 ) -> tuple[list[Row], list[Workload]]:
     """The rows of the calls that are complete in a file, and the calls that are not.
@@ -32,7 +32,7 @@ def finished_rows(
 
     Args:
         assigned: the kernels to run, by environment.
-        machine: where they will run (`replay.timing.machine.describe`).
+        machines: where they will run, one for each type of device.
         settings: how they will be timed.
 
     Raises:
@@ -40,35 +40,45 @@ def finished_rows(
             calls than these, of another machine, or timed in another way.
     """
     rows: dict[str, list[Row]] = {}
-    known = {workload.name: workload for workload in workloads}
+    known = {workload.label: workload for workload in workloads}
+    by_type = {machine.device: machine for machine in machines}
     for row in _read(path):
-        workload = known.get(row.call.name)
+        label = label_of(row, machines)
+        workload = known.get(label)
         if workload is None or (row.kernel and not _is_about(row.call, workload)):
             raise RowsError(
                 f"{path} has rows of another {row.call.name}: resume what it was written for, "
                 "or name another file"
             )
-        if unlike := _unlike(row, machine, settings):
+        if unlike := _unlike(row, by_type.get(row.machine.device, machines[0]), settings):
             raise RowsError(
                 f"{path} was measured with {unlike}: resume it as it was begun, or name another "
                 "file"
             )
-        rows.setdefault(row.call.name, []).append(row)
+        rows.setdefault(label, []).append(row)
     wanted = {(name, kernel.name) for name, kernels in assigned.items() for kernel in kernels}
     complete = {name for name, members in rows.items() if _is_complete(members, wanted)}
-    kept = [row for each in workloads if each.name in complete for row in rows[each.name]]
-    return kept, [each for each in workloads if each.name not in complete]
+    kept = [row for each in workloads if each.label in complete for row in rows[each.label]]
+    return kept, [each for each in workloads if each.label not in complete]
+
+
+def label_of(row: Row, machines: Sequence[Machine]) -> str:
+    """The label of the workload that a row is about, of a replay on such machines."""
+    return f"{row.call.name} on {row.machine.device}" if len(machines) > 1 else row.call.name
 
 
 def latest(rows: Sequence[Row]) -> list[Row]:
     """Without those of calls that were replayed again later, in the same environment.
 
-    Rows of one call and environment are of the same rounds, so they are replaced together: from the
-    first kernel on that comes again, or where the call itself could not be replayed.
+    Rows of one call, environment and type of device are of the same rounds, so they are replaced
+    together: from the first kernel on that comes again, or where the call itself could not be
+    replayed.
     """
-    found: dict[tuple[str, str], dict[str, Row]] = {}
+    is_mixed = len({row.machine.device for row in rows} - {""}) > 1
+    found: dict[tuple[str, str, str], dict[str, Row]] = {}
     for row in rows:
-        members = found.setdefault((row.call.name, row.environment), {})
+        device = row.machine.device if is_mixed else ""
+        members = found.setdefault((row.call.name, row.environment, device), {})
         if row.kernel in members or "" in members or not row.kernel:
             members.clear()
         members[row.kernel] = row

@@ -47,6 +47,7 @@ EXAMPLES = """examples:
   replay --random -sq 4096 --distribution sink --mask padding
   replay --dir captured_inputs --env fa4=/opt/fa4/bin/python
   replay --dir captured_inputs --gpus all               on all GPUs of this host
+  replay --dir captured_inputs --ray 10.0.0.1:6379      on all GPUs of a Ray cluster
   replay --dir captured_inputs --e2e                    run the kernels in the model
   replay --dir captured_inputs --plan plan.json --budget cosine=0.998
   replay --dir captured_inputs --report out.html        charts and every row, in one file
@@ -218,11 +219,20 @@ def parser() -> argparse.ArgumentParser:
         help="spread the calls over these GPUs of this host, each of which is measured alone",
     )
     where.add_argument(
+        "--ray",
+        nargs="?",
+        const="local",
+        metavar="HOST:PORT",
+        help="spread the calls over the devices of the Ray cluster at this address (auto: the one "
+        "that this machine is a node of; without: one is started here)",
+    )
+    where.add_argument(
         "--env",
         action="append",
         default=[],
         metavar="NAME=PYTHON",
-        help="interpreter of another environment, whose kernels are also run (repeatable)",
+        help="interpreter of another environment, whose kernels are also run (repeatable); with "
+        "--ray, a path on the nodes",
     )
     where.add_argument("--env-file", metavar="TOML", help="file with a table [environments]")
     where.add_argument(

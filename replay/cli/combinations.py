@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from replay.cli import comparison_arguments, end_to_end_arguments, profiling, watch
 
@@ -42,16 +43,40 @@ def _misuse_of_sources(arguments: argparse.Namespace) -> str:
         for name in ("e2e", "plan", "selftest", "list_kernels", "in_process"):
             if getattr(arguments, name):
                 return f"--max-time ends a replay in workers: leave out --{name.replace('_', '-')}"
-    return "" if arguments.gpus is None else _misuse_of_gpus(arguments)
+    return _misuse_of_devices(arguments)
 
 
-def _misuse_of_gpus(arguments: argparse.Namespace) -> str:
-    """Say in one sentence why `--gpus` does not combine with the rest; empty if it does."""
+ONE_TYPE = ("plan", "report", "plot", "benchmark_json", "compare_to", "save_baseline")
+"""Options about calls that are replayed once, not on each of several types of device."""
+
+
+def misuse_of_types(types: Sequence[str], arguments: argparse.Namespace) -> str:
+    """Say in one sentence what several types of device do not combine with; empty if they do."""
+    for name in ONE_TYPE if len(types) > 1 else ():
+        if getattr(arguments, name):
+            return (
+                f"--{name.replace('_', '-')} is about one type of device, and this cluster has "
+                f"{' and '.join(types)}: leave it out, or replay on a cluster of one type"
+            )
+    return ""
+
+
+def _misuse_of_devices(arguments: argparse.Namespace) -> str:
+    """Say in one sentence why `--gpus` or `--ray` does not combine; empty if it does."""
+    given = [name for name in ("gpus", "ray") if getattr(arguments, name) is not None]
+    if not given:
+        return ""
+    if len(given) > 1:
+        return "--gpus is for this host, --ray for a cluster: leave out one of them"
+    (several,) = given
     if arguments.device is not None:
-        return "--gpus says which devices: leave out --device"
+        return f"--{several} says which devices: leave out --device"
     if arguments.in_process:
-        return "--gpus measures each GPU in worker processes of its own: leave out --in-process"
+        return f"--{several} measures in worker processes: leave out --in-process"
     for name in ("selftest", "list_kernels", "e2e"):
         if getattr(arguments, name):
-            return f"--{name.replace('_', '-')} runs on one GPU: leave out --gpus, give --device"
+            option = name.replace("_", "-")
+            return f"--{option} runs on one device: leave out --{several}, give --device"
+    if arguments.save_output is not None and several == "ray":
+        return "--save-output writes where kernels run: leave out --ray"
     return ""

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, TextIO
 from attention_replay import Error
 from capture.cli.standard_streams import make_usable
 from capture.cli.verbosity import narrated
-from capture.counted import counted
 from capture.printable import printable
 from replay.cli import profiling, watch
 from replay.cli.arguments import parser
-from replay.cli.combinations import misuse
+from replay.cli.combinations import misuse, misuse_of_types
 from replay.cli.device import device_of
 from replay.cli.files import UsageError, check_place, opened, shared_file
 from replay.cli.kernels import chosen_kernels, list_kernels, with_given_options
@@ -37,10 +36,11 @@ if TYPE_CHECKING:
     from replay.bench.settings import Settings
     from replay.cli.compare import Earlier
     from replay.cli.end_to_end import ModelOptions
+    from replay.distribution.ray_cluster import Cluster
     from replay.end_to_end.check import Checked
     from replay.kernels.registry import Kernel
     from replay.plan.plan import Budget, Plan
-    from replay.rows.row import Row
+    from replay.rows.row import Machine, Row
     from replay.workers.execution import Assignment, Execution
     from replay.workers.process import First
 
@@ -102,6 +102,11 @@ def _dispatch(arguments: argparse.Namespace, given: list[str]) -> int:
         watch.watch(arguments, lambda first: _replay(arguments, metrics, first, limit)[1])
     if arguments.in_process or arguments.gpus is not None:
         return _replay(arguments, metrics, None, limit)[0]
+    if arguments.ray is not None:
+        from replay.distribution.ray_cluster import connected
+
+        with connected(arguments.ray) as cluster:
+            return _replay(arguments, metrics, None, limit, cluster)[0]
 
     from replay.workers.process import Place, first_processes
 
@@ -132,30 +137,35 @@ def _replay(
     metrics: list[str],
     first: First | None,
     limit: TimeLimit,
+    cluster: Cluster | None = None,
 ) -> tuple[int, list[Row]]:
     """The exit code and the rows."""
-    device = device_of(arguments.device)
+    device = device_of(arguments.device) if cluster is None else cluster.device
     if arguments.report:
         check_report(Path(arguments.report))
     plots = None if arguments.plot is None else check_directory(arguments.plot)
 
     from replay.cli.run import run
+    from replay.cli.tables import print_tables
     from replay.workers.environments import interpreters
 
-    pythons = interpreters(arguments.env, arguments.env_file)
+    pythons = interpreters(arguments.env, arguments.env_file, are_here=cluster is None)
     if pythons and arguments.in_process:
         raise UsageError("environments require worker processes: leave out --in-process or --env")
     dataset = opened_dataset(arguments)
     options = _model_options(arguments, dataset, device)
     # Opened first, like the other files: an hour-long run must not fail on a missing directory.
     with opened(arguments.e2e_json) as models_file:
-        with _place_to_run(arguments, first, pythons, limit) as where:
+        with _place_to_run(arguments, first, pythons, limit, cluster) as where:
             if arguments.list_kernels:
                 list_kernels(where, device)
                 return 0, []
             kernels = chosen_kernels(arguments, options, where, device)
             settings = settings_of(arguments, device)
-            earlier = _earlier(arguments, settings.device)
+            machines = where.machines(device)
+            if wrong := misuse_of_types([machine.device for machine in machines], arguments):
+                raise UsageError(wrong)
+            earlier = _earlier(arguments, machines[0])
             workloads, note = workloads_of(arguments, dataset, device, kernels)
             unread = "" if arguments.quiet else _no_readings(arguments, device)
             for each in filter(None, (note, unread)):
@@ -166,7 +176,7 @@ def _replay(
             rows = run(workloads, assigned, settings, where, limit, arguments)
             logger.info("every row is there")
         if _tables_are_shown(arguments):
-            _print_tables(rows, settings, metrics, arguments)
+            print_tables(rows, machines, settings, metrics, arguments)
         changed = _compare(earlier, rows, arguments)
         plan = None
         if options is not None and options.budget is not None:
@@ -193,9 +203,12 @@ def _place_to_run(
     first: First | None,
     pythons: dict[str, str],
     limit: TimeLimit,
+    cluster: Cluster | None,
 ) -> contextlib.AbstractContextManager[Execution]:
     from replay.workers.process import Place
 
+    if cluster is not None:
+        return cluster.fleet(pythons, arguments.timeout, limit.stopped)
     if arguments.gpus is None:
         from replay.workers.execution import execution
 
@@ -242,40 +255,6 @@ def _print_next_step(
         print(f"next: {printable(step)}", file=sys.stderr)
 
 
-def _print_tables(
-    rows: list[Row], settings: Settings, metrics: list[str], arguments: argparse.Namespace
-) -> None:
-    from rich.console import Console
-
-    from replay.report.table import print_report
-    from replay.report.versus_random import print_versus_random
-    from replay.timing.machine import describe
-
-    console = Console(highlight=False)
-    machine = describe(settings.device)
-    versions = ", ".join(
-        f"{name} {version}"
-        for name in ("torch", "cuda", "triton")
-        if (version := getattr(machine, name))
-    )
-    before = settings.calls_before
-    lead = f" · {counted(before, 'call')} before each sample" if before else ""
-    devices = len({row.ran_on for row in rows} - {""})
-    several = f"{devices} × " if devices > 1 else ""
-    console.print(f"{several}{machine.device} · {versions} · {settings.cache} cache{lead}")
-    console.print()
-    print_report(
-        rows,
-        console,
-        metrics=metrics,
-        errors_against=settings.errors_against,
-        per_call=arguments.per_call,
-        compare_stats=settings.compare_stats,
-    )
-    if arguments.versus_random:
-        print_versus_random(rows, console)
-
-
 def _console(arguments: argparse.Namespace) -> Console:
     """Print tables to stdout, or to stderr if stdout carries JSON or CSV."""
     from rich.console import Console
@@ -284,14 +263,13 @@ def _console(arguments: argparse.Namespace) -> Console:
     return Console(highlight=False, stderr=taken)
 
 
-def _earlier(arguments: argparse.Namespace, device: torch.device) -> Earlier | None:
+def _earlier(arguments: argparse.Namespace, machine: Machine) -> Earlier | None:
     """Read what the rows will be compared with; None without `--compare-to`."""
     if arguments.compare_to is None and arguments.save_baseline is None:
         return None
     from replay.cli.compare import read_earlier
-    from replay.timing.machine import describe
 
-    return read_earlier(arguments, describe(device))
+    return read_earlier(arguments, machine)
 
 
 def _compare(earlier: Earlier | None, rows: list[Row], arguments: argparse.Namespace) -> int:
@@ -398,6 +376,8 @@ def _no_readings(arguments: argparse.Namespace, device: torch.device) -> str:
     """Say once what no row will tell of the machine, and why."""
     from replay.timing.gpu_state import why_no_state
 
+    if arguments.ray is not None:
+        return ""  # what is true here says nothing of the nodes
     if device.type == "cpu" and wants(arguments, "energy"):
         return "energy needs an NVIDIA GPU"
     return why_no_state(device)

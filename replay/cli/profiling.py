@@ -28,6 +28,7 @@ ALONE = (
     "env",
     "env_file",
     "gpus",
+    "ray",
     "list_kernels",
     "selftest",
     "versus_random",

@@ -185,11 +185,11 @@ def shown_progress(pace: Pace, *, quiet: bool) -> Iterator[Progress]:
 
         def report(workload: Workload, stage: str) -> None:
             if stage == DONE:
-                pace.leave(workload.name)
+                pace.leave(workload.label)
                 progress.update(task, completed=pace.done)
                 return
-            pace.enter(workload.name, stage)
-            progress.update(task, description=printable(f"{workload.name}: {stage}"))
+            pace.enter(workload.label, stage)
+            progress.update(task, description=printable(f"{workload.label}: {stage}"))
 
         yield report
         pace.finish()

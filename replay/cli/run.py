@@ -7,12 +7,12 @@ import json
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from capture.counted import counted
 from capture.printable import printable
-from replay.bench.resume import finished_rows, latest
+from replay.bench.resume import finished_rows, label_of, latest
 from replay.bench.settings import Settings
 from replay.cli.files import opened
 from replay.cli.kernels import able_kernels
@@ -23,7 +23,6 @@ from replay.distribution.estimate import History, Rates, expected_seconds, toget
 from replay.report.benchmark_json import benchmark_entries
 from replay.rows.files import save_jsonl, write_csv, write_jsonl
 from replay.rows.row import Machine, Row
-from replay.timing.machine import describe
 from replay.workers.execution import Assignment, Execution
 from replay.workers.process import Stopped
 from replay.workloads.recorded import Workload
@@ -54,7 +53,7 @@ class Part:
     @property
     def seconds(self) -> float:
         """How long it may take, compiling apart."""
-        expected = [self.pace.expected[call.name] for call in self.calls]
+        expected = [self.pace.expected[call.label] for call in self.calls]
         return together(expected, self.pace.at_a_time) * (self.pace.scale or 1.0)
 
 
@@ -72,8 +71,13 @@ def run(
 
     Returns the rows in the order of the calls, those of a resumed file included.
     """
-    machine, history = describe(settings.device), History()
-    places = {workload.name: place for place, workload in enumerate(workloads)}
+    machines, history = where.machines(settings.device), History()
+    told = {}
+    if limit.seconds is not None:
+        told = dict(zip((call.name for call in workloads), tiers(workloads), strict=True))
+    if len(machines) > 1:
+        workloads = [replace(call, on=each.device) for each in machines for call in workloads]
+    places = {workload.label: place for place, workload in enumerate(workloads)}
     stages = [assigned]
     if (plain := without_variants(assigned)) is not None:
         stages.insert(0, plain)
@@ -81,16 +85,14 @@ def run(
     left = [workloads] * len(stages)
     if arguments.resume:
         path = Path(arguments.json)
-        rows, left = _resumed(path, workloads, stages, machine, settings)
+        rows, left = _resumed(path, workloads, stages, machines, settings)
         save_jsonl(rows, path)
         if rows and not arguments.quiet:
-            print(f"replay: {_kept(rows, left[-1])}", file=sys.stderr)
-    told = dict.fromkeys(places, 0)
+            kept = {label_of(row, machines) for row in rows} - {call.label for call in left[-1]}
+            print(f"replay: {_kept(len(kept), len(left[-1]))}", file=sys.stderr)
     if limit.seconds is None:  # no part comes before another
         stages, left = stages[-1:], left[-1:]
-    else:
-        told = dict(zip(places, tiers(workloads), strict=True))
-    rates, scale = Rates.of(settings.device), history.scale(machine)
+    rates, scale = Rates.of(settings.device), history.scale(machines)
     parts = []
     for stage, calls in zip(stages, left, strict=True):
         able = {name: able_kernels(those, settings.device) for name, those in stage.items()}
@@ -98,7 +100,9 @@ def run(
         pace = Pace(expected, where.at_a_time, scale)
         if calls:
             kernels = len({each.name for those in able.values() for each in those})
-            parts.append(Part(stage, calls, [told[call.name] for call in calls], pace, kernels))
+            parts.append(
+                Part(stage, calls, [told.get(call.name, 0) for call in calls], pace, kernels)
+            )
     with (
         reserved_stdout() as stdout,
         opened(arguments.json, stdout, append=arguments.resume) as json_file,
@@ -107,13 +111,13 @@ def run(
     ):
         is_long = limit.seconds is not None or sum(part.seconds for part in parts) >= LONG_SECONDS
         if parts and is_long and not arguments.quiet:
-            print(f"replay: {_announced(parts, machine, limit, scale)}", file=sys.stderr)
+            print(f"replay: {_announced(parts, machines, limit, scale)}", file=sys.stderr)
         produced = _collected(_measured(parts, settings, where, limit, arguments.quiet), rows)
         if json_file is not None:
             write_jsonl(produced, json_file)
         for _ in produced:
             pass
-        in_order = sorted(latest(rows), key=lambda row: places[row.call.name])
+        in_order = sorted(latest(rows), key=lambda row: places[label_of(row, machines)])
         if csv_file is not None:
             write_csv(in_order, csv_file)
         if benchmark_file is not None:
@@ -124,8 +128,8 @@ def run(
         save_jsonl(in_order, Path(arguments.json))
     for part in parts:
         if part.pace.is_reliable and part.pace.scale is not None:
-            history.note(machine, part.pace.scale, part.pace.elapsed)
-    if said := _left_out(workloads, in_order, assigned, limit, arguments):
+            history.note(machines, part.pace.scale, part.pace.elapsed)
+    if said := _left_out(workloads, in_order, machines, assigned, limit, arguments):
         print(f"replay: {printable(said)}", file=sys.stderr)
     return in_order
 
@@ -143,29 +147,27 @@ def _resumed(
     path: Path,
     workloads: list[Workload],
     stages: Sequence[Assignment],
-    machine: Machine,
+    machines: Sequence[Machine],
     settings: Settings,
 ) -> tuple[list[Row], list[list[Workload]]]:
     """The rows of a file that are complete at any stage, and the calls left at each."""
     rows: dict[str, list[Row]] = {}
     left: list[list[Workload]] = []
     for stage in stages:
-        found, waiting = finished_rows(path, workloads, stage, machine, settings)
+        found, waiting = finished_rows(path, workloads, stage, machines, settings)
         of_stage: dict[str, list[Row]] = {}
         for row in found:
-            of_stage.setdefault(row.call.name, []).append(row)
+            of_stage.setdefault(label_of(row, machines), []).append(row)
         rows |= of_stage
         left.append(waiting)
-    return [row for call in workloads for row in rows.get(call.name, [])], left
+    return [row for call in workloads for row in rows.get(call.label, [])], left
 
 
-def _kept(rows: Sequence[Row], left: Sequence[Workload]) -> str:
+def _kept(count: int, left: int) -> str:
     """What a resumed file says of the calls that are not replayed again."""
-    count = len({row.call.name for row in rows} - {call.name for call in left})
     kept = "1 call is" if count == 1 else f"{count} calls are"
     return (
-        f"{kept} kept as measured before, whatever {', '.join(NOT_COMPARED)} say now; "
-        f"{len(left)} to go"
+        f"{kept} kept as measured before, whatever {', '.join(NOT_COMPARED)} say now; {left} to go"
     )
 
 
@@ -178,7 +180,7 @@ def _measured(
             pace = part.pace
 
             def is_in_time(call: Workload, pace: Pace = pace) -> bool:
-                return limit.allows(pace.expected[call.name] * (pace.scale or 1.0))
+                return limit.allows(pace.expected[call.label] * (pace.scale or 1.0))
 
             expected = [pace.expected[call.name] for call in part.calls]
             schedule = Schedule(part.calls, part.tiers, is_in_time, expected)
@@ -198,7 +200,7 @@ def _collected(produced: Iterator[Row], rows: list[Row]) -> Iterator[Row]:
 
 
 def _announced(
-    parts: Sequence[Part], machine: Machine, limit: TimeLimit, scale: float | None
+    parts: Sequence[Part], machines: Sequence[Machine], limit: TimeLimit, scale: float | None
 ) -> str:
     """What will be replayed where, and how long that may take."""
     calls = len({call.name for part in parts for call in part.calls})
@@ -206,9 +208,10 @@ def _announced(
     devices = parts[0].pace.at_a_time
     what = f"{counted(calls, 'call')} × {counted(kernels, 'kernel')}"
     several = f"{devices} × " if devices > 1 else ""
+    types = " and ".join(machine.device for machine in machines)
     seconds = sum(part.seconds for part in parts)
     by = "a guess, as nothing was replayed here yet" if scale is None else "as the last replay here"
-    said = f"{what} on {several}{machine.device}: about {in_words(seconds)} ({by})"
+    said = f"{what} on {several}{types}: about {in_words(seconds)} ({by})"
     if not limit.allows(seconds):
         assert limit.seconds is not None
         said += f"; the most representative calls first, for {in_words(limit.seconds)}"
@@ -218,6 +221,7 @@ def _announced(
 def _left_out(
     workloads: Sequence[Workload],
     rows: Sequence[Row],
+    machines: Sequence[Machine],
     assigned: Assignment,
     limit: TimeLimit,
     arguments: argparse.Namespace,
@@ -225,11 +229,12 @@ def _left_out(
     """What there was no time for, and how to complete it; empty for nothing."""
     if limit.seconds is None:
         return ""
-    measured = {(row.call.name, row.environment): set[str]() for row in rows}
+    measured: dict[tuple[str, str], set[str]] = {}
     for row in rows:
-        measured[row.call.name, row.environment].add(row.kernel)
-    begun = {row.call.name for row in rows}
-    unreadable = {row.call.name for row in rows if not row.kernel}
+        key = label_of(row, machines), row.environment
+        measured.setdefault(key, set()).add(row.kernel)
+    begun = {label_of(row, machines) for row in rows}
+    unreadable = {label_of(row, machines) for row in rows if not row.kernel}
     partly = {
         call
         for call in begun - unreadable

@@ -24,7 +24,7 @@ LOOK_SECONDS = 0.2
 """How often the files are looked at; after a change, until two looks find the same."""
 
 ALONE = (
-    *("e2e", "plan", "in_process", "gpus", "max_time"),
+    *("e2e", "plan", "in_process", "gpus", "ray", "max_time"),
     *("list_kernels", "selftest", "resume", "save_baseline"),
 )
 """Options of `replay` that `--watch` has no meaning for."""

@@ -26,7 +26,7 @@ class Device:
     """One device, of which its processes see no other."""
 
     name: str
-    """For people, e.g. `GPU 1`."""
+    """For people, e.g. `GPU 1`; no other has it."""
     kind: str
     """What it is, e.g. `NVIDIA H200`."""
     uuid: str = ""
@@ -34,6 +34,8 @@ class Device:
     """Of the environment of its processes."""
     cpus: frozenset[int] = frozenset()
     """Logical CPUs of its processes alone; empty to share all."""
+    host: str = ""
+    """The node of a cluster that it is in; empty for this machine."""
 
     def __str__(self) -> str:
         """`GPU 1 (GPU-5f…)`: what a row says of where it ran."""
@@ -102,8 +104,8 @@ def with_own_cores(devices: Sequence[Device]) -> list[Device]:
     cores = core_siblings(os.sched_getaffinity(0))
     if len(cores) < len(devices):
         raise DeviceError(
-            f"{len(devices)} GPUs need a processor core each, and there are {len(cores)}: name "
-            "fewer with --gpus"
+            f"{len(devices)} GPUs need a processor core each, and there are {len(cores)}: use "
+            "fewer GPUs"
         )
     ends = [len(cores) * number // len(devices) for number in range(len(devices) + 1)]
     shares = [cores[begin:end] for begin, end in itertools.pairwise(ends)]

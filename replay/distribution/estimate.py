@@ -56,12 +56,12 @@ def expected_seconds(
     settings: Settings,
     rates: Rates,
 ) -> dict[str, float]:
-    """Seconds that each call may take with all its kernels, by name; compiling is left out.
+    """Seconds that each call may take with all its kernels, by label; compiling is left out.
 
     A call whose sizes are not known counts as the mean of those that are.
     """
     kernels = sum(len(those) for those in assigned.values())
-    outlines = {call.name: outline(call) for call in calls}
+    outlines = {call.label: outline(call) for call in calls}
     found = {
         name: call_seconds(flops(each), kernels, settings, rates)
         for name, each in outlines.items()
@@ -105,16 +105,16 @@ class History:
         state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
         self._path = Path(state) / "attention-replay" / "pace.json"
 
-    def scale(self, machine: Machine) -> float | None:
-        """That of the last replay on such a machine; None without one."""
-        found = self._all().get(_key(machine))
+    def scale(self, machines: Sequence[Machine]) -> float | None:
+        """That of the last replay on such machines; None without one."""
+        found = self._all().get(_key(machines))
         return float(found) if isinstance(found, int | float) and found > 0 else None
 
-    def note(self, machine: Machine, scale: float, seconds: float) -> None:
+    def note(self, machines: Sequence[Machine], scale: float, seconds: float) -> None:
         """Keep that of a replay which took so many seconds."""
         if seconds < SECONDS_TO_NOTE:
             return
-        found = {**self._all(), _key(machine): scale}
+        found = {**self._all(), _key(machines): scale}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
@@ -131,5 +131,8 @@ class History:
         return found if isinstance(found, dict) else {}
 
 
-def _key(machine: Machine) -> str:
-    return f"{machine.device}, {machine.threads} threads" if machine.threads else machine.device
+def _key(machines: Sequence[Machine]) -> str:
+    return " and ".join(
+        f"{each.device}, {each.threads} threads" if each.threads else each.device
+        for each in machines
+    )

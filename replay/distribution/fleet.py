@@ -1,16 +1,17 @@
-"""Calls spread over the devices of one host: each is measured by workers of its own, and alone."""
+"""Calls spread over several devices: each is measured by workers of its own, and alone."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -19,9 +20,9 @@ from replay.bench.settings import Settings
 from replay.distribution.compiling import Compilation, compilations
 from replay.distribution.devices import Device, held
 from replay.kernels.registry import Kernel
-from replay.rows.row import KernelId, Row
+from replay.rows.row import KernelId, Machine, Row
 from replay.workers.environments import WorkerError
-from replay.workers.execution import Assignment, Findings, Progress, Workers
+from replay.workers.execution import Assignment, Execution, Findings, Progress, Workers
 from replay.workers.process import Place, first_processes
 from replay.workloads.recorded import Workload
 from replay.workloads.schedule import Schedule
@@ -35,12 +36,24 @@ W = TypeVar("W")
 T = TypeVar("T")
 
 
+class DeviceWorkers(Execution, Protocol):
+    """The workers of one device: `replay.workers.execution.Workers`, here or on another machine."""
+
+    def first_calls(
+        self, workload: Workload, assigned: Assignment, settings: Settings, report: Progress
+    ) -> Mapping[KernelId, float]:
+        """Milliseconds of the first call of each kernel that runs."""
+
+    def work_on(self, device: torch.device) -> bool:
+        """Whether a new worker can compute anything there."""
+
+
 @dataclass
 class Seat:
     """A device, and the workers that measure on it."""
 
     device: Device
-    workers: Workers
+    workers: DeviceWorkers
     is_lost: bool = False
     """Whether no worker can compute there any more."""
 
@@ -48,7 +61,7 @@ class Seat:
 class Outcome(NamedTuple):
     """What came of a call on one device."""
 
-    device: str
+    device: Device
     rows: list[Row]
     trouble: str = ""
     """Why it should be tried elsewhere; empty if all is well, or a kernel's fault."""
@@ -58,7 +71,7 @@ class Outcome(NamedTuple):
 class Attempt(NamedTuple):
     """A call that failed on a device."""
 
-    device: str
+    device: Device
     trouble: str
 
 
@@ -66,7 +79,8 @@ class Fleet:
     """An `Execution` that gives each device one call at a time, with all its kernels.
 
     A kernel and its baseline so share a device and rounds, and nothing else runs there meanwhile. A
-    call whose worker dies, no kernel being to blame, is tried once more on another device.
+    call whose worker dies, no kernel being to blame, is tried once more on another device of its
+    type.
     """
 
     def __init__(self, seats: Sequence[Seat], pool: ThreadPoolExecutor) -> None:
@@ -78,11 +92,33 @@ class Fleet:
     def at_a_time(self) -> int:
         return len(self._seats)
 
+    def machines(self, device: torch.device) -> list[Machine]:
+        first = self._of_each_kind()
+        return [machine for seat in first for machine in seat.workers.machines(device)]
+
     def probe(self, kernels: Sequence[Kernel], device: torch.device) -> Findings:
-        return self._seats[0].workers.probe(kernels, device)
+        """What is known of each kernel on the first type of device that can run it."""
+        merged: Findings = {}
+        for seat in self._of_each_kind():
+            for name, found in seat.workers.probe(kernels, device).items():
+                known = merged.setdefault(name, {})
+                able = {kernel: each for kernel, each in found.items() if each.reason is None}
+                merged[name] = found | known | able
+        return merged
 
     def assign(self, kernels: Sequence[Kernel], device: torch.device) -> Assignment:
-        return self._seats[0].workers.assign(kernels, device)
+        """Each kernel in the environments that can run it on any type of device."""
+        merged: Assignment = {}
+        for seat in self._of_each_kind():
+            for name, those in seat.workers.assign(kernels, device).items():
+                names = {kernel.name for kernel in (*merged.get(name, []), *those)}
+                merged[name] = [kernel for kernel in kernels if kernel.name in names]
+        return merged
+
+    def _of_each_kind(self) -> list[Seat]:
+        """The first seat of each type of device, by its name."""
+        first = {seat.device.kind: seat for seat in reversed(self._seats)}
+        return [seat for _, seat in sorted(first.items())]
 
     def replay(
         self, schedule: Schedule, assigned: Assignment, settings: Settings, report: Progress
@@ -98,7 +134,7 @@ class Fleet:
         """The last outcome of calls that wait for another device."""
 
         def take(seat: Seat) -> Workload | None:
-            return None if seat.is_lost else schedule.take(seat.device.name)
+            return None if seat.is_lost else schedule.take(seat.device.name, seat.device.kind)
 
         work = partial(self._replay_call, assigned=assigned, settings=settings)
         for seat, workload, future in self._spread(take, work, report):
@@ -114,30 +150,43 @@ class Fleet:
                 continue
             unfinished.pop(id(workload), None)
             report(workload, DONE)
-            yield from _finished(outcome, attempts, compiled.get(workload.name, {}))
+            first_ms = compiled.get((outcome.device.host, workload.label), {})
+            yield from _finished(outcome, attempts, first_ms)
+        left = {seat.device.kind for seat in self._seats if not seat.is_lost}
+        waiting = schedule.waiting
         for outcome in unfinished.values():  # nobody was left to try them
-            yield from _finished(outcome, [], {})
-        if schedule.waiting and all(seat.is_lost for seat in self._seats):
-            raise WorkerError("no device is left that works; --resume continues on others")
+            if outcome.rows or outcome.device.kind in left:
+                yield from _finished(outcome, [], {})
+                waiting -= 1
+        if waiting:
+            lost = {seat.device.kind for seat in self._seats} - left
+            which = " and no ".join(sorted(lost)) if left else "device"
+            raise WorkerError(f"no {which} is left that works; --resume continues on others")
 
     def _compile(
         self, schedule: Schedule, assigned: Assignment, settings: Settings, report: Progress
-    ) -> dict[str, dict[KernelId, float]]:
-        """Let every kernel compile for each form of call on one of the devices.
+    ) -> dict[tuple[str, str], dict[KernelId, float]]:
+        """Let every kernel compile for each form of call on one of the devices of each host.
 
-        Returns milliseconds of first calls, by the name of the call that each was made on.
+        Returns milliseconds of first calls, by the host and the call that each was made on.
         """
-        waiting = compilations(schedule.calls, assigned, len(self._seats))
-        found: dict[str, dict[KernelId, float]] = {}
+        waiting = {
+            place: compilations(
+                [call for call in schedule.calls if call.on in ("", place[1])], assigned, devices
+            )
+            for place, devices in Counter(map(_place, self._seats)).items()
+        }
+        found: dict[tuple[str, str], dict[KernelId, float]] = {}
 
         def take(seat: Seat) -> Compilation | None:
-            return waiting.pop(0) if waiting else None
+            return waiting[_place(seat)].pop(0) if waiting[_place(seat)] else None
 
         work = partial(self._first_calls, settings=settings)
         for seat, job, future in self._spread(take, work, report):
             schedule.prefer(job.workload, seat.device.name)
             with contextlib.suppress(WorkerError):  # the replay meets it again, and can do more
-                found.setdefault(job.workload.name, {}).update(future.result())
+                made = found.setdefault((seat.device.host, job.workload.label), {})
+                made.update(future.result())
         return found
 
     def _spread(
@@ -174,14 +223,19 @@ class Fleet:
         said = partial(self._say, seat)
         try:
             rows = list(seat.workers.replay(Schedule([workload]), assigned, settings, said))
+            if any(not row.machine.device for row in rows):  # a worker died before it could say
+                (machine,) = seat.workers.machines(settings.device)
+                rows = [
+                    row if row.machine.device else replace(row, machine=machine) for row in rows
+                ]
             blameless = [row for row in rows if not row.kernel and row.status != "error"]
             trouble = blameless[0].reason if blameless else ""
             if not trouble:
-                return Outcome(str(seat.device), rows)
+                return Outcome(seat.device, rows)
         except WorkerError as error:
             rows, trouble = [], str(error)
         is_lost = not seat.workers.work_on(settings.device)
-        return Outcome(str(seat.device), rows, trouble, is_lost)
+        return Outcome(seat.device, rows, trouble, is_lost)
 
     def _first_calls(
         self, seat: Seat, job: Compilation, settings: Settings
@@ -217,12 +271,32 @@ def _finished(
     return [
         replace(
             row,
-            ran_on=outcome.device,
+            ran_on=str(outcome.device),
+            host=outcome.device.host,
             flags=(*row.flags, *flags),
             first_call_ms=first_ms.get(row.id, row.first_call_ms),
         )
         for row in outcome.rows
     ]
+
+
+def _place(seat: Seat) -> tuple[str, str]:
+    """Where compilers keep what other devices can use: a host, for its devices of one type."""
+    return seat.device.host, seat.device.kind
+
+
+@contextlib.contextmanager
+def seated(seats: Sequence[Seat], stopped: threading.Event) -> Iterator[Fleet]:
+    """The devices at work; what they are doing is ended with the `with` block.
+
+    Args:
+        stopped: what ends it; set with the block.
+    """
+    with ThreadPoolExecutor(len(seats), "device") as pool:
+        try:
+            yield Fleet(seats, pool)
+        finally:
+            stopped.set()  # before the pool waits for its threads
 
 
 @contextlib.contextmanager
@@ -251,6 +325,4 @@ def fleet(
             workers = Workers.around(first, interpreters, timeout, place)
             stack.callback(workers.close)
             seats.append(Seat(device, workers))
-        pool = stack.enter_context(ThreadPoolExecutor(len(seats), "device"))
-        stack.callback(stopped.set)  # before the pool waits for its threads
-        yield Fleet(seats, pool)
+        yield stack.enter_context(seated(seats, stopped))

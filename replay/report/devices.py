@@ -37,6 +37,11 @@ def print_devices(
         console.print()
         print_report(rows, console, metrics=metrics)
         console.print()
+    print_matrices(merged, console)
+
+
+def print_matrices(merged: AcrossDevices, console: Console) -> None:
+    """Print a matrix of kernels and devices for each kind of call."""
     console.print(Text("kernels × devices", "bold underline"))
     console.print(Text(READING, "dim"))
     if note := left_out(merged):

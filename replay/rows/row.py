@@ -333,9 +333,12 @@ class Row:
     ] = ""
     ran_on: Annotated[
         str,
-        "which of several devices it ran on, e.g. GPU 1 and its UUID (--gpus), the same for all "
-        "rows of a call; empty for a replay on one device",
+        "which of several devices it ran on, e.g. GPU 1 and its UUID (--gpus, --ray), the same for "
+        "all rows of a call; empty for a replay on one device",
     ] = ""
+    host: Annotated[str, "the node of a cluster that it ran on (--ray); empty for this machine"] = (
+        ""
+    )
     restated_as: Annotated[
         str,
         "what attn_mask amounts to, if the kernel ran the call with these options instead of the "

@@ -211,13 +211,38 @@ class Environment:
             self._process.close()
         return found
 
+    def start(self) -> None:
+        """Start the worker; nobody waits until it is ready.
+
+        Raises:
+            WorkerError: the interpreter does not run.
+        """
+        try:
+            self._process.start()
+        except CannotStart as error:
+            raise self._unusable(error) from error
+
+    def check(self, device: torch.device) -> None:
+        """Have the worker compute something.
+
+        Raises:
+            WorkerError: it cannot.
+        """
+        try:
+            found = self._process.answer(do="touch", device=str(device))
+        except (CannotStart, Died) as error:
+            raise self._unusable(error) from error
+        if "works" not in found:
+            raise WorkerError(f"environment {self.name} cannot use {device}: {found['failed']}")
+
     def works_on(self, device: torch.device) -> bool:
         """Whether a new worker can compute anything there."""
         self._process.close()
         try:
-            return "works" in self._process.answer(do="touch", device=str(device))
-        except (CannotStart, Died):
+            self.check(device)
+        except WorkerError:
             return False
+        return True
 
     def _wants_its_own(self, kernel: Kernel, settings: Settings) -> bool:
         """What is compared with is in every worker, and for what cannot run none is started.
@@ -403,10 +428,15 @@ def _is_unreadable(rows: list[Row]) -> bool:
     return any(not row.kernel and row.status == "error" for row in rows)
 
 
-def interpreters(options: Sequence[str], file: str | None) -> dict[str, str]:
+def interpreters(
+    options: Sequence[str], file: str | None, *, are_here: bool = True
+) -> dict[str, str]:
     """Interpreters by environment name, from `NAME=PYTHON` options and a TOML file.
 
     The file has a table `[environments]` with lines `name = "path/to/python"`.
+
+    Args:
+        are_here: whether they are on this machine.
 
     Raises:
         WorkerError: an option or the file is not of that form, or a Python is not there.
@@ -423,7 +453,7 @@ def interpreters(options: Sequence[str], file: str | None) -> dict[str, str]:
         found[name] = python = os.path.expanduser(python)  # no shell does it here
         if name == HERE:
             raise WorkerError(f"the name {HERE!r} is taken by the environment that replays")
-        if shutil.which(python) is None:
+        if are_here and shutil.which(python) is None:
             raise WorkerError(f"--env {name}: there is no Python at {python}")
     return found
 

@@ -15,7 +15,8 @@ from replay.bench.failures import classify
 from replay.bench.runner import replay
 from replay.bench.settings import Settings
 from replay.kernels.registry import Kernel
-from replay.rows.row import HERE, KernelId, Row
+from replay.rows.row import HERE, KernelId, Machine, Row
+from replay.timing.machine import describe
 from replay.workers.environments import Environment, Found, assign, replay_in_workers
 from replay.workers.judge import Judge
 from replay.workers.process import First, Place, Process
@@ -38,6 +39,9 @@ class Execution(Protocol):
     def at_a_time(self) -> int:
         """Calls that are at work together."""
 
+    def machines(self, device: torch.device) -> list[Machine]:
+        """What every call is replayed on: a machine for each type of device."""
+
     def probe(self, kernels: Sequence[Kernel], device: torch.device) -> Findings:
         """Which kernels can run, by environment."""
 
@@ -58,6 +62,9 @@ class InProcess:
     """Everything here: for debugging, and for kernels that exist only here."""
 
     at_a_time = 1
+
+    def machines(self, device: torch.device) -> list[Machine]:
+        return [describe(device)]
 
     def probe(self, kernels: Sequence[Kernel], device: torch.device) -> Findings:
         return {HERE: {kernel.name: _found(kernel, device) for kernel in kernels}}
@@ -111,6 +118,20 @@ class Workers:
         for environment in self._environments.values():
             environment.close()
         self._judge.close()
+
+    def machines(self, device: torch.device) -> list[Machine]:
+        return [describe(device)]
+
+    def check(self, device: torch.device) -> None:
+        """Start the workers of all environments, and have each compute something.
+
+        Raises:
+            WorkerError: an environment does not work.
+        """
+        for environment in self._environments.values():
+            environment.start()
+        for environment in self._environments.values():
+            environment.check(device)
 
     def probe(self, kernels: Sequence[Kernel], device: torch.device) -> Findings:
         return {

@@ -33,6 +33,13 @@ class Workload:
     source: dict[str, Any] = field(default_factory=dict)
     """What a worker process needs to load the same call, as JSON (`replay.workers.kernel_server`
     reads it); empty for calls that exist only in this process."""
+    on: str = ""
+    """The type of device to replay it on, where a call is replayed on several."""
+
+    @property
+    def label(self) -> str:
+        """What tells it from the others of a replay."""
+        return f"{self.name} on {self.on}" if self.on else self.name
 
 
 def from_directory(

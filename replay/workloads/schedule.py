@@ -9,7 +9,7 @@ from replay.workloads.outline import outline
 from replay.workloads.recorded import Workload
 
 Form = tuple[object, ...]
-"""Of `replay.workloads.outline.Outline`."""
+"""That of `replay.workloads.outline.Outline`, behind the type of device."""
 
 
 class Schedule:
@@ -38,7 +38,7 @@ class Schedule:
         self.left_out: list[Workload] = []
         """Those that could not begin in time."""
         self._is_in_time = is_in_time
-        self._forms = [outline(call).form for call in calls]
+        self._forms = [_form(call) for call in calls]
         self._tiers = [0] * len(calls) if tiers is None else list(tiers)
         self._seconds = [1.0] * len(calls) if seconds is None else list(seconds)
         self._waiting: dict[int, dict[Form, list[int]]] = {}
@@ -67,9 +67,13 @@ class Schedule:
         """Number of calls that were neither taken nor left out."""
         return sum(len(places) for forms in self._waiting.values() for places in forms.values())
 
-    def take(self, taker: Hashable) -> Workload | None:
-        """The next call for one of several takers; None where there is none that it may have."""
-        while (place := self._next(taker)) is not None:
+    def take(self, taker: Hashable, kind: str = "") -> Workload | None:
+        """The next call for one of several takers; None where there is none that it may have.
+
+        Args:
+            kind: the type of device that the taker is.
+        """
+        while (place := self._next(taker, kind)) is not None:
             self._remove(place)
             if self._may_begin(place):
                 self._note(self._forms[place], taker)
@@ -78,7 +82,7 @@ class Schedule:
 
     def prefer(self, call: Workload, taker: Hashable) -> None:
         """Note that somebody is ready for calls of this form, as if it had had one."""
-        self._note(outline(call).form, taker)
+        self._note(_form(call), taker)
 
     def give_back(self, call: Workload, taker: Hashable) -> None:
         """Let another have a call that this taker failed at."""
@@ -86,11 +90,13 @@ class Schedule:
         self._refused.setdefault(place, set()).add(taker)
         self._add(place)
 
-    def _next(self, taker: Hashable) -> int | None:
+    def _next(self, taker: Hashable, kind: str) -> int | None:
         """The place of what a taker gets next."""
         own = self._had.get(taker, set())
 
         def first(form: Form) -> int | None:
+            if form[0] not in ("", kind):
+                return None
             able = (each for each in forms[form] if taker not in self._refused.get(each, ()))
             return next(able, None)
 
@@ -132,3 +138,7 @@ class Schedule:
         places.remove(place)
         if not places:
             del forms[self._forms[place]]
+
+
+def _form(call: Workload) -> Form:
+    return (call.on, *outline(call).form)

@@ -101,6 +101,7 @@ def rows(figures: st.SearchStrategy[float]) -> st.SearchStrategy[Row]:
         environment=words,
         process=words,
         ran_on=words,
+        host=words,
         accuracy_class=st.sampled_from(["", "exact", "quantised", "sparse"]),
         tolerances=words,
         restated_as=words,
@@ -198,7 +199,7 @@ def names(left: list[Workload]) -> list[str]:
 
 def test_a_call_is_finished_when_every_kernel_has_a_row(written: Callable[..., Path]) -> None:
     rows = [row(0, "a"), row(0, "b"), row(0, "baseline"), row(1, "a")]
-    kept, left = finished_rows(written(rows), CALLS, ALLOTTED, HERE, SETTINGS)
+    kept, left = finished_rows(written(rows), CALLS, ALLOTTED, [HERE], SETTINGS)
     assert kept == rows[:3]
     assert names(left) == ["random-01", "random-02"]
 
@@ -207,7 +208,7 @@ def test_and_in_every_environment(written: Callable[..., Path]) -> None:
     """A kernel that two of them have is not done when one of them was."""
     assigned = {**ALLOTTED, "fa4": [kernel("b")]}
     rows = [row(0, "a"), row(0, "b"), row(0, "b", "fa4"), row(1, "a"), row(1, "b")]
-    kept, left = finished_rows(written(rows), CALLS, assigned, HERE, SETTINGS)
+    kept, left = finished_rows(written(rows), CALLS, assigned, [HERE], SETTINGS)
     assert kept == rows[:3]
     assert names(left) == ["random-01", "random-02"]
 
@@ -217,7 +218,7 @@ def test_a_call_that_could_not_be_read_is_tried_again(written: Callable[..., Pat
         written([factories.unreadable("random-00"), row(1, "a"), row(1, "b")]),
         CALLS,
         ALLOTTED,
-        HERE,
+        [HERE],
         SETTINGS,
     )
     assert [each.call.name for each in kept] == ["random-01", "random-01"]
@@ -228,27 +229,27 @@ def test_a_call_that_could_not_be_read_is_tried_again(written: Callable[..., Pat
 def test_a_line_that_was_cut_off(written: Callable[..., Path], end: str) -> None:
     """It may be of the call before it, so that one is replayed too."""
     rows = [row(0, "a"), row(0, "b"), row(1, "a"), row(1, "b")]
-    kept, left = finished_rows(written(rows, end), CALLS, ALLOTTED, HERE, SETTINGS)
+    kept, left = finished_rows(written(rows, end), CALLS, ALLOTTED, [HERE], SETTINGS)
     assert kept == rows[:2]
     assert names(left) == ["random-01", "random-02"]
-    assert finished_rows(written([], end), CALLS, ALLOTTED, HERE, SETTINGS) == ([], list(CALLS))
+    assert finished_rows(written([], end), CALLS, ALLOTTED, [HERE], SETTINGS) == ([], list(CALLS))
 
 
 def test_a_call_whose_baseline_is_missing(written: Callable[..., Path]) -> None:
     rows = [row(0, "a"), row(0, "b"), row(1, "a"), row(1, "b"), row(1, "baseline")]
     rows = [replace(each, speedup=factories.speedup_over("baseline")) for each in rows]
-    kept, left = finished_rows(written(rows), CALLS, ALLOTTED, HERE, SETTINGS)
+    kept, left = finished_rows(written(rows), CALLS, ALLOTTED, [HERE], SETTINGS)
     assert kept == rows[2:]
     assert names(left) == ["random-00", "random-02"]
 
 
 def test_no_file_yet(tmp_path: Path) -> None:
-    assert finished_rows(tmp_path / "rows.jsonl", CALLS, ALLOTTED, HERE, SETTINGS) == (
+    assert finished_rows(tmp_path / "rows.jsonl", CALLS, ALLOTTED, [HERE], SETTINGS) == (
         [],
         list(CALLS),
     )
     (tmp_path / "rows.jsonl").touch()
-    assert finished_rows(tmp_path / "rows.jsonl", CALLS, ALLOTTED, HERE, SETTINGS) == (
+    assert finished_rows(tmp_path / "rows.jsonl", CALLS, ALLOTTED, [HERE], SETTINGS) == (
         [],
         list(CALLS),
     )
@@ -273,7 +274,7 @@ def test_another_file(
     written: Callable[..., Path], rows: list[Row], end: str, sentence: str
 ) -> None:
     with pytest.raises(RowsError, match=sentence):
-        finished_rows(written(rows, end), CALLS, ALLOTTED, HERE, SETTINGS)
+        finished_rows(written(rows, end), CALLS, ALLOTTED, [HERE], SETTINGS)
 
 
 @pytest.mark.parametrize(("schema", "version"), [(None, 1), (1, 1), (99, 99)])
@@ -286,14 +287,14 @@ def test_rows_of_another_version(
     path.write_text(json.dumps(data if schema is None else data | {"schema": schema}) + "\n")
     sentence = f"holds rows of version {version}, and this is version {SCHEMA}: replay again"
     with pytest.raises(RowsError, match=sentence):
-        finished_rows(path, CALLS, ALLOTTED, HERE, SETTINGS)
+        finished_rows(path, CALLS, ALLOTTED, [HERE], SETTINGS)
 
 
 def test_a_row_with_a_field_of_no_version(written: Callable[..., Path]) -> None:
     path = written([row(0, "a")], "")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"colour": "red"}) + "\n")
     with pytest.raises(RowsError, match="line 1: not a row"):
-        finished_rows(path, CALLS, ALLOTTED, HERE, SETTINGS)
+        finished_rows(path, CALLS, ALLOTTED, [HERE], SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -316,10 +317,10 @@ def test_rows_of_another_machine(
 ) -> None:
     measured = replace(row(0, "a", environment), machine=machine)
     if sentence is None:
-        finished_rows(written([measured]), CALLS, ALLOTTED, HERE, SETTINGS)
+        finished_rows(written([measured]), CALLS, ALLOTTED, [HERE], SETTINGS)
         return
     with pytest.raises(RowsError, match=sentence):
-        finished_rows(written([measured]), CALLS, ALLOTTED, HERE, SETTINGS)
+        finished_rows(written([measured]), CALLS, ALLOTTED, [HERE], SETTINGS)
 
 
 def test_rows_of_joined_calls(written: Callable[..., Path], tmp_path: Path) -> None:
@@ -330,11 +331,11 @@ def test_rows_of_joined_calls(written: Callable[..., Path], tmp_path: Path) -> N
     facts = factories.call_facts(calls[0].name, module="", step=2, call_index=0)
     measured = factories.row("a", facts, machine=HERE)
     kernels = {"this": [kernel("a")]}
-    kept, left = finished_rows(written([measured]), calls, kernels, HERE, SETTINGS)
+    kept, left = finished_rows(written([measured]), calls, kernels, [HERE], SETTINGS)
     assert (kept, left) == ([measured], [])
     other = replace(measured, call=replace(facts, step=3))
     with pytest.raises(RowsError, match=r"rows of another model\.ranks0-1-000000"):
-        finished_rows(written([other]), calls, kernels, HERE, SETTINGS)
+        finished_rows(written([other]), calls, kernels, [HERE], SETTINGS)
 
 
 def test_a_call_that_was_replayed_again_has_its_later_rows() -> None:
@@ -351,7 +352,7 @@ def test_a_call_that_was_replayed_again_has_its_later_rows() -> None:
 def test_a_gpu_may_have_other_processor_cores(written: Callable[..., Path]) -> None:
     here, there = (replace(HERE, cuda="13.0", usable_cpus=cpus) for cpus in ("16", "32"))
     path = written([replace(row(0, "a"), machine=there)])
-    finished_rows(path, CALLS, ALLOTTED, here, SETTINGS)
+    finished_rows(path, CALLS, ALLOTTED, [here], SETTINGS)
 
 
 ENERGY = Energy(150.0, 0.8, 690.0, 1.05)
@@ -375,10 +376,10 @@ def test_energy_is_measured_for_all_rows_of_a_file_or_none(
     timed = replace(row(0, "a"), time_ms=summarize([1.0]), cache="warm", calls_before=0)
     path, asked = written([replace(timed, **changed)]), replace(SETTINGS, energy=wanted)
     if sentence is None:
-        finished_rows(path, CALLS, ALLOTTED, HERE, asked)
+        finished_rows(path, CALLS, ALLOTTED, [HERE], asked)
         return
     with pytest.raises(RowsError, match=sentence):
-        finished_rows(path, CALLS, ALLOTTED, HERE, asked)
+        finished_rows(path, CALLS, ALLOTTED, [HERE], asked)
 
 
 @pytest.mark.parametrize(
@@ -396,19 +397,19 @@ def test_rows_that_were_timed_in_another_way(
     timed = replace(row(0, "a"), time_ms=summarize([1.0]), cache="warm", calls_before=0)
     path = written([replace(timed, **changed)])
     if sentence is None:
-        finished_rows(path, CALLS, ALLOTTED, HERE, SETTINGS)
+        finished_rows(path, CALLS, ALLOTTED, [HERE], SETTINGS)
         return
     with pytest.raises(RowsError, match=sentence):
-        finished_rows(path, CALLS, ALLOTTED, HERE, SETTINGS)
+        finished_rows(path, CALLS, ALLOTTED, [HERE], SETTINGS)
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(RowsError, match=r"cannot read .*: Is a directory"):
-        finished_rows(tmp_path, CALLS, ALLOTTED, HERE, SETTINGS)
+        finished_rows(tmp_path, CALLS, ALLOTTED, [HERE], SETTINGS)
     picture = tmp_path / "rows.jsonl"
     picture.write_bytes(b"\x89PNG\xff")
     with pytest.raises(RowsError, match="was not written by `replay --json`"):
-        finished_rows(picture, CALLS, ALLOTTED, HERE, SETTINGS)
+        finished_rows(picture, CALLS, ALLOTTED, [HERE], SETTINGS)
 
 
 @pytest.fixture

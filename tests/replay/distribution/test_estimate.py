@@ -75,18 +75,18 @@ def test_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     h200, l4 = Machine("H200"), Machine("L4")
     cpu = [Machine("a processor", threads=threads) for threads in ("2", "8")]
     history = History()
-    assert history.scale(h200) is None
-    history.note(h200, 2.0, SECONDS_TO_NOTE - 1)
+    assert history.scale([h200]) is None
+    history.note([h200], 2.0, SECONDS_TO_NOTE - 1)
     assert not file.exists()
-    history.note(h200, 2.0, SECONDS_TO_NOTE)
-    history.note(l4, 3.0, 100.0)
-    history.note(h200, 2.5, 100.0)
-    history.note(cpu[0], 1.5, 100.0)
-    found = [History().scale(machine) for machine in (h200, l4, *cpu)]
+    history.note([h200], 2.0, SECONDS_TO_NOTE)
+    history.note([l4], 3.0, 100.0)
+    history.note([h200], 2.5, 100.0)
+    history.note([cpu[0]], 1.5, 100.0)
+    found = [History().scale([machine]) for machine in (h200, l4, *cpu)]
     assert found == [2.5, 3.0, 1.5, None]
     for harm in ("{", "[]", '{"H200": "x"}', '{"H200": -1}'):
         file.write_text(harm)
-        assert history.scale(h200) is None
+        assert history.scale([h200]) is None
 
 
 def test_a_history_that_cannot_be_written_is_none(
@@ -94,8 +94,8 @@ def test_a_history_that_cannot_be_written_is_none(
 ) -> None:
     (tmp_path / "attention-replay").write_text("in the way")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    History().note(Machine("H200"), 2.0, 100.0)
-    assert History().scale(Machine("H200")) is None
+    History().note([Machine("H200")], 2.0, 100.0)
+    assert History().scale([Machine("H200")]) is None
     monkeypatch.delenv("XDG_STATE_HOME")
     assert ".local/state" in str(History()._path)
 

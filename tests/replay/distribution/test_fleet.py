@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
 from typing import Any
@@ -23,8 +24,8 @@ from replay.distribution.compiling import compilations
 from replay.distribution.devices import Device
 from replay.distribution.fleet import Fleet, Seat
 from replay.kernels.registry import Kernel
-from replay.rows.row import HERE, CallFacts, KernelId, Row
-from replay.workers.environments import WorkerError
+from replay.rows.row import HERE, CallFacts, KernelId, Machine, Row
+from replay.workers.environments import Found, WorkerError
 from replay.workers.execution import Assignment
 from replay.workloads.random_calls import Spec, workload
 from replay.workloads.recorded import Workload
@@ -82,6 +83,9 @@ class StandIn:
     ) -> dict[KernelId, float]:
         self.compiled.append((call.name, [kernel.name for kernel in assigned[HERE]]))
         return {KernelId(kernel.name): 1000.0 for kernel in assigned[HERE]}
+
+    def machines(self, device: torch.device) -> list[Machine]:
+        return [Machine("a processor")]
 
     def work_on(self, device: torch.device) -> bool:
         return self._works
@@ -203,6 +207,103 @@ def test_a_single_device_keeps_the_row_of_a_call_that_fails(
     assert len({row.call.name for row in rows}) == 4
 
 
+KINDS = [
+    Device("GPU 0 of one", "H100", host="one"),
+    Device("GPU 1 of one", "H100", host="one"),
+    Device("GPU 0 of two", "H200", host="two"),
+]
+
+
+class OfKind(StandIn):
+    """Workers of one type of device."""
+
+    def __init__(self, kind: str, **options: Any) -> None:
+        super().__init__(**options)
+        self._kind = kind
+
+    def machines(self, device: torch.device) -> list[Machine]:
+        return [Machine(self._kind)]
+
+    def probe(self, kernels: Sequence[Kernel], device: torch.device) -> Any:
+        reason = None if self._kind == "H200" else "needs an H200"
+        return {HERE: {kernel.name: Found(reason) for kernel in kernels}}
+
+    def assign(self, kernels: Sequence[Kernel], device: torch.device) -> Assignment:
+        return {HERE: list(kernels)[:1], self._kind: list(kernels)}
+
+
+def on_kinds(count: int) -> list[Workload]:
+    return [replace(call, on=kind) for kind in ("H100", "H200") for call in calls(count)]
+
+
+@pytest.fixture
+def of_kinds() -> Iterator[Callable[..., tuple[Fleet, list[OfKind]]]]:
+    """A fleet of two H100 of one host and an H200 of another, and their workers."""
+    with ThreadPoolExecutor(3) as pool:
+
+        def make(**options: Any) -> tuple[Fleet, list[OfKind]]:
+            workers = [
+                OfKind(device.kind, **(options if device.kind == "H200" else {}))
+                for device in KINDS
+            ]
+            seats = [Seat(*each) for each in zip(KINDS, workers, strict=True)]  # type: ignore
+            return Fleet(seats, pool), workers
+
+        yield make
+
+
+def test_every_call_is_replayed_on_every_type_of_device(
+    of_kinds: Callable[..., tuple[Fleet, list[OfKind]]], quick: Settings
+) -> None:
+    fleet, workers = of_kinds()
+    assert [machine.device for machine in fleet.machines(quick.device)] == ["H100", "H200"]
+    assigned = {HERE: [factories.kernel("a"), factories.kernel("b")]}
+    reported: list[tuple[str, str]] = []
+    rows = list(
+        fleet.replay(
+            Schedule(on_kinds(4)),
+            assigned,
+            quick,
+            lambda call, stage: reported.append((call.label, stage)),
+        )
+    )
+    assert len(rows) == 2 * 4 * 2
+    for kind, host in (("H100", "one"), ("H200", "two")):
+        there = [row for row in rows if row.machine.device == kind]
+        assert sorted({row.call.name for row in there}) == [call.name for call in calls(4)]
+        assert {row.host for row in there} == {host}
+    # Compilers' results are on the disk of a host: each compiles every kernel once.
+    one, other, alone = ([names for _, names in each.compiled] for each in workers)
+    assert sorted([*one, *other]) == sorted(alone) == [["a"], ["b"]]
+    assert {label for label, stage in reported if stage == "done"} == {
+        call.label for call in on_kinds(4)
+    }
+
+
+def test_a_type_of_which_no_device_is_left_is_named(
+    of_kinds: Callable[..., tuple[Fleet, list[OfKind]]], quick: Settings
+) -> None:
+    fleet, _ = of_kinds(fails=crash, works=False)
+    rows: list[Row] = []
+    with pytest.raises(WorkerError, match=r"^no H200 is left that works; --resume continues"):
+        rows += fleet.replay(
+            Schedule(on_kinds(3)), {HERE: [factories.kernel("a")]}, quick, lambda *_: None
+        )
+
+
+def test_a_kernel_that_one_type_can_run_can_run(
+    of_kinds: Callable[..., tuple[Fleet, list[OfKind]]], quick: Settings
+) -> None:
+    fleet, _ = of_kinds()
+    kernels = [factories.kernel("a"), factories.kernel("b")]
+    assert fleet.probe(kernels, quick.device)[HERE]["a"].reason is None
+    assert fleet.assign(kernels, quick.device) == {
+        HERE: kernels[:1],
+        "H100": kernels,
+        "H200": kernels,
+    }
+
+
 @pytest.mark.parametrize(
     ("lengths", "devices", "pieces"),
     [
@@ -271,7 +372,8 @@ def test_rows_come_back_in_the_order_of_the_calls_and_are_resumed(
     [
         (("--device", "cpu"), "leave out --device"),
         (("--in-process",), "leave out --in-process"),
-        (("--e2e",), "--e2e runs on one GPU"),
+        (("--e2e",), "--e2e runs on one device"),
+        (("--ray", "auto"), "--ray for a cluster"),
     ],
 )
 def test_what_does_not_combine(

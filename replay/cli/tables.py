@@ -1,0 +1,78 @@
+"""The tables of a replay, printed to stdout. Imports torch late."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from capture.counted import counted
+from capture.printable import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from replay.bench.settings import Settings
+    from replay.rows.row import Machine, Row
+
+
+def print_tables(
+    rows: list[Row],
+    machines: Sequence[Machine],
+    settings: Settings,
+    metrics: list[str],
+    arguments: argparse.Namespace,
+) -> None:
+    """Print the tables of each type of device, and of several which kernel is fastest on which."""
+    from rich.console import Console
+
+    from replay.report.table import print_report
+    from replay.report.versus_random import print_versus_random
+
+    console = Console(highlight=False)
+    for machine in machines:
+        there = [row for row in rows if len(machines) == 1 or row.machine.device == machine.device]
+        console.print(_heading(there, machine, settings))
+        console.print()
+        print_report(
+            there,
+            console,
+            metrics=metrics,
+            errors_against=settings.errors_against,
+            per_call=arguments.per_call,
+            compare_stats=settings.compare_stats,
+        )
+        if arguments.versus_random:
+            print_versus_random(there, console)
+    if len(machines) > 1:
+        _print_matrices(rows, console)
+
+
+def _heading(rows: Sequence[Row], machine: Machine, settings: Settings) -> str:
+    """What the rows were measured on, and how."""
+    versions = ", ".join(
+        f"{name} {version}"
+        for name in ("torch", "cuda", "triton")
+        if (version := getattr(machine, name))
+    )
+    before = settings.calls_before
+    lead = f" · {counted(before, 'call')} before each sample" if before else ""
+    devices = len({row.ran_on for row in rows} - {""})
+    several = f"{devices} × " if devices > 1 else ""
+    return f"{several}{machine.device} · {versions} · {settings.cache} cache{lead}"
+
+
+def _print_matrices(rows: Sequence[Row], console: Console) -> None:
+    """Print which kernel is the fastest on which type of device."""
+    from replay.comparison.devices import across_devices
+    from replay.comparison.matching import ComparisonError, Run
+    from replay.report.devices import print_matrices
+
+    try:
+        merged = across_devices([Run("this replay", rows)])
+    except ComparisonError as error:
+        print(f"replay: no matrix of kernels and devices: {printable(str(error))}", file=sys.stderr)
+        return
+    console.print()
+    print_matrices(merged, console)

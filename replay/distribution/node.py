@@ -1,0 +1,183 @@
+"""The workers of one device of a cluster, in a process of the node that has it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import torch
+
+from attention_replay import __version__
+from replay.bench.settings import Settings
+from replay.distribution.devices import Device, held, with_own_cores
+from replay.distribution.transfer import (
+    FileFacts,
+    directory_here,
+    lacking,
+    receive,
+)
+from replay.kernels.registry import find
+from replay.rows.row import KernelId, Machine, Row
+from replay.timing.machine import describe
+from replay.workers.environments import WorkerError
+from replay.workers.execution import Findings, Workers
+from replay.workers.process import Place, first_processes
+from replay.workers.sources import workload_of
+from replay.workloads.schedule import Schedule
+
+Names = Mapping[str, Sequence[str]]
+"""Kernels by environment."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Introduction:
+    """What a node says of a device and of itself."""
+
+    machine: Machine
+    uuid: str
+    index: str
+    """Of the GPU, as the node counts; empty for a processor."""
+    version: str
+    """Of this package."""
+
+
+class Node:
+    """Workers of one device, asked by a process of another machine.
+
+    The processor cores of a node are shared out among the devices that are used of it.
+
+    Args:
+        share: which of how many this one is.
+        directory: where the command was called, if that is here too: names of files refer to it.
+        interpreters: other Python environments by name; paths on this node.
+        timeout: seconds without a sign of life after which a worker is ended.
+    """
+
+    def __init__(
+        self,
+        share: tuple[int, int],
+        directory: str,
+        interpreters: dict[str, str],
+        timeout: float,
+    ) -> None:
+        with contextlib.suppress(OSError):
+            os.chdir(directory)
+        self._share = share
+        self._interpreters = interpreters
+        self._timeout = timeout
+        self._workers: Workers
+        self._stack = contextlib.ExitStack()
+
+    def start(self, device: str) -> Introduction:
+        """Start the workers, and see that each can compute.
+
+        Args:
+            device: `cuda`, of which this process sees one, or `cpu`.
+
+        Raises:
+            WorkerError: the device or an environment does not work.
+            DeviceError: another replay uses the device.
+        """
+        if device == "cuda" and not torch.cuda.is_available():
+            raise WorkerError("PyTorch finds no GPU there")
+        machine, uuid = describe(torch.device(device)), ""
+        if device == "cuda":
+            found = getattr(torch.cuda.get_device_properties(0), "uuid", "")
+            uuid = f"GPU-{found}" if found else ""
+        number, count = self._share
+        here = with_own_cores([Device(machine.device, machine.device, uuid)] * count)[number]
+        place = Place(cpus=here.cpus)
+        self._stack.enter_context(held([here]))
+        first = self._stack.enter_context(first_processes(self._timeout, place, device))
+        self._workers = Workers.around(first, self._interpreters, self._timeout, place)
+        self._stack.callback(self._workers.close)
+        self._workers.check(torch.device(device))
+        index = os.environ.get("CUDA_VISIBLE_DEVICES", "") if device == "cuda" else ""
+        return Introduction(machine, uuid, index, __version__)
+
+    def close(self) -> None:
+        """End all processes."""
+        self._stack.close()
+
+    def probe(self, kernels: Sequence[str], device: str) -> Findings:
+        return self._workers.probe(list(map(find, kernels)), torch.device(device))
+
+    def assign(self, kernels: Sequence[str], device: str) -> Names:
+        assigned = self._workers.assign(list(map(find, kernels)), torch.device(device))
+        return {name: [kernel.name for kernel in those] for name, those in assigned.items()}
+
+    def work_on(self, device: str) -> bool:
+        return self._workers.work_on(torch.device(device))
+
+    def expect(self, files: Sequence[FileFacts]) -> tuple[Path, list[FileFacts]]:
+        """Where the files of a call will be read, and those that are to be sent there first.
+
+        Raises:
+            DatasetError: they cannot be written.
+        """
+        directory = directory_here(files)
+        return directory, lacking(files, directory)
+
+    def receive(self, facts: FileFacts, content: bytes, directory: Path) -> None:
+        """Write one of them.
+
+        Raises:
+            DatasetError: it cannot be written.
+        """
+        receive(facts, content, directory)
+
+    def replay(
+        self, source: dict[str, Any], assigned: Names, settings: dict[str, Any]
+    ) -> Iterator[str | list[Row]]:
+        """Yield the stages of a call as they are reached, and then its rows.
+
+        Args:
+            source: that of a workload whose files are on this node.
+
+        Raises:
+            WorkerError: an environment does not work.
+        """
+        workload = workload_of(source)
+        kernels = {name: list(map(find, names)) for name, names in assigned.items()}
+
+        def work(say: Callable[[str], None]) -> list[Row]:
+            schedule, wanted = Schedule([workload]), Settings.from_json(settings)
+            found = self._workers.replay(schedule, kernels, wanted, lambda _, stage: say(stage))
+            return list(found)
+
+        yield from _told(work)
+
+    def first_calls(
+        self, source: dict[str, Any], assigned: Names, settings: dict[str, Any]
+    ) -> Iterator[str | dict[KernelId, float]]:
+        """Yield the kernels as they are called, and then the milliseconds of their first calls.
+
+        Raises:
+            WorkerError: an environment does not work.
+        """
+        workload = workload_of(source)
+        kernels = {name: list(map(find, names)) for name, names in assigned.items()}
+
+        def work(say: Callable[[str], None]) -> dict[KernelId, float]:
+            wanted = Settings.from_json(settings)
+            return self._workers.first_calls(workload, kernels, wanted, lambda _, stage: say(stage))
+
+        yield from _told(work)
+
+
+def _told(work: Callable[[Callable[[str], None]], T]) -> Iterator[str | T]:
+    """Yield what work says on the way, and then what comes of it."""
+    said: SimpleQueue[str | Future[T]] = SimpleQueue()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(work, said.put).add_done_callback(said.put)
+        while isinstance(each := said.get(), str):
+            yield each
+        yield each.result()

@@ -1,0 +1,469 @@
+"""The devices of a Ray cluster, as places to measure on: `replay --ray`.
+
+Ray brings the processes of `replay.distribution.node` to the nodes, one for each device, and what
+is said between them and this one; which call goes where is the fleet's business, as on one host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from attention_replay import Error, __version__
+from capture.errors import MissingPackage
+from replay.bench.settings import Settings
+from replay.distribution.devices import Device
+from replay.distribution.fleet import Fleet, Seat, seated
+from replay.distribution.node import Introduction, Node
+from replay.distribution.transfer import FileFacts, files_of, relocated
+from replay.kernels.registry import Kernel
+from replay.rows.row import KernelId, Machine, Row
+from replay.workers.environments import WorkerError
+from replay.workers.execution import Assignment, Findings, Progress
+from replay.workers.process import Stopped
+from replay.workloads.recorded import Workload
+from replay.workloads.schedule import Schedule
+
+logger = logging.getLogger(__name__)
+
+CONNECTING_SECONDS = 5.0
+STARTING_SECONDS = 300.0
+"""How long a node may take until its workers have imported PyTorch, from a cold network disk."""
+LOOK_SECONDS = 0.5
+"""How often it is looked whether nobody waits for an answer any more."""
+ANSWERING_SECONDS = 120.0
+"""How long a node may take to say whether a device works still."""
+
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DEDUP_LOGS": "1",
+    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",  # what it tells drivers of nodes that die, on their stdout
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",
+}
+"""Nothing is sent to Ray's makers, and Ray prints nothing."""
+
+
+class ClusterError(Error):
+    """A cluster that cannot be used; the message names the remedy."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device of a node, before anything runs there."""
+
+    node_id: str
+    host: str
+    share: tuple[int, int]
+    """Which of how many devices of the node."""
+    cpus: float
+    """What is reserved with it."""
+
+
+class Cluster:
+    """A Ray cluster that this process is connected to.
+
+    It is used for GPUs, of which each is measured alone, if any node has one; else each node
+    measures on its processor.
+    """
+
+    def __init__(self, nodes: Sequence[Mapping[str, Any]]) -> None:
+        alive = [node for node in nodes if node["Alive"]]
+        self.device = torch.device("cuda" if any(map(_gpus, alive)) else "cpu")
+        names = Counter(node["NodeManagerHostname"] for node in alive)
+        self.places: list[Place] = []
+        for node in alive:
+            host, node_id = node["NodeManagerHostname"], node["NodeID"]
+            if names[host] > 1:
+                host = f"{host}-{node_id[:6]}"
+            count = _gpus(node) if self.device.type == "cuda" else 1
+            cpus = node["Resources"].get("CPU", 0.0)
+            if self.device.type == "cpu" and not cpus:
+                continue  # a head node that is there to be asked
+            for number in range(count):
+                self.places.append(Place(node_id, host, (number, count), cpus // count))
+
+    @contextlib.contextmanager
+    def fleet(
+        self, interpreters: dict[str, str], timeout: float, stopped: threading.Event
+    ) -> Iterator[Fleet]:
+        """Workers on every device; all end with the `with` block.
+
+        A device on which they do not work is left out, which a line on stderr says.
+
+        Args:
+            interpreters: other Python environments by name; paths on the nodes.
+            timeout: seconds without a sign of life after which a worker is ended.
+            stopped: set to end what they are doing.
+
+        Raises:
+            ClusterError: they work on no device.
+        """
+        with contextlib.ExitStack() as stack:
+            seats = self._seats(interpreters, timeout, stopped, stack)
+            yield stack.enter_context(seated(seats, stopped))
+
+    def _seats(
+        self,
+        interpreters: dict[str, str],
+        timeout: float,
+        stopped: threading.Event,
+        stack: contextlib.ExitStack,
+    ) -> list[Seat]:
+        locks = {place.node_id: threading.Lock() for place in self.places}
+        started = []
+        for place in self.places:
+            actor = _actor(place, self.device, interpreters, timeout)
+            workers = RemoteWorkers(actor, place.host, locks[place.node_id], stopped)
+            stack.callback(workers.close)
+            started.append((place, workers, actor.start.remote(self.device.type)))
+        seats: list[Seat] = []
+        deadline = time.monotonic() + STARTING_SECONDS
+        reasons: list[str] = []
+        for place, workers, answer in started:
+            try:
+                seats.append(self._seat(place, workers, answer, deadline, seats))
+            except WorkerError as error:
+                reasons.append(str(error))
+        if not seats:
+            raise ClusterError(f"--ray: {reasons[0] if reasons else 'the cluster has no node'}")
+        for reason in reasons:
+            logger.warning("replay: left out: %s", reason)
+        return seats
+
+    def _seat(
+        self,
+        place: Place,
+        workers: RemoteWorkers,
+        answer: Any,
+        deadline: float,
+        others: Sequence[Seat],
+    ) -> Seat:
+        """A device whose workers have started.
+
+        Raises:
+            WorkerError: they do not work, or not as those of other nodes do.
+        """
+        told: Introduction = workers.get(answer, deadline)
+        if told.version != __version__:
+            raise WorkerError(
+                f"{place.host} has version {told.version} of attention-replay, and this is "
+                f"{__version__}: install the same"
+            )
+        workers.machine = told.machine
+        for other in others:
+            (machine,) = other.workers.machines(self.device)
+            if unlike := _unlike(told.machine, machine):
+                raise WorkerError(
+                    f"{place.host} has {unlike[0]}, and {other.device.host} has {unlike[1]}: "
+                    "install the same on all nodes"
+                )
+        name = f"GPU {told.index} of {place.host}" if told.index else place.host
+        device = Device(name, told.machine.device, told.uuid, host=place.host)
+        return Seat(device, workers)
+
+
+class RemoteWorkers:
+    """The workers of one device, asked through Ray.
+
+    Args:
+        actor: Ray's handle of a `Node`.
+        host: the node, for people.
+        sending: held while a file is sent to the node.
+        stopped: set by any thread when nobody waits any more.
+    """
+
+    at_a_time = 1
+
+    def __init__(
+        self, actor: Any, host: str, sending: threading.Lock, stopped: threading.Event
+    ) -> None:
+        self._actor = actor
+        self._host = host
+        self._sending = sending
+        self._stopped = stopped
+        self.machine = Machine()
+
+    def machines(self, device: torch.device) -> list[Machine]:
+        return [self.machine]
+
+    def probe(self, kernels: Sequence[Kernel], device: torch.device) -> Findings:
+        found: Findings = self.get(self._actor.probe.remote(_names(kernels), str(device)))
+        return found
+
+    def assign(self, kernels: Sequence[Kernel], device: torch.device) -> Assignment:
+        assigned = self.get(self._actor.assign.remote(_names(kernels), str(device)))
+        by_name = {kernel.name: kernel for kernel in kernels}
+        return {name: [by_name[each] for each in those] for name, those in assigned.items()}
+
+    def replay(
+        self, schedule: Schedule, assigned: Assignment, settings: Settings, report: Progress
+    ) -> Iterator[Row]:
+        """Rows of the calls, each of which is sent to the node first if it is not there.
+
+        Raises:
+            WorkerError: the node is gone, or something failed there that is no kernel's.
+            Stopped: nobody waits any more.
+        """
+        for workload in schedule:
+            yield from self._told(self._actor.replay, workload, assigned, settings, report)
+
+    def first_calls(
+        self, workload: Workload, assigned: Assignment, settings: Settings, report: Progress
+    ) -> dict[KernelId, float]:
+        """Milliseconds of the first call of each kernel that runs.
+
+        Raises:
+            WorkerError, Stopped: as `replay`.
+        """
+        method = self._actor.first_calls
+        found: dict[KernelId, float] = self._told(method, workload, assigned, settings, report)
+        return found
+
+    def work_on(self, device: torch.device) -> bool:
+        """Whether a new worker can compute anything there; none where the node is gone."""
+        try:
+            deadline = time.monotonic() + ANSWERING_SECONDS
+            return bool(self.get(self._actor.work_on.remote(str(device)), deadline))
+        except WorkerError:
+            return False
+
+    def close(self) -> None:
+        """End the processes on the node."""
+        import ray
+
+        ray.kill(self._actor)
+
+    def get(self, answer: Any, deadline: float = math.inf) -> Any:
+        """What the node answers.
+
+        Args:
+            answer: Ray's reference to it.
+            deadline: seconds, by the clock of `time.monotonic`.
+
+        Raises:
+            WorkerError: it does not answer, or says that something failed.
+            Stopped: nobody waits any more.
+        """
+        import ray
+        from ray.exceptions import RayError, RayTaskError
+
+        self._wait(answer, deadline)
+        try:
+            return ray.get(answer)
+        except RayTaskError as error:
+            if isinstance(error.cause, Error):
+                raise WorkerError(f"{self._host}: {error.cause}") from error
+            raise WorkerError(_in_a_sentence(self._host, error)) from error
+        except RayError as error:
+            raise WorkerError(_in_a_sentence(self._host, error)) from error
+
+    def _wait(self, answer: Any, deadline: float = math.inf) -> None:
+        import ray
+
+        while not ray.wait([answer], timeout=LOOK_SECONDS)[0]:
+            if self._stopped.is_set():
+                raise Stopped
+            if time.monotonic() > deadline:
+                raise WorkerError(
+                    f"{self._host} does not answer: it is busy with other work, or gone"
+                )
+
+    def _told(
+        self,
+        method: Any,
+        workload: Workload,
+        assigned: Assignment,
+        settings: Settings,
+        report: Progress,
+    ) -> Any:
+        """Have the node work on a call, and report the stages that it says."""
+        if self._stopped.is_set():
+            raise Stopped
+        source = self._sent(workload.source)
+        names = {name: _names(kernels) for name, kernels in assigned.items()}
+        answers = method.options(num_returns="streaming").remote(source, names, settings.to_json())
+        while True:
+            self._wait(answers)
+            found = self.get(next(answers))
+            if not isinstance(found, str):
+                return found
+            report(workload, found)
+
+    def _sent(self, source: dict[str, Any]) -> dict[str, Any]:
+        """The source of a call on the node, to which its files are sent if they are not there."""
+        files = []
+        for path in files_of(source):
+            with contextlib.suppress(OSError):  # the node will say that it cannot be read
+                files.append(FileFacts.of(path))
+        if not files:
+            return source
+        with self._sending:
+            directory, missing = self.get(self._actor.expect.remote(files))
+            for facts in missing:
+                content = facts.path.read_bytes()
+                self.get(self._actor.receive.remote(facts, content, directory))
+        return relocated(source, directory)
+
+
+@contextlib.contextmanager
+def connected(address: str) -> Iterator[Cluster]:
+    """A Ray cluster, for the `with` block.
+
+    Args:
+        address: where its head node answers; `auto` for the one that this machine is a node of,
+            `local` to start one here.
+
+    Raises:
+        MissingPackage: Ray is not installed.
+        ClusterError: the cluster cannot be used.
+    """
+    with contextlib.ExitStack() as stack:
+        is_ours = address == "local"
+        stack.enter_context(_variables({**QUIET, **_of_our_own()} if is_ours else QUIET))
+        try:
+            import ray
+        except ModuleNotFoundError as error:
+            raise MissingPackage("--ray needs Ray: pip install 'attention-replay[ray]'") from error
+        options: dict[str, Any] = {}
+        if is_ours:
+            directory = stack.enter_context(TemporaryDirectory(prefix="replay-"))
+            options = {"include_dashboard": False, "_temp_dir": directory}
+        else:
+            _check(address)
+        stack.callback(ray.shutdown)
+        try:
+            ray.init(address, log_to_driver=False, logging_level=logging.CRITICAL, **options)
+            nodes = ray.nodes()
+        except Exception as error:
+            raise ClusterError(f"--ray {address}: {_why_not(error)}") from error
+        yield Cluster(nodes)
+
+
+@contextlib.contextmanager
+def _variables(wanted: Mapping[str, str]) -> Iterator[None]:
+    """Set what Ray reads of the environment when it is imported, and what it starts inherits."""
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _of_our_own() -> dict[str, str]:
+    """What makes a new cluster answer on 127.0.0.1 alone, and only who knows its token."""
+    return {
+        # Despite its name Ray looks at it everywhere.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    }
+
+
+def _check(address: str) -> None:
+    """See that something answers, for which Ray would wait for minutes.
+
+    Raises:
+        ClusterError: nothing does, or it is no address.
+    """
+    if address == "auto":
+        return
+    found = re.fullmatch(r"\[?([^\s/\[\]]+)\]?:([0-9]{1,5})", address)
+    if found is None:
+        raise ClusterError(
+            f"--ray {address}: write HOST:PORT as `ray start --head` prints it, auto for the "
+            "cluster that this machine is a node of, or no address to start one here"
+        )
+    try:
+        socket.create_connection((found[1], int(found[2])), CONNECTING_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ClusterError(
+            f"--ray {address}: nothing answers there ({error}): check the address that `ray start "
+            "--head` printed, and the firewall"
+        ) from error
+
+
+def _why_not(error: Exception) -> str:
+    """Why Ray does not connect or start, and the remedy."""
+    text, cause = str(error), error.__cause__ or error.__context__
+    while cause is not None:
+        text, cause = f"{text}\n{cause}", cause.__cause__ or cause.__context__
+    if "Version mismatch" in text:
+        versions = re.findall(r"(Ray|Python): (\S+)", text)
+        there, here = (", ".join(map(" ".join, pair)) for pair in (versions[:2], versions[2:4]))
+        return f"the cluster has {there}, and this is {here}: install the same versions"
+    if type(error).__name__ == "AuthenticationError" or "authentication token" in text.lower():
+        return (
+            "the cluster asks for a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a "
+            "file with its token"
+        )
+    if "Could not find any running Ray instance" in text:
+        return (
+            "no cluster runs on this machine: start one with `ray start`, or leave out the address"
+        )
+    if "node_ip_address.json" in text or "No node info found" in text or "raylet" in text.lower():
+        return "this machine is no node of the cluster: run the command on one of its nodes"
+    return f"Ray says: {text.strip().partition(chr(10))[0]}"
+
+
+def _gpus(node: Mapping[str, Any]) -> int:
+    return int(node["Resources"].get("GPU", 0))
+
+
+def _actor(place: Place, device: torch.device, interpreters: dict[str, str], timeout: float) -> Any:
+    """A process on the node that alone has the device."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    there = ray.remote(Node).options(
+        num_gpus=1 if device.type == "cuda" else 0,
+        num_cpus=place.cpus,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(place.node_id, soft=False),
+    )
+    return there.remote(place.share, os.getcwd(), interpreters, timeout)
+
+
+def _names(kernels: Sequence[Kernel]) -> list[str]:
+    return [kernel.name for kernel in kernels]
+
+
+def _unlike(machine: Machine, other: Machine) -> tuple[str, str] | None:
+    """What makes two machines of one type of device measure unlike, of each; None for nothing."""
+    if machine.device != other.device:
+        return None
+    for name in ("python", "torch", "cuda", "cudnn", "triton", "threads"):
+        here, there = getattr(machine, name), getattr(other, name)
+        if here != there:
+            return f"{name} {here}", f"{name} {there}"
+    return None
+
+
+def _in_a_sentence(host: str, error: Exception) -> str:
+    """What Ray says of a call that failed."""
+    text = str(error)
+    logger.info("%s: %s", host, text.strip())
+    if missing := re.search(r"No module named '([^']+)'", text):
+        return f"{host} lacks {missing[1]}: pip install 'attention-replay[ray]' there"
+    cause = getattr(error, "cause", None)
+    if cause is not None:
+        return f"{host}: {type(cause).__name__}: {cause}"
+    return f"{host} is gone, or Ray's process there"

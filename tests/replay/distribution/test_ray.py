@@ -1,0 +1,396 @@
+"""`replay --ray` on clusters of this machine: processors pass for the nodes' GPUs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import replay as replay_package
+from capture.call import AttentionCall
+from capture.storage.call_file import PackedCall
+from capture.storage.dataset import Dataset
+from replay.distribution.ray_cluster import Cluster, ClusterError, _why_not, connected
+
+RunCli = Callable[..., tuple[int, str, str]]
+REPOSITORY = Path(replay_package.__file__).resolve().parent.parent
+QUICK = ("--rounds", "3", "--max-seconds", "0.01", "--kernels")
+
+with_ray = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None,
+        reason="Ray is not installed: pip install 'attention-replay[ray]'",
+    ),
+    pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc"),
+]
+
+
+class Replays(NamedTuple):
+    """Runs the command in a process of its own, of which no process must be left."""
+
+    mark: str
+    """In the environment of all that it starts."""
+
+    def start(self, *arguments: object) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "replay", *map(str, arguments)],
+            env=environment(MARK=self.mark),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+
+    def __call__(self, *arguments: object) -> tuple[int, str, str]:
+        process = self.start(*arguments)
+        out, err = process.communicate(timeout=240)
+        return process.returncode, out, err
+
+
+@pytest.fixture
+def replays(tmp_path: Path) -> Iterator[Replays]:
+    run = Replays(str(tmp_path))
+    yield run
+    deadline = time.monotonic() + 20  # a worker notices within a second that its parent is gone
+    while left := processes(f"MARK={run.mark}"):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def environment(**more: str) -> dict[str, str]:
+    """For everything that belongs to a cluster at 127.0.0.1."""
+    local = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "PYTHONPATH": str(REPOSITORY)}
+    return {**os.environ, **local, "OMP_NUM_THREADS": "1", **more}
+
+
+def processes(variable: str) -> list[int]:
+    """Those with this in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if variable.encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture
+def two_nodes(replays: Replays) -> Iterator[subprocess.Popen[str]]:
+    """A cluster, by the process that it belongs to."""
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("two_nodes.py"))],
+        env=environment(MARK=replays.mark),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.communicate(timeout=60)
+
+
+def address_of(cluster: subprocess.Popen[str]) -> str:
+    assert cluster.stdout is not None
+    return cluster.stdout.readline().strip()
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+LISTENERS = """
+import os, pathlib
+from torch.nn.functional import scaled_dot_product_attention
+
+def listeners(query, key, value, *others, **options):
+    with open(pathlib.Path(__file__).parent / "listeners", "w") as file:
+        file.write("\\n".join(sorted(set(addresses()))))
+    return scaled_dot_product_attention(query, key, value, *others, **options)
+
+def addresses():
+    # Where the command and all that it started listen, as /proc says it, in hexadecimal.
+    parents = {}
+    for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    process = os.getpid()
+    while b"\\0replay\\0" not in pathlib.Path(f"/proc/{process}/cmdline").read_bytes():
+        process = parents[process]
+    family = {process}
+    while more := {child for child, parent in parents.items() if parent in family} - family:
+        family |= more
+    sockets = set()
+    for each in family:
+        try:
+            sockets |= {os.readlink(file) for file in pathlib.Path(f"/proc/{each}/fd").iterdir()}
+        except OSError:
+            continue
+    for name in ("tcp", "tcp6"):
+        for line in pathlib.Path("/proc/net", name).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                yield fields[1].partition(":")[0]
+"""
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
+
+
+class TestWithRay:
+    """A class to mark them at once."""
+
+    pytestmark = with_ray
+
+    def test_a_cluster_of_our_own_answers_here_alone(
+        self, replays: Replays, recorded: Path, tmp_path: Path
+    ) -> None:
+        (tmp_path / "mine.py").write_text(LISTENERS)
+        rows = tmp_path / "rows.jsonl"
+        kernel = f"{tmp_path / 'mine.py'}:listeners"
+        code, out, err = replays("--dir", recorded, *QUICK, kernel, "--json", rows, "--ray")
+        assert (code, err.count("\n")) == (0, 1), err  # the next step
+        assert "Ray" not in out
+        found = [(row["call"]["name"], row["kernel"], row["status"]) for row in rows_of(rows)]
+        assert found == [
+            (f"model-{index:06d}", name, "ok")
+            for index in range(3)
+            for name in (kernel, "torch-math")
+        ]
+        assert {row["host"] for row in rows_of(rows)} == {os.uname().nodename}
+        assert set((tmp_path / "listeners").read_text().splitlines()) == LOOPBACK
+
+    @pytest.mark.slow
+    def test_a_node_that_dies_costs_no_row_of_two_hundred_calls(
+        self,
+        replays: Replays,
+        two_nodes: subprocess.Popen[str],
+        make_call: Callable[..., AttentionCall],
+        tmp_path: Path,
+    ) -> None:
+        directory, rows = tmp_path / "many", tmp_path / "rows.jsonl"
+        directory.mkdir()
+        dataset = Dataset(directory, [], [])
+        for index in range(200):
+            others = ["torch-flash", "torch-efficient", "torch-cudnn"]
+            origin = {"call_index": index, "backend": "torch-math", "disabled_backends": others}
+            call = make_call(seed=index, origin=origin)
+            path = directory / f"model-{index:06d}.safetensors"
+            dataset.entries.append(PackedCall.of(call).write(path))
+        dataset.save_manifest()
+        arguments = ("--dir", directory, *QUICK, "torch-math", "--json", rows)
+        process = replays.start(*arguments, "--ray", address_of(two_nodes))
+        deadline = time.monotonic() + 200
+        while not (rows.exists() and rows.read_text().count("\n") >= 20):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert two_nodes.stdin is not None
+        two_nodes.stdin.write("kill\n")
+        two_nodes.stdin.flush()
+        out, err = process.communicate(timeout=200)
+        assert process.returncode == 0, err
+        assert "Raylet" not in out + err
+        found = rows_of(rows)
+        assert [row["call"]["name"] for row in found] == [
+            f"model-{index:06d}" for index in range(200)
+        ]
+        assert {row["status"] for row in found} == {"ok"}
+        assert len({row["host"] for row in found}) == 2
+        (lost,) = {
+            flag for row in found for flag in row["flags"] if flag.startswith("measured after")
+        }
+        host = lost.split()[2]
+        assert f"replay: {host} is given up: {host} is gone" in err
+        retried = [row for row in found if lost in row["flags"]]
+        assert retried
+        assert host not in {row["host"] for row in retried}
+
+    @pytest.mark.slow
+    def test_what_breaks_on_a_node_stays_there(
+        self,
+        replays: Replays,
+        two_nodes: subprocess.Popen[str],
+        recorded: Path,
+        tmp_path: Path,
+    ) -> None:
+        """A kernel that ends its worker, and an environment that lacks torch on one node."""
+        (tmp_path / "deadly.py").write_text("import os\ndef end(*_, **__):\n    os._exit(3)\n")
+        python = tmp_path / "python"
+        python.write_text(
+            f'#!/bin/sh\n[ -z "$SECOND_NODE" ] || set -- -S "$@"\nexec {sys.executable} "$@"\n'
+        )
+        python.chmod(python.stat().st_mode | stat.S_IXUSR)
+        rows, deadly = tmp_path / "rows.jsonl", f"{tmp_path / 'deadly.py'}:end"
+        arguments = ("--dir", recorded, *QUICK, f"{deadly},torch-flash", "--json", rows)
+        address = address_of(two_nodes)
+        code, _, err = replays(*arguments, "--env", f"other={python}", "--ray", address)
+        assert code == 0, err
+        (left_out,) = [line for line in err.splitlines() if "left out" in line]
+        assert "environment other" in left_out
+        assert "No module named 'torch'" in left_out
+        found = rows_of(rows)
+        (host,) = {row["host"] for row in found}
+        assert host not in left_out
+        status = {(row["kernel"], row["environment"]): row["status"] for row in found}
+        assert status[deadly, "this"] == status[deadly, "other"] == "crash"
+        assert status["torch-flash", "this"] == status["torch-math", "other"] == "ok"
+        assert len(found) == 3 * len(status)
+
+    @pytest.mark.slow
+    def test_ctrl_c_leaves_a_file_to_resume(
+        self,
+        replays: Replays,
+        two_nodes: subprocess.Popen[str],
+        recorded: Path,
+        tmp_path: Path,
+    ) -> None:
+        first = float(Dataset.open(recorded)[0].query.abs().max())
+        (tmp_path / "stalls.py").write_text(STALLS.format(first=first))
+        rows = tmp_path / "rows.jsonl"
+        kernel = f"{tmp_path / 'stalls.py'}:stall"
+        arguments = ("--dir", recorded, *QUICK, kernel, "--json", rows)
+        arguments = (*arguments, "--ray", address_of(two_nodes))
+        process = replays.start(*arguments)
+        deadline = time.monotonic() + 200
+        while not (rows.exists() and rows.read_text().count("\n") == 2):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert err.strip().endswith("replay: interrupted")
+        assert "Traceback" not in err
+        kept = rows_of(rows)
+        assert len(kept) == 2
+        (tmp_path / "goes on").touch()
+        code, _, err = replays(*arguments, "--resume")
+        assert code == 0, err
+        assert "1 call is kept" in err
+        found = rows_of(rows)
+        assert [row["call"]["name"] for row in found] == [
+            f"model-{index:06d}" for index in range(3) for _ in range(2)
+        ]
+        assert found[:2] == kept
+
+
+STALLS = """
+import pathlib, time
+from torch.nn.functional import scaled_dot_product_attention
+
+def stall(query, key, value, *others, **options):
+    goes_on = (pathlib.Path(__file__).parent / "goes on").exists()
+    if not goes_on and float(query.abs().max()) != {first}:
+        time.sleep(3600)
+    return scaled_dot_product_attention(query, key, value, *others, **options)
+"""
+
+
+def test_without_ray_it_says_how_to_install_it(
+    run_cli: RunCli, recorded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    code, _, err = run_cli("--dir", str(recorded), "--ray")
+    assert (code, err) == (2, "replay: --ray needs Ray: pip install 'attention-replay[ray]'\n")
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("127.0.0.1:9", "nothing answers there .*: check the address that `ray start --head`"),
+        ("ray://127.0.0.1:10001", "write HOST:PORT as `ray start --head` prints it"),
+        ("somewhere", "write HOST:PORT"),
+    ],
+)
+@pytest.mark.usefixtures("a_ray")
+def test_an_address_where_no_cluster_is(address: str, reason: str) -> None:
+    with pytest.raises(ClusterError, match=f"^--ray {address}: {reason}"), connected(address):
+        pass
+
+
+@pytest.fixture
+def a_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something by its name, for what asks it nothing."""
+    monkeypatch.setitem(sys.modules, "ray", object())
+
+
+VERSIONS = """Version mismatch: The cluster was started with:
+    Ray: 2.49.0
+    Python: 3.12.1
+This process on node 10.0.0.2 was started with:
+    Ray: 2.60.0
+    Python: 3.11.7
+"""
+
+
+class AuthenticationError(Exception):
+    """By the name that Ray's has."""
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            RuntimeError(VERSIONS),
+            "the cluster has Ray 2.49.0, Python 3.12.1, and this is Ray 2.60.0, Python 3.11.7: "
+            "install the same versions",
+        ),
+        (AuthenticationError("InvalidAuthToken"), "the cluster asks for a token: set RAY_AUTH_"),
+        (
+            ConnectionError("Could not find any running Ray instance."),
+            "no cluster runs on this machine",
+        ),
+        (RuntimeError("something else\nat length"), "Ray says: something else"),
+    ],
+)
+def test_what_ray_refuses_is_a_sentence_with_the_remedy(error: Exception, reason: str) -> None:
+    assert _why_not(error).startswith(reason)
+    assert "\n" not in _why_not(error)
+
+
+def node(host: str, node_id: str, *, alive: bool = True, **resources: float) -> dict[str, Any]:
+    """As Ray lists one."""
+    return {
+        "Alive": alive,
+        "NodeID": node_id,
+        "NodeManagerHostname": host,
+        "Resources": resources,
+    }
+
+
+def test_gpus_are_used_one_by_one_where_there_are_any() -> None:
+    cluster = Cluster(
+        [
+            node("head", "a1", CPU=8.0),
+            node("one", "b2", CPU=33.0, GPU=2.0),
+            node("two", "c3", CPU=16.0, GPU=1.0),
+            node("gone", "d4", alive=False, CPU=16.0, GPU=8.0),
+        ]
+    )
+    assert cluster.device.type == "cuda"
+    assert [(each.host, each.share, each.cpus) for each in cluster.places] == [
+        ("one", (0, 2), 16),
+        ("one", (1, 2), 16),
+        ("two", (0, 1), 16),
+    ]
+
+
+def test_without_gpus_a_node_is_a_device_and_two_of_a_host_have_two_names() -> None:
+    cluster = Cluster([node("host", "aaaaaa1", CPU=2.0), node("host", "bbbbbb2", CPU=4.0)])
+    assert cluster.device.type == "cpu"
+    assert [(each.host, each.share, each.cpus) for each in cluster.places] == [
+        ("host-aaaaaa", (0, 1), 2),
+        ("host-bbbbbb", (0, 1), 4),
+    ]

@@ -1,0 +1,120 @@
+"""Recorded calls that go to another machine."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from capture.errors import DatasetError
+from capture.storage.dataset import Dataset
+from replay.distribution.node import Node
+from replay.distribution.ray_cluster import RemoteWorkers
+from replay.distribution.transfer import FileFacts, directory_here, lacking, receive
+from replay.workers.sources import workload_of
+from replay.workloads.recorded import from_directory
+from replay.workloads.twins import with_twins
+
+
+class Usage(NamedTuple):
+    """Of a disk, in bytes."""
+
+    free: int
+
+
+class Method(NamedTuple):
+    """One of an actor's, which answers at once."""
+
+    remote: Any
+
+
+class Direct(RemoteWorkers):
+    """Those whose node is in this process."""
+
+    def __init__(self, node: Node) -> None:
+        super().__init__(self, "node", threading.Lock(), threading.Event())
+        self.expect = Method(node.expect)
+        self.sent: list[str] = []
+        self.receive = Method(
+            lambda *told: (self.sent.append(told[0].path.name), node.receive(*told))
+        )
+
+    def get(self, answer: Any, deadline: float = 0.0) -> Any:
+        return answer
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Direct:
+    """The workers of a machine that sees no file of this one but what is sent."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    here = FileFacts.is_at
+
+    def is_at(facts: FileFacts, path: Path) -> bool:
+        return path.is_relative_to(tmp_path / "cache") and here(facts, path)
+
+    monkeypatch.setattr(FileFacts, "is_at", is_at)
+    return Direct(Node((0, 1), os.getcwd(), {}, 60.0))
+
+
+def loaded(source: dict[str, Any]) -> torch.Tensor:
+    return workload_of(source).load(torch.device("cpu")).query
+
+
+def test_a_call_is_sent_once_and_is_the_same_there(recorded: Path, elsewhere: Direct) -> None:
+    workloads, _ = from_directory(recorded)
+    for workload in (*workloads, *workloads):
+        there = elsewhere._sent(workload.source)
+        assert there["directory"] != str(recorded)
+        assert loaded(there).equal(loaded(workload.source))
+    assert elsewhere.sent == [f"model-{index:06d}.safetensors" for index in range(3)]
+
+
+def test_what_a_node_sees_is_not_sent(
+    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    workloads, _ = from_directory(recorded)
+    near = Direct(Node((0, 1), os.getcwd(), {}, 60.0))
+    assert [near._sent(each.source) for each in workloads] == [each.source for each in workloads]
+    assert not near.sent
+
+
+def test_another_file_of_the_same_name_is_not_taken_for_it(
+    recorded: Path, elsewhere: Direct
+) -> None:
+    (workload, *_), _ = from_directory(recorded)
+    there = Path(elsewhere._sent(workload.source)["directory"]) / "model-000000.safetensors"
+    there.write_bytes(there.read_bytes()[:-1] + b"?")
+    assert loaded(elsewhere._sent(workload.source)).equal(loaded(workload.source))
+    assert len(elsewhere.sent) == 2
+
+
+def test_twins_and_calls_without_files(recorded: Path, elsewhere: Direct) -> None:
+    workloads, _ = from_directory(recorded)
+    (twin,) = [each for each in with_twins(workloads[:1], 0) if each.source["kind"] == "twin"][:1]
+    assert loaded(elsewhere._sent(twin.source)).equal(loaded(twin.source))
+    random = {"kind": "synthetic", "name": "random"}
+    assert elsewhere._sent(random) == random
+
+
+def test_what_cannot_be_read_here_is_left_to_the_node(recorded: Path, elsewhere: Direct) -> None:
+    (workload, *_), _ = from_directory(recorded)
+    (recorded / "model-000000.safetensors").unlink()
+    assert elsewhere._sent(workload.source) == workload.source
+    with pytest.raises(DatasetError):
+        loaded(workload.source)
+
+
+def test_a_full_disk_is_a_sentence(
+    recorded: Path, elsewhere: Direct, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = FileFacts.of(Dataset.open(recorded).entries[0].path)
+    directory = directory_here([facts])
+    assert lacking([facts], directory) == [facts]
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(free=10))
+    with pytest.raises(DatasetError, match="where 10 are free: make room"):
+        receive(facts, b"", directory)
