@@ -445,6 +445,24 @@ def features() -> str:
     return _table(["kernel", *FEATURES.values()], lines)
 
 
+def other_gpus() -> str:
+    """List, by kernel and compute capability, the head dimensions that a kernel compiles for."""
+    rows = results.read(results.DIRECTORY / "other_gpus.csv")
+    capabilities = list(dict.fromkeys(row["compute capability"] for row in rows))
+    lines: dict[str, list[str]] = {}
+    for kernel in dict.fromkeys(row["kernel"] for row in rows):
+        lines[f"`{kernel}`"] = [
+            ", ".join(
+                row["head_dim"]
+                for row in rows
+                if (row["kernel"], row["compute capability"], row["result"])
+                == (kernel, capability, "compiles")
+            )
+            for capability in capabilities
+        ]
+    return _table(["kernel", *capabilities], lines) + f"\nTriton {rows[0]['triton']}.\n"
+
+
 def capture_faults() -> str:
     """List what happened after each fault while recording, and how often it was tried."""
     with (results.DIRECTORY / "capture_faults.csv").open(newline="") as file:
@@ -534,6 +552,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "attention_structure": attention_structure,
     "trained_weights": trained_weights,
     "features": features,
+    "other_gpus": other_gpus,
     "variants": partial(by_call, results.DIRECTORY / "variants.csv"),
     "peers_from_source": partial(by_shape, "peers_from_source.csv"),
 }

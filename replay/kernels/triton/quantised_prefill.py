@@ -284,7 +284,7 @@ def value_strides(value: Tensor) -> list[int]:
 
 @functools.cache
 def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return device.type != "cpu" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def attend(

@@ -728,6 +728,6 @@ def _most_seen(
 
 @functools.cache
 def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
+    if device.type == "cpu":
         return 4  # interpreted: few programs, but some splits
     return torch.cuda.get_device_properties(device).multi_processor_count

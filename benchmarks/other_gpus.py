@@ -1,0 +1,139 @@
+"""Compiles our Triton kernels for GPUs that are not there (needs none; 10 minutes on two cores).
+
+    python -m benchmarks.other_gpus [--capability 8.6] [--head-dim 128] [--out FILE]
+
+Each kernel is called on tensors without memory as if they were on such a GPU: it plans and compiles
+what it would launch there, with Triton's own `ptxas`, and nothing is launched. That it needs more
+shared memory than the GPU has is an error, as it would be there. Writes
+`benchmarks/results/other_gpus.csv`, a line for each kernel and head_dim.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from benchmarks import results
+from capture.call import AttentionCall
+from replay.kernels.registry import find
+from replay.workloads.random_calls import Spec
+
+SHARED_KIB = {"8.0": 163, "8.6": 99, "8.9": 99, "9.0": 227, "10.0": 227, "12.0": 99}
+"""The most that a program can have (CUDA C++ Programming Guide, compute capabilities)."""
+PREFILL = ("triton-fa2", "triton-fa3", "triton-sage", "triton-fp8", "triton-sage-fp8")
+DECODE = ("triton-decode", "triton-paged-decode", "triton-sparse-decode")
+KERNELS = (*PREFILL, "triton-varlen", *DECODE)
+HEAD_DIMS = (64, 128, 256)
+COLUMNS = ("compute capability", "kernel", "head_dim", "result", "triton")
+COMPILES = "compiles"
+
+
+class _Driver:
+    """A GPU's driver as far as Triton asks it before a launch, which does nothing."""
+
+    def __init__(self, capability: str) -> None:
+        major, minor = map(int, capability.split("."))
+        self._target = GPUTarget("cuda", 10 * major + minor, 32)
+        properties = {"max_shared_mem": SHARED_KIB[capability] * 1024}
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: properties,
+            load_binary=lambda *program: (None, None, 0, 0, 1024),
+        )
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        return lambda *arguments: None
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+
+@contextlib.contextmanager
+def _as_if_on(capability: str) -> Iterator[None]:
+    """Take tensors on the `meta` device for tensors on such a GPU."""
+    pair = tuple(map(int, capability.split(".")))
+    driver.set_active(_Driver(capability))
+    with (
+        mock.patch("torch.cuda.is_available", return_value=True),
+        mock.patch("torch.cuda.get_device_capability", return_value=pair),
+        mock.patch(
+            "torch.cuda.get_device_properties",
+            return_value=SimpleNamespace(multi_processor_count=132),
+        ),
+    ):
+        yield
+
+
+def call_of(kernel: str, head_dim: int) -> AttentionCall:
+    """A call that the kernel is for, without values."""
+    q_len, kv_len = (1, 4096) if kernel in DECODE else (1024, 1024)
+    is_causal = kernel in PREFILL
+    spec = Spec(1, 8, 2, q_len, kv_len, head_dim, head_dim, is_causal, torch.float16)
+    call = spec.without_values()
+    if kernel == "triton-varlen":
+        lengths = torch.empty(1, dtype=torch.int32, device="meta")
+        return replace(call, seqused_k=lengths)
+    return call
+
+
+def compile_for(capability: str, head_dims: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Compile all kernels; in a process of its own, since they keep what they find out."""
+    lines = []
+    with _as_if_on(capability), torch.no_grad():
+        for name in KERNELS:
+            for head_dim in head_dims:
+                result = _compile(name, call_of(name, head_dim))
+                line = (capability, name, head_dim, result, triton.__version__)
+                lines.append(dict(zip(COLUMNS, line, strict=True)))
+    return lines
+
+
+def _compile(name: str, call: AttentionCall) -> str:
+    kernel = find(name)
+    if reason := kernel.unavailable(torch.device("cuda")) or kernel.refuses(call):
+        return reason
+    try:
+        kernel.attention(**call.arguments())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".partition("\n")[0]
+    return COMPILES
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--capability", choices=SHARED_KIB, help="default: each of them")
+    parser.add_argument("--head-dim", type=int, choices=HEAD_DIMS, help="default: each of them")
+    parser.add_argument("--out", type=Path, default=results.DIRECTORY / "other_gpus.csv")
+    arguments = parser.parse_args()
+    capabilities = [arguments.capability] if arguments.capability else list(SHARED_KIB)
+    head_dims = (arguments.head_dim,) if arguments.head_dim else HEAD_DIMS
+    with ProcessPoolExecutor(
+        max_workers=2, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1
+    ) as pool:
+        found = pool.map(compile_for, capabilities, [head_dims] * len(capabilities))
+        lines = [line for each in found for line in each]
+    for line in lines:
+        print(*list(line.values())[:4], sep="\t")
+    results.write_lines(lines, COLUMNS, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

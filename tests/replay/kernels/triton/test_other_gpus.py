@@ -1,0 +1,39 @@
+"""That what docs/kernels.md says of GPUs nobody tried still holds: kernels compile for them."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import results
+from benchmarks.other_gpus import KERNELS, SHARED_KIB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["8.6", "10.0"])
+def test_kernels_compile_where_the_table_says_so(capability: str, tmp_path: Path) -> None:
+    """One head dimension, least and most shared memory; its programs are what takes the time."""
+    out = tmp_path / "found.csv"
+    command = [sys.executable, "-m", "benchmarks.other_gpus", "--out", str(out)]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    subprocess.run(
+        [*command, "--capability", capability, "--head-dim", "128"], env=environment, check=True
+    )
+    said = {
+        row["kernel"]: row["result"]
+        for row in results.read(results.DIRECTORY / "other_gpus.csv")
+        if (row["compute capability"], row["head_dim"]) == (capability, "128")
+    }
+    with out.open(newline="") as file:
+        assert {row["kernel"]: row["result"] for row in csv.DictReader(file)} == said
+
+
+def test_the_table_has_every_kernel_and_capability() -> None:
+    rows = results.read(results.DIRECTORY / "other_gpus.csv")
+    found = {(row["compute capability"], row["kernel"]) for row in rows}
+    assert found == {(capability, kernel) for capability in SHARED_KIB for kernel in KERNELS}
