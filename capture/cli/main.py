@@ -202,6 +202,7 @@ def _capture(arguments: argparse.Namespace) -> int:
 
     from capture.cli.show import human_bytes
     from capture.errors import CaptureError
+    from capture.recording.parts import declared
     from capture.recording.record import record
     from capture.storage.target import Target, current_rank, rank_name
 
@@ -209,6 +210,7 @@ def _capture(arguments: argparse.Namespace) -> int:
     progress, warnings = Console(stderr=True, quiet=arguments.quiet), Console(stderr=True)
     # A full-size model takes minutes to load, so fail early.
     rank = current_rank() if arguments.rank is None else arguments.rank
+    declared(arguments.split, None, rank, arguments.heads)
     Target.check(arguments.out, rank_name(name, rank), overwrite=arguments.overwrite)
     with progress.status(Text(f"loading {arguments.model} …")):
         runnable = import_models().load(

@@ -37,12 +37,20 @@ class Part(NamedTuple):
 WHOLE = Part()
 
 
-def declared(split: str | None, ranks: Sequence[int] | None, rank: int | None) -> Part | None:
+def declared(
+    split: str | None,
+    ranks: Sequence[int] | None,
+    rank: int | None,
+    heads: Sequence[int] | None = None,
+) -> Part | None:
     """Return the part that a user says this rank has; None if nothing is said.
+
+    Args:
+        heads: what alone is to be recorded of each call.
 
     Raises:
         ValueError: it cannot be so.
-        CaptureError: nothing says how many ranks there are.
+        CaptureError: nothing says how many ranks there are, or `heads` were given too.
     """
     if split is None:
         if ranks is not None:
@@ -50,6 +58,10 @@ def declared(split: str | None, ranks: Sequence[int] | None, rank: int | None) -
         return None
     if split not in SPLITS:
         raise ValueError(f"split must be {', '.join(SPLITS)} or None, not {split!r}")
+    if heads is not None:
+        raise CaptureError(
+            "some heads of each part make no whole call: leave out `heads=` or `split=`"
+        )
     if rank is None:  # the only one
         return WHOLE
     if ranks is None and number_of_ranks() <= rank:

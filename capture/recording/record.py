@@ -113,11 +113,7 @@ def record(
         rank = current_rank()
     elif rank < 0:
         raise ValueError(f"rank must be at least 0, not {rank}")
-    part = declared(split, split_ranks, rank)
-    if split is not None and heads is not None:
-        raise CaptureError(
-            "some heads of each part make no whole call: leave out `heads=` or `split=`"
-        )
+    part = declared(split, split_ranks, rank, heads)
     if heads is not None:
         heads = parse_ranges(",".join(map(str, heads)))
     roots = roots_of(module)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import sys
 import tempfile
@@ -118,12 +119,15 @@ def _examine(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as directory:
         arguments.dir = str(Path(directory) / "captured_inputs")
         asked = ["--model", arguments.model, "--out", arguments.dir, "--sample", "hard", "--quiet"]
+        said = io.StringIO()
         try:
-            with contextlib.redirect_stdout(sys.stderr):  # stdout is for findings
+            with contextlib.redirect_stdout(said):  # stdout is for findings
                 capture([*asked, "--max", str(arguments.max or CALLS)])
         except SystemExit as end:
             if end.code:  # it has said why
                 return int(end.code)
+        # Without the directory, which is gone before anybody can look into it.
+        print(said.getvalue().partition(" in ")[0], file=sys.stderr)
         return _examine_directory(arguments)
 
 

@@ -7,7 +7,7 @@ import contextlib
 import importlib
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -156,7 +156,7 @@ def _replay(
     options = _model_options(arguments, dataset, device)
     # Opened first, like the other files: an hour-long run must not fail on a missing directory.
     with opened(arguments.e2e_json) as models_file:
-        with _place_to_run(arguments, first, pythons, limit, cluster) as where:
+        with _place_to_run(arguments, device, first, pythons, limit, cluster) as where:
             if arguments.list_kernels:
                 list_kernels(where, device)
                 return 0, []
@@ -200,23 +200,43 @@ def _replay(
 
 def _place_to_run(
     arguments: argparse.Namespace,
+    device: torch.device,
     first: First | None,
     pythons: dict[str, str],
     limit: TimeLimit,
     cluster: Cluster | None,
 ) -> contextlib.AbstractContextManager[Execution]:
-    from replay.workers.process import Place
-
     if cluster is not None:
         return cluster.fleet(pythons, arguments.timeout, limit.stopped)
     if arguments.gpus is None:
-        from replay.workers.execution import execution
-
-        return execution(first, pythons, arguments.timeout, Place(stopped=limit.stopped))
+        return _one_device(device, first, pythons, arguments, limit)
     from replay.distribution.devices import gpus
     from replay.distribution.fleet import fleet
 
     return fleet(gpus(arguments.gpus), pythons, arguments.timeout, limit.stopped)
+
+
+@contextlib.contextmanager
+def _one_device(
+    device: torch.device,
+    first: First | None,
+    pythons: dict[str, str],
+    arguments: argparse.Namespace,
+    limit: TimeLimit,
+) -> Iterator[Execution]:
+    """Say so where another replay measures on it too."""
+    from replay.distribution.devices import held_if_free
+    from replay.workers.execution import execution
+    from replay.workers.process import Place
+
+    place = Place(stopped=limit.stopped)
+    with (
+        held_if_free(device) as trouble,
+        execution(first, pythons, arguments.timeout, place) as where,
+    ):
+        if trouble and not arguments.list_kernels:
+            print(f"replay: {printable(trouble)}; times are of both together", file=sys.stderr)
+        yield where
 
 
 def _selftest(arguments: argparse.Namespace, device: torch.device) -> int:

@@ -203,7 +203,9 @@ def _unknown(subject: Subject, expected: Expected, checked: Checked) -> Evidence
             f"{numbers['wrong_heads']} of {numbers['heads']} heads"
         )
     if len(rows):
-        where += f" (queries {int(rows.min())} to {int(rows.max())} of the worst)"
+        first, last = int(rows.min()), int(rows.max())
+        which = f"query {first}" if first == last else f"queries {first} to {last}"
+        where += f" ({which} of the worst)"
     sentence = f"{where}; no known cause explains it: {subject.sentence}"
     if subject.accuracy_class == "exact" and _passes_as_quantised(subject, expected):
         sentence = (

@@ -141,10 +141,26 @@ def held(devices: Sequence[Device]) -> Iterator[None]:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 raise DeviceError(
-                    f"another replay is measuring on {device.name}: wait for it, or name other "
-                    "GPUs with --gpus"
+                    f"another replay is measuring on {device.name}: wait for it, or name another"
                 ) from error
         yield
+
+
+@contextlib.contextmanager
+def held_if_free(device: torch.device) -> Iterator[str]:
+    """Keep `held` from a device, unless another replay has it; yields a sentence that says so.
+
+    It is empty where nobody has it, and on a CPU.
+    """
+    with contextlib.ExitStack() as stack:
+        trouble = ""
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            try:
+                stack.enter_context(held(gpus(str(index))))
+            except DeviceError as error:
+                trouble = str(error)
+        yield trouble
 
 
 def _lock_file(path: Path) -> int:

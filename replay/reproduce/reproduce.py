@@ -307,8 +307,12 @@ def _check_place(out: Path) -> None:
         raise ReproduceError(f"--out {out} is not empty: name another directory")
     if not out.absolute().parent.is_dir():
         raise ReproduceError(f"--out {out}: create the directory that it lies in first")
-    if not os.access(out if out.is_dir() else out.absolute().parent, os.W_OK):
-        raise ReproduceError(f"cannot write --out {out}: it is write-protected, name another")
+    try:
+        os.rmdir(tempfile.mkdtemp(dir=out if out.is_dir() else out.absolute().parent))
+    except OSError as error:
+        raise ReproduceError(
+            f"cannot write --out {out} ({error.strerror}): name another directory"
+        ) from error
 
 
 def _remove(path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import uv
 
-from compatibility.index import PYTHONS, REPOSITORY, NoIndex, ask, environment, questions
+from compatibility.index import PYTHONS, REPOSITORY, NoIndex, ask, environment, extras, questions
 
 CUDA_BUILDS = {"2.9.1": "3.5.1", "2.11.0": "3.6.0", "2.13.0": "3.7.1"}
 """The Triton that the index's torch requires, by torch's version."""
@@ -27,6 +27,11 @@ def test_the_index_can_satisfy_what_we_name(python: str) -> None:
             except NoIndex as error:
                 pytest.skip(f"no package index answers here: {error}")
     assert not wrong
+
+
+def test_the_page_of_what_was_tried_names_every_extra() -> None:
+    page = (REPOSITORY / "docs" / "compatibility.md").read_text()
+    assert f"the core and of each extra ({', '.join(extras())})" in page
 
 
 def test_a_pin_that_the_index_cannot_satisfy_is_found(tmp_path: Path) -> None:

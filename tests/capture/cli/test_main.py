@@ -190,6 +190,17 @@ def test_a_directory_that_cannot_be_written(run_cli: Run, tmp_path: Path, below:
     assert sentence_of(result, 2).endswith("choose another with --out")
 
 
+def test_parts_of_calls_that_nobody_shares_are_refused_before_a_model_is_loaded(
+    run_cli: Run, tmp_path: Path
+) -> None:
+    for given, said in (
+        (("--split", "heads", "--heads", "0"), "leave out --heads or --split"),
+        (("--split", "queries", "--rank", "1"), "start them with torchrun"),
+    ):
+        result = run_cli("--model", "no such model", "--out", str(tmp_path / "out"), *given)
+        assert said in sentence_of(result, 2)
+
+
 def test_what_went_past_is_told(run_cli: Run, tmp_path: Path, model_file: Path) -> None:
     code, printed, errors = run_cli(
         "--model", f"{model_file}:holding", "--out", str(tmp_path / "out")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import site
 import subprocess
@@ -169,10 +170,13 @@ def test_an_adapter_that_compiles_is_brought_along(run_cli: RunCli) -> None:
 def test_a_place_that_is_write_protected_is_refused_first(
     run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replay.reproduce.reproduce.os.access", lambda path, mode: False)
+    def refuse(**_: object) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("replay.reproduce.reproduce.tempfile.mkdtemp", refuse)
     code, out, err = run_cli(*command("planted.py:right"))
     assert (code, out) == (2, "")
-    assert err == "replay: cannot write --out bug: it is write-protected, name another\n"
+    assert err == "replay: cannot write --out bug (Permission denied): name another directory\n"
 
 
 @pytest.mark.usefixtures("recorded")

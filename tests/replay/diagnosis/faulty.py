@@ -291,6 +291,16 @@ def one_row_off(
     return output
 
 
+def too_long(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *others: Any,
+    **options: Any,
+) -> Tensor:
+    return 1.5 * right(query, key, value, *others, **options)
+
+
 def wrong_once(
     query: Tensor,
     key: Tensor,

@@ -11,7 +11,16 @@ import pytest
 import torch
 
 from replay.distribution import devices
-from replay.distribution.devices import Device, DeviceError, gpus, held, with_own_cores
+from replay.distribution.devices import (
+    Device,
+    DeviceError,
+    gpus,
+    held,
+    held_if_free,
+    with_own_cores,
+)
+
+CPU = torch.device("cpu")
 
 Host = Callable[..., None]
 
@@ -102,6 +111,23 @@ def test_a_device_is_held_by_one_replay(tmp_path: Path, monkeypatch: pytest.Monk
     with held([one, other]), held([Device("CPU", "a processor")]):
         pass
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o666}
+
+
+def test_a_replay_of_one_device_says_who_else_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: Host
+) -> None:
+    host("H200", "H200")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    zero, one = gpus("all")
+    with held_if_free(torch.device("cuda")) as trouble:
+        assert trouble == ""
+        with held([zero]), pytest.raises(DeviceError, match="on GPU 1"):
+            held([one]).__enter__()
+        with held_if_free(torch.device("cuda:1")) as trouble:
+            assert trouble == "another replay is measuring on GPU 1: wait for it, or name another"
+        with held_if_free(torch.device("cuda:0")) as trouble, held_if_free(CPU) as on_cpu:
+            assert (trouble, on_cpu) == ("", "")
 
 
 def test_a_lock_follows_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
