@@ -1,7 +1,7 @@
-"""Draws the picture in docs/report.md: the first screens of a report, in a headless Chromium.
+"""Draws the pictures in docs/report.md: the first screens of a report, in a headless Chromium.
 
 make demo
-python -m benchmarks.report_picture report.html
+python -m benchmarks.report_picture report.html docs/pictures/report.png
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from pathlib import Path
 
 from PIL import Image
 
-PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "report.png"
 SIZE = (1100, 1880)
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
-def main(report: Path) -> None:
+def main(report: Path, picture: Path) -> None:
     """Write the picture, with a palette, so that it is small."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
@@ -42,9 +41,9 @@ def main(report: Path) -> None:
             check=True,
             capture_output=True,
         )
-        with Image.open(drawn) as picture:
-            picture.convert("RGB").quantize(256).save(PICTURE, optimize=True)
+        with Image.open(drawn) as image:
+            image.convert("RGB").quantize(256).save(picture, optimize=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -407,6 +407,20 @@ def overhead(file: str) -> str:
     return "\n".join(lines) + f"\n\n{machine}, torch {first['machine.torch']}.\n"
 
 
+def launch_cost() -> str:
+    """List what a call of each kernel costs the host, by call."""
+    rows = results.read(results.DIRECTORY / "launch_cost.csv")
+    calls = list(dict.fromkeys(row["call"] for row in rows))
+    lines: dict[str, list[str]] = {}
+    for row in rows:
+        name = row["kernel"] + " core" * (row["part"] == "core")
+        alone, among = (float(row[f"{how}, µs"]) for how in ("back to back", "among other work"))
+        lines.setdefault(name, [""] * len(calls))[calls.index(row["call"])] = (
+            f"{alone:.0f}, {among:.0f}"
+        )
+    return _table(["µs: back to back, among other work", *calls], lines) + _machine(rows)
+
+
 def _scene_cell(rows: list[dict[str, str]], column: str) -> str:
     """Format the median over the calls, or the statuses if there is no time."""
     values = sorted(float(row[column]) for row in rows if row["status"] == "ok" and row[column])
@@ -513,7 +527,7 @@ def _machine(rows: list[dict[str, str]]) -> str:
     versions = ", ".join(
         f"{name} {first[f'machine.{name}']}"
         for name in ("torch", "cuda", "triton")
-        if first[f"machine.{name}"]
+        if first.get(f"machine.{name}")
     )
     return f"\n{first['machine.device']}, {versions}.\n"
 
@@ -531,6 +545,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "capture_faults": capture_faults,
     "doctor_score": doctor_score,
     "capture_overhead": partial(overhead, "capture_overhead.csv"),
+    "launch_cost": launch_cost,
     "many_gpus": partial(overhead, "many_gpus.csv"),
     "difficulty_overhead": partial(overhead, "difficulty_overhead.csv"),
     "calls_not_kept": partial(overhead, "calls_not_kept.csv"),
