@@ -32,6 +32,7 @@ from capture.call import AttentionCall
 from capture.variant import Variant
 from replay.accuracy.judge import Expected, judge
 from replay.kernels.registry import find
+from replay.rows.row import Machine
 from replay.timing.machine import describe
 from replay.workloads.distributions import DISTRIBUTIONS
 from replay.workloads.random_calls import Spec
@@ -260,6 +261,7 @@ def main() -> int:
         for number in range(-(-arguments.calls // CALLS_OF_A_FAMILY))
         if find((each := family(seed, number)).kernel).unavailable(device) is None
     ]
+    machine = describe(device)
     made: Counter[str] = Counter()
     failures: list[Failure] = []
     with ProcessPoolExecutor(
@@ -272,10 +274,20 @@ def main() -> int:
             if job.cancelled():
                 continue
             made[jobs[job].kernel] += CALLS_OF_A_FAMILY
-            failures += job.result()
+            found = job.result()
+            report(found)
+            failures += found
+            write(made, failures, machine, arguments.out)
             if time.monotonic() - began > arguments.seconds:
                 pool.shutdown(wait=False, cancel_futures=True)
-    machine = describe(device)
+    asked = len(families) * CALLS_OF_A_FAMILY
+    print(f"{made.total()} of {asked} calls, {len(failures)} wrong, in", end=" ")
+    print(f"{time.monotonic() - began:.0f} s")
+    return 1 if failures else 2 if made.total() < asked else 0
+
+
+def write(made: Counter[str], failures: list[Failure], machine: Machine, path: Path) -> None:
+    """Write what is known so far, since a machine may be gone before all calls are made."""
     wrong = Counter(failure.family.kernel for failure in failures)
     lines = [
         {
@@ -288,12 +300,7 @@ def main() -> int:
         }
         for name in FORMS
     ]
-    results.write_lines(lines, COLUMNS, arguments.out)
-    code = report(failures)
-    asked = len(families) * CALLS_OF_A_FAMILY
-    print(f"{made.total()} of {asked} calls, {len(failures)} wrong, in", end=" ")
-    print(f"{time.monotonic() - began:.0f} s")
-    return code or (2 if made.total() < asked else 0)
+    results.write_lines(lines, COLUMNS, path)
 
 
 def report(failures: list[Failure]) -> int:

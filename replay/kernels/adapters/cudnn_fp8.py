@@ -1,7 +1,7 @@
 """cuDNN's FP8 attention, through `nvidia-cudnn-frontend`: PyTorch calls cuDNN in 16 bits only.
 
 Query, key and value have one scale each, a power of two, so that the multiplication in 16 bits is
-exact. On Hopper cuDNN writes FP8 too. An output is an average of values and cannot exceed the
+exact. On Hopper cuDNN writes FP8 too, and has no such kernel for a single query. An output is an average of values and cannot exceed the
 largest by more than the rounding of the probabilities: half the value's scale never overflows.
 The drop-in finds the scales, quantises, and turns the output back into the call's dtype; the core
 is cuDNN's kernel alone.
@@ -22,6 +22,7 @@ from replay.kernels.constraints import (
     half_precision,
     head_dim_multiple_of,
     max_head_dim,
+    min_length,
     no_dropout,
     no_mask,
 )
@@ -170,7 +171,14 @@ register(
         "cudnn-fp8",
         LIBRARY,
         _attend,
-        (no_dropout, half_precision, no_mask, head_dim_multiple_of(16), max_head_dim(256)),
+        (
+            no_dropout,
+            half_precision,
+            no_mask,
+            min_length(2),
+            head_dim_multiple_of(16),
+            max_head_dim(256),
+        ),
         "cuDNN's FP8 attention, a scale for each tensor",
         prepare=_prepare,
         accuracy_class="quantised",

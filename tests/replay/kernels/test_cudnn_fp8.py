@@ -147,6 +147,7 @@ def test_calls() -> None:
     assert verify("cudnn-fp8") == {
         "float32": "dtype float32: needs float16 or bfloat16",
         **dict.fromkeys(MASKED, "takes no attn_mask"),
+        **dict.fromkeys(("decode", "decode of one", "decode, scale"), "length 1: at least 2"),
     }
 
 
