@@ -1,10 +1,10 @@
 """cuDNN's FP8 attention, through `nvidia-cudnn-frontend`: PyTorch calls cuDNN in 16 bits only.
 
 Query, key and value have one scale each, a power of two, so that the multiplication in 16 bits is
-exact. On Hopper cuDNN writes FP8 too, and has no such kernel for a single query. An output is an average of values and cannot exceed the
-largest by more than the rounding of the probabilities: half the value's scale never overflows.
-The drop-in finds the scales, quantises, and turns the output back into the call's dtype; the core
-is cuDNN's kernel alone.
+exact. On Hopper cuDNN writes FP8 too, and has no such kernel for a single query. An output is an
+average of values and cannot exceed the largest by more than the rounding of the probabilities: half
+the value's scale never overflows. The drop-in finds the scales, quantises, and turns the output
+back into the call's dtype; the core is cuDNN's kernel alone.
 """
 
 from __future__ import annotations
