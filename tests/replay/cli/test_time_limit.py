@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -139,7 +140,13 @@ def test_the_most_representative_comes_first_and_resume_completes_it(
 def test_variants_come_after_the_others(
     run_with_a_clock: RunCli, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call is replayed again with its variants, so that all its rows are of the same rounds."""
+    """A call is replayed again with its variants, so that all its rows are of the same rounds.
+
+    All runs are in this process: workers take seconds to start, and are not the subject.
+    """
+    monkeypatch.setattr(
+        "replay.workers.process.first_processes", lambda *_: contextlib.nullcontext()
+    )
     monkeypatch.setattr(
         "replay.cli.run.without_variants", lambda assigned: {HERE: [find("torch-math")]}
     )
