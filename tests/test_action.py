@@ -81,6 +81,7 @@ def run(workspace: Path, **inputs: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_first_run_is_the_baseline_of_the_next(workspace: Path) -> None:
     done = run(workspace)
     assert done.returncode == 0, done.stderr

@@ -163,6 +163,7 @@ def test_a_missing_part_of_ours_is_no_missing_package(
     assert "failed with ModuleNotFoundError" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_own_function_needs_neither_diffusers_nor_transformers(tmp_path: Path) -> None:
     (tmp_path / "my.py").write_text(
         "import torch\n"

@@ -48,7 +48,10 @@ def test_a_pin_that_the_index_cannot_satisfy_is_found(tmp_path: Path) -> None:
     assert "torch==2.13.0 depends on triton" in " ".join(reason.split())
 
 
-@pytest.mark.parametrize("torch", CUDA_BUILDS)
+@pytest.mark.parametrize(
+    "torch",
+    [pytest.param(each, marks=[pytest.mark.slow] * (each != "2.13.0")) for each in CUDA_BUILDS],
+)
 def test_installing_beside_a_cuda_build_replaces_nothing(torch: str, tmp_path: Path) -> None:
     """The environment is a record of what is installed, which is all that a resolver looks at."""
     triton = CUDA_BUILDS[torch]

@@ -134,6 +134,7 @@ assert isinstance(ours.load("llama", size="tiny", device="cpu", steps=1), ours.R
 """
 
 
+@pytest.mark.slow
 def test_a_project_may_have_its_own_models_package(tmp_path: Path) -> None:
     write(
         tmp_path,

@@ -1,4 +1,4 @@
-"""Random calls, kernels that are forgotten after a test, and the command line in this process."""
+"""Random calls, short samples, kernels that a test registers, and the command in this process."""
 
 from __future__ import annotations
 
@@ -16,6 +16,13 @@ from replay.kernels import registry
 from replay.kernels.registry import Kernel
 from replay.workloads.recorded import Workload
 from tests.factories import random_call, settings
+
+
+@pytest.fixture(autouse=True)
+def short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test is about how much a time varies: kernels need be neither warm nor called often."""
+    monkeypatch.setattr("replay.timing.rounds.MINIMUM_WARM_UP_MS", 1.0)
+    monkeypatch.setattr("replay.timing.timer.MINIMUM_CPU_SAMPLE_MS", 0.1)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 
 from capture.errors import MissingPackage
@@ -29,6 +30,12 @@ def bundle() -> str:
         MissingPackage: it is not installed.
     """
     require()
+    return _bundled()
+
+
+@functools.cache
+def _bundled() -> str:
+    """Once a process: it takes a second, and whoever watches a recording writes many reports."""
     import vl_convert
 
     text: str = vl_convert.javascript_bundle(ONCE_THERE)

@@ -111,7 +111,7 @@ def many_heads(dtype: torch.dtype, q_len: int = 16) -> AttentionCall:
     )
 
 
-@pytest.mark.parametrize("q_len", [1, 16])
+@pytest.mark.parametrize("q_len", [1, pytest.param(16, marks=pytest.mark.slow)])
 def test_the_whole_output_hides_what_heads_rows_and_the_yardstick_show(q_len: int) -> None:
     call = many_heads(torch.bfloat16, q_len)
     expected = Expected.of(call)

@@ -125,6 +125,7 @@ def test_a_kernel_that_does_not_fail_writes_nothing(run_cli: RunCli) -> None:
     assert not Path("bug").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("recorded")
 def test_kernels_of_pytorch_need_no_file(run_cli: RunCli) -> None:
     """Judged so strictly that none is right; and the smallest part is not searched for long."""

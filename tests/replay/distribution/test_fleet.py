@@ -339,8 +339,9 @@ def two_cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("two_cpus")
+@pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_rows_come_back_in_the_order_of_the_calls_and_are_resumed(
-    run_cli: RunCli, recorded: Path, tmp_path: Path
+    run_cli: RunCli, recorded: Path, tmp_path: Path, resumed: bool
 ) -> None:
     rows = tmp_path / "rows.jsonl"
     arguments = ("--dir", str(recorded), *QUICK, "--kernels", "torch-flash", "--json", str(rows))
@@ -359,9 +360,11 @@ def test_rows_come_back_in_the_order_of_the_calls_and_are_resumed(
     assert [(call, kernel) for call, kernel, _ in written()] == expected
     assert {place for _, _, place in written()} <= {str(device) for device in CPUS}
 
+    if not resumed:
+        return
     lines = rows.read_text().splitlines()
     rows.write_text("\n".join(lines[2:5]) + "\n")  # the second call, and half of the third
-    code, _, err = run_cli(*arguments, "--gpus", "0", "--resume")
+    code, _, err = run_cli(*arguments, "--gpus", "0,1", "--resume")
     assert code == 0
     assert [call for call, _, _ in written()] == [call for call, _ in expected]
     assert rows.read_text().splitlines()[2:4] == lines[2:4]

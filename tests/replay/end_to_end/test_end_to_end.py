@@ -116,6 +116,7 @@ def test_kernels_of_a_plan_are_run_unasked(workshop: Path, plan: Path, tmp_path:
     assert list(found) == ["the model's own", "wrong", "plan.json"]
 
 
+@pytest.mark.slow
 def test_a_model_that_fails_by_itself_is_one_sentence(
     workshop: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

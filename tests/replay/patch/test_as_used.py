@@ -72,7 +72,13 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(change, id=name, marks=[pytest.mark.slow] * (change is compile_blocks))
+        for name, change in CHANGES.items()
+    ],
+)
 def test_calls_are_recorded_and_exchanged(
     change: Callable[[Any], None], eightfold: str, tmp_path: Path
 ) -> None:

@@ -457,7 +457,7 @@ def test_what_cannot_be_used_is_one_sentence(transformer: Transformer, tmp_path:
 
 @torch.no_grad()
 @pytest.mark.usefixtures("scaled")
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_language_model_has_a_kernel_for_each_phase(compiled: bool, tmp_path: Path) -> None:
     model, prompt = tiny_llama(vocab_size=32), torch.arange(7)[None]
 

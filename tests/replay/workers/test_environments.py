@@ -112,6 +112,7 @@ def _interpreter(directory: Path, variables: str = "", options: str = "") -> Pat
     return python
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ours", "kernels")
 def test_a_library_that_only_the_other_environment_has_is_listed(
     run_cli: RunCli, theirs: Path
@@ -205,6 +206,7 @@ def test_one_table(
     }
 
 
+@pytest.mark.slow
 def test_an_interpreter_without_torch(run_cli: RunCli, tmp_path: Path) -> None:
     bare = _interpreter(tmp_path / "bare", "PYTHONPATH=", "-S")
     code, out, err = run_cli("--list-kernels", *QUICK, "--env", f"bare={bare}")

@@ -289,6 +289,7 @@ def crash(*arguments, **options): os._exit(9)
 """
 
 
+@pytest.mark.slow
 def test_kernels_that_want_a_process_of_their_own(tmp_path: Path, quick: Settings) -> None:
     """Together `second` would fail, and a crash would end what `first` is in."""
     file = tmp_path / "alone.py"

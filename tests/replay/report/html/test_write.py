@@ -39,9 +39,9 @@ def _no_json(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON, and browsers refuse it")
 
 
-@pytest.fixture
-def page(tmp_path: Path) -> str:
-    out = tmp_path / "out.html"
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    out = tmp_path_factory.mktemp("page") / "out.html"
     rows = [*pages.rows(), *pages.rows(3, 2, model=pages.HOSTILE)]
     write_html(rows, out, checks=pages.checks("kernel-2", "kernel-1"))
     return out.read_text("utf-8")
