@@ -7,9 +7,10 @@ variable does not stay set: processes that tests start, and what they ask our co
 a test sets it.
 
 And their surroundings: 80 columns, whatever the terminal at hand has, and directories for what
-Triton compiles and for how long replays took, where the home may not be one to write to. One thread
-in each process: tensors here are so small that threads would spend their time waiting for one
-another, the more so beside other tests. Libraries read that when they are loaded.
+Triton compiles and for how long replays took, where the home may not be one to write to. Ctrl-C
+works, also where a shell started the tests in the background. One thread in each process: tensors
+here are so small that threads would spend their time waiting for one another, the more so beside
+other tests. Libraries read that when they are loaded.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import importlib
 import importlib.util
 import os
 import pkgutil
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -36,6 +38,8 @@ if importlib.util.find_spec("triton") is not None and not torch.cuda.is_availabl
 
 @pytest.fixture(autouse=True, scope="session")
 def _surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # which processes inherit
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))

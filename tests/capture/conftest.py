@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -100,8 +98,6 @@ def start_python() -> Callable[..., subprocess.Popen[str]]:
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # Where the tests run in the background of a shell, Ctrl-C is ignored, by heritage.
-            preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
 
     return start

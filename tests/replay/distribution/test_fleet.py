@@ -423,7 +423,6 @@ def test_ctrl_c_leaves_finished_rows_and_no_process(recorded: Path, tmp_path: Pa
         env={**os.environ, "MARK": str(tmp_path)},
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         deadline = time.monotonic() + 120

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
@@ -73,8 +72,6 @@ class Surroundings(NamedTuple):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            # Where the tests run in the background of a shell, Ctrl-C is ignored, by heritage.
-            preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
 
     def processes(self) -> list[int]:
