@@ -19,10 +19,12 @@ from tests.factories import random_call, settings
 
 
 @pytest.fixture(autouse=True)
-def short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_samples() -> Iterator[None]:
     """No test is about how much a time varies: kernels need be neither warm nor called often."""
-    monkeypatch.setattr("replay.timing.rounds.MINIMUM_WARM_UP_MS", 1.0)
-    monkeypatch.setattr("replay.timing.timer.MINIMUM_CPU_SAMPLE_MS", 0.1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("replay.timing.rounds.MINIMUM_WARM_UP_MS", 1.0)
+        patch.setattr("replay.timing.timer.MINIMUM_CPU_SAMPLE_MS", 0.1)
+        yield
 
 
 @pytest.fixture
