@@ -182,7 +182,7 @@ def _measured(
             def is_in_time(call: Workload, pace: Pace = pace) -> bool:
                 return limit.allows(pace.expected[call.label] * (pace.scale or 1.0))
 
-            expected = [pace.expected[call.name] for call in part.calls]
+            expected = [pace.expected[call.label] for call in part.calls]
             schedule = Schedule(part.calls, part.tiers, is_in_time, expected)
             with shown_progress(pace, quiet=quiet) as report:
                 try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +25,7 @@ import replay as replay_package
 from replay.bench.settings import Settings
 from replay.distribution.compiling import compilations
 from replay.distribution.devices import Device
-from replay.distribution.fleet import Fleet, Seat
+from replay.distribution.fleet import Fleet, Seat, seated
 from replay.kernels.registry import Kernel
 from replay.rows.row import HERE, CallFacts, KernelId, Machine, Row
 from replay.workers.environments import Found, WorkerError
@@ -302,6 +305,86 @@ def test_a_kernel_that_one_type_can_run_can_run(
         "H100": kernels,
         "H200": kernels,
     }
+
+
+class Measured(OfKind):
+    """Workers whose rows say that torch-flash is the faster on one type only."""
+
+    def replay(
+        self, schedule: Schedule, assigned: Assignment, settings: Settings, report: Any
+    ) -> Iterator[Row]:
+        (call,) = schedule
+        self.replayed.append(call.name)
+        found = call.load(settings.device)
+        place = {name: getattr(found.origin, name) for name in ("model", "module", "call_index")}
+        facts = CallFacts(call.name, shape=found.shape, dtype="float32", **place)
+        faster = "torch-flash" if self._kind == "H200" else "torch-math"
+        for kernel in assigned[HERE]:
+            yield factories.row(
+                kernel.name,
+                facts,
+                1.0 if kernel.name == faster else 2.0,
+                machine=Machine(self._kind),
+                cache="warm",
+                calls_before=0,
+                speedup=factories.speedup_over("torch-math", factories.speedup(2.0))
+                if kernel.name == faster == "torch-flash"
+                else None,
+            )
+
+    def assign(self, kernels: Sequence[Kernel], device: torch.device) -> Assignment:
+        return {HERE: list(kernels)}
+
+
+def test_a_cluster_of_two_types_has_a_table_for_each_and_one_of_both(
+    run_cli: RunCli, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everyone: list[Measured] = []
+
+    @contextlib.contextmanager
+    def connected(address: str) -> Iterator[Any]:
+        yield SimpleNamespace(device=torch.device("cpu"), fleet=fleet)
+
+    def fleet(pythons: dict[str, str], timeout: float, stopped: Event) -> Any:
+        workers = [Measured(device.kind) for device in KINDS]
+        everyone.extend(workers)
+        return seated([Seat(*each) for each in zip(KINDS, workers, strict=True)], stopped)
+
+    monkeypatch.setattr("replay.distribution.ray_cluster.connected", connected)
+    rows = tmp_path / "rows.jsonl"
+    arguments = ("--dir", str(recorded), "--kernels", "torch-flash,torch-math", "--ray", "auto")
+    code, out, err = run_cli(*arguments, "--json", str(rows))
+    assert code == 0, err
+    headings = [line for line in out.splitlines() if line.startswith(("2 × H100 ·", "H200 ·"))]
+    assert len(headings) == 2
+    matrix = out.partition("kernels × devices")[2]
+    assert re.search(r"torch-flash .* 2\.00× .*fastest", matrix)
+
+    def written() -> list[tuple[str, str, str]]:
+        lines = [json.loads(line) for line in rows.read_text().splitlines()]
+        return [(line["machine"]["device"], line["call"]["name"], line["host"]) for line in lines]
+
+    expected = [
+        (kind, f"model-{index:06d}", host)
+        for kind, host in (("H100", "one"), ("H200", "two"))
+        for index in range(3)
+        for _ in range(2)
+    ]
+    assert written() == expected
+    lines = rows.read_text().splitlines()
+    rows.write_text("\n".join([*lines[:2], *lines[8:]]) + "\n")
+    everyone.clear()
+    code, _, err = run_cli(*arguments, "--json", str(rows), "--resume")
+    assert code == 0, err
+    assert "3 calls are kept" in err
+    assert written() == expected
+    assert sorted(name for each in everyone[:2] for name in each.replayed) == [
+        "model-000001",
+        "model-000002",
+    ]
+    assert everyone[2].replayed == ["model-000000"]
+    code, _, err = run_cli(*arguments, "--report", str(tmp_path / "out.html"))
+    assert (code, "--report is about one type of device, and this cluster has" in err) == (2, True)
 
 
 @pytest.mark.parametrize(
