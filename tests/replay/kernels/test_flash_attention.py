@@ -1,11 +1,13 @@
 """FlashAttention 2, 3 and 4 as called by their adapters, against stand-ins (see conftest).
 
-The stand-ins have the parameters of flash-attn 2.8 (`flash_attn_interface.py`), of `hopper/`'s
+The stand-ins have the parameters of flash-attn 2.8 (`tests/flash_attn_stand_in.py`), of `hopper/`'s
 `flash_attn_interface.py`, and of flash-attn-4 4.0.0b36 (`flash_attn/cute/interface.py`).
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
@@ -22,6 +24,7 @@ from replay.accuracy.judge import Expected, judge
 from replay.kernels.adapters import fa3, torch_activated, torch_varlen
 from replay.kernels.layout import Packed
 from replay.kernels.registry import catalogue
+from tests import flash_attn_stand_in
 from tests.factories import random_call
 from tests.replay.kernels.kinds import (
     CAPPED,
@@ -112,112 +115,50 @@ def _cached_in_pages(
     return output.unflatten(0, (len(q), -1))
 
 
+def _on_a_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """flash-attn 2's or FlashMLA's, which refuses what its kernels cannot read."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def strict(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        asked = given.arguments
+        tensors = list(asked.values())[: 2 if "head_dim_v" in asked else 3]
+        _readable(*tensors)
+        assert asked.get("dropout_p", 0.0) == 0.0
+        for name in ("cu_seqlens_q", "cu_seqlens_k", "cache_seqlens", "cache_leftpad"):
+            assert asked.get(name) is None or asked[name].dtype == torch.int32
+        pages = asked.get("block_table")
+        if "max_seqlen_q" in asked:
+            assert asked["max_seqlen_q"] == int(asked["cu_seqlens_q"].diff().max())
+            longest = int(asked["cu_seqlens_k"].diff().max())
+            assert isinstance(asked["max_seqlen_k"], int)
+            assert asked["max_seqlen_k"] == longest or (
+                pages is not None and asked["max_seqlen_k"] > longest
+            )
+        if pages is not None:
+            assert pages.dtype == torch.int32
+            assert "head_dim_v" in asked or tensors[1].shape[1] % 256 == 0
+        if asked.get("cache_leftpad") is not None:
+            alone = asked["window_size"] == (-1, -1)
+            assert alone, "nobody has looked up where its diagonal then is"
+        return function(*args, **kwargs)
+
+    return strict
+
+
 @pytest.fixture
-def flash_attn(install: Callable[..., ModuleType], formula: Formula) -> None:
-    def flash_attn_func(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dropout_p: float = 0.0,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
-        alibi_slopes: Tensor | None = None,
-        deterministic: bool = False,
-        return_attn_probs: bool = False,
-    ) -> Tensor:
-        _readable(q, k, v)
-        assert dropout_p == 0.0
-        heads_first = (each.transpose(1, 2) for each in (q, k, v))
-        beyond = {"window": window_size, "softcap": softcap}
-        output = formula(*heads_first, softmax_scale, causal, **beyond)
-        return output.transpose(1, 2).contiguous()
-
-    def flash_attn_varlen_func(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        dropout_p: float = 0.0,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
-        alibi_slopes: Tensor | None = None,
-        deterministic: bool = False,
-        return_attn_probs: bool = False,
-        block_table: Tensor | None = None,
-    ) -> Tensor:
-        _readable(q, k, v)
-        assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
-        assert isinstance(max_seqlen_k, int)
-        assert max_seqlen_q == int(cu_seqlens_q.diff().max())
-        beyond = {"window": window_size, "softcap": softcap}
-        offsets = (cu_seqlens_q, cu_seqlens_k)
-        if block_table is not None:
-            assert k.shape[1] % 256 == 0
-            k, v, starts = _from_pages((k, v), block_table, cu_seqlens_k.diff())
-            assert torch.equal(starts, cu_seqlens_k)
-            assert max_seqlen_k >= int(starts.diff().max())
-        else:
-            assert max_seqlen_k == int(cu_seqlens_k.diff().max())
-        return _each(formula, (q, k, v), *offsets, None, softmax_scale, causal, **beyond)
-
-    def flash_attn_with_kvcache(
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        k: Tensor | None = None,
-        v: Tensor | None = None,
-        rotary_cos: Tensor | None = None,
-        rotary_sin: Tensor | None = None,
-        cache_seqlens: int | Tensor | None = None,
-        cache_batch_idx: Tensor | None = None,
-        cache_leftpad: Tensor | None = None,
-        block_table: Tensor | None = None,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
-        rotary_interleaved: bool = True,
-        alibi_slopes: Tensor | None = None,
-        num_splits: int = 0,
-        return_softmax_lse: bool = False,
-    ) -> Tensor:
-        _readable(q, k_cache, v_cache)
-        mask = None
-        if cache_seqlens is not None:
-            assert isinstance(cache_seqlens, Tensor)
-            assert cache_seqlens.dtype == torch.int32
-            if cache_leftpad is None:
-                beyond = {"window": window_size, "softcap": softcap}
-                caches, how = (q, k_cache, v_cache), (softmax_scale, causal)
-                if block_table is None:
-                    return _cached(formula, caches, cache_seqlens, *how, **beyond)
-                assert k_cache.shape[1] % 256 == 0
-                where = (block_table, cache_seqlens)
-                return _cached_in_pages(formula, caches, *where, *how, **beyond)
-            assert cache_leftpad.dtype == torch.int32
-            assert window_size == (-1, -1), "nobody has looked up where its diagonal then is"
-            at = torch.arange(k_cache.shape[1])
-            mask = (at >= cache_leftpad[:, None]) & (at < cache_seqlens[:, None])
-            mask = mask[:, None, None]
-        heads_first = (each.transpose(1, 2) for each in (q, k_cache, v_cache))
-        output = formula(
-            *heads_first, softmax_scale, causal, mask, window=window_size, softcap=softcap
-        )
-        return output.transpose(1, 2)
-
+def flash_attn(install: Callable[..., ModuleType]) -> None:
+    functions = (
+        flash_attn_stand_in.flash_attn_func,
+        flash_attn_stand_in.flash_attn_varlen_func,
+        flash_attn_stand_in.flash_attn_with_kvcache,
+    )
     install(
         "flash_attn",
         version=("flash-attn", "2.8.3"),
-        flash_attn_func=flash_attn_func,
-        flash_attn_varlen_func=flash_attn_varlen_func,
-        flash_attn_with_kvcache=flash_attn_with_kvcache,
+        **{function.__name__: _on_a_gpu(function) for function in functions},
     )
 
 
@@ -520,7 +461,7 @@ def mla_call(page_size: int = 64, **changes: Any) -> AttentionCall:
 
 
 @pytest.fixture
-def flash_mla(install: Callable[..., ModuleType], formula: Formula) -> None:
+def flash_mla(install: Callable[..., ModuleType]) -> None:
     """FlashMLA 1.0.0 of 2026 (`flash_mla/flash_mla_interface.py`), dense."""
 
     def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[str, None]:
@@ -529,29 +470,15 @@ def flash_mla(install: Callable[..., ModuleType], formula: Formula) -> None:
         assert (queries_per_head % 4, kv_heads) == (0, 1)
         return "schedule", None
 
-    def flash_mla_with_kvcache(
-        q: Tensor,
-        k_cache: Tensor,
-        block_table: Tensor | None,
-        cache_seqlens: Tensor | None,
-        head_dim_v: int,
-        tile_scheduler_metadata: Any,
-        num_splits: None = None,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        is_fp8_kvcache: bool = False,
-        indices: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        _readable(q, k_cache)
-        assert (k_cache.shape[1], q.shape[3], head_dim_v) == (64, 576, 512)
-        assert tile_scheduler_metadata == "schedule"
-        assert block_table is not None
-        assert cache_seqlens is not None
+    def flash_mla_with_kvcache(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        function = flash_attn_stand_in.flash_mla_with_kvcache
+        asked = inspect.signature(function).bind(*args, **kwargs).arguments
+        q, k_cache, schedule = (asked[name] for name in ("q", "k_cache", "tile_scheduler_metadata"))
+        assert (k_cache.shape[1], q.shape[3], asked["head_dim_v"]) == (64, 576, 512)
+        assert schedule == "schedule"
         assert q.is_contiguous()
-        caches = (q, k_cache, k_cache[..., :head_dim_v])
-        where = (block_table, cache_seqlens)
-        output = _cached_in_pages(formula, caches, *where, softmax_scale, causal)
-        return output, torch.empty(0)
+        output: tuple[Tensor, Tensor] = _on_a_gpu(function)(*args, **kwargs)
+        return output
 
     install(
         "flash_mla",

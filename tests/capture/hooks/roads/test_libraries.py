@@ -16,14 +16,15 @@ from torch import Tensor, nn
 from capture import AttentionCall, load, record
 from replay import use_kernel
 from replay.accuracy.reference import attention
-from tests.capture.hooks.roads.flash_attn_stand_in import (
+from tests.factories import normal
+from tests.flash_attn_stand_in import (
     attend,
     flash_attn_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
+    flash_mla_with_kvcache,
     in_one_piece,
 )
-from tests.factories import normal
 
 
 @pytest.fixture
@@ -275,30 +276,6 @@ def test_one_module_s_calls_with_other_options_are_counted_apart(tmp_path: Path)
             layer(tensor, tensor, tensor)
     kinds = [each["beyond"] for each in recording.census.to_json()["signatures"]]
     assert kinds == ["window 1/∞", "window 2/∞"]
-
-
-def flash_mla_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    block_table: Tensor | None,
-    cache_seqlens: Tensor | None,
-    head_dim_v: int,
-    tile_scheduler_metadata: Any,
-    num_splits: None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    is_fp8_kvcache: bool = False,
-    indices: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """FlashMLA's `reference_torch`, with its arguments."""
-    assert block_table is not None
-    assert cache_seqlens is not None
-    outputs = []
-    for n, length in enumerate(cache_seqlens.tolist()):
-        key = in_one_piece(k_cache, block_table[n : n + 1], torch.tensor([length]))
-        given = (q[n], key, key[..., :head_dim_v])
-        outputs.append(attend(*given, softmax_scale, causal, (-1, -1), 0.0))
-    return torch.stack(outputs), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
 
 
 @pytest.fixture

@@ -16,12 +16,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from capture import AttentionCall, load, record
 from capture.recording.recording import Recording
 from replay.accuracy.reference import attention
-from tests.capture.hooks.roads.flash_attn_stand_in import (
+from tests.factories import normal
+from tests.flash_attn_stand_in import (
     flash_attn_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
 )
-from tests.factories import normal
 
 TOKENS = torch.arange(1, 13)[None]
 SIZES: dict[str, Any] = {

@@ -1,4 +1,7 @@
-"""What flash-attn 2's functions compute, in plain PyTorch."""
+"""What the functions of flash-attn 2.8 and FlashMLA compute, in plain PyTorch.
+
+Their names, parameters and layouts; no test has the libraries, which run on GPUs alone.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool, window: Any, softcap: float
 ) -> Tensor:
     """flash-attn's definition on one sequence, (S, H, D): bottom right, windows inclusive."""
-    q, k, v = (each.transpose(0, 1) for each in (q, k, v))
+    dtype = q.dtype
+    q, k, v = (each.transpose(0, 1).float() for each in (q, k, v))
     k, v = (each.repeat_interleave(q.shape[0] // k.shape[0], 0) for each in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap:
@@ -27,7 +31,7 @@ def attend(
     if window[1] >= 0:
         seen &= offset <= window[1]
     weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
-    return (weights @ v).transpose(0, 1)
+    return (weights @ v).transpose(0, 1).to(dtype)
 
 
 def flash_attn_func(
@@ -61,6 +65,8 @@ def flash_attn_varlen_func(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Tensor:
     options = (softmax_scale, causal, window_size, softcap)
@@ -92,23 +98,60 @@ def flash_attn_with_kvcache(
     v_cache: Tensor,
     k: Tensor | None = None,
     v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
     cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
     block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
     causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
 ) -> Tensor:
     """It writes the new keys and values into the cache."""
-    if block_table is not None:
-        assert isinstance(cache_seqlens, Tensor)
-        outputs = []
-        for n, length in enumerate(cache_seqlens.tolist()):
+    used = k_cache.shape[1] if cache_seqlens is None else cache_seqlens
+    lengths = torch.as_tensor(used).expand(len(q)).clone()
+    if k is not None and v is not None:
+        for n, length in enumerate(lengths.tolist()):
+            k_cache[n, length : length + k.shape[1]] += k[n]
+            v_cache[n, length : length + v.shape[1]] += v[n]
+        lengths += k.shape[1]
+    outputs = []
+    for n, length in enumerate(lengths.tolist()):
+        if block_table is not None:
             where = (block_table[n : n + 1], torch.tensor([length]))
             key, value = (in_one_piece(each, *where) for each in (k_cache, v_cache))
-            outputs.append(attend(q[n], key, value, None, causal, (-1, -1), 0.0))
-        return torch.stack(outputs)
-    length = int(torch.as_tensor(k_cache.shape[1] if cache_seqlens is None else cache_seqlens))
-    if k is not None and v is not None:
-        k_cache[:, length : length + k.shape[1]] += k
-        v_cache[:, length : length + k.shape[1]] += v
-        length += k.shape[1]
-    parts = zip(q, k_cache[:, :length], v_cache[:, :length], strict=True)
-    return torch.stack([attend(*each, None, causal, (-1, -1), 0.0) for each in parts])
+        else:
+            first = 0 if cache_leftpad is None else int(cache_leftpad[n])
+            key, value = k_cache[n, first:length], v_cache[n, first:length]
+        outputs.append(attend(q[n], key, value, softmax_scale, causal, window_size, softcap))
+    return torch.stack(outputs)
+
+
+def flash_mla_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor | None,
+    cache_seqlens: Tensor | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: Any,
+    num_splits: None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool = False,
+    indices: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """FlashMLA's `reference_torch`, with its arguments."""
+    assert block_table is not None
+    assert cache_seqlens is not None
+    outputs = []
+    for n, length in enumerate(cache_seqlens.tolist()):
+        key = in_one_piece(k_cache, block_table[n : n + 1], torch.tensor([length]))
+        given = (q[n], key, key[..., :head_dim_v])
+        outputs.append(attend(*given, softmax_scale, causal, (-1, -1), 0.0))
+    return torch.stack(outputs), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
