@@ -153,6 +153,7 @@ def whole(directory: Path, kernels: str, device: torch.device, figures: Figures)
         rows = list(results.read_jsonl(json_file))
     stages = by_stage(begin, marks, rows)
     samples = [row["time_ms"] for row in rows if row["time_ms"]]
+    timed = max(len(samples), 1)
     figures.add("replay: the command", "s", [seconds])
     for stage, spent in stages.items():
         figures.add(f"replay: {stage}", "s", [spent])
@@ -160,6 +161,13 @@ def whole(directory: Path, kernels: str, device: torch.device, figures: Figures)
     figures.add("replay: samples in these rounds", "s", [in_samples])
     figures.add(f"replay: {END}", "s", [seconds - sum(stages.values())])
     figures.add("replay: the command / timed rounds and warm-up", "×", [seconds / stages[ROUNDS]])
+    # What compiles, and what a library sets up for its first call, is work of the kernels too.
+    first_calls = sum(row["first_call_ms"] or 0.0 for row in rows) / 1e3
+    figures.add("replay: first calls of kernels, in these checks", "s", [first_calls])
+    own = stages[ROUNDS] + first_calls
+    figures.add("replay: the command / first calls, timed rounds and warm-up", "×", [seconds / own])
+    beside = seconds - own - stages[START]
+    figures.add("replay: beside all of these and the start, for each row", "s", [beside / timed])
 
 
 def by_stage(

@@ -325,10 +325,11 @@ class Environment:
             "options": options.to_json(),
         }
         hearing = None
-        if self._judge is not None:
-            self._judge.expect(workload, settings)
-            hearing = Hearing(self._judge, workload, settings)
         for message in self._process.ask(do="replay", **request):
+            if hearing is None and self._judge is not None:
+                # Once the worker is at work, since the judge may still be starting.
+                self._judge.expect(workload, settings)
+                hearing = Hearing(self._judge, workload, settings)
             if "call" in message:
                 facts = rebuilt(CallFacts, message["call"])
                 heard.loaded = Loaded(facts, rebuilt(Machine, message["machine"]))
