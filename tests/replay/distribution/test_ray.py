@@ -26,29 +26,25 @@ RunCli = Callable[..., tuple[int, str, str]]
 REPOSITORY = Path(replay_package.__file__).resolve().parent.parent
 QUICK = ("--rounds", "3", "--max-seconds", "0.01", "--kernels")
 
-with_ray = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("ray") is None,
-        reason="Ray is not installed: pip install 'attention-replay[ray]'",
-    ),
-    pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc"),
-]
+with_ray = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None or sys.platform != "linux",
+    reason="needs Ray (pip install 'attention-replay[ray]') and /proc",
+)
 
 
 class Replays(NamedTuple):
     """Runs the command in a process of its own, of which no process must be left."""
 
-    mark: str
-    """In the environment of all that it starts."""
+    variables: dict[str, str]
+    """Of the environment of all that it starts; MARK tells them from other processes."""
 
     def start(self, *arguments: object) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, "-m", "replay", *map(str, arguments)],
-            env=environment(MARK=self.mark),
+            env={**os.environ, **self.variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def __call__(self, *arguments: object) -> tuple[int, str, str]:
@@ -59,18 +55,12 @@ class Replays(NamedTuple):
 
 @pytest.fixture
 def replays(tmp_path: Path) -> Iterator[Replays]:
-    run = Replays(str(tmp_path))
+    run = Replays({"MARK": str(tmp_path), "PYTHONPATH": str(REPOSITORY)})
     yield run
     deadline = time.monotonic() + 20  # a worker notices within a second that its parent is gone
-    while left := processes(f"MARK={run.mark}"):
+    while left := processes(f"MARK={tmp_path}"):
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
-
-
-def environment(**more: str) -> dict[str, str]:
-    """For everything that belongs to a cluster at 127.0.0.1."""
-    local = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "PYTHONPATH": str(REPOSITORY)}
-    return {**os.environ, **local, "OMP_NUM_THREADS": "1", **more}
 
 
 def processes(variable: str) -> list[int]:
@@ -87,10 +77,11 @@ def processes(variable: str) -> list[int]:
 
 @pytest.fixture
 def two_nodes(replays: Replays) -> Iterator[subprocess.Popen[str]]:
-    """A cluster, by the process that it belongs to."""
+    """A cluster, by the process that it belongs to; replays connect to it at 127.0.0.1."""
+    replays.variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     process = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("two_nodes.py"))],
-        env=environment(MARK=replays.mark),
+        env={**os.environ, **replays.variables},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -148,142 +139,136 @@ def addresses():
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
 
 
-class TestWithRay:
-    """A class to mark them at once."""
+@with_ray
+def test_a_cluster_of_our_own_answers_here_alone(
+    replays: Replays, recorded: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(LISTENERS)
+    rows = tmp_path / "rows.jsonl"
+    kernel = f"{tmp_path / 'mine.py'}:listeners"
+    code, out, err = replays("--dir", recorded, *QUICK, kernel, "--json", rows, "--ray")
+    assert (code, err.count("\n")) == (0, 1), err  # the next step
+    assert "Ray" not in out
+    found = [(row["call"]["name"], row["kernel"], row["status"]) for row in rows_of(rows)]
+    assert found == [
+        (f"model-{index:06d}", name, "ok") for index in range(3) for name in (kernel, "torch-math")
+    ]
+    assert {row["host"] for row in rows_of(rows)} == {os.uname().nodename}
+    assert set((tmp_path / "listeners").read_text().splitlines()) == LOOPBACK
 
-    pytestmark = with_ray
 
-    def test_a_cluster_of_our_own_answers_here_alone(
-        self, replays: Replays, recorded: Path, tmp_path: Path
-    ) -> None:
-        (tmp_path / "mine.py").write_text(LISTENERS)
-        rows = tmp_path / "rows.jsonl"
-        kernel = f"{tmp_path / 'mine.py'}:listeners"
-        code, out, err = replays("--dir", recorded, *QUICK, kernel, "--json", rows, "--ray")
-        assert (code, err.count("\n")) == (0, 1), err  # the next step
-        assert "Ray" not in out
-        found = [(row["call"]["name"], row["kernel"], row["status"]) for row in rows_of(rows)]
-        assert found == [
-            (f"model-{index:06d}", name, "ok")
-            for index in range(3)
-            for name in (kernel, "torch-math")
-        ]
-        assert {row["host"] for row in rows_of(rows)} == {os.uname().nodename}
-        assert set((tmp_path / "listeners").read_text().splitlines()) == LOOPBACK
+@pytest.mark.slow
+@with_ray
+def test_a_node_that_dies_costs_no_row_of_two_hundred_calls(
+    replays: Replays,
+    two_nodes: subprocess.Popen[str],
+    make_call: Callable[..., AttentionCall],
+    tmp_path: Path,
+) -> None:
+    directory, rows = tmp_path / "many", tmp_path / "rows.jsonl"
+    directory.mkdir()
+    dataset = Dataset(directory, [], [])
+    for index in range(200):
+        others = ["torch-flash", "torch-efficient", "torch-cudnn"]
+        origin = {"call_index": index, "backend": "torch-math", "disabled_backends": others}
+        call = make_call(seed=index, origin=origin)
+        path = directory / f"model-{index:06d}.safetensors"
+        dataset.entries.append(PackedCall.of(call).write(path))
+    dataset.save_manifest()
+    arguments = ("--dir", directory, *QUICK, "torch-math", "--json", rows)
+    process = replays.start(*arguments, "--ray", address_of(two_nodes))
+    deadline = time.monotonic() + 200
+    while not (rows.exists() and rows.read_text().count("\n") >= 20):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert two_nodes.stdin is not None
+    two_nodes.stdin.write("kill\n")
+    two_nodes.stdin.flush()
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    assert "Raylet" not in out + err
+    found = rows_of(rows)
+    assert [row["call"]["name"] for row in found] == [f"model-{index:06d}" for index in range(200)]
+    assert {row["status"] for row in found} == {"ok"}
+    assert len({row["host"] for row in found}) == 2
+    (lost,) = {flag for row in found for flag in row["flags"] if flag.startswith("measured after")}
+    host = lost.split()[2]
+    assert f"replay: {host} is given up: {host} is gone" in err
+    retried = [row for row in found if lost in row["flags"]]
+    assert retried
+    assert host not in {row["host"] for row in retried}
 
-    @pytest.mark.slow
-    def test_a_node_that_dies_costs_no_row_of_two_hundred_calls(
-        self,
-        replays: Replays,
-        two_nodes: subprocess.Popen[str],
-        make_call: Callable[..., AttentionCall],
-        tmp_path: Path,
-    ) -> None:
-        directory, rows = tmp_path / "many", tmp_path / "rows.jsonl"
-        directory.mkdir()
-        dataset = Dataset(directory, [], [])
-        for index in range(200):
-            others = ["torch-flash", "torch-efficient", "torch-cudnn"]
-            origin = {"call_index": index, "backend": "torch-math", "disabled_backends": others}
-            call = make_call(seed=index, origin=origin)
-            path = directory / f"model-{index:06d}.safetensors"
-            dataset.entries.append(PackedCall.of(call).write(path))
-        dataset.save_manifest()
-        arguments = ("--dir", directory, *QUICK, "torch-math", "--json", rows)
-        process = replays.start(*arguments, "--ray", address_of(two_nodes))
-        deadline = time.monotonic() + 200
-        while not (rows.exists() and rows.read_text().count("\n") >= 20):
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        assert two_nodes.stdin is not None
-        two_nodes.stdin.write("kill\n")
-        two_nodes.stdin.flush()
-        out, err = process.communicate(timeout=200)
-        assert process.returncode == 0, err
-        assert "Raylet" not in out + err
-        found = rows_of(rows)
-        assert [row["call"]["name"] for row in found] == [
-            f"model-{index:06d}" for index in range(200)
-        ]
-        assert {row["status"] for row in found} == {"ok"}
-        assert len({row["host"] for row in found}) == 2
-        (lost,) = {
-            flag for row in found for flag in row["flags"] if flag.startswith("measured after")
-        }
-        host = lost.split()[2]
-        assert f"replay: {host} is given up: {host} is gone" in err
-        retried = [row for row in found if lost in row["flags"]]
-        assert retried
-        assert host not in {row["host"] for row in retried}
 
-    @pytest.mark.slow
-    def test_what_breaks_on_a_node_stays_there(
-        self,
-        replays: Replays,
-        two_nodes: subprocess.Popen[str],
-        recorded: Path,
-        tmp_path: Path,
-    ) -> None:
-        """A kernel that ends its worker, and an environment that lacks torch on one node."""
-        (tmp_path / "deadly.py").write_text("import os\ndef end(*_, **__):\n    os._exit(3)\n")
-        python = tmp_path / "python"
-        python.write_text(
-            f'#!/bin/sh\n[ -z "$SECOND_NODE" ] || set -- -S "$@"\nexec {sys.executable} "$@"\n'
-        )
-        python.chmod(python.stat().st_mode | stat.S_IXUSR)
-        rows, deadly = tmp_path / "rows.jsonl", f"{tmp_path / 'deadly.py'}:end"
-        arguments = ("--dir", recorded, *QUICK, f"{deadly},torch-flash", "--json", rows)
-        address = address_of(two_nodes)
-        code, _, err = replays(*arguments, "--env", f"other={python}", "--ray", address)
-        assert code == 0, err
-        (left_out,) = [line for line in err.splitlines() if "left out" in line]
-        assert "environment other" in left_out
-        assert "No module named 'torch'" in left_out
-        found = rows_of(rows)
-        (host,) = {row["host"] for row in found}
-        assert host not in left_out
-        status = {(row["kernel"], row["environment"]): row["status"] for row in found}
-        assert status[deadly, "this"] == status[deadly, "other"] == "crash"
-        assert status["torch-flash", "this"] == status["torch-math", "other"] == "ok"
-        assert len(found) == 3 * len(status)
+@pytest.mark.slow
+@with_ray
+def test_what_breaks_on_a_node_stays_there(
+    replays: Replays,
+    two_nodes: subprocess.Popen[str],
+    recorded: Path,
+    tmp_path: Path,
+) -> None:
+    """A kernel that ends its worker, and an environment that lacks torch on one node."""
+    (tmp_path / "deadly.py").write_text("import os\ndef end(*_, **__):\n    os._exit(3)\n")
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\n[ -z "$SECOND_NODE" ] || set -- -S "$@"\nexec {sys.executable} "$@"\n'
+    )
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    rows, deadly = tmp_path / "rows.jsonl", f"{tmp_path / 'deadly.py'}:end"
+    arguments = ("--dir", recorded, "--call", "model-000000", "--json", rows)
+    arguments = (*arguments, *QUICK, f"{deadly},torch-flash")
+    address = address_of(two_nodes)
+    code, _, err = replays(*arguments, "--env", f"other={python}", "--ray", address)
+    assert code == 0, err
+    (left_out,) = [line for line in err.splitlines() if "left out" in line]
+    assert "environment other" in left_out
+    assert "No module named 'torch'" in left_out
+    found = rows_of(rows)
+    (host,) = {row["host"] for row in found}
+    assert host not in left_out
+    status = {(row["kernel"], row["environment"]): row["status"] for row in found}
+    assert status[deadly, "this"] == status[deadly, "other"] == "crash"
+    assert status["torch-flash", "this"] == status["torch-math", "other"] == "ok"
+    assert len(found) == len(status) == 5
 
-    @pytest.mark.slow
-    def test_ctrl_c_leaves_a_file_to_resume(
-        self,
-        replays: Replays,
-        two_nodes: subprocess.Popen[str],
-        recorded: Path,
-        tmp_path: Path,
-    ) -> None:
-        first = float(Dataset.open(recorded)[0].query.abs().max())
-        (tmp_path / "stalls.py").write_text(STALLS.format(first=first))
-        rows = tmp_path / "rows.jsonl"
-        kernel = f"{tmp_path / 'stalls.py'}:stall"
-        arguments = ("--dir", recorded, *QUICK, kernel, "--json", rows)
-        arguments = (*arguments, "--ray", address_of(two_nodes))
-        process = replays.start(*arguments)
-        deadline = time.monotonic() + 200
-        while not (rows.exists() and rows.read_text().count("\n") == 2):
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
-        assert process.returncode == 130
-        assert err.strip().endswith("replay: interrupted")
-        assert "Traceback" not in err
-        kept = rows_of(rows)
-        assert len(kept) == 2
-        (tmp_path / "goes on").touch()
-        code, _, err = replays(*arguments, "--resume")
-        assert code == 0, err
-        assert "1 call is kept" in err
-        found = rows_of(rows)
-        assert [row["call"]["name"] for row in found] == [
-            f"model-{index:06d}" for index in range(3) for _ in range(2)
-        ]
-        assert found[:2] == kept
+
+@pytest.mark.slow
+@with_ray
+def test_ctrl_c_leaves_a_file_to_resume(
+    replays: Replays,
+    two_nodes: subprocess.Popen[str],
+    recorded: Path,
+    tmp_path: Path,
+) -> None:
+    first = float(Dataset.open(recorded)[0].query.abs().max())
+    (tmp_path / "stalls.py").write_text(STALLS.format(first=first))
+    rows = tmp_path / "rows.jsonl"
+    kernel = f"{tmp_path / 'stalls.py'}:stall"
+    arguments = ("--dir", recorded, *QUICK, kernel, "--json", rows)
+    arguments = (*arguments, "--ray", address_of(two_nodes))
+    process = replays.start(*arguments)
+    deadline = time.monotonic() + 200
+    while not (rows.exists() and rows.read_text().count("\n") == 2):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.strip().endswith("replay: interrupted")
+    assert "Traceback" not in err
+    kept = rows_of(rows)
+    assert len(kept) == 2
+    (tmp_path / "goes on").touch()
+    code, _, err = replays(*arguments, "--resume")
+    assert code == 0, err
+    assert "1 call is kept" in err
+    found = rows_of(rows)
+    assert [row["call"]["name"] for row in found] == [
+        f"model-{index:06d}" for index in range(3) for _ in range(2)
+    ]
+    assert found[:2] == kept
 
 
 STALLS = """
