@@ -71,7 +71,7 @@ FIRST_OF_EACH_CAUSE = {fault.cause: fault for fault in reversed(FAULTS)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cause", ["mask-misread", "stale-graph"])
+@pytest.mark.parametrize("cause", ["stale-graph"])
 def test_the_doctor_names_a_fault(cause: str, tmp_path: Path) -> None:
     fault = FIRST_OF_EACH_CAUSE[cause]
     RECORDINGS[fault.recording].write(tmp_path / "recorded")
