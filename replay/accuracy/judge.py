@@ -167,8 +167,8 @@ def _bias(found: RowErrors, allowed: RowTolerance, factors: ExactThresholds) -> 
     unit = float(lengths[batch, head].masked_fill(~known[batch, head], 0.0).square().sum())
     size = "long" if biases[place] > 0 else "short"
     return (
-        f"; the rows of batch {batch}, head {head} err alike: together {bias / unit:.2%} too "
-        f"{size}, where rounding is within {limit / unit:.2%}"
+        f"; the rows of batch {batch}, head {head} err alike: together {100 * bias / unit:.2g}% "
+        f"too {size}, where rounding is within {100 * limit / unit:.2g}%"
     )
 
 

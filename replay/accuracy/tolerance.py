@@ -20,10 +20,14 @@ from replay.accuracy.thresholds import ExactThresholds
 ROWS_OF_A_HEAD = 32
 """A head with fewer rows is no sample: the worst eager row is then that of all heads."""
 
-SHARED_NOISE = 0.25
-"""Of its rounding noise, what a row may have in common with others: four times that is one rounding
-of each. A GPU's matrix units cut sums off at 24 bits where others round, after every 16 keys: of
-128k keys, half a rounding in float16, and a sixteenth in bfloat16."""
+SHARED_NOISE = 0.5
+"""Of its rounding noise, what a row of 16 bits may have in common with others: four times that is
+two roundings of each, of probabilities and of outputs, which are equal where keys and values are. A
+GPU's matrix units cut sums off at 24 bits where others round, after every 16 keys: of 128k keys,
+half a rounding in float16, and a sixteenth in bfloat16."""
+
+SHARED_NOISE_OF_SUMS = 1.0
+"""Of 32 bits, whose noise is that of sums: each addition of equal terms may err the same way."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,8 @@ class RowTolerance:
     eager_bias: Tensor = field(repr=False)
     """(B, Hq, 1): the part of the same-dtype error that a head's rows have in common, in units of
     their mean `noise`: see `bias_limits`."""
+    shared: float = SHARED_NOISE
+    """Of `noise`, what rounding may have in common in all rows."""
 
     def limits(self, thresholds: ExactThresholds) -> Tensor:
         """(B, Hq, Sq): the largest ‖output - reference‖ of each row."""
@@ -48,8 +54,8 @@ class RowTolerance:
 
         Where a kernel computes another attention in every row, say with one key too many, it grows
         with their number n. Rounding errors are independent: of rows at their `limits` it grows
-        with √n. What rounding has in common is a share of the noise (`SHARED_NOISE`), or what eager
-        attention shows.
+        with √n. What rounding has in common is a share of the noise (`shared`), or what
+        eager attention shows.
 
         Args:
             lengths: (B, Hq, S), ‖reference‖ of each row.
@@ -60,7 +66,7 @@ class RowTolerance:
         )
         eager_bias = self.eager_bias[..., 0].to(lengths.device)
         shared = (
-            thresholds.rounding_factor * SHARED_NOISE + thresholds.same_dtype_factor * eager_bias
+            thresholds.rounding_factor * self.shared + thresholds.same_dtype_factor * eager_bias
         )
         return torch.linalg.vector_norm(limits, dim=-1) + shared * noise.sum(-1)
 
@@ -116,7 +122,9 @@ def tolerance(
         lengths = torch.linalg.vector_norm(expected, dim=-1)
         weight[:, :, rows] = lengths
         noise[:, :, rows] = rounding_noise(lengths, spread[:, :, rows], call, reference.shape[3])
+    shared = SHARED_NOISE
     if call.dtype.itemsize >= 4:
+        shared = SHARED_NOISE_OF_SUMS
         terms = _terms_of_a_sum(call)
         noise *= terms
         rounding += torch.finfo(call.dtype).eps / 2 * _largest_finite(call.value) * terms
@@ -129,7 +137,8 @@ def tolerance(
     if eager.shape[2] < ROWS_OF_A_HEAD:
         worst, bias = (each.amax().expand_as(each) for each in (worst, bias))
     per_element = _largest_finite(noise) / math.sqrt(reference.shape[3])
-    return Tolerance(same_dtype_error, rounding, per_element, RowTolerance(noise, worst, bias))
+    rows_allowed = RowTolerance(noise, worst, bias, shared)
+    return Tolerance(same_dtype_error, rounding, per_element, rows_allowed)
 
 
 def rounding_noise(lengths: Tensor, spread: Tensor, call: AttentionCall, v_head_dim: int) -> Tensor:
