@@ -48,6 +48,11 @@ LOOK_SECONDS = 0.5
 ANSWERING_SECONDS = 120.0
 """How long a node may take to say whether a device works still."""
 
+HTTP2_SETTINGS = b"\x04"
+"""The type of the first frame that a server of HTTP/2 sends (RFC 9113, section 3.4)."""
+HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + HTTP2_SETTINGS + bytes(5)
+"""What its client sends first. Ray speaks gRPC, which is HTTP/2."""
+
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -56,6 +61,9 @@ QUIET = {
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",
 }
 """Nothing is sent to Ray's makers, and Ray prints nothing."""
+
+WORKERS_END_THEMSELVES = {"RAY_kill_child_processes_on_worker_exit": "0"}
+"""Workers that Ray kills cannot end what their kernels started, as they do once nobody asks."""
 
 
 class ClusterError(Error):
@@ -380,7 +388,7 @@ def _of_our_own() -> dict[str, str]:
 
 
 def _check(address: str) -> None:
-    """See that something answers, for which Ray would wait for minutes.
+    """See that Ray may answer, for which it would wait for minutes.
 
     Raises:
         ClusterError: nothing does, or it is no address.
@@ -394,12 +402,22 @@ def _check(address: str) -> None:
             "cluster that this machine is a node of, or no address to start one here"
         )
     try:
-        socket.create_connection((found[1], int(found[2])), CONNECTING_SECONDS).close()
+        with socket.create_connection((found[1], int(found[2])), CONNECTING_SECONDS) as connection:
+            if os.environ.get("RAY_USE_TLS", "0") in ("0", "false"):
+                connection.sendall(HTTP2_GREETING)
+                is_ray = connection.recv(4)[3:] == HTTP2_SETTINGS
+            else:
+                is_ray = True
     except (OSError, OverflowError) as error:
         raise ClusterError(
             f"--ray {address}: nothing answers there ({error}): check the address that `ray start "
             "--head` printed, and the firewall"
         ) from error
+    if not is_ray:
+        raise ClusterError(
+            f"--ray {address}: what answers there is not Ray: give the port that `ray start "
+            "--head` printed, usually 6379"
+        )
 
 
 def _why_not(error: Exception) -> str:
@@ -438,6 +456,7 @@ def _actor(place: Place, device: torch.device, interpreters: dict[str, str], tim
         num_gpus=1 if device.type == "cuda" else 0,
         num_cpus=place.cpus,
         scheduling_strategy=NodeAffinitySchedulingStrategy(place.node_id, soft=False),
+        runtime_env={"env_vars": WORKERS_END_THEMSELVES},
     )
     return there.remote(place.share, os.getcwd(), interpreters, timeout)
 

@@ -6,11 +6,13 @@ import importlib.util
 import json
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +22,7 @@ import replay as replay_package
 from capture.call import AttentionCall
 from capture.storage.call_file import PackedCall
 from capture.storage.dataset import Dataset
+from replay.distribution import ray_cluster
 from replay.distribution.ray_cluster import Cluster, ClusterError, _why_not, connected
 
 RunCli = Callable[..., tuple[int, str, str]]
@@ -102,12 +105,19 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 
 LISTENERS = """
-import os, pathlib
+import os, pathlib, time
 from torch.nn.functional import scaled_dot_product_attention
+
+copies = []
 
 def listeners(query, key, value, *others, **options):
     with open(pathlib.Path(__file__).parent / "listeners", "w") as file:
         file.write("\\n".join(sorted(set(addresses()))))
+    if not copies:
+        copies.append(os.fork())
+        if copies == [0]:
+            time.sleep(120)  # what a kernel starts ends with the command
+            os._exit(0)
     return scaled_dot_product_attention(query, key, value, *others, **options)
 
 def addresses():
@@ -303,6 +313,37 @@ def test_without_ray_it_says_how_to_install_it(
 def test_an_address_where_no_cluster_is(address: str, reason: str) -> None:
     with pytest.raises(ClusterError, match=f"^--ray {address}: {reason}"), connected(address):
         pass
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n", "what answers there is not Ray: give the port that"),
+        (b"", "what answers there is not Ray"),
+        (None, "nothing answers there .timed out.: check the address"),
+    ],
+)
+@pytest.mark.usefixtures("a_ray")
+def test_an_address_where_something_else_is(
+    answer: bytes | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_cluster, "CONNECTING_SECONDS", 5.0 if answer is not None else 0.1)
+    with ThreadPoolExecutor(1) as pool, socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                while answer is None and connection.recv(1 << 10):
+                    pass  # until the other side gives up
+                if answer is not None:
+                    connection.recv(1 << 10)
+                    connection.sendall(answer)
+
+        served = pool.submit(serve)
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(ClusterError, match=f"^--ray {address}: {reason}"), connected(address):
+            pass
+        served.result()
 
 
 @pytest.fixture
