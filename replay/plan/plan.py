@@ -152,12 +152,12 @@ class Plan:
         return sum(choice.saved_ms for choice in self.choices)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON, atomically.
+        """Write the plan as JSON, atomically; a pipe or a device is written to, not replaced.
 
         Raises:
             PlanError: the file cannot be written.
         """
-        path = Path(path)
+        path = Path(path).resolve()
         data = {
             "format": FORMAT,
             "model": self.model,
@@ -169,10 +169,12 @@ class Plan:
             "left_out": self.left_out,
             "choices": [_without_nan(asdict(choice)) for choice in self.choices],
         }
-        temporary = path.with_name(f".{path.name}.tmp")
+        is_replaced = path.is_file() or not path.exists()
+        written = path.with_name(f".{path.name}.tmp") if is_replaced else path
         try:
-            temporary.write_text(json.dumps(data, indent=1))
-            os.replace(temporary, path)
+            written.write_text(json.dumps(data, indent=1))
+            if is_replaced:
+                os.replace(written, path)
         except OSError as error:
             raise PlanError(f"cannot write the plan {path}: {error.strerror}") from error
 

@@ -95,15 +95,19 @@ def write_jsonl(rows: Iterable[Row], file: TextIO) -> None:
 def save_jsonl(rows: Iterable[Row], path: Path) -> None:
     """Make these rows the file's, in one step, so that an interruption leaves what there was.
 
+    A pipe or a device is written to, not replaced.
+
     Raises:
         RowsError: it cannot be written.
     """
     path = path.resolve()
-    temporary = path.with_name(f".{path.name}.tmp")
+    is_replaced = path.is_file() or not path.exists()
+    written = path.with_name(f".{path.name}.tmp") if is_replaced else path
     try:
-        with temporary.open("w") as file:
+        with written.open("w") as file:
             write_jsonl(rows, file)
-        os.replace(temporary, path)
+        if is_replaced:
+            os.replace(written, path)
     except OSError as error:
         raise RowsError(f"cannot write {path}: {error.strerror}") from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -127,3 +128,15 @@ def test_wrong_files_are_one_sentence(plan: Plan, tmp_path: Path) -> None:
     path.write_bytes(b"\x80\x02}q")
     with pytest.raises(PlanError, match="not valid JSON"):
         Plan.load(path)
+
+
+def test_a_pipe_is_written_to_not_replaced(plan: Plan, tmp_path: Path) -> None:
+    pipe = tmp_path / "plan.json"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDWR)  # else to open it for writing would wait for a reader
+    try:
+        plan.save(pipe)
+        assert pipe.is_fifo()
+        assert json.loads(os.read(reader, 1 << 16))["model"] == plan.model
+    finally:
+        os.close(reader)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,15 @@ def test_a_field_of_errors_has_as_many_ranges_for_each_head(tmp_path: Path) -> N
     path.write_text(json.dumps(data) + "\n")
     with pytest.raises(RowsError, match="line 1: not a row of `replay --json`"):
         read_jsonl(path)
+
+
+def test_a_pipe_is_written_to_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "rows.jsonl"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDWR)  # else to open it for writing would wait for a reader
+    try:
+        save_jsonl([row("a")], pipe)
+        assert pipe.is_fifo()
+        assert json.loads(os.read(reader, 1 << 16)) == row_to_json(row("a"))
+    finally:
+        os.close(reader)
