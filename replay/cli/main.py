@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import importlib
 import logging
 import sys
@@ -411,6 +412,12 @@ def _explain(error: Exception) -> int:
     text = printable(str(error))
     if isinstance(error, Error):
         print(f"replay: {text}", file=sys.stderr)
+        return 2
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        print(
+            f"replay: cannot write: {error.strerror}: make room; --resume continues a --json file",
+            file=sys.stderr,
+        )
         return 2
     print(
         f"replay: unexpected {type(error).__name__}: {text} (traceback with --debug)",

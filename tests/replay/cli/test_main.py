@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
 import re
@@ -425,6 +426,21 @@ def test_devices_that_cannot_be_used(run_cli: RunCli, device: str) -> None:
     assert err.startswith("replay: ")
     assert "--device" in err
     assert err.count("\n") == 1
+
+
+def test_a_full_disk_is_one_sentence_with_the_remedy(
+    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("replay.workers.execution.replay", fail)
+    code, _, err = run_cli(*SHAPE, *QUICK)
+    assert code == 2
+    assert err == (
+        "replay: cannot write: No space left on device: make room; --resume continues a --json "
+        "file\n"
+    )
 
 
 def test_a_defect_of_ours_is_one_sentence_unless_debugging(
