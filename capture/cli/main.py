@@ -67,8 +67,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = OneSentenceParser(
         prog="capture",
-        description="Record the attention calls a model really makes (query, key, value, mask, "
-        "output) in a directory of safetensors files.",
+        description="Record the attention calls a model really makes (query, key, value,\n"
+        "mask, output) in a directory of safetensors files.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

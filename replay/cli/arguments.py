@@ -70,8 +70,8 @@ def parser() -> argparse.ArgumentParser:
     """Build the parser; invalid combinations of arguments are rejected later."""
     command = OneSentenceParser(
         prog="replay",
-        description="Run attention kernels on recorded calls (or random ones): how fast, how "
-        "accurate, which to use.",
+        description="Run attention kernels on recorded calls (or random ones): how fast,\n"
+        "how accurate, which to use.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -21,8 +21,8 @@ def parser() -> argparse.ArgumentParser:
     """Build the parser of `replay compare`."""
     command = OneSentenceParser(
         prog="replay compare",
-        description="Compare runs that `replay --json` wrote: speed and accuracy of the same "
-        "kernel on the same call.",
+        description="Compare runs that `replay --json` wrote: speed and accuracy of the\n"
+        "same kernel on the same call.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -49,8 +49,8 @@ def parser() -> OneSentenceParser:
     command = OneSentenceParser(
         prog="replay doctor",
         description="Find out why kernels are wrong on recorded calls: on which layer, step and\n"
-        "head, what causes it and how that was found, and what to use instead. Exits with 1\n"
-        "if a kernel is wrong.",
+        "head, what causes it and how that was found, and what to use instead. Exits\n"
+        "with 1 if a kernel is wrong.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

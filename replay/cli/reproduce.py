@@ -129,7 +129,7 @@ def _said(request: Request, found: Reproduced, out: Path) -> list[str]:
     part = smallest.call.origin.derived or f"all of {call}"
     limit = "" if smallest.is_complete else "; --max-seconds ended the search"
     return [
-        f"{name} is {smallest.outcome.status}: {smallest.outcome.reason}",
+        f"{name}: {smallest.outcome.status}: {smallest.outcome.reason}",
         f"{out}: {part} ({smallest.call.shape}), after {smallest.trials} trials{limit}",
     ]
 

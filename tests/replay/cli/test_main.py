@@ -428,6 +428,17 @@ def test_devices_that_cannot_be_used(run_cli: RunCli, device: str) -> None:
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", [[], ["compare"], ["devices"], ["doctor"], ["report"]])
+def test_what_help_says_first_fits_80_columns(
+    run_cli: RunCli, command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = run_cli(*command, "--help")
+    purpose = out.split("\n\n")[1]
+    assert code == 0
+    assert max(map(len, purpose.splitlines())) <= 80
+
+
 def test_a_full_disk_is_one_sentence_with_the_remedy(
     run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

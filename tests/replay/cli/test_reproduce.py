@@ -93,7 +93,7 @@ def test_a_planted_fault_is_shown_without_this_project(
     code, out, err = run_cli(*command(f"planted.py:{fault}"))
     assert (code, err) == (0, "")
     seen, written = out.splitlines()
-    assert seen.startswith(f"planted.py:{fault} is {planted.status}")
+    assert seen.startswith(f"planted.py:{fault}: {planted.status}: ")
     assert written.startswith("bug: ")
     (call,) = load("bug")
     assert call.shape[:5] == planted.shape
