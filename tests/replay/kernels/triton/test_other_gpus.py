@@ -15,10 +15,9 @@ from benchmarks.other_gpus import KERNELS, SHARED_KIB
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", ["8.6", "10.0"])
-def test_kernels_compile_where_the_table_says_so(capability: str, tmp_path: Path) -> None:
-    """One head dimension, least and most shared memory; its programs are what takes the time."""
-    out = tmp_path / "found.csv"
+def test_kernels_compile_where_the_table_says_so(tmp_path: Path) -> None:
+    """One head dimension, and the least shared memory; its programs are what takes the time."""
+    capability, out = "8.6", tmp_path / "found.csv"
     command = [sys.executable, "-m", "benchmarks.other_gpus", "--out", str(out)]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     subprocess.run(

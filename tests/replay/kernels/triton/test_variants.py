@@ -255,7 +255,7 @@ def test_decode_reads_no_keys_before_the_window() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_call(data: st.DataObject) -> None:
     draw = data.draw
