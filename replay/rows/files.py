@@ -70,11 +70,11 @@ def rebuilt(kind: type[T], data: dict[str, Any]) -> T:
 
 
 def _value(hint: Any, value: Any) -> Any:
+    if hint is float:
+        return math.nan if value is None else float(value)
     options = [option for option in get_args(hint) if option is not type(None)]
     if type(None) in get_args(hint):
         return None if value is None else _value(options[0], value)
-    if hint is float:
-        return math.nan if value is None else float(value)
     if get_origin(hint) is dict:
         return {key: _value(get_args(hint)[1], each) for key, each in value.items()}
     if get_origin(hint) in (tuple, list):

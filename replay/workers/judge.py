@@ -7,7 +7,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from capture.counted import counted
@@ -55,11 +54,7 @@ class Judge:
         self._finish_expecting()
         if question["do"] == "open":
             question = {**question, "workload": workload.source}
-        try:
-            return self._process.answer(**question, settings=settings.to_json())
-        finally:
-            for path in Path(self.spool).iterdir():
-                path.unlink()
+        return self._process.answer(**question, settings=settings.to_json())
 
     def _finish_expecting(self) -> None:
         for _ in self._expecting:

@@ -7,18 +7,19 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from capture.call import AttentionCall
 from replay.bench.referee import LocalReferee, Sample
 from replay.bench.settings import Settings
 from replay.timing.machine import usual_device
+from replay.workers.shared_memory import Inbox
 from replay.workers.sources import workload_of
 from replay.workers.worker import Hear, Say
 
 _referees: dict[str, LocalReferee] = {}
 """The last call's referee, or the next one's: a worker that died and begins again asks for the
 same."""
+_inbox = Inbox()
 
 
 def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
@@ -42,7 +43,7 @@ def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
         say(opened=True)
         return
     (referee,) = _referees.values()
-    tensors = load_file(request["path"], device=str(settings.device))
+    tensors = _inbox.take(request["handed"], settings.device)
     kernel, accuracy_class = request["kernel"], request["accuracy_class"]
     chosen = tensors.get("chosen") if accuracy_class == "sparse" else None
     if request["do"] == "judge":
@@ -81,9 +82,8 @@ def _open(request: dict[str, Any], settings: Settings) -> None:
         _referees.clear()
         _referees[key] = _referee(request, settings)
     referee = _referees[key]
-    referee.seed, referee.compared = request["seed"], None
-    if request["compared"]:
-        referee.compared = load_file(request["compared"], device=str(settings.device))["output"]
+    referee.seed = request["seed"]
+    referee.compared = _inbox.take(request["handed"], settings.device).get("output")
 
 
 def _referee(request: dict[str, Any], settings: Settings) -> LocalReferee:

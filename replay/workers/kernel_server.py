@@ -21,6 +21,7 @@ from replay.bench.settings import Settings, WorkerOptions
 from replay.kernels.registry import find
 from replay.timing.machine import available_bytes, usual_device
 from replay.workers.remote_referee import RemoteReferee
+from replay.workers.shared_memory import Outbox
 from replay.workers.sources import workload_of
 from replay.workers.worker import LEFTOVERS, Hear, Say
 from replay.workloads.recorded import Workload
@@ -51,6 +52,12 @@ def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
 def _guard() -> Guard:
     """Made at the first request, when no kernel of anybody's has been imported."""
     return Guard()
+
+
+@functools.cache
+def _outbox(directory: str) -> Outbox:
+    """The one of this process, kept from call to call."""
+    return Outbox(directory)
 
 
 def _probe(request: dict[str, Any], say: Say, guard: Guard) -> None:
@@ -102,7 +109,9 @@ def _replay(request: dict[str, Any], say: Say, hear: Hear, guard: Guard) -> None
         kernels = [find(name) for name in request["kernels"]]
         wanted = workload_of(request["workload"])
         LEFTOVERS.update(filter(None, [options.spool]))
-        referees = RemoteReferee.factory(say, hear, options.spool) if options.spool else None
+        referees = None
+        if options.spool:
+            referees = RemoteReferee.factory(say, hear, _outbox(options.spool))
         for row in replay([wanted], kernels, settings, report, tell, options, referees, guard):
             say(row=asdict(row))
         say(disturbing=guard.disturbing())

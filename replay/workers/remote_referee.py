@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from capture.call import AttentionCall
@@ -18,6 +15,7 @@ from replay.bench.runner import Referees
 from replay.bench.settings import Settings
 from replay.rows.files import rebuilt
 from replay.rows.row import AccuracyClass
+from replay.workers.shared_memory import Outbox
 from replay.workers.worker import Hear, Say
 
 MOST_BLOCKS = 5
@@ -32,24 +30,24 @@ class RemoteReferee:
     """Asks the parent, which asks its judge.
 
     Args:
-        spool: a directory for files of tensors; the parent removes each when it is judged.
+        outbox: where the judge finds tensors; it has read them when it answers.
     """
 
-    def __init__(self, say: Say, hear: Hear, spool: str) -> None:
+    def __init__(self, say: Say, hear: Hear, outbox: Outbox) -> None:
         self._say = say
         self._hear = hear
-        self._files = (Path(spool) / f"{number}.safetensors" for number in itertools.count())
+        self._outbox = outbox
 
     @classmethod
-    def factory(cls, say: Say, hear: Hear, spool: str) -> Referees:
+    def factory(cls, say: Say, hear: Hear, outbox: Outbox) -> Referees:
         """What makes the referee of each call."""
 
         def open_referee(
             call: AttentionCall, seed: int, settings: Settings, compared: Tensor | None
         ) -> Referee:
-            referee = cls(say, hear, spool)
-            path = "" if compared is None else referee._file({"output": compared})
-            referee._ask(do="open", seed=seed, compared=path)
+            referee = cls(say, hear, outbox)
+            handed = outbox.put(_optional("output", compared))
+            referee._ask(do="open", seed=seed, handed=handed)
             return referee
 
         return open_referee
@@ -63,12 +61,12 @@ class RemoteReferee:
         *,
         of_core: bool = False,
     ) -> Judged:
-        path = self._file({"output": output} | _optional("chosen", chosen))
+        handed = self._outbox.put({"output": output} | _optional("chosen", chosen))
         answer = self._ask(
             do="judge",
             kernel=kernel,
             accuracy_class=accuracy_class,
-            path=path,
+            handed=handed,
             of_core=of_core,
         )
         return rebuilt(Judged, answer["judged"])
@@ -91,7 +89,7 @@ class RemoteReferee:
             do="samples",
             kernel=kernel,
             accuracy_class=accuracy_class,
-            path=self._file(tensors),
+            handed=self._outbox.put(tensors),
             numbers=numbers,
         )
         wrong: str = answer["wrong"]
@@ -116,11 +114,6 @@ class RemoteReferee:
                 return output if calls == 1 and not is_short else None
             calls *= 2
         return None
-
-    def _file(self, tensors: dict[str, Tensor]) -> str:
-        path = next(self._files)
-        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path)
-        return str(path)
 
     def _ask(self, **question: Any) -> dict[str, Any]:
         self._say(judge=question)

@@ -21,6 +21,7 @@ from replay.workers import judge, judge_server
 from replay.workers.judge import Hearing, Judge
 from replay.workers.process import Process
 from replay.workers.remote_referee import RemoteReferee
+from replay.workers.shared_memory import Outbox
 from replay.workloads.random_calls import Spec
 from replay.workloads.random_calls import workload as synthetic_workload
 from replay.workloads.recorded import Workload
@@ -133,7 +134,7 @@ def test_clocks_are_compared_again_before_one_is_not_believed(
     def hear() -> dict[str, Any]:
         return {"agree": next(answers)} if asked[-1] == "stop clock" else {}
 
-    referee = RemoteReferee(lambda *, judge: asked.append(judge["do"]), hear, "")
+    referee = RemoteReferee(lambda *, judge: asked.append(judge["do"]), hear, Outbox(""))
     assert referee.clock("mine", lambda: torch.ones(1), torch.device("cpu"), 0.1) is None
     assert asked == ["start clock", "stop clock"] * blocks
 
@@ -148,7 +149,7 @@ def test_the_only_call_of_a_block_can_be_judged(agree: list[bool], calls: int) -
         outputs.append(torch.ones(1))
         return outputs[-1]
 
-    referee = RemoteReferee(lambda *, judge: None, lambda: next(answers), "")
+    referee = RemoteReferee(lambda *, judge: None, lambda: next(answers), Outbox(""))
     output = referee.clock("mine", run, torch.device("cpu"), 100.0)
     assert len(outputs) == calls
     assert (output is outputs[0]) == (calls == 1)
@@ -168,7 +169,7 @@ def court(tmp_path: Path) -> Callable[..., RemoteReferee]:
             request = {**judge, "workload": CALL.source, "settings": settings.to_json()}
             judge_server.handle(request, lambda **answer: answers.append(answer), answers.pop)
 
-        factory = RemoteReferee.factory(say, answers.pop, str(tmp_path))
+        factory = RemoteReferee.factory(say, answers.pop, Outbox(str(tmp_path)))
         referee = factory(CALL.load(settings.device), seed, settings, None)
         assert isinstance(referee, RemoteReferee)
         return referee
