@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
+from replay.kernels.triton.descriptors import at
+
 Planned = TypeVar("Planned")
 
 MOST_KEPT = 1024
@@ -110,6 +112,13 @@ class PlannedCall(NamedTuple):
     launch: Launch
     descriptors: tuple[Any, Any] | None = None
     """Of key and value, to be moved to theirs; None where pointers are passed."""
+
+    def operands(self, key: Tensor, value: Tensor) -> tuple[Any, Any]:
+        """Key and value as the kernel takes them: tensors, or descriptors of them."""
+        if self.descriptors is None:
+            return key, value
+        of_key, of_value = self.descriptors
+        return at(of_key, key), at(of_value, value)
 
 
 def layout(tensor: Tensor | None) -> Hashable:

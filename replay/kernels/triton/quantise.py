@@ -33,6 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from replay.kernels.triton.launch import Launch, named
+from replay.kernels.triton.matmul import INTERPRETED
 
 GROUP = 128
 """Keys that share a scale."""
@@ -49,8 +50,6 @@ SMALLEST_MAXIMUM = tl.constexpr(1e-12)
 INT8_MAX = tl.constexpr(127.0)
 FP8_MAX = tl.constexpr(448.0)
 """Largest e4m3 number."""
-
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 SAMPLE = tl.constexpr(64)
 """Keys whose mean is subtracted: one of each of as many even parts of the sequence."""

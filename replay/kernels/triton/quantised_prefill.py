@@ -29,11 +29,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from replay.kernels.triton.descriptors import at, nowhere
 from replay.kernels.triton.launch import Kept, Launch, PlannedCall, layout, named
+from replay.kernels.triton.matmul import INTERPRETED
 from replay.kernels.triton.quantise import (
     FP8_MAX,
     GROUP,
     INT8_MAX,
-    INTERPRETED,
     SMALLEST_MAXIMUM,
     QuantisedKeyValue,
     padded_dim,

@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from capture.call import AttentionCall
 from replay.kernels.triton import forward
+from replay.kernels.triton.forward_tiles import pieces
 from replay.kernels.triton.prefill import prefill
 from tests import factories
 from tests.replay.kernels.pairwise import pairwise
@@ -275,7 +276,7 @@ def test_nothing_is_read_or_written_out_of_bounds(
 
 
 def test_pieces() -> None:
-    found = {dim: forward.pieces(dim) for dim in (1, 16, 17, 40, 64, 72, 80, 96, 120, 160, 256)}
+    found = {dim: pieces(dim, True) for dim in (1, 16, 17, 40, 64, 72, 80, 96, 120, 160, 256)}
     assert found == {
         1: (16, 0),
         16: (16, 0),

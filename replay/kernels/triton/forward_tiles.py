@@ -1,0 +1,72 @@
+"""How `forward_kernel.py` cuts up a call: pieces of a head dimension, rows, keys and warps."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from capture.variant import PLAIN, Variant
+
+
+def pieces(head_dim: int, are_aligned: bool) -> tuple[int, int]:
+    """A head dimension as two powers of two, at least 16 each, that cover it; the second may be 0.
+
+    Two pieces only where that is less than the next power of two.
+
+    Args:
+        are_aligned: whether rows begin at multiples of 16 bytes, so that they can be copied to
+            shared memory asynchronously. Others are one piece: two of them came out wrong at
+            head_dim 72 on an H200 with Triton 3.6, for a reason not found.
+    """
+    whole = max(16, int(triton.next_power_of_2(head_dim)))
+    if whole in (head_dim, 16) or not are_aligned:
+        return whole, 0
+    main = whole // 2
+    rest = max(16, triton.next_power_of_2(head_dim - main))
+    return (main, rest) if main >= 16 and main + rest < whole else (whole, 0)
+
+
+class Blocks(NamedTuple):
+    """How a call is cut up."""
+
+    rows: int
+    """Queries of a program."""
+    keys: int
+    """Keys at a time."""
+    warps: int
+    stages: int
+    """Blocks of keys and values in flight."""
+    registers: int | None = None
+    """The most a thread may take, so that more programs share a multiprocessor."""
+
+
+def blocks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool,
+    has_descriptors: bool,
+    variant: Variant = PLAIN,
+) -> Blocks:
+    """The fastest found on an H200; other GPUs, and other ways to load, get what fits them."""
+    left, right = variant.window
+    head_dim = max(query.shape[-1], value.shape[-1])
+    if query.dtype == torch.float32:  # exact products, which no tensor core does
+        return Blocks(64, 32, 4, 1) if head_dim <= 64 else Blocks(32, 32, 4, 1)
+    if not has_descriptors:
+        if head_dim <= 64:
+            return Blocks(128, 64, 4, 3)
+        return Blocks(128, 64, 8, 3) if head_dim <= 128 else Blocks(64, 32, 4, 2)
+    if head_dim <= 64:
+        # Few rows waste less beside a diagonal.
+        is_cut = is_causal or variant.window != (None, None)
+        return Blocks(64, 128, 4, 2) if is_cut else Blocks(128, 128, 8, 3, 128)
+    if head_dim <= 128:
+        # Small programs end more evenly; large ones read keys and values half as often.
+        seen = key.shape[2] if left is None else left + (right or 0)
+        is_short = seen < 8192
+        return Blocks(64, 64, 4, 3) if is_short else Blocks(128, 64, 8, 2, 128)
+    return Blocks(128, 64, 8, 2)

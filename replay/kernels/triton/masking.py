@@ -1,0 +1,79 @@
+"""Which keys a query sees, and what a mask adds to its scores."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from capture.variant import Variant
+from replay.kernels.triton.online_softmax import LOG2_E
+
+LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
+"""The largest float32: what a mask of -finfo.max must not leave when it is turned to base 2."""
+
+
+@triton.jit
+def may_see(diagonals, keys, k_end, left, right, IS_CAUSAL: tl.constexpr):
+    """(M, N): whether a query sees a key.
+
+    Args:
+        diagonals: (M,), the keys beside the queries.
+        keys: (N,), of which those from `k_end` on are nobody's.
+        left, right: sides of a window, keys before and after the diagonal; None for all.
+    """
+    seen = keys[None, :] < k_end
+    if IS_CAUSAL:
+        seen = seen & (keys[None, :] <= diagonals[:, None])
+    if right is not None:
+        seen = seen & (keys[None, :] <= diagonals[:, None] + right)
+    if left is not None:
+        seen = seen & (keys[None, :] >= diagonals[:, None] - left)
+    return seen
+
+
+@triton.jit
+def mask_bias(
+    attn_mask,
+    rows,
+    keys,
+    q_end,
+    k_end,
+    stride_row,
+    stride_key,
+    IS_BOOL: tl.constexpr,
+    IS_BOUNDED: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+):
+    """What a mask adds to scores in base 2: (M, N), or (1, N) where all rows share it."""
+    inside = keys[None, :] < k_end
+    pointers = attn_mask + keys.to(tl.int64)[None, :] * stride_key
+    if HAS_ROWS:
+        pointers += rows.to(tl.int64)[:, None] * stride_row
+        inside = inside & (rows[:, None] < q_end)
+        values = tl.load(pointers, mask=inside, other=0).to(tl.float32)
+    elif IS_BOUNDED:
+        values = tl.load(pointers, mask=inside, other=0).to(tl.float32)
+    else:
+        values = tl.load(pointers).to(tl.float32)
+    if IS_BOOL:
+        bias = tl.where(values != 0, 0.0, float("-inf"))
+    else:
+        # Only -inf may become -inf: a row of -finfo.max alone is an ordinary row.
+        scaled = tl.maximum(values * LOG2_E, -LARGEST)
+        is_ordinary = (values != float("-inf")) & (values == values)
+        bias = tl.where(is_ordinary, scaled, values)
+    return bias
+
+
+def window_sides(
+    is_causal: bool, variant: Variant, q_len: int, k_len: int
+) -> tuple[bool, int | None, int | None]:
+    """Whether a call is causal, and the sides of its window beside that; None where one leaves
+    nothing out."""
+    left, right = (
+        None if side is None or side >= q_len + k_len else side for side in variant.window
+    )
+    if is_causal or right == 0:
+        return True, left, None
+    return False, left, right

@@ -1,0 +1,21 @@
+"""A tensor-core product of tiles."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+"""Whether kernels run on the CPU, in Triton's interpreter: decided when Triton is imported."""
+
+
+@triton.jit
+def matmul(left, right, sums):
+    """left · right + sums, (M, N) in float32.
+
+    Triton's interpreter takes the bits of bfloat16 for integers, so it gets float32.
+    """
+    if INTERPRETED:
+        left = left.to(tl.float32)
+        right = right.to(tl.float32)
+    return tl.dot(left, right, sums, input_precision="ieee")

@@ -1,0 +1,53 @@
+"""The online softmax of our Triton kernels (Milakov and Gimelshein 2018), in base 2.
+
+Keys come a block at a time. Each row has a running maximum m and sum l, and what it has summed
+up so far, o, is brought to the new maximum with every block:
+
+    s = q·kᵀ·scale·log₂e        m' = max(m, max s)        p = 2^(s − m')
+    l' = l·2^(m − m') + Σp      o' = o·2^(m − m') + p·v   output = o / l
+
+log₂e is part of the scale (`base_2`), since the GPU has an instruction for 2^x and none for e^x. A
+sink is where maximum and sum begin: m = sink·log₂e, l = 1.
+"""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+LN_2 = tl.constexpr(math.log(2))
+
+
+@triton.jit
+def softmax_step(scores, maximum, factor):
+    """One block's weights p (M, N), the new maximum m', and 2^(m − m') for what was summed before.
+
+    Args:
+        scores: (M, N); times `factor`, which is not negative, they are s.
+        maximum: (M,), m; -inf where no key has been seen yet, which subtracted from a score of -inf
+            would be NaN.
+    """
+    new_maximum = tl.maximum(maximum, tl.max(scores, 1) * factor)
+    origin = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    weights = tl.math.exp2(scores * factor - origin[:, None])
+    rescale = tl.math.exp2(maximum - origin)
+    return weights, new_maximum, rescale
+
+
+@triton.jit
+def soft_cap(exponents, cap):
+    """cap · tanh(x) of 2^exponent = e^2x: tanh x = 1 − 2 / (e^2x + 1), right to float32's rounding.
+
+    `base_2` has the scale that makes products such exponents, and the cap that makes this s.
+    """
+    return cap * (1.0 - 2.0 / (tl.math.exp2(exponents) + 1.0))
+
+
+def base_2(scale: float, softcap: float | None) -> tuple[float, float | None]:
+    """The factor that turns q·k into s, and no cap; or into `soft_cap`'s exponents, and its cap."""
+    if softcap is None:
+        return scale * LOG2_E.value, None
+    return 2 * scale * LOG2_E.value / softcap, softcap * LOG2_E.value
