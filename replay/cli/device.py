@@ -5,10 +5,12 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
+import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from replay.cli.files import UsageError
+from replay.large_imports import without_collecting
 
 if TYPE_CHECKING:
     import torch
@@ -16,17 +18,15 @@ if TYPE_CHECKING:
 
 @functools.cache
 def _imported_torch() -> ModuleType:
-    """PyTorch. Looking for garbage meanwhile takes a fifth of the time, and there is none.
+    """PyTorch. Its half a million objects are left out of every search for garbage from then on.
 
-    Nor is it worth the time to take PyTorch's half a million objects apart when the process ends.
+    Nor are they worth the time to take them apart when the process ends.
     """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    is_new = "torch" not in sys.modules
+    with without_collecting():
         import torch
-    finally:
-        if was_enabled:
-            gc.enable()
+    if is_new:  # else there is more in this process than the command
+        gc.freeze()
     atexit.register(gc.freeze)
     return torch
 

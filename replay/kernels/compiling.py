@@ -11,6 +11,7 @@ memory), after which every later graph fails too. Both are dealt with here.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Hashable
@@ -20,6 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
+
+from replay.large_imports import without_collecting
+
+
+def import_compiler() -> None:
+    """Import what `torch.compile` imports when it first compiles, in two thirds of the time."""
+    with without_collecting():
+        import torch._inductor.compile_fx  # noqa: F401
 
 
 class CompiledPerSignature:
@@ -37,14 +46,9 @@ class CompiledPerSignature:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         signature = tuple(_facts(value) for value in (*args, *kwargs.values()))
         if signature not in self._compiled:
-            # Its search reports every candidate that did not compile as an error.
-            logging.getLogger("torch._inductor.select_algorithm").setLevel(logging.CRITICAL)
-            self._compiled[signature] = torch.compile(
-                _with_own_code(self._function, f"{self._function.__name__}_{len(self._compiled)}"),
-                mode=self._mode,
-                fullgraph=True,
-                dynamic=False,
-            )
+            self._compiled[signature] = self._to_compile(len(self._compiled))
+            with self._in_this_process():
+                return self(*args, **kwargs)
         if self._mode != "max-autotune":
             return self._compiled[signature](*args, **kwargs)
         torch.compiler.cudagraph_mark_step_begin()
@@ -55,6 +59,30 @@ class CompiledPerSignature:
 
             reset_cudagraph_trees()
             raise
+
+    def _to_compile(self, number: int) -> Callable[..., Tensor]:
+        """The function with a code object of its own, which compiles when it is first called."""
+        import_compiler()
+        # Its search reports every candidate that did not compile as an error.
+        logging.getLogger("torch._inductor.select_algorithm").setLevel(logging.CRITICAL)
+        return torch.compile(
+            _with_own_code(self._function, f"{self._function.__name__}_{number}"),
+            mode=self._mode,
+            fullgraph=True,
+            dynamic=False,
+        )
+
+    def _in_this_process(self) -> contextlib.AbstractContextManager[object]:
+        """Start no pool of compiling processes, except for a search among many programs.
+
+        An attention call is one program or a few: they would be compiled before the pool, which
+        imports PyTorch once more, is there. Its processes then start while others are timed.
+        """
+        if self._mode == "max-autotune":
+            return contextlib.nullcontext()
+        from torch._inductor import config
+
+        return config.patch(compile_threads=1)
 
 
 def _facts(value: Any) -> Hashable:

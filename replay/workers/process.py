@@ -55,7 +55,6 @@ if sys.path[0] == "":
     del sys.path[0]
 gc.disable()  # to import PyTorch makes no garbage, and looking for it takes a fifth of the time
 from replay.workers.worker import main
-gc.enable()
 main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
 """
 """What the child executes: it finds our packages and nothing else that lies beside them, since

@@ -9,6 +9,7 @@ starts it, with the two ends of pipes that it talks through, and names the modul
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import json
 import os
@@ -37,7 +38,7 @@ Hear = Callable[[], dict[str, Any]]
 
 
 def main(requests_fd: int, replies_fd: int, handler: str) -> None:
-    """Serve until the parent closes its end.
+    """Serve until the parent closes its end. Nothing looks for garbage until all is imported.
 
     Args:
         handler: a module with `handle(request, say, hear)`, which answers one request.
@@ -52,6 +53,8 @@ def main(requests_fd: int, replies_fd: int, handler: str) -> None:
     for stream in (sys.stdout, sys.stderr):
         keep_open(stream)
     handle = importlib.import_module(handler).handle
+    gc.freeze()  # no search for garbage goes through PyTorch's half a million objects
+    gc.enable()
 
     def next_line() -> str:
         os.set_blocking(requests_fd, True)  # a kernel may have changed that

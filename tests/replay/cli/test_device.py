@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 def collected(*arguments, **named):
     assert gc.isenabled()
+    assert gc.get_freeze_count() > 100_000  # PyTorch's objects
     return scaled_dot_product_attention(*arguments, **named)
 """
 
@@ -29,8 +30,17 @@ def test_garbage_is_collected_again_in_the_command() -> None:
     code = (
         "import gc, sys; from replay.cli.device import device_of;"
         "assert 'torch' not in sys.modules;"
-        "device_of('cpu'); assert gc.isenabled(); gc.disable(); device_of('cpu');"
-        "assert not gc.isenabled()"
+        "device_of('cpu'); assert gc.isenabled(); assert gc.get_freeze_count() > 100_000;"
+        "gc.disable(); device_of('cpu'); assert not gc.isenabled()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_another_program_holds_is_collected_still() -> None:
+    """It runs the command in its own process, and had imported PyTorch before."""
+    code = (
+        "import gc, torch; from replay.cli.device import device_of;"
+        "device_of('cpu'); assert gc.get_freeze_count() == 0"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -58,3 +61,42 @@ def test_strides_and_dtypes_are_kinds_of_their_own(graphs: list[dict[str, object
     compiled(torch.ones(4, 4, dtype=torch.float16))
     assert len(graphs) == 3
     assert compiled.__name__ == "double"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("mode", "threads"), [("default", 1), ("max-autotune", 7)])
+def test_no_pool_of_processes_compiles_a_single_program(
+    monkeypatch: pytest.MonkeyPatch, mode: str, threads: int
+) -> None:
+    """They import PyTorch once more each time, while other kernels are timed."""
+    from torch._inductor import config
+
+    seen: list[int | None] = []
+    compile_ = torch.compile
+
+    def compile_without_codegen(function: object, **options: object) -> object:
+        def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+            seen.append(config.compile_threads)
+            return graph.forward
+
+        return compile_(function, backend=backend, fullgraph=True, dynamic=False)  # type: ignore[call-overload]
+
+    def double(tensor: Tensor) -> Tensor:
+        return tensor * 2
+
+    monkeypatch.setattr(torch, "compile", compile_without_codegen)
+    with config.patch(compile_threads=7):
+        compiled = CompiledPerSignature(double, mode)
+        for _ in range(2):
+            assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 2.0))
+        assert seen == [threads]
+        assert config.compile_threads == 7
+
+
+def test_the_compiler_is_imported_without_looking_for_garbage() -> None:
+    code = (
+        "import gc, sys; from replay.kernels.compiling import import_compiler;"
+        "found = []; gc.callbacks.append(lambda *each: found.append(each));"
+        "import_compiler(); assert 'torch._dynamo' in sys.modules; assert gc.isenabled();"
+        "assert len(found) < 10, len(found)"  # those right after it; each counts twice
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
