@@ -84,8 +84,8 @@ class WorkerOptions:
     """Wait for every sample before the next, so that what kills the process is known by name."""
     excluded: tuple[str, ...] = ()
     """Kernels that must not run, not even as the baseline."""
-    spool: str = ""
-    """A directory to hand outputs over in, to a judge in another process; empty to judge here."""
+    shared_file: str = ""
+    """What to hand outputs over in, to a judge in another process; empty to judge here."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON for a worker."""

@@ -37,6 +37,10 @@ WALK_SHARE = 80
 """One value in so many is in a block: those of all blocks are a quarter."""
 
 
+Places = tuple[Tensor, Tensor, Tensor]
+"""Batches, heads and queries, on the device of what they index."""
+
+
 class Rows(NamedTuple):
     """Positions in an output (B, Hq, Sq, Dv), one per entry."""
 
@@ -48,7 +52,7 @@ class Rows(NamedTuple):
         """(n, Dv), copied."""
         return output[self.on(output.device)]
 
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    def on(self, device: torch.device) -> Places:
         """What to index an output on a device with."""
         batch, head, query = torch.tensor(self, device=device)  # one copy: each waits for a GPU
         return batch, head, query

@@ -14,7 +14,7 @@ from replay.bench.inputs import Inputs
 from replay.bench.malformed import malformed
 from replay.bench.referee import Sample
 from replay.bench.stages import Checked
-from replay.bench.variation import Flip, Variation
+from replay.bench.variation import Places, Variation
 
 JUDGED_SAMPLES = 4
 """Of each kernel, drawn after all of them were taken."""
@@ -50,7 +50,8 @@ class Witness:
             self._variations.setdefault(id(each.call.query), Variation(each.call, seed))
             self._versions.update(_versions(each.call))
         self._number = 0
-        self._flip: Flip | None = None
+        self._places: list[Places] = []
+        """Of the rows to keep of the next output."""
         self._calls = 0
         """Of the sample under way."""
         self._look_closer = False
@@ -79,7 +80,9 @@ class Witness:
             variation.undo()
         else:
             values_only = checked.kernel.chosen is not None
-            self._number, self._flip = variation.next(values_only=values_only)
+            self._number, flip = variation.next(values_only=values_only)
+            # Before the call: a copy to a GPU waits until what is under way there is done.
+            self._places = [rows.on(checked.call.device) for rows in (flip.changed, flip.others)]
         self._versions.update(_versions(checked.call))
 
     def keep(self, part: Part, result: object) -> None:
@@ -90,10 +93,8 @@ class Witness:
             self.faults[name] = f"{wrong} when it was timed"
             return
         assert isinstance(result, Tensor)
-        flip = self._flip
-        assert flip is not None
-        sample = Sample(self._number, flip.changed.of(result), flip.others.of(result))
-        self._samples.setdefault(name, []).append(sample)
+        changed, others = (result[place] for place in self._places)
+        self._samples.setdefault(name, []).append(Sample(self._number, changed, others))
 
     def after(self, part: Part) -> None:
         look_closer = self._look_closer or part not in self._warm

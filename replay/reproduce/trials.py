@@ -88,12 +88,13 @@ class Trials:
         hearing = Hearing(self._judge, workload, self._settings)
         rows: list[Row] = []
         try:
+            options = WorkerOptions(in_worker=True, shared_file=self._judge.shared_file)
             for message in self._worker.ask(
                 do="replay",
                 workload=workload.source,
                 kernels=[self._kernel],
                 settings=self._settings.to_json(),
-                options=WorkerOptions(in_worker=True, spool=self._judge.spool).to_json(),
+                options=options.to_json(),
             ):
                 if "row" in message:
                     rows.append(rebuilt(Row, message["row"]))

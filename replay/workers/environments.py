@@ -361,7 +361,7 @@ class Environment:
             process=self._own_kernel,
             synchronous=synchronous,
             excluded=tuple(sorted(excluded)),
-            spool="" if self._judge is None else self._judge.spool,
+            shared_file="" if self._judge is None else self._judge.shared_file,
         )
 
     def _row(self, kernel: str, loaded: Loaded, status: Status, reason: str, log: str = "") -> Row:

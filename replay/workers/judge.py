@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,6 +12,7 @@ from replay.bench.settings import Settings
 from replay.kernels.registry import KernelNameError, find
 from replay.rows.row import AccuracyClass, Row
 from replay.workers.process import Process
+from replay.workers.shared_memory import SharedFile
 from replay.workloads.recorded import Workload
 
 
@@ -25,7 +24,8 @@ class Judge:
     """
 
     def __init__(self, process: Process) -> None:
-        self.spool = tempfile.mkdtemp(prefix="attention-replay-")
+        self._shared = SharedFile()
+        self.shared_file = self._shared.path
         """Where workers put what is to be judged."""
         self._process = process
         self._expecting: Iterator[dict[str, Any]] = iter(())
@@ -67,7 +67,7 @@ class Judge:
     def close(self) -> None:
         """End the process."""
         self._process.close()
-        shutil.rmtree(self.spool, ignore_errors=True)
+        self._shared.close()
 
 
 def _class_of(kernel: str, declared: AccuracyClass) -> AccuracyClass:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import asdict
 from typing import Any
@@ -19,7 +20,11 @@ from replay.workers.worker import Hear, Say
 _referees: dict[str, LocalReferee] = {}
 """The last call's referee, or the next one's: a worker that died and begins again asks for the
 same."""
-_inbox = Inbox()
+
+
+@functools.cache
+def _inbox(device: torch.device) -> Inbox:
+    return Inbox(device)
 
 
 def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
@@ -43,7 +48,7 @@ def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
         say(opened=True)
         return
     (referee,) = _referees.values()
-    tensors = _inbox.take(request["handed"], settings.device)
+    tensors = _inbox(settings.device).take(request["handed"])
     kernel, accuracy_class = request["kernel"], request["accuracy_class"]
     chosen = tensors.get("chosen") if accuracy_class == "sparse" else None
     if request["do"] == "judge":
@@ -83,7 +88,7 @@ def _open(request: dict[str, Any], settings: Settings) -> None:
         _referees[key] = _referee(request, settings)
     referee = _referees[key]
     referee.seed = request["seed"]
-    referee.compared = _inbox.take(request["handed"], settings.device).get("output")
+    referee.compared = _inbox(settings.device).take(request["handed"]).get("output")
 
 
 def _referee(request: dict[str, Any], settings: Settings) -> LocalReferee:

@@ -23,7 +23,7 @@ from replay.timing.machine import available_bytes, usual_device
 from replay.workers.remote_referee import RemoteReferee
 from replay.workers.shared_memory import Outbox
 from replay.workers.sources import workload_of
-from replay.workers.worker import LEFTOVERS, Hear, Say
+from replay.workers.worker import Hear, Say
 from replay.workloads.recorded import Workload
 
 
@@ -55,9 +55,9 @@ def _guard() -> Guard:
 
 
 @functools.cache
-def _outbox(directory: str) -> Outbox:
+def _outbox(path: str, device: torch.device) -> Outbox:
     """The one of this process, kept from call to call."""
-    return Outbox(directory)
+    return Outbox(path, device)
 
 
 def _probe(request: dict[str, Any], say: Say, guard: Guard) -> None:
@@ -108,10 +108,10 @@ def _replay(request: dict[str, Any], say: Say, hear: Hear, guard: Guard) -> None
             _limit_memory(settings.device)
         kernels = [find(name) for name in request["kernels"]]
         wanted = workload_of(request["workload"])
-        LEFTOVERS.update(filter(None, [options.spool]))
         referees = None
-        if options.spool:
-            referees = RemoteReferee.factory(say, hear, _outbox(options.spool))
+        if options.shared_file:
+            outbox = _outbox(options.shared_file, settings.device)
+            referees = RemoteReferee.factory(say, hear, outbox)
         for row in replay([wanted], kernels, settings, report, tell, options, referees, guard):
             say(row=asdict(row))
         say(disturbing=guard.disturbing())

@@ -14,11 +14,9 @@ import importlib
 import json
 import os
 import select
-import shutil
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from typing import Any, TextIO
@@ -29,9 +27,6 @@ from replay.bench.streams import keep_open
 Say = Callable[..., None]
 """`say(name=value, …)` sends one line to the parent."""
 
-SECONDS_TO_DIE = 1.0
-LEFTOVERS: set[str] = set()
-"""Directories of a parent that was killed, which nobody else would remove."""
 
 Hear = Callable[[], dict[str, Any]]
 """The parent's next line, waited for."""
@@ -46,7 +41,7 @@ def main(requests_fd: int, replies_fd: int, handler: str) -> None:
     for descriptor in (requests_fd, replies_fd):
         os.set_inheritable(descriptor, False)  # a compiler that outlives us must not hold them
     os.register_at_fork(after_in_child=functools.partial(_hang_up, requests_fd, replies_fd))
-    threading.Thread(target=_end_with_parent, args=(replies_fd, os.getppid()), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(replies_fd,), daemon=True).start()
     requests = os.fdopen(requests_fd, "r")
     replies = os.fdopen(replies_fd, "w", buffering=1)
     say = functools.partial(_say, replies)
@@ -87,18 +82,11 @@ def _hang_up(*descriptors: int) -> None:
     os.close(nobody)
 
 
-def _end_with_parent(replies_fd: int, parent: int) -> None:
+def _end_with_parent(replies_fd: int) -> None:
     """A parent that was killed cannot end us, and a kernel that hangs would stay for ever."""
     reader = select.poll()
     reader.register(replies_fd, 0)  # an error is always reported: that nobody reads any more
     reader.poll()
-    # A parent that only ends this worker still needs its directories. One that dies closes its
-    # files before it is seen to be gone.
-    deadline = time.monotonic() + SECONDS_TO_DIE
-    while (is_alive := os.getppid() == parent) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    for directory in () if is_alive else LEFTOVERS:
-        shutil.rmtree(directory, ignore_errors=True)
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 

@@ -21,11 +21,13 @@ from replay.workers import judge, judge_server
 from replay.workers.judge import Hearing, Judge
 from replay.workers.process import Process
 from replay.workers.remote_referee import RemoteReferee
-from replay.workers.shared_memory import Outbox
+from replay.workers.shared_memory import Outbox, SharedFile
 from replay.workloads.random_calls import Spec
 from replay.workloads.random_calls import workload as synthetic_workload
 from replay.workloads.recorded import Workload
 from tests.factories import row, settings
+
+CPU = torch.device("cpu")
 
 
 class Pretended:
@@ -134,8 +136,8 @@ def test_clocks_are_compared_again_before_one_is_not_believed(
     def hear() -> dict[str, Any]:
         return {"agree": next(answers)} if asked[-1] == "stop clock" else {}
 
-    referee = RemoteReferee(lambda *, judge: asked.append(judge["do"]), hear, Outbox(""))
-    assert referee.clock("mine", lambda: torch.ones(1), torch.device("cpu"), 0.1) is None
+    referee = RemoteReferee(lambda *, judge: asked.append(judge["do"]), hear, Outbox("", CPU))
+    assert referee.clock("mine", lambda: torch.ones(1), CPU, 0.1) is None
     assert asked == ["start clock", "stop clock"] * blocks
 
 
@@ -149,8 +151,8 @@ def test_the_only_call_of_a_block_can_be_judged(agree: list[bool], calls: int) -
         outputs.append(torch.ones(1))
         return outputs[-1]
 
-    referee = RemoteReferee(lambda *, judge: None, lambda: next(answers), Outbox(""))
-    output = referee.clock("mine", run, torch.device("cpu"), 100.0)
+    referee = RemoteReferee(lambda *, judge: None, lambda: next(answers), Outbox("", CPU))
+    output = referee.clock("mine", run, CPU, 100.0)
     assert len(outputs) == calls
     assert (output is outputs[0]) == (calls == 1)
 
@@ -159,8 +161,9 @@ CALL = synthetic_workload("call", "random", Spec(1, 2, 2, 16, 90, 32, 32, dtype=
 
 
 @pytest.fixture
-def court(tmp_path: Path) -> Callable[..., RemoteReferee]:
+def court() -> Iterator[Callable[..., RemoteReferee]]:
     """A worker's referee that asks the judge's process, all in this one."""
+    shared = SharedFile()
 
     def begin(settings: Settings, seed: int = 5) -> RemoteReferee:
         answers: list[dict[str, Any]] = []
@@ -169,19 +172,21 @@ def court(tmp_path: Path) -> Callable[..., RemoteReferee]:
             request = {**judge, "workload": CALL.source, "settings": settings.to_json()}
             judge_server.handle(request, lambda **answer: answers.append(answer), answers.pop)
 
-        factory = RemoteReferee.factory(say, answers.pop, Outbox(str(tmp_path)))
+        factory = RemoteReferee.factory(say, answers.pop, Outbox(shared.path, CPU))
         referee = factory(CALL.load(settings.device), seed, settings, None)
         assert isinstance(referee, RemoteReferee)
         return referee
 
-    return begin
+    yield begin
+    shared.close()
+    judge_server._inbox.cache_clear()  # the next file may have the same descriptor
 
 
 Court = Callable[..., RemoteReferee]
 
 
 def test_samples_of_an_energy_block_are_judged_by_its_steps(court: Court) -> None:
-    referee, call = court(settings()), CALL.load(torch.device("cpu"))
+    referee, call = court(settings()), CALL.load(CPU)
     walk, samples = Walk(call, seed=5), []
     for _ in range(30):
         walk.step()
@@ -194,7 +199,7 @@ def test_samples_of_an_energy_block_are_judged_by_its_steps(court: Court) -> Non
 
 
 def test_only_a_sparse_kernel_says_which_keys_it_chose(court: Court) -> None:
-    referee, call = court(settings()), CALL.load(torch.device("cpu"))
+    referee, call = court(settings()), CALL.load(CPU)
     few = (torch.arange(90) < 9).expand(16, 90)
     on_few = scaled_dot_product_attention(call.query, call.key, call.value, few)
     found = {
@@ -219,7 +224,7 @@ def test_a_call_that_is_expected_is_loaded_once(
     for _ in range(2):  # its worker dies and begins again
         judge_server.handle(request, lambda **answer: answers.append(answer), answers.pop)
         assert answers.pop() == {"expecting": True}
-        output = scaled_dot_product_attention(**CALL.load(torch.device("cpu")).arguments())
+        output = scaled_dot_product_attention(**CALL.load(CPU).arguments())
         assert court(settings()).judge("mine", "exact", output, None).finding.status == "ok"
     assert loaded == ["call"]
 
@@ -284,7 +289,7 @@ def off(output: Tensor, by: float) -> Tensor:
 def test_timed_samples_are_judged_by_the_users_tolerances(
     court: Court, kernel: AccuracyClass, error: float, loosened: dict[str, dict[str, float]]
 ) -> None:
-    call, tolerances = CALL.load(torch.device("cpu")), Thresholds.from_tables(loosened)
+    call, tolerances = CALL.load(CPU), Thresholds.from_tables(loosened)
     chosen = torch.ones(16, 90, dtype=torch.bool) if kernel == "sparse" else None
     flip = Flip(call, 5, 0, values_only=chosen is not None)
     flip.apply()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,21 @@ import torch
 from torch import Tensor
 
 from replay.workers import shared_memory
-from replay.workers.shared_memory import CHUNK_BYTES, Inbox, Outbox
+from replay.workers.shared_memory import CHUNK_BYTES, Inbox, Outbox, SharedFile
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=["in memory", "on disk"])
+def shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[SharedFile]:
+    if request.param == "on disk":
+        monkeypatch.delattr(os, "memfd_create", raising=False)
+    elif not hasattr(os, "memfd_create"):
+        pytest.skip("this system has no files in memory")
+    found = SharedFile()
+    yield found
+    found.close()
+    assert not Path(found.path).exists()
 
 
 def tensors() -> dict[str, Tensor]:
@@ -28,62 +42,58 @@ def tensors() -> dict[str, Tensor]:
     }
 
 
-def test_tensors_arrive_as_they_were(tmp_path: Path) -> None:
-    found = Inbox().take(Outbox(str(tmp_path)).put(tensors()), CPU)
+def test_tensors_arrive_as_they_were(shared: SharedFile) -> None:
+    found = Inbox(CPU).take(Outbox(shared.path, CPU).put(tensors()))
     assert found.keys() == tensors().keys()
     for name, tensor in tensors().items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor)
 
 
-def test_nothing_at_all(tmp_path: Path) -> None:
-    assert Inbox().take(Outbox(str(tmp_path)).put({}), CPU) == {}
+def test_nothing_at_all(shared: SharedFile) -> None:
+    assert Inbox(CPU).take(Outbox(shared.path, CPU).put({})) == {}
 
 
-def test_what_was_taken_stays_when_the_next_is_put(tmp_path: Path) -> None:
-    outbox, inbox = Outbox(str(tmp_path)), Inbox()
-    first = inbox.take(outbox.put({"output": torch.ones(9)}), CPU)["output"]
-    second = inbox.take(outbox.put({"output": torch.zeros(9)}), CPU)["output"]
+def test_what_was_taken_stays_when_the_next_is_put(shared: SharedFile) -> None:
+    outbox, inbox = Outbox(shared.path, CPU), Inbox(CPU)
+    first = inbox.take(outbox.put({"output": torch.ones(9)}))["output"]
+    second = inbox.take(outbox.put({"output": torch.zeros(9)}))["output"]
     assert first.all()
     assert not second.any()
 
 
-def test_larger_ones_and_another_sender(tmp_path: Path) -> None:
+def test_larger_ones_and_another_sender(shared: SharedFile) -> None:
     """Each finds out by itself that the file has grown, and none makes it shorter."""
-    one, other, inbox = Outbox(str(tmp_path)), Outbox(str(tmp_path)), Inbox()
+    one, other, inbox = Outbox(shared.path, CPU), Outbox(shared.path, CPU), Inbox(CPU)
     for sender, elements in ((one, 10), (other, CHUNK_BYTES), (one, 20), (one, CHUNK_BYTES + 1)):
         sent = torch.randn(elements)
-        assert torch.equal(inbox.take(sender.put({"output": sent}), CPU)["output"], sent)
-    assert len(list(tmp_path.iterdir())) == 1
+        assert torch.equal(inbox.take(sender.put({"output": sent}))["output"], sent)
 
 
-def _take_and_add(message: dict[str, Any], directory: str, answers: Any) -> None:
-    found = Inbox().take(message, CPU)["output"]
-    answers.put(Outbox(directory).put({"output": found + 1}))
+def _take_and_add(message: dict[str, Any], path: str, answers: Any) -> None:
+    found = Inbox(CPU).take(message)["output"]
+    answers.put(Outbox(path, CPU).put({"output": found + 1}))
 
 
-def test_another_process(tmp_path: Path) -> None:
+def test_another_process(shared: SharedFile) -> None:
     spawn, sent = get_context("spawn"), torch.randn(100)
-    message = Outbox(str(tmp_path)).put({"output": sent})
+    message = Outbox(shared.path, CPU).put({"output": sent})
     answers = spawn.SimpleQueue()
-    process = spawn.Process(target=_take_and_add, args=(message, str(tmp_path), answers))
+    process = spawn.Process(target=_take_and_add, args=(message, shared.path, answers))
     process.start()
     process.join()
-    assert torch.equal(Inbox().take(answers.get(), CPU)["output"], sent + 1)
+    assert torch.equal(Inbox(CPU).take(answers.get())["output"], sent + 1)
 
 
-def test_a_full_disk_is_an_error_before_anything_is_mapped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_an_error_before_anything_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mapping with holes would end the process instead."""
     monkeypatch.setattr(shared_memory, "CHUNK_BYTES", 512)
-    (tmp_path / "tensors").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left"):
-        Outbox(str(tmp_path)).put({"output": torch.ones(10_000)})
+        Outbox("/dev/full", CPU).put({"output": torch.ones(10_000)})
 
 
-def test_a_message_that_promises_more_than_there_is(tmp_path: Path) -> None:
-    message = Outbox(str(tmp_path)).put({"output": torch.ones(4)})
+def test_a_message_that_promises_more_than_there_is(shared: SharedFile) -> None:
+    message = Outbox(shared.path, CPU).put({"output": torch.ones(4)})
     message["tensors"]["output"][1] = [CHUNK_BYTES]
-    with pytest.raises(ValueError, match="buffer"):
-        Inbox().take(message, CPU)
+    with pytest.raises(ValueError, match="in a file of"):
+        Inbox(CPU).take(message)

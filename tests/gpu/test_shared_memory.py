@@ -1,0 +1,45 @@
+"""Tensors of a GPU that another process takes, through pages that are locked for it, or are not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from replay.workers.shared_memory import CHUNK_BYTES, Inbox, Outbox, SharedFile
+
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture
+def shared() -> Iterator[SharedFile]:
+    found = SharedFile()
+    yield found
+    found.close()
+
+
+def test_tensors_arrive_as_they_were(shared: SharedFile) -> None:
+    outbox, inbox = Outbox(shared.path, CUDA), Inbox(CUDA)
+    for length in (100, CHUNK_BYTES, 200):  # it grows, and is locked anew
+        sent = torch.randn(2, 3, length, dtype=torch.bfloat16, device=CUDA)
+        found = inbox.take(outbox.put({"output": sent, "transposed": sent.mT}))
+        assert found["output"].is_cuda
+        assert torch.equal(found["output"], sent)
+        assert torch.equal(found["transposed"], sent.mT)
+
+
+def test_pages_that_cannot_be_locked(shared: SharedFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What CUDA says then must not be taken for an error of the next kernel."""
+    cudart, register = torch.cuda.cudart(), torch.cuda.cudart().cudaHostRegister
+    refused = []
+
+    def refuse(address: int, size: int, flags: int) -> object:
+        refused.append(register(0, size, flags))
+        return refused[-1]
+
+    monkeypatch.setattr(cudart, "cudaHostRegister", refuse)
+    sent = torch.randn(100, device=CUDA)
+    found = Inbox(CUDA).take(Outbox(shared.path, CUDA).put({"output": sent}))["output"]
+    assert len(refused) == 2
+    assert torch.equal(found + 1, sent + 1)
