@@ -264,6 +264,15 @@ def some_rows(call: AttentionCall, rows: Rows) -> AttentionCall:
     )
 
 
+def side_by_side(*calls: AttentionCall) -> AttentionCall:
+    """Calls of some rows each (`some_rows`), copied into one as heads of it."""
+    joined = {
+        name: torch.cat([call.tensors()[name] for call in calls], 0 if name == "sinks" else 1)
+        for name in calls[0].tensors()
+    }
+    return calls[0].with_tensors(joined)
+
+
 def _part(draw: random.Random, tensor: Tensor, batch: int | None, head: int, rows: int) -> Tensor:
     """Some rows of one head, as they lie in memory: an expanded dimension is there once.
 
