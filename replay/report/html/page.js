@@ -176,7 +176,10 @@ const natural = (one, other) => one.localeCompare(other, undefined, { numeric: t
 
 function layerError() {
   const cells = layerCells().map((cell) => ({ ...cell, error: cell.error === null ? null : Math.max(cell.error, 1e-9) }));
-  return heat(cells, "error", "Error", { type: "log", scheme: "viridis" }, ".1e");
+  const errors = cells.map((cell) => cell.error).filter((error) => error !== null);
+  const least = Math.min(...errors, 1), most = Math.max(...errors, 1e-9);
+  const room = Math.max(2 / Math.sqrt(most / least), 1); // errors that differ by a hair get one colour
+  return heat(cells, "error", "Error", { type: "log", scheme: "viridis", domain: [least / room, most * room] }, ".1e");
 }
 
 function layerSaved() {
