@@ -100,21 +100,42 @@ def _dispatch(arguments: argparse.Namespace, given: list[str]) -> int:
         return _profile(arguments, given)
     limit = TimeLimit(arguments.max_time)
     if arguments.watch:
-        watch.watch(arguments, lambda first: _replay(arguments, metrics, first, limit)[1])
-    if arguments.in_process or arguments.gpus is not None:
-        return _replay(arguments, metrics, None, limit)[0]
+        watch.watch(arguments, lambda first: _replay(arguments, metrics, [first], limit)[1])
+    if arguments.in_process:
+        return _replay(arguments, metrics, [], limit)[0]
     if arguments.ray is not None:
         from replay.distribution.ray_cluster import connected
 
         with connected(arguments.ray) as cluster:
-            return _replay(arguments, metrics, None, limit, cluster)[0]
+            return _replay(arguments, metrics, [], limit, cluster)[0]
+    with _first_processes(arguments, limit) as early:
+        return _replay(arguments, metrics, early, limit)[0]
 
+
+@contextlib.contextmanager
+def _first_processes(arguments: argparse.Namespace, limit: TimeLimit) -> Iterator[list[First]]:
+    """Those of the device, or of each of `--gpus`, which import PyTorch while this one does."""
+    from replay.distribution.devices import probable_gpus
     from replay.workers.process import Place, first_processes
 
-    # PyTorch is imported by these and by this process at the same time.
-    place = Place(stopped=limit.stopped)
-    with first_processes(arguments.timeout, place, arguments.device) as first:
-        return _replay(arguments, metrics, first, limit)[0]
+    with contextlib.ExitStack() as stack:
+        if arguments.gpus is None:
+            place = Place(stopped=limit.stopped)
+            first = stack.enter_context(first_processes(arguments.timeout, place))
+            first.prepare(arguments.device, _kernels_to_prepare(arguments))
+            yield [first]
+            return
+        # They use no device before it is known that no other replay does.
+        places = [
+            Place(device.variables, device.cpus, limit.stopped)
+            for device in probable_gpus(arguments.gpus)
+        ]
+        yield [stack.enter_context(first_processes(arguments.timeout, each)) for each in places]
+
+
+def _kernels_to_prepare(arguments: argparse.Namespace) -> str | None:
+    """The kernels that workers may import for, as far as the arguments tell them."""
+    return "" if arguments.list_kernels or arguments.use_plan else arguments.kernels
 
 
 def _profile(arguments: argparse.Namespace, given: list[str]) -> int:
@@ -136,11 +157,15 @@ def _profile(arguments: argparse.Namespace, given: list[str]) -> int:
 def _replay(
     arguments: argparse.Namespace,
     metrics: list[str],
-    first: First | None,
+    early: Sequence[First],
     limit: TimeLimit,
     cluster: Cluster | None = None,
 ) -> tuple[int, list[Row]]:
-    """The exit code and the rows."""
+    """The exit code and the rows.
+
+    Args:
+        early: processes that were started before PyTorch is imported here; none to do all here.
+    """
     device = device_of(arguments.device) if cluster is None else cluster.device
     if arguments.report:
         check_report(Path(arguments.report))
@@ -157,7 +182,7 @@ def _replay(
     options = _model_options(arguments, dataset, device)
     # Opened first, like the other files: an hour-long run must not fail on a missing directory.
     with opened(arguments.e2e_json) as models_file:
-        with _place_to_run(arguments, device, first, pythons, limit, cluster) as where:
+        with _place_to_run(arguments, device, early, pythons, limit, cluster) as where:
             if arguments.list_kernels:
                 list_kernels(where, device)
                 return 0, []
@@ -202,7 +227,7 @@ def _replay(
 def _place_to_run(
     arguments: argparse.Namespace,
     device: torch.device,
-    first: First | None,
+    early: Sequence[First],
     pythons: dict[str, str],
     limit: TimeLimit,
     cluster: Cluster | None,
@@ -210,11 +235,12 @@ def _place_to_run(
     if cluster is not None:
         return cluster.fleet(pythons, arguments.timeout, limit.stopped)
     if arguments.gpus is None:
-        return _one_device(device, first, pythons, arguments, limit)
+        return _one_device(device, early[0] if early else None, pythons, arguments, limit)
     from replay.distribution.devices import gpus
     from replay.distribution.fleet import fleet
 
-    return fleet(gpus(arguments.gpus), pythons, arguments.timeout, limit.stopped)
+    devices, kernels = gpus(arguments.gpus), _kernels_to_prepare(arguments)
+    return fleet(devices, pythons, arguments.timeout, limit.stopped, early, kernels)
 
 
 @contextlib.contextmanager

@@ -111,7 +111,8 @@ def watch(
     rows: list[Row] = []
     while True:
         # The next processes import PyTorch while nothing happens.
-        with first_processes(arguments.timeout, device=arguments.device) as first:
+        with first_processes(arguments.timeout) as first:
+            first.prepare(arguments.device)
             if not is_first:
                 print("\nwaiting for a change (Ctrl-C ends)", file=sys.stderr)
                 changed = ", ".join(files.wait())

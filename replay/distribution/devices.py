@@ -1,4 +1,7 @@
-"""The GPUs of this host that calls are spread over, and what is kept apart for each."""
+"""The GPUs of this host that calls are spread over, and what is kept apart for each.
+
+Imports torch late: workers start before.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,16 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from attention_replay import Error
-from replay.timing.machine import core_siblings
+from replay.timing.cores import core_siblings
+
+if TYPE_CHECKING:
+    import torch
+
+DEVICE_FILES = Path("/dev")
+"""Where the driver has a file `nvidia0`, `nvidia1` … for each GPU that may be used."""
 
 
 class DeviceError(Error):
@@ -51,19 +59,17 @@ def gpus(asked: str) -> list[Device]:
     Raises:
         DeviceError: they are not there, or not alike.
     """
+    import torch
+
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         raise DeviceError(f"--gpus {asked}: PyTorch finds no GPU here, leave it out")
-    indices = list(range(count)) if asked == "all" else _indices(asked, count)
-    # As the processes of this one count them, where it sees only some.
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
     found = []
-    for index in indices:
+    for index in _indices(asked, count):
         properties = torch.cuda.get_device_properties(index)
         uuid = getattr(properties, "uuid", "")  # not in every build of PyTorch
-        variables = {"CUDA_VISIBLE_DEVICES": visible.split(",")[index].strip()}
-        name = f"GPU {index}"
-        found.append(Device(name, properties.name, f"GPU-{uuid}" if uuid else "", variables))
+        device = _device(index, count)
+        found.append(replace(device, kind=properties.name, uuid=f"GPU-{uuid}" if uuid else ""))
     kinds = {device.kind for device in found}
     if len(kinds) > 1:
         raise DeviceError(
@@ -73,7 +79,44 @@ def gpus(asked: str) -> list[Device]:
     return with_own_cores(found)
 
 
+def probable_gpus(asked: str) -> list[Device]:
+    """What `gpus` will probably return, of no known type, without importing PyTorch.
+
+    Empty where the driver says too little, or where `gpus` will probably raise.
+
+    Raises:
+        DeviceError: these cannot be GPUs of any host.
+    """
+    if asked != "all":
+        _numbers(asked)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    files = DEVICE_FILES.glob("nvidia[0-9]*")
+    count = len(visible.split(",")) if visible else len(list(files))
+    try:
+        return with_own_cores([_device(index, count) for index in _indices(asked, count)])
+    except DeviceError:
+        return []
+
+
+def _device(index: int, count: int) -> Device:
+    """One of so many GPUs; its processes count as this one does, where it sees only some."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    variables = {"CUDA_VISIBLE_DEVICES": visible.split(",")[index].strip()}
+    return Device(f"GPU {index}", "", variables=variables)
+
+
 def _indices(asked: str, count: int) -> list[int]:
+    if asked == "all":
+        return list(range(count))
+    indices = _numbers(asked)
+    for index in indices:
+        if index >= count:
+            last = f" to {count - 1}" if count > 1 else ""
+            raise DeviceError(f"--gpus {asked}: there is no GPU {index} here, only 0{last}")
+    return indices
+
+
+def _numbers(asked: str) -> list[int]:
     indices: list[int] = []
     for part in (part.strip() for part in asked.split(",")):
         if not re.fullmatch("[0-9]{1,4}", part):
@@ -81,9 +124,6 @@ def _indices(asked: str, count: int) -> list[int]:
                 f"--gpus {asked}: {part!r} is no number, write all, or numbers like 0,1"
             )
         index = int(part)
-        if index >= count:
-            last = f" to {count - 1}" if count > 1 else ""
-            raise DeviceError(f"--gpus {asked}: there is no GPU {index} here, only 0{last}")
         if index in indices:
             raise DeviceError(f"--gpus {asked}: GPU {index} is named twice")
         indices.append(index)
@@ -155,6 +195,8 @@ def held_if_free(device: torch.device) -> Iterator[str]:
     with contextlib.ExitStack() as stack:
         trouble = ""
         if device.type == "cuda":
+            import torch
+
             index = torch.cuda.current_device() if device.index is None else device.index
             try:
                 stack.enter_context(held(gpus(str(index))))

@@ -23,7 +23,7 @@ from replay.kernels.registry import Kernel
 from replay.rows.row import KernelId, Machine, Row
 from replay.workers.environments import WorkerError
 from replay.workers.execution import Assignment, Execution, Findings, Progress, Workers
-from replay.workers.process import Place, first_processes
+from replay.workers.process import First, Place, first_processes
 from replay.workloads.recorded import Workload
 from replay.workloads.schedule import Schedule
 
@@ -305,6 +305,8 @@ def fleet(
     interpreters: dict[str, str],
     timeout: float,
     stopped: threading.Event,
+    early: Sequence[First] = (),
+    kernels: str | None = "",
 ) -> Iterator[Fleet]:
     """Workers and a judge for each device; all end with the `with` block, within a second or two.
 
@@ -312,16 +314,24 @@ def fleet(
         interpreters: other Python environments by name.
         timeout: seconds without a sign of life after which a worker is ended.
         stopped: set to end what they are doing.
+        early: those that were started before the devices were known, and have used none; what is
+            at another place than a device's is ended.
+        kernels: what they will run (see `First.prepare`).
 
     Raises:
         DeviceError: another replay measures on one of the devices.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(held(devices))
+        places = [Place(device.variables, device.cpus, stopped) for device in devices]
+        for first in early:
+            if first.worker.place not in places:
+                first.close()
         seats = []
-        for device in devices:
-            place = Place(device.variables, device.cpus, stopped)
-            first = stack.enter_context(first_processes(timeout, place))
+        for device, place in zip(devices, places, strict=True):
+            there = (first for first in early if first.worker.place == place)
+            first = next(there, None) or stack.enter_context(first_processes(timeout, place))
+            first.prepare(None, kernels)
             workers = Workers.around(first, interpreters, timeout, place)
             stack.callback(workers.close)
             seats.append(Seat(device, workers))

@@ -96,7 +96,8 @@ class Node:
         here = with_own_cores([Device(machine.device, machine.device, uuid)] * count)[number]
         place = Place(cpus=here.cpus)
         self._stack.enter_context(held([here]))
-        first = self._stack.enter_context(first_processes(self._timeout, place, device))
+        first = self._stack.enter_context(first_processes(self._timeout, place))
+        first.prepare(device)
         self._workers = Workers.around(first, self._interpreters, self._timeout, place)
         self._stack.callback(self._workers.close)
         self._workers.check(torch.device(device))

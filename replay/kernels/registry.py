@@ -127,6 +127,9 @@ class Kernel:
     """Whether it runs such a call in place of one with a mask that says the same
     (`capture.structure`), although it takes the mask. One that refuses the mask always does."""
 
+    warm_up: Callable[[], None] | None = None
+    """Imports what else its first call in a process would, so that a worker has done it before."""
+
     load: Callable[[], Kernel] | None = None
     """Brings the real kernel, where importing it runs somebody else's code: a user's file or an
     installed package's entry point. It runs when the kernel is first asked for anything."""

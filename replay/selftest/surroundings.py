@@ -8,8 +8,8 @@ import torch
 
 from replay.selftest import work
 from replay.selftest.result import Result
+from replay.timing.cores import usable_cpus
 from replay.timing.gpu_state import read_gpu_state, why_no_state
-from replay.timing.machine import usable_cpus
 
 SLOWDOWNS = (
     "hardware slowdown",

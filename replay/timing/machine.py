@@ -7,12 +7,12 @@ import math
 import os
 import platform
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
 from replay.rows.row import Machine
+from replay.timing.cores import physical_cores, usable_cpus
 
 
 def usual_device() -> str:
@@ -50,42 +50,6 @@ def device_name(device: torch.device) -> str:
         lines = []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return models[0] if models else platform.processor() or platform.machine()
-
-
-TOPOLOGY = Path("/sys/devices/system/cpu")
-
-
-def physical_cores(topology: Path = TOPOLOGY) -> int | None:
-    """Count cores, not their hardware threads; None where the system does not tell."""
-    siblings = set()
-    for listed in topology.glob("cpu[0-9]*/topology/thread_siblings_list"):
-        try:
-            siblings.add(listed.read_text())
-        except OSError:  # a core that was switched off meanwhile
-            continue
-    return len(siblings) or None
-
-
-def core_siblings(cpus: Iterable[int], topology: Path = TOPOLOGY) -> list[list[int]]:
-    """Logical CPUs by their cores, neighbours beside each other.
-
-    Where the system does not tell, each counts as a core.
-    """
-    cores: dict[str, list[int]] = {}
-    for cpu in sorted(cpus):
-        try:
-            core = (topology / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text()
-        except OSError:
-            core = f"cpu {cpu}"
-        cores.setdefault(core, []).append(cpu)
-    return list(cores.values())
-
-
-def usable_cpus() -> int:
-    """Count the logical CPUs that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def available_bytes(device: torch.device) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib.metadata
 import os
 from dataclasses import asdict
@@ -18,7 +19,7 @@ from replay.bench.first_calls import first_calls
 from replay.bench.guard import Guard
 from replay.bench.runner import Loaded, replay
 from replay.bench.settings import Settings, WorkerOptions
-from replay.kernels.registry import find
+from replay.kernels.registry import KernelNameError, find, select
 from replay.timing.machine import available_bytes, usual_device
 from replay.workers.remote_referee import RemoteReferee
 from replay.workers.shared_memory import Outbox
@@ -28,8 +29,8 @@ from replay.workloads.recorded import Workload
 
 
 def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
-    """Answer `{"do": "probe", …}`, `{"do": "touch", …}`, `{"do": "call", …}` or
-    `{"do": "replay", …}`.
+    """Answer `{"do": "prepare", …}`, `{"do": "probe", …}`, `{"do": "touch", …}`,
+    `{"do": "call", …}` or `{"do": "replay", …}`.
 
     Raises:
         ContextLost: a kernel left this process unusable.
@@ -39,9 +40,11 @@ def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
         if request["do"] == "probe":
             _probe(request, say, guard)
         elif request["do"] == "touch":
-            device = request["device"] or usual_device()
-            torch.zeros(1, device=device).add_(1).item()
+            _touch(request["device"])
             say(works=True)
+        elif request["do"] == "prepare":
+            _touch(request["device"])
+            _warm_up(request["kernels"], guard)
         elif request["do"] == "call":
             _call(request, say, guard)
         else:
@@ -58,6 +61,22 @@ def _guard() -> Guard:
 def _outbox(path: str, device: torch.device) -> Outbox:
     """The one of this process, kept from call to call."""
     return Outbox(path, device)
+
+
+def _touch(device: str | None) -> None:
+    torch.zeros(1, device=device or usual_device()).add_(1).item()
+
+
+def _warm_up(kernels: str | None, guard: Guard) -> None:
+    """Import what kernels will need, before anything is measured here."""
+    if kernels == "":
+        return
+    with contextlib.suppress(KernelNameError):  # the command says so
+        for kernel in select(kernels)[0]:
+            if kernel.warm_up is not None:
+                kernel.warm_up()
+                guard.settle(kernel.name)
+    gc.freeze()
 
 
 def _probe(request: dict[str, Any], say: Say, guard: Guard) -> None:

@@ -110,8 +110,8 @@ class Process:
         place: Place | None = None,
     ) -> None:
         self.python = python
+        self.place = place or Place()
         self._handler = handler
-        self._place = place or Place()
         self.timeout = timeout
         self._child: subprocess.Popen[bytes] | None = None
         self._requests = -1
@@ -119,7 +119,7 @@ class Process:
         self._selector: selectors.BaseSelector | None = None
         self._is_ready = False
         self._is_preparing = False
-        """Whether it still answers what `start` was given."""
+        """Whether it still answers what `prepare` sent."""
         self._unread = b""
         self._log = b""
         self._at = ""
@@ -127,7 +127,7 @@ class Process:
 
     def another(self) -> Process:
         """One of the same kind at the same place, not started."""
-        return Process(self.python, self.timeout, self._handler, self._place)
+        return Process(self.python, self.timeout, self._handler, self.place)
 
     def ask(self, **request: Any) -> Iterator[dict[str, Any]]:
         """Send a request and yield the replies until the child says it is done.
@@ -159,26 +159,30 @@ class Process:
             if not done:
                 self.close()
 
-    def start(self, **preparation: Any) -> None:
+    def start(self) -> None:
         """Start the child, if there is none; nobody waits until it has imported PyTorch.
-
-        Args:
-            preparation: a request for a new child, of which only the time it takes matters: nobody
-                hears what it answers.
 
         Raises:
             CannotStart: the interpreter does not run.
             Stopped: its place was stopped.
         """
-        if self._place.stopped.is_set():
+        if self.place.stopped.is_set():
             raise Stopped
-        if self._child is not None:
-            return
-        self._start()
-        if preparation:
-            self._is_preparing = True
-            with contextlib.suppress(Died):  # whoever asks first starts another
-                self._send(preparation)
+        if self._child is None:
+            self._start()
+
+    def prepare(self, **request: Any) -> None:
+        """Send a child its first request, of which only the time it takes matters.
+
+        Nobody waits for what it answers, nor hears of it.
+
+        Raises:
+            CannotStart, Stopped: as `start`.
+        """
+        self.start()
+        self._is_preparing = True
+        with contextlib.suppress(Died):  # whoever asks first starts another
+            self._send(request)
 
     def tell(self, **message: Any) -> None:
         """Answer a child that asked something in the middle of a request.
@@ -237,7 +241,7 @@ class Process:
                     **os.environ,
                     "PYTHONUNBUFFERED": "1",
                     "PYTHONFAULTHANDLER": "1",
-                    **self._place.variables,
+                    **self.place.variables,
                 },
                 # A group of its own, so that compilers it started die with it; and Ctrl-C is ours.
                 start_new_session=True,
@@ -249,9 +253,9 @@ class Process:
         finally:
             os.close(child_reads)
             os.close(child_writes)
-        if self._place.cpus:  # now, before it has threads, which would keep those of this process
+        if self.place.cpus:  # now, before it has threads, which would keep those of this process
             with contextlib.suppress(ProcessLookupError):
-                os.sched_setaffinity(child.pid, self._place.cpus)
+                os.sched_setaffinity(child.pid, self.place.cpus)
         assert child.stdout is not None
         os.set_blocking(child.stdout.fileno(), False)
         role = self._handler.rpartition(".")[2].replace("_", " ")
@@ -303,7 +307,7 @@ class Process:
         assert self._selector is not None
         deadline = time.monotonic() + patience
         while b"\n" not in self._unread:
-            if self._place.stopped.is_set():
+            if self.place.stopped.is_set():
                 raise Stopped
             left = deadline - time.monotonic()
             if left <= 0:
@@ -366,6 +370,21 @@ class First(NamedTuple):
     worker: Process
     judge: Process
 
+    def prepare(self, device: str | None, kernels: str | None = "") -> None:
+        """Let them start the device and import what kernels need; nobody waits.
+
+        Args:
+            device: what they will work on; None for the usual one.
+            kernels: names and globs, as in `replay.kernels.registry.select`; empty for none.
+        """
+        self.worker.prepare(do="prepare", device=device, kernels=kernels)
+        self.judge.prepare(do="touch", device=device)
+
+    def close(self) -> None:
+        """End both."""
+        for process in self:
+            process.close()
+
 
 def judge_process(timeout: float, place: Place | None = None) -> Process:
     """The process that judges, not started yet.
@@ -378,15 +397,10 @@ def judge_process(timeout: float, place: Place | None = None) -> Process:
 
 
 @contextlib.contextmanager
-def first_processes(
-    timeout: float, place: Place | None = None, device: str | None = None
-) -> Iterator[First]:
+def first_processes(timeout: float, place: Place | None = None) -> Iterator[First]:
     """A worker of this Python and the judge, not waited for; both end with the `with` block.
 
     This module imports no torch: a command that has not imported it yet does so meanwhile.
-
-    Args:
-        device: what they will work on, which they start meanwhile; None for the usual one.
 
     Raises:
         CannotStart: the interpreter does not run.
@@ -395,11 +409,10 @@ def first_processes(
     first = First(worker, judge_process(timeout, place))
     try:
         for process in first:
-            process.start(do="touch", device=device)
+            process.start()
         yield first
     finally:
-        for process in first:
-            process.close()
+        first.close()
 
 
 def _triton_cache() -> str:

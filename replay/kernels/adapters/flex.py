@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from capture.variant import FEATURES, Window
 from replay.kernels.adapter import at_once, drop_in
-from replay.kernels.compiling import CompiledPerSignature
+from replay.kernels.compiling import CompiledPerSignature, import_compiler
 from replay.kernels.constraints import AnyCall, all_of, no_dropout, up_to_float32
 from replay.kernels.registry import Kernel, register
 
@@ -168,5 +168,6 @@ register(
         library="torch",
         features=frozenset(_KNOWN),
         prefers_restated=_block_mask_is_kept,
+        warm_up=import_compiler,
     )
 )

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from capture.call import AttentionCall
 from capture.hooks.interceptor import TORCH_SDPA
-from replay.kernels.compiling import CompiledPerSignature
+from replay.kernels.compiling import CompiledPerSignature, import_compiler
 from replay.kernels.constraints import mask_or_causal, no_dropout
 from replay.kernels.registry import Attention, Kernel, register
 from replay.timing.machine import available_bytes
@@ -160,5 +160,6 @@ for _suffix, _mode in _MODES.items():
                 default=not _mode,
                 about=f"{_name} under torch.compile(mode={_mode!r})" if _mode else _ABOUT[_name],
                 library="torch",
+                warm_up=import_compiler if _mode else None,
             )
         )

@@ -144,9 +144,7 @@ def test_variants_come_after_the_others(
 
     All runs are in this process: workers take seconds to start, and are not the subject.
     """
-    monkeypatch.setattr(
-        "replay.workers.process.first_processes", lambda *_: contextlib.nullcontext()
-    )
+    monkeypatch.setattr("replay.cli.main._first_processes", lambda *_: contextlib.nullcontext([]))
     monkeypatch.setattr(
         "replay.cli.run.without_variants", lambda assigned: {HERE: [find("torch-math")]}
     )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +17,8 @@ from replay.cli.watch import Files
 from replay.rows.row import Row
 from replay.workers import process
 from tests.factories import row
+
+_NO_PROCESSES = nullcontext(SimpleNamespace(prepare=lambda device: None))
 
 RunCli = Callable[..., tuple[int, str, str]]
 
@@ -84,7 +88,7 @@ def test_every_run_is_compared_with_the_one_before(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A failure of the command itself is a sentence, and the watching goes on."""
-    monkeypatch.setattr(process, "first_processes", lambda timeout, device: _nothing())
+    monkeypatch.setattr(process, "first_processes", lambda timeout: _NO_PROCESSES)
     monkeypatch.setattr(Files, "wait", lambda self: ["mine.py"])
     runs: Iterator[list[Row] | Exception] = iter(
         [
@@ -114,7 +118,7 @@ def test_every_run_is_compared_with_the_one_before(
 
 def test_wrong_arguments_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """No change of the kernel's file would make them right."""
-    monkeypatch.setattr(process, "first_processes", lambda timeout, device: _nothing())
+    monkeypatch.setattr(process, "first_processes", lambda timeout: _NO_PROCESSES)
     monkeypatch.setattr(Files, "wait", lambda self: pytest.fail("waits for a change"))
 
     def replay(first: process.First) -> list[Row]:
@@ -122,12 +126,6 @@ def test_wrong_arguments_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(Error, match="no such directory"):
         watch.watch(argparse.Namespace(kernels="mine.py:f", timeout=1.0, device=None), replay)
-
-
-class _nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 @pytest.mark.parametrize(

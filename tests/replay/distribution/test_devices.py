@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from replay.distribution.devices import (
     gpus,
     held,
     held_if_free,
+    probable_gpus,
     with_own_cores,
 )
 
@@ -62,6 +64,38 @@ def test_every_gpu_has_cores_of_its_own(host: Host) -> None:
 def test_gpus_are_counted_as_pytorch_does(host: Host) -> None:
     host("H200", "H200", visible="5, GPU-abc")
     assert [each.variables["CUDA_VISIBLE_DEVICES"] for each in gpus("1,0")] == ["GPU-abc", "5"]
+
+
+@pytest.mark.parametrize("visible", [None, "5, GPU-abc"])
+@pytest.mark.parametrize("asked", ["all", "0,1", "1", "2", "0,7"])
+def test_gpus_are_known_before_pytorch_is_imported(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, visible: str | None
+) -> None:
+    """But for what they are, and not where a wrong one was named."""
+    host("H200", "H200", visible=visible)
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(devices, "DEVICE_FILES", tmp_path)
+    try:
+        expected = [replace(device, kind="", uuid="") for device in gpus(asked)]
+    except DeviceError:
+        expected = []
+    assert probable_gpus(asked) == expected
+    assert bool(expected) == ("2" not in asked and "7" not in asked)
+
+
+def test_where_the_driver_tells_nothing_no_gpu_is_probable(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host("H200")
+    monkeypatch.setattr(devices, "DEVICE_FILES", tmp_path)
+    assert probable_gpus("all") == probable_gpus("0") == []
+
+
+@pytest.mark.parametrize("asked", ["", "0,x", "1,1"])
+def test_what_names_gpus_of_no_host_is_refused_at_once(host: Host, asked: str) -> None:
+    with pytest.raises(DeviceError, match=r"is no number|named twice"):
+        probable_gpus(asked)
 
 
 def test_one_gpu_shares_no_cores_out(host: Host) -> None:

@@ -25,11 +25,12 @@ import replay as replay_package
 from replay.bench.settings import Settings
 from replay.distribution.compiling import compilations
 from replay.distribution.devices import Device
-from replay.distribution.fleet import Fleet, Seat, seated
+from replay.distribution.fleet import Fleet, Seat, fleet, seated
 from replay.kernels.registry import Kernel
 from replay.rows.row import HERE, CallFacts, KernelId, Machine, Row
 from replay.workers.environments import Found, WorkerError
 from replay.workers.execution import Assignment
+from replay.workers.process import First, Place, Process, judge_process
 from replay.workloads.random_calls import Spec, workload
 from replay.workloads.recorded import Workload
 from replay.workloads.schedule import Schedule
@@ -419,6 +420,48 @@ def two_cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A processor that passes for two GPUs."""
     monkeypatch.setattr("replay.distribution.devices.gpus", lambda asked: CPUS)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+def test_workers_that_started_early_are_those_of_their_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that was started for a device that is not there ends; none works before all are held."""
+    events: list[tuple[str, str]] = []
+
+    def note(what: str) -> Callable[..., None]:
+        def noted(process: Process, **_: object) -> None:
+            if process._handler.endswith("kernel_server"):
+                events.append((what, process.place.variables["N"]))
+
+        return noted
+
+    for what in ("start", "prepare", "close"):
+        monkeypatch.setattr(Process, what, note(what))
+    stopped = Event()
+
+    def first(number: str) -> First:
+        place = Place({"N": number}, frozenset({0}), stopped)
+        return First(Process(sys.executable, 60, place=place), judge_process(60, place))
+
+    @contextlib.contextmanager
+    def holding(devices: Sequence[Device]) -> Iterator[None]:
+        events.append(("hold", ",".join(device.name for device in devices)))
+        yield
+
+    monkeypatch.setattr("replay.distribution.fleet.held", holding)
+    devices = [
+        Device(number, "", variables={"N": number}, cpus=frozenset({0})) for number in ("1", "2")
+    ]
+    with fleet(devices, {}, 60, stopped, [first("0"), first("1")]):
+        assert events == [
+            ("hold", "1,2"),
+            ("close", "0"),
+            ("prepare", "1"),
+            ("start", "2"),
+            ("prepare", "2"),
+        ]
+        events.clear()
+    assert {number for what, number in events if what == "close"} == {"1", "2"}
 
 
 @pytest.mark.usefixtures("two_cpus")

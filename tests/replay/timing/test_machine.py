@@ -11,13 +11,8 @@ import pytest
 import torch
 
 from replay.timing import machine
-from replay.timing.machine import (
-    core_siblings,
-    cpu_flops_per_second,
-    describe,
-    physical_cores,
-    usable_cpus,
-)
+from replay.timing.cores import core_siblings, physical_cores, usable_cpus
+from replay.timing.machine import cpu_flops_per_second, describe
 
 
 def test_hardware_threads_are_no_cores(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import json
 import os
 import re
@@ -21,8 +23,11 @@ import torch
 import replay as replay_package
 from capture.storage.call_file import PackedCall
 from capture.storage.dataset import Dataset
+from replay.bench.guard import Guard
 from replay.bench.settings import Settings
-from replay.kernels.registry import Kernel, find
+from replay.kernels.compiling import import_compiler
+from replay.kernels.registry import Kernel, catalogue, find
+from replay.workers import kernel_server
 from replay.workers.environments import Environment
 from replay.workers.process import (
     LOG_BYTES,
@@ -31,10 +36,12 @@ from replay.workers.process import (
     Place,
     Process,
     Stopped,
+    first_processes,
     judge_process,
 )
 from replay.workloads.random_calls import Spec
 from replay.workloads.random_calls import workload as synthetic_workload
+from tests import factories
 
 REPOSITORY = Path(replay_package.__file__).resolve().parent.parent
 BAD = Path(__file__).with_name("bad_kernels.py")
@@ -662,15 +669,37 @@ def test_a_worker_is_usable_or_not() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:7", "no such device", None])
 def test_whatever_comes_of_a_preparation_nobody_hears_of_it(device: str | None) -> None:
-    for process in (Process(sys.executable, 60), judge_process(60)):
-        process.start(do="touch", device=device)
-        child = process._child
-        try:
+    with first_processes(60) as first:
+        first.prepare(device, "no such kernel")
+        for process in first:
+            child = process._child
             answers = list(process.ask(do="touch", device="cpu"))
             assert answers == [{"works": True}]
             assert process._child is child
-        finally:
-            process.close()
+
+
+def test_a_worker_imports_what_kernels_need_before_it_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+    needs, plain = factories.kernel("needs"), factories.kernel("plain")
+    needs = dataclasses.replace(needs, warm_up=lambda: done.append("imported"))
+    monkeypatch.setattr(kernel_server, "select", lambda names: ([plain, needs], [names]))
+    monkeypatch.setattr(gc, "freeze", lambda: done.append("frozen"))
+    guard = Guard()
+    monkeypatch.setattr(guard, "settle", lambda name: done.append(f"{name} settled"))
+    monkeypatch.setattr(kernel_server, "_guard", lambda: guard)
+    for names in ("", "needs,plain"):
+        request = {"do": "prepare", "device": "cpu", "kernels": names}
+        kernel_server.handle(request, lambda **_: None, lambda: {})
+        assert done == (["imported", "needs settled", "frozen"] if names else [])
+
+
+def test_kernels_that_compile_with_torch_say_so() -> None:
+    compiled = {name for name, kernel in catalogue().items() if kernel.warm_up is import_compiler}
+    assert compiled == {
+        name for name in catalogue() if name == "flex" or name.endswith(("-compiled", "-autotuned"))
+    }
 
 
 def test_a_worker_that_dies_of_its_preparation_is_replaced() -> None:
@@ -680,7 +709,7 @@ def test_a_worker_that_dies_of_its_preparation_is_replaced() -> None:
         "kernels": [f"{BAD}:segfault"],
         "settings": Settings(torch.device("cpu"), "warm").to_json(),
     }
-    process.start(do="call", **request)
+    process.prepare(do="call", **request)
     child = process._child
     try:
         assert process.answer(do="touch", device="cpu") == {"works": True}

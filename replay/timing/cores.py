@@ -1,0 +1,42 @@
+"""The processor cores that there are, and those that this process may use. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+TOPOLOGY = Path("/sys/devices/system/cpu")
+
+
+def physical_cores(topology: Path = TOPOLOGY) -> int | None:
+    """Count cores, not their hardware threads; None where the system does not tell."""
+    siblings = set()
+    for listed in topology.glob("cpu[0-9]*/topology/thread_siblings_list"):
+        try:
+            siblings.add(listed.read_text())
+        except OSError:  # a core that was switched off meanwhile
+            continue
+    return len(siblings) or None
+
+
+def core_siblings(cpus: Iterable[int], topology: Path = TOPOLOGY) -> list[list[int]]:
+    """Logical CPUs by their cores, neighbours beside each other.
+
+    Where the system does not tell, each counts as a core.
+    """
+    cores: dict[str, list[int]] = {}
+    for cpu in sorted(cpus):
+        try:
+            core = (topology / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text()
+        except OSError:
+            core = f"cpu {cpu}"
+        cores.setdefault(core, []).append(cpu)
+    return list(cores.values())
+
+
+def usable_cpus() -> int:
+    """Count the logical CPUs that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
