@@ -16,7 +16,7 @@ from replay.bench.referee import Sample
 from replay.bench.stages import Checked
 from replay.bench.variation import Places, Variation
 
-JUDGED_SAMPLES = 4
+JUDGED_SAMPLES = 8
 """Of each kernel, drawn after all of them were taken."""
 COMPARED = 8
 """One sample in so many has its inputs compared in full, after its first call and at its end, and
