@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -85,6 +86,7 @@ def main() -> None:
     parser.add_argument(
         "--limit", type=float, default=240.0, help="seconds that all may take, about (default 240)"
     )
+    parser.add_argument("--rows", type=Path, help="keep the rows of each replay in this directory")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "many_gpus.csv")
     arguments = parser.parse_args()
     began = time.monotonic()
@@ -112,6 +114,9 @@ def main() -> None:
             if state == "unmeasured":
                 continue
             found[state, gpus] = replayed
+            if arguments.rows is not None:
+                arguments.rows.mkdir(parents=True, exist_ok=True)
+                shutil.copy(replayed.rows, arguments.rows)
             s = "s" * (gpus > 1)
             figures.add(f"{state} caches, {gpus} GPU{s}: the command", "s", [replayed.seconds])
             figures.add(f"{state} caches, {gpus} GPU{s}: measuring", "s", [replayed.measuring])
