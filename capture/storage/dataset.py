@@ -93,11 +93,6 @@ class Dataset(Sequence[AttentionCall]):
         """
         source = source_of(where, report)
         directory = Path(where) if source is None else source.directory
-        if not directory.is_dir():
-            raise DatasetError(
-                f"{directory}: no such directory; record into it with "
-                f"`capture --model NAME --out {directory}`"
-            )
         dataset = cls.listed(directory)
         dataset.source = source
         dataset._add_journals()

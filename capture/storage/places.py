@@ -12,7 +12,7 @@ from capture.storage.source import Report, Source, unheard
 
 
 def source_of(where: str | Path, report: Report = unheard) -> Source | None:
-    """What to copy a dataset from; None for a directory of this machine, there or not.
+    """What to copy a dataset from; None for a directory of this machine.
 
     Raises:
         DatasetError: it is neither, is missing, cannot be reached, or has no recorded calls.
@@ -23,18 +23,37 @@ def source_of(where: str | Path, report: Report = unheard) -> Source | None:
             return Source(remote.directory(where), report)
         path, copies = remote.archive(where, report)
         return Source(Archive(path, remote.without_secrets(where), copies), report)
-    path = Path(where)
-    if not path.is_file():
-        if is_archive(path.name) and not path.exists():
-            raise DatasetError(f"{where}: no such archive; check the path")
+    if directory_of(where) is not None:
         return None
-    if not is_archive(path.name):
+    path = Path(where)
+    copies = cache.directory_of(str(path.resolve()), cache.user_cache())
+    return Source(Archive(path, where, copies), report)
+
+
+def directory_of(where: str | Path) -> Path | None:
+    """The directory of this machine that a dataset is in; None for an archive or an address.
+
+    Raises:
+        DatasetError: it is none of these, or is missing.
+    """
+    where = os.fspath(where)
+    path = Path(where)
+    if remote.is_address(where):
+        return None
+    if path.is_file():
+        if is_archive(path.name):
+            return None
         raise DatasetError(
             f"{where}: is a file: give a directory that `capture` wrote, or one packed as "
             f"{', '.join(ENDINGS)}"
         )
-    copies = cache.directory_of(str(path.resolve()), cache.user_cache())
-    return Source(Archive(path, where, copies), report)
+    if path.is_dir():
+        return path
+    if is_archive(path.name) and not path.exists():
+        raise DatasetError(f"{where}: no such archive; check the path")
+    raise DatasetError(
+        f"{path}: no such directory; record into it with `capture --model NAME --out {path}`"
+    )
 
 
 def why_read_only(where: str | Path) -> str:

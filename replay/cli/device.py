@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @functools.cache
-def _imported_torch() -> ModuleType:
+def imported_torch() -> ModuleType:
     """PyTorch. Its half a million objects are left out of every search for garbage from then on.
 
     Nor are they worth the time to take them apart when the process ends.
@@ -37,7 +37,7 @@ def device_of(name: str | None) -> torch.device:
     Raises:
         UsageError: there is no such device, or no kernel runs on it.
     """
-    torch = _imported_torch()
+    torch = imported_torch()
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:

@@ -21,9 +21,10 @@ from replay.cli import profiling, watch
 from replay.cli.arguments import parser
 from replay.cli.combinations import misuse, misuse_of_types
 from replay.cli.device import device_of
+from replay.cli.early_checks import check_early
 from replay.cli.files import UsageError, check_place, opened, shared_file
 from replay.cli.kernels import chosen_kernels, list_kernels, with_given_options
-from replay.cli.report import check_directory, check_report, draw
+from replay.cli.report import draw
 from replay.cli.settings import metrics_of, settings_of, wants
 from replay.cli.stdout import reserved_stdout
 from replay.cli.time_limit import TimeLimit
@@ -94,6 +95,7 @@ def _dispatch(arguments: argparse.Namespace, given: list[str]) -> int:
         raise UsageError(wrong)
     for name in WRITTEN_FILES:
         check_place(getattr(arguments, name))
+    check_early(arguments)
     if arguments.selftest:
         return _selftest(arguments, device_of(arguments.device))
     if arguments.ncu or arguments.once:
@@ -167,13 +169,12 @@ def _replay(
         early: processes that were started before PyTorch is imported here; none to do all here.
     """
     device = device_of(arguments.device) if cluster is None else cluster.device
-    if arguments.report:
-        check_report(Path(arguments.report))
-    plots = None if arguments.plot is None else check_directory(arguments.plot)
+    # Kernels may change the current directory.
+    plots = None if arguments.plot is None else Path(arguments.plot).absolute()
 
     from replay.cli.run import run
     from replay.cli.tables import print_tables
-    from replay.workers.environments import interpreters
+    from replay.workers.interpreters import interpreters
 
     pythons = interpreters(arguments.env, arguments.env_file, are_here=cluster is None)
     if pythons and arguments.in_process:

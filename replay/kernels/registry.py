@@ -36,15 +36,11 @@ from torch import Tensor
 from attention_replay import Error
 from capture.call import AttentionCall
 from capture.variant import FEATURES
+from replay.kernels.names import ENTRY_POINTS, parts
 from replay.rows.row import AccuracyClass
 
 Attention = Callable[..., Tensor]
 """SDPA's signature: (query, key, value, attn_mask, dropout_p, is_causal, *, scale, enable_gqa)."""
-
-
-ENTRY_POINTS = "attention_replay.kernels"
-"""Entry-point group through which an installed package offers kernels: `name = "module:function"`
-(`register_kernel` on the function adds constraints)."""
 
 
 class KernelNameError(Error):
@@ -396,9 +392,7 @@ def select(patterns: str | None, variants: bool = False) -> tuple[list[Kernel], 
         return list((_with_variants(defaults) if variants else defaults).values()), []
     chosen: dict[str, Kernel] = {}
     named: list[str] = []
-    # A comma inside brackets separates a variant's options, not names.
-    parts = re.split(r",(?![^\[\]]*\])", patterns)
-    for pattern in filter(None, (part.strip() for part in parts)):
+    for pattern in parts(patterns):
         if pattern in kernels:
             matches = [pattern]
         elif pattern == "all":

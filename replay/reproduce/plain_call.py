@@ -39,7 +39,8 @@ from capture.variant import Variant
 from replay.bench.forms import Forms
 from replay.bench.inputs import aliases
 from replay.kernels import library
-from replay.kernels.registry import ENTRY_POINTS, Kernel, find, registered
+from replay.kernels.names import ENTRY_POINTS
+from replay.kernels.registry import Kernel, find, registered
 from replay.workers.sources import workload_of
 from replay.workers.worker import Hear, Say
 

@@ -8,21 +8,16 @@ environment called `this` is the one that replays.
 from __future__ import annotations
 
 import dataclasses
-import os
-import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from attention_replay import Error
 from replay.bench.runner import DEFAULT_BASELINE, DONE, STAGES, TIMING, Loaded
 from replay.bench.settings import Settings, WorkerOptions
 from replay.kernels.registry import Kernel, catalogue
 from replay.rows.files import rebuilt
 from replay.rows.row import HERE, CallFacts, Machine, Row, Status
+from replay.workers.interpreters import WorkerError
 from replay.workers.judge import Hearing, Judge
 from replay.workers.process import CannotStart, Died, Process
 from replay.workloads.recorded import Workload
@@ -36,10 +31,6 @@ MAXIMUM_DEATHS = 3
 
 DISTURBED = 1.5
 """How many times as long a baseline may take in the worker of a kernel that disturbs others."""
-
-
-class WorkerError(Error):
-    """An environment that cannot be used as given; the message names the remedy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -427,55 +418,6 @@ def _in_order(rows: list[Row], kernels: Sequence[Kernel]) -> list[Row]:
 def _is_unreadable(rows: list[Row]) -> bool:
     """Whether the call's file cannot be read, by no worker then."""
     return any(not row.kernel and row.status == "error" for row in rows)
-
-
-def interpreters(
-    options: Sequence[str], file: str | None, *, are_here: bool = True
-) -> dict[str, str]:
-    """Interpreters by environment name, from `NAME=PYTHON` options and a TOML file.
-
-    The file has a table `[environments]` with lines `name = "path/to/python"`.
-
-    Args:
-        are_here: whether they are on this machine.
-
-    Raises:
-        WorkerError: an option or the file is not of that form, or a Python is not there.
-    """
-    found: dict[str, str] = {}
-    if file is not None:
-        found.update(_from_toml(Path(file)))
-    for option in options:
-        name, _, python = option.partition("=")
-        if not name or not python:
-            raise WorkerError(f"--env {option}: write NAME=PATH/TO/python")
-        found[name] = python
-    for name, python in found.items():
-        found[name] = python = os.path.expanduser(python)  # no shell does it here
-        if name == HERE:
-            raise WorkerError(f"the name {HERE!r} is taken by the environment that replays")
-        if are_here and shutil.which(python) is None:
-            raise WorkerError(f"--env {name}: there is no Python at {python}")
-    return found
-
-
-def _from_toml(path: Path) -> dict[str, str]:
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    try:
-        data: dict[str, Any] = tomllib.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise WorkerError(
-            f"cannot read {path} ({error.strerror}): give --env-file a TOML file"
-        ) from error
-    except ValueError as error:
-        raise WorkerError(f"{path} is not TOML: {error}") from error
-    table = data.get("environments")
-    if not isinstance(table, dict) or not all(isinstance(value, str) for value in table.values()):
-        raise WorkerError(f'{path}: needs [environments] with lines name = "path/to/python"')
-    return table
 
 
 def replay_in_workers(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import fnmatch
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -21,6 +19,7 @@ from capture.storage.dataset import DamagedFile, Dataset
 from capture.storage.header import Header
 from capture.storage.joined_calls import JoinedCall, is_part
 from capture.storage.source import Report, unheard
+from replay.workloads.names import chosen_names
 
 
 @dataclass(frozen=True)
@@ -130,15 +129,7 @@ def chosen(workloads: Sequence[Workload], patterns: str) -> list[Workload]:
     Raises:
         DatasetError: a pattern matches none.
     """
-    names = [workload.name for workload in workloads]
-    found: set[str] = set()
-    for pattern in [patterns] if patterns in names else patterns.split(","):
-        matching = [name for name in names if fnmatch.fnmatchcase(name, pattern.strip())]
-        if not matching:
-            near = difflib.get_close_matches(pattern, names, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"the first is {names[0]}"
-            raise DatasetError(f"no call {pattern.strip()!r} was recorded: {hint}")
-        found.update(matching)
+    found = chosen_names([workload.name for workload in workloads], patterns)
     return [workload for workload in workloads if workload.name in found]
 
 

@@ -97,3 +97,63 @@ def test_those_of_several_gpus_start_too_and_use_none_yet(tmp_path: Path) -> Non
         (tmp_path / name).touch()
     events, _ = before_torch(tmp_path, "--random", "--gpus", "all")
     assert events == [["start", gpu, {}] for gpu in "0011"] + ["torch"]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--call", "nosuch"), "no call 'nosuch' was recorded: the first is model-000000"),
+        (("--call", "model-000001,x*"), "no call 'x*' was recorded"),
+        (("--env", "other=/no/python"), "there is no Python at /no/python"),
+        (("--plot", "/proc/charts"), "cannot write --plot /proc/charts"),
+        (("--report", "/no/report.html"), "create its directory first"),
+        (("--dir", "/no/recording"), "/no/recording: no such directory; record into it"),
+        (("--dir", "/no/recording.zip"), "no such archive"),
+        (("--gpus", "0,x"), "'x' is no number"),
+    ],
+)
+def test_what_cannot_be_starts_nothing(
+    recorded: Path, tmp_path: Path, options: tuple[str, ...], reason: str
+) -> None:
+    source = () if "--dir" in options else ("--dir", str(recorded))
+    events, err = before_torch(tmp_path, *source, *options)
+    assert events == []
+    assert reason in err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--kernels", "torch-math,torch-flahs"),
+        ("--kernels", "nowhere.py:mine"),
+        ("--baseline-kernel", "sage4"),
+        ("--errors-against", "Eager"),
+        ("--device", "gpu"),
+    ],
+)
+def test_names_that_look_wrong_are_looked_up_before_anything_starts(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    events, _ = before_torch(tmp_path, "--random", *options)
+    assert events == ["torch"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--call", "model-00000[12]"),
+        ("--call", "model-000000.safetensors"),  # as a damaged file is called
+        ("--call", "model.ranks0-1-000000", "--join-ranks"),
+        ("--errors-against", "captured"),
+        ("--device", "cuda:1"),
+    ],
+)
+def test_what_may_be_starts(recorded: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+    events, _ = before_torch(tmp_path, "--dir", str(recorded), *options)
+    assert [event[0] for event in events] == ["start", "start", "prepare", "prepare", "t"]
+
+
+def test_a_recording_that_goes_on_may_have_more_calls(recorded: Path, tmp_path: Path) -> None:
+    (recorded / "other.journal").write_text("")
+    events, _ = before_torch(tmp_path, "--dir", str(recorded), "--call", "other-000007")
+    assert len(events) == 5

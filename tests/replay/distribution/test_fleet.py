@@ -28,8 +28,9 @@ from replay.distribution.devices import Device
 from replay.distribution.fleet import Fleet, Seat, fleet, seated
 from replay.kernels.registry import Kernel
 from replay.rows.row import HERE, CallFacts, KernelId, Machine, Row
-from replay.workers.environments import Found, WorkerError
+from replay.workers.environments import Found
 from replay.workers.execution import Assignment
+from replay.workers.interpreters import WorkerError
 from replay.workers.process import First, Place, Process, judge_process
 from replay.workloads.random_calls import Spec, workload
 from replay.workloads.recorded import Workload

@@ -22,11 +22,10 @@ from replay.workers.environments import (
     MAXIMUM_DEATHS,
     Environment,
     Found,
-    WorkerError,
     assign,
-    interpreters,
     replay_in_workers,
 )
+from replay.workers.interpreters import WorkerError, interpreters
 from replay.workers.process import CannotStart, Died
 from replay.workloads.recorded import Workload
 from tests.factories import call_facts, kernel, row, speedup_over, unreadable

@@ -1,0 +1,45 @@
+"""Names of kernels as arguments give them, told apart without importing any. Imports no torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from pathlib import Path
+
+ENTRY_POINTS = "attention_replay.kernels"
+"""Entry-point group through which an installed package offers kernels: `name = "module:function"`
+(`register_kernel` on the function adds constraints)."""
+
+_ADAPTERS = Path(__file__).with_name("adapters")
+
+
+def parts(patterns: str) -> list[str]:
+    """Comma-separated names and globs. A comma in brackets separates a variant's options."""
+    given = re.split(r",(?![^\[\]]*\])", patterns)
+    return [part for part in map(str.strip, given) if part]
+
+
+def look_known(patterns: str) -> bool:
+    """Whether kernels of these names and globs probably exist; False for most misspelt ones.
+
+    A name is made of words that stand in the file of some adapter.
+    """
+    source = "\n".join(path.read_text("utf-8") for path in _ADAPTERS.glob("*.py")).lower()
+    words = set(re.findall(r"[a-z0-9]+", source))
+    doubtful = [part for part in parts(patterns) if part != "all" and not _looks_known(part, words)]
+    if not doubtful:
+        return True
+    installed = importlib.metadata.entry_points(group=ENTRY_POINTS)
+    return {*doubtful} <= {each.name for each in installed}
+
+
+def _looks_known(part: str, words: set[str]) -> bool:
+    if ".py:" in part:
+        path, _, function = part.rpartition(":")
+        try:
+            return Path(path).is_file() and function in Path(path).read_text("utf-8")
+        except (OSError, ValueError):
+            return False
+    if "*" in part or "?" in part:
+        return True
+    return {*re.findall(r"[^\W_]+", part.partition("[")[0])} <= words

@@ -1,0 +1,69 @@
+"""The interpreters of other Python environments, as arguments and a file name them.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from attention_replay import Error
+from replay.rows.row import HERE
+
+
+class WorkerError(Error):
+    """An environment that cannot be used as given; the message names the remedy."""
+
+
+def interpreters(
+    options: Sequence[str], file: str | None, *, are_here: bool = True
+) -> dict[str, str]:
+    """Interpreters by environment name, from `NAME=PYTHON` options and a TOML file.
+
+    The file has a table `[environments]` with lines `name = "path/to/python"`.
+
+    Args:
+        are_here: whether they are on this machine.
+
+    Raises:
+        WorkerError: an option or the file is not of that form, or a Python is not there.
+    """
+    found: dict[str, str] = {}
+    if file is not None:
+        found.update(_from_toml(Path(file)))
+    for option in options:
+        name, _, python = option.partition("=")
+        if not name or not python:
+            raise WorkerError(f"--env {option}: write NAME=PATH/TO/python")
+        found[name] = python
+    for name, python in found.items():
+        found[name] = python = os.path.expanduser(python)  # no shell does it here
+        if name == HERE:
+            raise WorkerError(f"the name {HERE!r} is taken by the environment that replays")
+        if are_here and shutil.which(python) is None:
+            raise WorkerError(f"--env {name}: there is no Python at {python}")
+    return found
+
+
+def _from_toml(path: Path) -> dict[str, str]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        data: dict[str, Any] = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise WorkerError(
+            f"cannot read {path} ({error.strerror}): give --env-file a TOML file"
+        ) from error
+    except ValueError as error:
+        raise WorkerError(f"{path} is not TOML: {error}") from error
+    table = data.get("environments")
+    if not isinstance(table, dict) or not all(isinstance(value, str) for value in table.values()):
+        raise WorkerError(f'{path}: needs [environments] with lines name = "path/to/python"')
+    return table
