@@ -34,7 +34,13 @@ from replay.workloads.random_calls import Spec
 SHARED_KIB = {"8.0": 163, "8.6": 99, "8.9": 99, "9.0": 227, "10.0": 227, "12.0": 99}
 """The most that a program can have (CUDA C++ Programming Guide, compute capabilities)."""
 PREFILL = ("triton-fa2", "triton-fa3", "triton-sage", "triton-fp8", "triton-sage-fp8")
-DECODE = ("triton-decode", "triton-paged-decode", "triton-sparse-decode")
+DECODE = (
+    "triton-decode",
+    "triton-decode-int8",
+    "triton-decode-fp8",
+    "triton-paged-decode",
+    "triton-sparse-decode",
+)
 KERNELS = (*PREFILL, "triton-varlen", *DECODE)
 HEAD_DIMS = (64, 128, 256)
 COLUMNS = ("compute capability", "kernel", "head_dim", "result", "triton")

@@ -51,6 +51,8 @@ FORMS: dict[str, tuple[str, ...]] = {
     "triton-sage-fp8": PLAIN,
     "triton-varlen": ("padding", "key lengths", "packed", "packed, bottom right", "packed, window"),
     "triton-decode": (*PLAIN, *MASKED, *VARIANTS, "key lengths"),
+    "triton-decode-int8": (*PLAIN, *MASKED, *VARIANTS, "key lengths"),
+    "triton-decode-fp8": (*PLAIN, *MASKED, *VARIANTS, "key lengths"),
     "triton-paged-decode": ("plain", "padding", "key lengths", "window"),
     "triton-sparse-decode": ("plain", "padding"),
     "triton-paged-sparse-decode": ("plain", "padding"),

@@ -33,7 +33,8 @@ PREFILL_KERNELS = (
 )
 DECODE_KERNELS = (
     f"{PEERS},flashinfer-decode,"
-    "triton-decode,triton-paged-decode,triton-sparse-decode,triton-paged-sparse-decode"
+    "triton-decode,triton-decode-int8,triton-decode-fp8,triton-paged-decode,triton-sparse-decode,"
+    "triton-paged-sparse-decode"
 )
 
 

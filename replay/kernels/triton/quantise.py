@@ -103,6 +103,20 @@ def to_fp8(x, largest):
 
 
 @triton.jit
+def sampled_mean(key_ptr, stride_s, stride_d, columns, kv_len, HEAD_DIM: tl.constexpr):
+    """The mean (D,) of `SAMPLE` of a head's first `kv_len` keys; `key_ptr` is that of the head."""
+    part = tl.arange(0, SAMPLE)
+    place = (part * SAMPLE + part * SAMPLE_STEP % SAMPLE).to(tl.int64)
+    sampled = place * kv_len // (SAMPLE * SAMPLE)
+    sample = tl.load(
+        key_ptr + sampled[:, None] * stride_s + columns[None, :] * stride_d,
+        mask=columns[None, :] < HEAD_DIM,
+        other=0.0,
+    )
+    return tl.sum(sample.to(tl.float32), axis=0) / SAMPLE
+
+
+@triton.jit
 def _quantise_key(
     key_ptr,
     stride_s,
@@ -123,15 +137,7 @@ def _quantise_key(
     offsets = rows[:, None].to(tl.int64) * stride_s + columns[None, :] * stride_d
     key = tl.load(key_ptr + offsets, mask=is_key, other=0.0).to(tl.float32)
     if SMOOTH:
-        part = tl.arange(0, SAMPLE)
-        place = (part * SAMPLE + part * SAMPLE_STEP % SAMPLE).to(tl.int64)
-        sampled = place * kv_len // (SAMPLE * SAMPLE)
-        sample = tl.load(
-            key_ptr + sampled[:, None] * stride_s + columns[None, :] * stride_d,
-            mask=columns[None, :] < HEAD_DIM,
-            other=0.0,
-        )
-        mean = tl.sum(sample.to(tl.float32), axis=0) / SAMPLE
+        mean = sampled_mean(key_ptr, stride_s, stride_d, columns, kv_len, HEAD_DIM)
         key = tl.where(is_key, key - mean[None, :], 0.0)
     is_finite = tl.abs(key) < float("inf")
     largest = tl.max(tl.where(is_finite, tl.abs(key), 0.0))

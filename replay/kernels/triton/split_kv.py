@@ -9,7 +9,7 @@ sums do not depend on who was last, and there is no second kernel to launch.
 One program text serves four kinds of cache. Position i of a sequence is token i, or the token that
 `indices` names; a token lies in its batch element's row, or in the page that `block_table` names.
 Where position i is token i, keys and values come through tensor descriptors (TMA), if their strides
-and the GPU allow it.
+and the GPU allow it. What differs for a cache in 8 bits is in `quantised_cache.py`.
 
 Letters: B batch, Hq query heads, Hkv key/value heads, G = Hq / Hkv, Sq and Sk query and key length,
 D and Dv head dimensions, M = G · Sq rows of a key/value head (row r is head r // Sq, query r % Sq).
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Hashable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -30,6 +31,13 @@ from capture.variant import PLAIN, Variant
 from replay.kernels.triton.counters import counters
 from replay.kernels.triton.descriptors import at, can_be_described, described, nowhere
 from replay.kernels.triton.launch import Kept, Launch, layout, named
+from replay.kernels.triton.quantised_cache import (
+    CACHE_BLOCK,
+    QuantisedCache,
+    exponent,
+    fit_query,
+    to_float16,
+)
 
 SHORTEST = 128
 """Keys for which a program of its own is worth its start."""
@@ -151,6 +159,9 @@ def _attend_kernel(
     query_ptr,
     key_ptr,
     value_ptr,
+    key_scale_ptr,
+    key_mean_ptr,
+    value_scale_ptr,
     mask_ptr,
     sinks_ptr,
     lengths_ptr,
@@ -204,9 +215,11 @@ def _attend_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):
-    """`sinks_ptr`, `cap`, `left` and `right` are None where a call has none: they are then no
-    arguments of the compiled program. With a cap, `scale` is that of the exponent in tanh.
+    """`sinks_ptr`, `cap`, `left` and `right` are None where a call has none, and the scales and the
+    mean where the cache is in 16 bits: they are then no arguments of the compiled program. With a
+    cap, `scale` is that of the exponent in tanh.
     """
+    IS_8_BIT: tl.constexpr = key_scale_ptr is not None
     split = tl.program_id(1)
     batch = tl.program_id(0) // kv_heads
     kv_head = tl.program_id(0) % kv_heads
@@ -228,6 +241,14 @@ def _attend_kernel(
         mask=has_row[:, None] & has_dim[None, :],
         other=0.0,
     )
+    if IS_8_BIT:
+        key_mean_ptr += tl.program_id(0) * head_dim
+        query, row_scales, row_offsets = fit_query(query, key_mean_ptr, dims, has_dim)
+        row_scales *= scale * 1.4426950408889634
+        row_offsets *= scale * 1.4426950408889634
+        stored = tl.program_id(0).to(tl.int64) * tl.cdiv(kv_len, CACHE_BLOCK) * CACHE_BLOCK
+        key_scale_ptr += stored
+        value_scale_ptr += stored
     if UPCAST:
         query = query.to(tl.float32)
     if not HAS_DESCRIPTORS:
@@ -253,6 +274,8 @@ def _attend_kernel(
         positions_end = tl.minimum(length, q_len + diagonal + right)
     if left is not None:
         positions_begin = tl.maximum(diagonal - left, 0)
+        if IS_8_BIT:
+            positions_begin = positions_begin // CACHE_BLOCK * CACHE_BLOCK
     share = tl.cdiv(tl.cdiv(positions_end - positions_begin, BLOCK_N), splits) * BLOCK_N
     begin = positions_begin + split * share
     end = tl.minimum(begin + share, positions_end)
@@ -289,9 +312,16 @@ def _attend_kernel(
                 mask=is_valid[:, None] & has_dim[None, :],
                 other=0.0,
             )
+        if IS_8_BIT:
+            key = to_float16(key)
         if UPCAST:
             key = key.to(tl.float32)
-        scores = tl.dot(query, tl.trans(key)) * (scale * 1.4426950408889634)
+        scores = tl.dot(query, tl.trans(key))
+        if IS_8_BIT:
+            key_scales = tl.load(key_scale_ptr + positions)
+            scores = scores * row_scales[:, None] * key_scales[None, :] + row_offsets[:, None]
+        else:
+            scores *= scale * 1.4426950408889634
         if cap is not None:
             # tanh(x) = 1 - 2 / (e^2x + 1)
             scores = cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
@@ -320,14 +350,25 @@ def _attend_kernel(
             is_seen = tokens[None, :] >= queries[:, None] + (diagonal - left)
             scores += tl.where(is_seen, 0.0, float("-inf"))
         scores = tl.where(is_valid[None, :], scores, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, axis=1))
+        if IS_8_BIT:
+            value_scales = tl.load(value_scale_ptr + positions, mask=is_valid, other=1.0)
+            higher = tl.max(scores + exponent(value_scales)[None, :], axis=1)
+            higher = tl.maximum(highest, higher)
+        else:
+            higher = tl.maximum(highest, tl.max(scores, axis=1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(highest - base)
         highest = higher
         totals = totals * shrink[:, None] + weights
 
-        if HAS_DESCRIPTORS:
+        if IS_8_BIT:
+            block = first // CACHE_BLOCK
+            inside = first - block * CACHE_BLOCK
+            value = value_ptr.load([batch, kv_head, block * v_dim, inside])
+            value = to_float16(tl.trans(value.reshape(BLOCK_DV, BLOCK_N)))
+            weights *= value_scales[None, :]
+        elif HAS_DESCRIPTORS:
             value = value_ptr.load([batch, kv_head, first, 0]).reshape(BLOCK_N, BLOCK_DV)
         else:
             value_rows = first_axis * stride_value_first + slots * stride_value_token
@@ -391,8 +432,9 @@ def _attend_kernel(
         )
 
 
-Access = Literal["described", "direct", "indirect"]
-"""Through tensor descriptors, through pointers, or to tokens that have to be looked up first."""
+Access = Literal["described", "direct", "indirect", "quantised"]
+"""Through tensor descriptors, through pointers, to tokens that have to be looked up first, or to 8
+bits through descriptors."""
 
 
 class Cache(NamedTuple):
@@ -416,6 +458,16 @@ class Cache(NamedTuple):
         if self.block_table is None:
             return self.key.shape[1], self.key.shape[2], self.value.shape[3]
         return self.key.shape[2], self.block_table.shape[1] * self.page_size, self.value.shape[3]
+
+    @property
+    def layouts(self) -> Hashable:
+        """All that a plan may depend on."""
+        return tuple(map(layout, self))
+
+    @property
+    def scales(self) -> tuple[None, None, None]:
+        """None: keys and values are in 16 bits."""
+        return None, None, None
 
     @property
     def page_size(self) -> int:
@@ -447,6 +499,13 @@ class Cache(NamedTuple):
         first, second, third, within = tensor.stride()
         paged = self.block_table is not None
         return (first, third, second, within) if paged else (first, second, third, within)
+
+    def descriptors(self, block_n: int, block_d: int, block_dv: int) -> tuple[Any, Any]:
+        """Of key and value, without their memory."""
+        return (
+            nowhere(described(self.key, block_n, block_d)),
+            nowhere(described(self.value, block_n, block_dv)),
+        )
 
 
 class Tiling(NamedTuple):
@@ -498,7 +557,9 @@ def plan(
     # Powers of two that a tensor core's product can have as a side.
     block_d, block_dv = (max(16, 1 << (dim - 1).bit_length()) for dim in (head_dim, v_dim))
     widest = max(block_d, block_dv)
-    if access == "described" and widest <= 128:
+    if access == "quantised":
+        block_n, stages = (128, 4) if widest <= 128 and block_m == 16 else (64, 4)
+    elif access == "described" and widest <= 128:
         block_n, stages = (128, 4) if widest <= 64 else (128, 3)
     elif access == "indirect":
         block_n, stages = (128, 4) if widest <= 64 else (64, 5) if widest <= 128 else (32, 5)
@@ -509,9 +570,13 @@ def plan(
     splits = processors // (heads * row_blocks)
     if access == "indirect" and positions > splits * LONG:
         splits *= 2
+    # Half the bytes come in half the time: two programs a processor hide each other's waiting.
+    if access == "quantised":
+        splits *= 2
     # Loading takes as long as bytes / splits and merging as bytes · splits: the sum is least where
     # both take as long. A program loads about twice as fast as it merges.
-    loaded, merged = positions * (block_d + block_dv) * 2, block_rows * block_dv * 4
+    itemsize = 1 if access == "quantised" else 2
+    loaded, merged = positions * (block_d + block_dv) * itemsize, block_rows * block_dv * 4
     splits = min(splits, math.isqrt(loaded // (2 * merged)), -(-positions // SHORTEST))
     # Where nothing is merged, more warps hide more latency of a small block's loads.
     warps = 8 if widest <= 64 and splits <= 1 and access == "direct" else 4
@@ -528,7 +593,7 @@ def plan(
 
 def attend(
     query: Tensor,
-    cache: Cache,
+    cache: Cache | QuantisedCache,
     *,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
@@ -541,7 +606,7 @@ def attend(
 
     Args:
         query: (B, Hq, Sq, D), float16 or bfloat16, any strides.
-        cache: in the query's dtype and on its device, any strides.
+        cache: in the query's dtype, any strides, or in 8 bits; on the query's device.
         attn_mask: broadcasts to (B, Hq, Sq, Sk); bool (True = attend) or float (added).
         is_causal: query i sees the tokens 0…i, whatever the lengths, as in SDPA, or if `variant`
             says bottom right, the last query all tokens and each before it one less.
@@ -550,14 +615,14 @@ def attend(
         variant: bottom right, window and soft cap. Not with indices.
         tiles: how to cut the work, by default `tiling`.
     """
-    output = query.new_empty((*query.shape[:3], cache.value.shape[3]))
+    output = query.new_empty((*query.shape[:3], cache.sizes[2]))
     if output.numel() == 0:
         return output
     aligned = (cache.key.data_ptr() | cache.value.data_ptr()) % 16 == 0
     shape = (
         query.device,
         layout(query),
-        *map(layout, cache),
+        cache.layouts,
         layout(attn_mask),
         layout(sinks),
         is_causal,
@@ -573,7 +638,7 @@ def attend(
     if planned.parts_numbers:
         parts = torch.empty(planned.parts_numbers, dtype=torch.float32, device=query.device)
         arrivals = counters(planned.arrivals, query.device)
-    key, value = cache.key, cache.value
+    key, value, scales = cache.key, cache.value, cache.scales
     if planned.descriptors is not None:
         of_key, of_value = planned.descriptors
         key, value = at(of_key, key), at(of_value, value)
@@ -581,6 +646,7 @@ def attend(
         query,
         key,
         value,
+        *scales,
         output if attn_mask is None else attn_mask,
         None if sinks is None else sinks.contiguous(),
         output if cache.lengths is None else cache.lengths,
@@ -609,7 +675,7 @@ _calls: Kept[_PlannedCall] = Kept()
 
 def _plan_call(
     query: Tensor,
-    cache: Cache,
+    cache: Cache | QuantisedCache,
     attn_mask: Tensor | None,
     is_causal: bool,
     scale: float | None,
@@ -633,6 +699,7 @@ def _plan_call(
         access,
         _processors(query.device),
     )
+    has_descriptors = access in ("described", "quantised")
     tiles = tiles or cut.tiling
     splits = tiles.splits
     scale, cap = head_dim**-0.5 if scale is None else float(scale), None
@@ -673,7 +740,7 @@ def _plan_call(
             "HAS_LENGTHS": cache.lengths is not None,
             "HAS_INDICES": cache.indices is not None,
             "PAGE_SIZE": cache.page_size,
-            "HAS_DESCRIPTORS": access == "described",
+            "HAS_DESCRIPTORS": has_descriptors,
             "HAS_SPLITS": splits > 1,
             # Triton's interpreter multiplies the bits of bfloat16 as if they were integers.
             "UPCAST": query.device.type == "cpu",
@@ -691,12 +758,7 @@ def _plan_call(
         launch,
         batch * heads * q_len * splits * (v_dim + 2) if splits > 1 else 0,
         batch * kv_heads * cut.row_blocks,
-        (
-            nowhere(described(cache.key, tiles.block_n, cut.block_d)),
-            nowhere(described(cache.value, tiles.block_n, cut.block_dv)),
-        )
-        if access == "described"
-        else None,
+        cache.descriptors(tiles.block_n, cut.block_d, cut.block_dv) if has_descriptors else None,
     )
 
 

@@ -1,0 +1,360 @@
+"""A key/value cache in 8 bits, as serving engines keep it, and how `split_kv.py` reads it.
+
+Every token of a key/value head has a scale of its own for its key and one for its value, as with
+vLLM's `kv_cache_dtype=int8_per_token_head` and `fp8_per_token_head` and in LMDeploy: a new token is
+quantised by itself, and none is quantised again. A scale per channel needs the tokens that follow
+(KIVI, Liu et al. 2024, holds the last 128 back in 16 bits), and what it is for is done here
+otherwise: keys have channels far from 0 for every token, which would use up a token's 8 bits, so a
+mean is subtracted ("K smoothing", SageAttention, Zhang et al. 2024). A server would take that of
+the prompt. It is that of the keys that `quantise.py` samples, and stored, since sinks and soft caps
+see what softmax alone does not: the queries' products with it are added to the scores again.
+
+No number of the cache is ever multiplied by its scale. Those of keys are factors of their scores,
+those of values of their probabilities. A probability in float16 must not underflow because of its
+value's small scale: the running maximum counts the scale's exponent in. Numbers of 8 bits are exact
+in float16, to which one instruction converts a pair from FP8, and which the query is brought to by
+a factor for each row.
+
+Values lie transposed within every `CACHE_BLOCK` tokens, as in the pages of vLLM's first kernels: no
+instruction transposes bytes on their way to the tensor cores, which want those of neighbouring
+tokens side by side.
+
+NaN and infinity: a scale is NaN where its token has one, hence every row that sees the key, or all
+of the output of every row that sees the value.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from replay.kernels.triton.descriptors import described, nowhere
+from replay.kernels.triton.launch import Launch, layout, named
+from replay.kernels.triton.matmul import INTERPRETED
+from replay.kernels.triton.quantise import (
+    FP8_MAX,
+    INT8_MAX,
+    SMALLEST_MAXIMUM,
+    sampled_mean,
+    to_fp8,
+    to_int8,
+)
+
+CACHE_BLOCK = tl.constexpr(128)
+"""Tokens whose values are transposed together, and what the length is rounded up to."""
+
+
+@dataclass(frozen=True)
+class QuantisedCache:
+    """Keys and values in 8 bits in one piece. N = Sk rounded up to `CACHE_BLOCK`, D' = D to 16."""
+
+    key: Tensor
+    """(B, Hkv, N, D') int8 or float8_e4m3fn, zeros beyond each sequence and D."""
+    value: Tensor
+    """(B, Hkv, N / 128 · Dv, 128) in the key's dtype: Dv rows of every `CACHE_BLOCK` tokens."""
+    key_scale: Tensor
+    """(B, Hkv, N) float32: key ≈ quantised · scale + mean."""
+    key_mean: Tensor
+    """(B, Hkv, D) float32."""
+    value_scale: Tensor
+    """(B, Hkv, N) float32: value ≈ quantised · scale."""
+    kv_len: int
+    lengths: Tensor | None
+    """(B,) int32, how many tokens each sequence has; None for all."""
+
+    block_table: ClassVar[None] = None
+    indices: ClassVar[None] = None
+    page_size: ClassVar[int] = 0
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Hkv, the most tokens that a sequence can have, and Dv."""
+        _, kv_heads, rows, _ = self.value.shape
+        return kv_heads, self.kv_len, rows // (self.key.shape[2] // CACHE_BLOCK.value)
+
+    @property
+    def layouts(self) -> Hashable:
+        """All that a plan may depend on: what is left out is contiguous and follows from these."""
+        return layout(self.key), layout(self.value), self.kv_len, layout(self.lengths)
+
+    @property
+    def scales(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.key_scale, self.key_mean, self.value_scale
+
+    def access(self, is_cut: bool) -> Literal["quantised"]:
+        """Always through descriptors: blocks are whole, and what does not count is finite."""
+        return "quantised"
+
+    def strides(self, tensor: Tensor) -> tuple[int, ...]:
+        """Of the four dimensions, for which descriptors are used instead."""
+        return tensor.stride()
+
+    def descriptors(self, block_n: int, block_d: int, block_dv: int) -> tuple[Any, Any]:
+        """Of key and value, without their memory."""
+        return (
+            nowhere(described(self.key, block_n, block_d)),
+            nowhere(described(self.value, block_dv, block_n)),
+        )
+
+
+@triton.jit
+def to_float16(numbers):
+    """8-bit numbers in float16, exactly."""
+    if numbers.dtype == tl.int8 and not INTERPRETED:
+        # With 128 added, a byte below the byte of 1024 is the last of a float16 between 1024 and
+        # 1279; conversions of integers are four times as slow as what arrives from memory.
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 bytes, offset;
+            mov.b32 offset, 0x64806480;
+            xor.b32 bytes, $2, 0x80808080;
+            prmt.b32 $0, bytes, 0x64646464, 0x4140;
+            prmt.b32 $1, bytes, 0x64646464, 0x4342;
+            sub.f16x2 $0, $0, offset;
+            sub.f16x2 $1, $1, offset;
+            }
+            """,
+            "=r,=r,r",
+            [numbers],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=4,
+        )
+    return numbers.to(tl.float16)
+
+
+@triton.jit
+def fit_query(query, mean_ptr, dims, has_dim):
+    """A query (M, D) in float16, at most 1; each row's factor (M,) and score of the mean (M,)."""
+    query = query.to(tl.float32)
+    mean = tl.load(mean_ptr + dims, mask=has_dim, other=0.0)
+    largest = tl.maximum(tl.max(tl.abs(query), axis=1), SMALLEST_MAXIMUM)
+    return (query / largest[:, None]).to(tl.float16), largest, tl.sum(query * mean, axis=1)
+
+
+@triton.jit
+def exponent(scales):
+    """⌊log2⌋ of positive float32 numbers, as float32."""
+    return ((scales.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.float32)
+
+
+@triton.jit
+def _quantise_rows(rows, has_row, IS_INT8: tl.constexpr):
+    """(N, D) float32 in 8 bits, and (N,) scales, NaN where a row is not finite."""
+    rows = tl.where(has_row[:, None], rows, 0.0)
+    not_finite = tl.sum(rows * 0.0, axis=1)
+    rows = tl.where(tl.abs(rows) < float("inf"), rows, 0.0)
+    largest = tl.maximum(tl.max(tl.abs(rows), axis=1), SMALLEST_MAXIMUM)
+    if IS_INT8:
+        quantised, scale = to_int8(rows, largest[:, None]), largest / INT8_MAX
+    else:
+        quantised, scale = to_fp8(rows, largest[:, None]), largest / FP8_MAX
+    return quantised, scale + not_finite
+
+
+@triton.jit
+def _quantise_keys(
+    key_ptr,
+    stride_s,
+    stride_d,
+    output_ptr,
+    scale_ptr,
+    mean_ptr,
+    block,
+    length,
+    HEAD_DIM: tl.constexpr,
+    STORED_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One block of keys; the pointers are those of its head, `output_ptr` that of the block."""
+    inside, dims = tl.arange(0, CACHE_BLOCK), tl.arange(0, BLOCK_D)
+    tokens, has_dim = block * CACHE_BLOCK + inside, dims < HEAD_DIM
+    is_token = tokens < length
+    places = tokens[:, None].to(tl.int64) * stride_s + dims[None, :] * stride_d
+    key = tl.load(key_ptr + places, mask=is_token[:, None] & has_dim[None, :], other=0.0)
+    mean = sampled_mean(key_ptr, stride_s, stride_d, dims, length, HEAD_DIM)
+    mean = tl.where(tl.abs(mean) < float("inf"), mean, 0.0)  # any offset will do
+    key = tl.where(has_dim[None, :], key.to(tl.float32) - mean[None, :], 0.0)
+    quantised, scale = _quantise_rows(key, is_token, output_ptr.dtype.element_ty == tl.int8)
+    places = inside[:, None] * STORED_DIM + dims[None, :]
+    tl.store(output_ptr + places, quantised, mask=dims[None, :] < STORED_DIM)
+    tl.store(scale_ptr + tokens, scale)
+    tl.store(mean_ptr + dims, mean, mask=(block == 0) & has_dim)
+
+
+@triton.jit
+def _quantise_values(
+    value_ptr,
+    stride_s,
+    stride_d,
+    output_ptr,
+    scale_ptr,
+    block,
+    length,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One block of values, transposed; the pointers likewise."""
+    inside, dims = tl.arange(0, CACHE_BLOCK), tl.arange(0, BLOCK_D)
+    tokens, has_dim = block * CACHE_BLOCK + inside, dims < HEAD_DIM
+    is_token = tokens < length
+    places = tokens[:, None].to(tl.int64) * stride_s + dims[None, :] * stride_d
+    value = tl.load(value_ptr + places, mask=is_token[:, None] & has_dim[None, :], other=0.0)
+    is_int8: tl.constexpr = output_ptr.dtype.element_ty == tl.int8
+    quantised, scale = _quantise_rows(value.to(tl.float32), is_token, is_int8)
+    places = dims[:, None] * CACHE_BLOCK + inside[None, :]
+    tl.store(output_ptr + places, tl.trans(quantised), mask=has_dim[:, None])
+    tl.store(scale_ptr + tokens, scale)
+
+
+@triton.jit(do_not_specialize=["kv_heads", "kv_len"])
+def _quantise_cache(
+    key_ptr,
+    value_ptr,
+    lengths_ptr,
+    key_out_ptr,
+    key_scale_ptr,
+    key_mean_ptr,
+    value_out_ptr,
+    value_scale_ptr,
+    key_stride_b,
+    key_stride_h,
+    key_stride_s,
+    key_stride_d,
+    value_stride_b,
+    value_stride_h,
+    value_stride_s,
+    value_stride_d,
+    kv_heads,
+    kv_len,
+    HEAD_DIM: tl.constexpr,
+    STORED_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """One block of keys, or (in programs with a third index of 1) one block of values."""
+    block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    blocks = tl.num_programs(0)
+    batch, kv_head = head // kv_heads, head % kv_heads
+    length = kv_len
+    if lengths_ptr is not None:
+        length = tl.minimum(tl.load(lengths_ptr + batch), kv_len)
+    first = (head * blocks + block) * CACHE_BLOCK
+    if tl.program_id(2) == 0:
+        _quantise_keys(
+            key_ptr + batch * key_stride_b + kv_head * key_stride_h,
+            key_stride_s,
+            key_stride_d,
+            key_out_ptr + first * STORED_DIM,
+            key_scale_ptr + head * blocks * CACHE_BLOCK,
+            key_mean_ptr + head * HEAD_DIM,
+            block,
+            length,
+            HEAD_DIM,
+            STORED_DIM,
+            BLOCK_D,
+        )
+    else:
+        _quantise_values(
+            value_ptr + batch * value_stride_b + kv_head * value_stride_h,
+            value_stride_s,
+            value_stride_d,
+            value_out_ptr + first * V_HEAD_DIM,
+            value_scale_ptr + head * blocks * CACHE_BLOCK,
+            block,
+            length,
+            V_HEAD_DIM,
+            BLOCK_DV,
+        )
+
+
+def quantise_cache(
+    key: Tensor, value: Tensor, dtype: torch.dtype, *, lengths: Tensor | None = None
+) -> QuantisedCache:
+    """Keys and values in `dtype` (int8 or float8_e4m3fn).
+
+    Args:
+        key: (B, Hkv, Sk, D), float16 or bfloat16, any strides, Sk at least 1; not changed.
+        value: (B, Hkv, Sk, Dv), likewise.
+        lengths: (B,) int32, how many tokens of each sequence count; the others are not read.
+    """
+    batch, kv_heads, kv_len, head_dim = key.shape
+    v_dim, blocks = value.shape[3], triton.cdiv(kv_len, CACHE_BLOCK.value)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty((batch, kv_heads, *shape), dtype=dtype, device=key.device)
+
+    cache = QuantisedCache(
+        empty(blocks * CACHE_BLOCK.value, _stored(head_dim), dtype=dtype),
+        empty(blocks * v_dim, CACHE_BLOCK.value, dtype=dtype),
+        empty(blocks * CACHE_BLOCK.value),
+        empty(head_dim),
+        empty(blocks * CACHE_BLOCK.value),
+        kv_len,
+        lengths,
+    )
+    launch = _planned(
+        (key.shape, value.shape),
+        (key.stride(), value.stride()),
+        (key.dtype, dtype),
+        lengths is not None,
+        key.device,
+    )
+    launch(
+        key,
+        value,
+        lengths,
+        cache.key,
+        cache.key_scale,
+        cache.key_mean,
+        cache.value,
+        cache.value_scale,
+    )
+    return cache
+
+
+def _stored(head_dim: int) -> int:
+    """Numbers from key to key, which descriptors want 16 bytes of."""
+    return -(-head_dim // 16) * 16
+
+
+def _block(head_dim: int) -> int:
+    return max(16, int(triton.next_power_of_2(head_dim)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _planned(
+    shapes: tuple[torch.Size, torch.Size],
+    strides: tuple[tuple[int, ...], tuple[int, ...]],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    has_lengths: bool,
+    device: torch.device,
+) -> Launch:
+    """The launch for keys and values of one shape; `dtypes` are theirs and the cache's."""
+    (batch, kv_heads, kv_len, head_dim), (*_, v_dim) = shapes
+    return Launch(
+        _quantise_cache,
+        (triton.cdiv(kv_len, CACHE_BLOCK.value), batch * kv_heads, 2),
+        device,
+        named("key_stride_", "bhsd", strides[0])
+        | named("value_stride_", "bhsd", strides[1])
+        | {
+            "kv_heads": kv_heads,
+            "kv_len": kv_len,
+            "HEAD_DIM": head_dim,
+            "STORED_DIM": _stored(head_dim),
+            "BLOCK_D": _block(head_dim),
+            "V_HEAD_DIM": v_dim,
+            "BLOCK_DV": _block(v_dim),
+        },
+        num_warps=8,
+    )

@@ -1,0 +1,46 @@
+"""Attention of one or a few query tokens over a cache in 8 bits, quantisation included."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from capture.variant import PLAIN, Variant
+from replay.kernels.triton.quantised_cache import quantise_cache
+from replay.kernels.triton.split_kv import attend
+
+
+def quantised_decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    *,
+    dtype: torch.dtype,
+    scale: float | None = None,
+    seqused_k: Tensor | None = None,
+    sinks: Tensor | None = None,
+    variant: Variant = PLAIN,
+) -> Tensor:
+    """softmax(scale · QKᵀ + mask) · V for a short query, with key and value in 8 bits.
+
+    A server quantises a token once; `split_kv.attend` on a `QuantisedCache` is what it runs then.
+
+    Args:
+        dtype: int8 or float8_e4m3fn, of the cache. FP8 needs compute capability 8.9.
+
+    The other arguments, and the result, are those of `decode.decode`. Key and value are not
+    changed.
+    """
+    if key.shape[2] == 0 or query.numel() == 0:
+        return query.new_zeros((*query.shape[:3], value.shape[3]))
+    return attend(
+        query,
+        quantise_cache(key, value, dtype, lengths=seqused_k),
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        scale=scale,
+        sinks=sinks,
+        variant=variant,
+    )
