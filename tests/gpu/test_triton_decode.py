@@ -5,15 +5,18 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
+from capture.variant import Variant
 from replay.accuracy.judge import Expected, judge
 from replay.accuracy.sparse import kept_share, restricted
 from replay.kernels.registry import find
+from replay.rows.row import AccuracyClass
 from tests.factories import sized_call
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -23,13 +26,16 @@ Sizes = tuple[int, int, int, int, int, int, int]
 
 SMALL: Sizes = (8, 64, 16, 1, 1024, 64, 64)
 LONG: Sizes = (4, 32, 8, 1, 32000, 256, 256)
+IN_8_BITS = ("triton-decode-int8", "triton-decode-fp8")
 
 call_of = functools.partial(sized_call, dtype=torch.bfloat16, device="cuda")
 
 
-def assert_right(output: Tensor, call: AttentionCall) -> None:
+def assert_right(
+    output: Tensor, call: AttentionCall, accuracy_class: AccuracyClass = "exact"
+) -> None:
     expected = Expected.of(call)
-    verdict = judge(output, expected, "exact")
+    verdict = judge(output, expected, accuracy_class)
     assert verdict.passed, verdict.sentence
 
 
@@ -38,9 +44,10 @@ def assert_kernel_right(name: str, call: AttentionCall) -> None:
     kernel = find(name)
     assert kernel.unsupported(call) is None
     judged = call if kernel.chosen is None else restricted(call, kernel.chosen(call))
-    assert_right(kernel.attention(**call.arguments()), judged)
+    by = "quantised" if kernel.accuracy_class == "quantised" else "exact"
+    assert_right(kernel.attention(**call.arguments()), judged, by)
     if kernel.prepare is not None:
-        assert_right(kernel.prepare(call)(), judged)
+        assert_right(kernel.prepare(call)(), judged, by)
 
 
 def padding(call: AttentionCall, lengths: list[int], at_end: bool = True) -> AttentionCall:
@@ -111,6 +118,47 @@ def test_sparse(name: str) -> None:
     assert_kernel_right(f"{name}[keep=1]", short)
 
 
+@pytest.mark.parametrize("name", IN_8_BITS)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (8, 32, 8, 1, 32768, 128, 128),
+        SMALL,
+        LONG,
+        (2, 8, 2, 3, 127, 72, 96),
+        (1, 64, 1, 4, 999, 128, 128),
+    ],
+)
+def test_a_cache_in_8_bits(name: str, sizes: Sizes) -> None:
+    assert_kernel_right(name, call_of(sizes))
+
+
+@pytest.mark.parametrize("name", IN_8_BITS)
+def test_a_cache_in_8_bits_beyond_plain_attention(name: str) -> None:
+    call = call_of((2, 8, 2, 5, 4250, 128, 128), is_causal=True)
+    window = Variant(True, (1000, None), 20.0)
+    sinks = torch.randn(8, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    lengths = torch.tensor([4250, 77], device="cuda", dtype=torch.int32)
+    assert_kernel_right(name, replace(call, variant=window, sinks=sinks))
+    assert_kernel_right(name, replace(call, variant=Variant(True), seqused_k=lengths))
+    assert_kernel_right(name, padding(replace(call, is_causal=False), [500, 3]))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), zip(IN_8_BITS, [torch.int8, torch.float8_e4m3fn], strict=True)
+)
+def test_every_8_bit_number_is_converted_exactly(name: str, dtype: torch.dtype) -> None:
+    """Each is a value of its own, and each query's weight is all on one key."""
+    numbers = torch.arange(256, device="cuda", dtype=torch.uint8).view(dtype).half()
+    numbers = numbers[numbers.isfinite() & (numbers != -128)]  # as many on either side of 0
+    numbers = torch.nn.functional.pad(numbers, (0, 256 - len(numbers))).view(2, 128)
+    key = torch.eye(128, device="cuda", dtype=torch.half).roll(1, 0)[:2, None] * 2
+    key = key.view(1, 1, 2, 128)
+    query = key.repeat(1, 1, 8, 1) * 100
+    found = find(name).attention(query, key, numbers[None, None], scale=1.0)
+    assert torch.equal(found, numbers.repeat(8, 1)[None, None])
+
+
 def test_keys_beyond_two_to_the_31_elements() -> None:
     key = torch.empty(1, 2, 2**23 + 100, 128, device="cuda", dtype=torch.bfloat16)
     key.normal_()
@@ -130,9 +178,10 @@ def test_views_of_one_fused_buffer() -> None:
     assert_kernel_right("triton-decode", AttentionCall(query[:, :, :1], key, value))
 
 
-def test_the_same_bits_on_many_streams_and_in_graphs() -> None:
+@pytest.mark.parametrize("name", ["triton-decode", "triton-decode-int8"])
+def test_the_same_bits_on_many_streams_and_in_graphs(name: str) -> None:
     call = call_of((4, 32, 8, 1, 4096, 128, 128))
-    attend: Callable[..., Tensor] = find("triton-decode").attention
+    attend: Callable[..., Tensor] = find(name).attention
     expected = attend(**call.arguments())
     streams = [torch.cuda.Stream() for _ in range(4)]
     torch.cuda.synchronize()

@@ -1,13 +1,14 @@
 """A key/value cache in 8 bits, as serving engines keep it, and how `split_kv.py` reads it.
 
 Every token of a key/value head has a scale of its own for its key and one for its value, as with
-vLLM's `kv_cache_dtype=int8_per_token_head` and `fp8_per_token_head` and in LMDeploy: a new token is
-quantised by itself, and none is quantised again. A scale per channel needs the tokens that follow
-(KIVI, Liu et al. 2024, holds the last 128 back in 16 bits), and what it is for is done here
-otherwise: keys have channels far from 0 for every token, which would use up a token's 8 bits, so a
-mean is subtracted ("K smoothing", SageAttention, Zhang et al. 2024). A server would take that of
-the prompt. It is that of the keys that `quantise.py` samples, and stored, since sinks and soft caps
-see what softmax alone does not: the queries' products with it are added to the scores again.
+vLLM's `kv_cache_dtype=int8_per_token_head` and `fp8_per_token_head`, and, with an offset beside it,
+in LMDeploy: a new token is quantised by itself, and none is quantised again. A scale per channel
+needs the tokens that follow (KIVI, Liu et al. 2024, holds the last 128 back in 16 bits), and what
+it is for is done here otherwise: keys have channels far from 0 for every token, which would use up
+a token's 8 bits, so a mean is subtracted ("K smoothing", SageAttention, Zhang et al. 2024). A
+server would take that of the prompt. It is that of the keys that `quantise.py` samples, and stored,
+since sinks and soft caps see what softmax alone does not: the queries' products with it are added
+to the scores again.
 
 No number of the cache is ever multiplied by its scale. Those of keys are factors of their scores,
 those of values of their probabilities. A probability in float16 must not underflow because of its

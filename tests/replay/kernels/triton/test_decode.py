@@ -195,7 +195,7 @@ def test_empty(sizes: tuple[int, int, int, int, int]) -> None:
     st.integers(1, 600),
     st.integers(0, 200_000),
     st.integers(1, 256),
-    st.sampled_from(["described", "direct", "indirect"]),
+    st.sampled_from(["described", "direct", "indirect", "quantised"]),
 )
 def test_plans(heads: int, rows: int, positions: int, dim: int, access: Access) -> None:
     """Every row is in a block; no split without keys of its own; the same each time."""
