@@ -8,10 +8,35 @@ that the loading warp and the computing ones of a program agree without a word.
 from __future__ import annotations
 
 import functools
+from typing import Any, NamedTuple
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+
+class Work(NamedTuple):
+    """Numbers of a call by which a program finds its tiles."""
+
+    q_heads: Any
+    q_len: Any
+    kv_len: Any
+    tiles: Any
+    blocks: Any
+    """Of queries, in a head."""
+    bundles: Any
+    """Of query heads that a tile has side by side, in the batch."""
+    section: Any
+    """Bundles worked on at a time (`section_of`)."""
+
+
+@gluon.jit
+def tile_of(turn, work, HEADS: gl.constexpr, IS_CAUSAL: gl.constexpr):
+    """The first of HEADS query heads, counted over the batch, and the block of queries of a turn's
+    tile."""
+    number = tile_number(turn, gl.program_id(0), gl.num_programs(0), IS_CAUSAL)
+    bundle, block = place_of(number, work.blocks, work.bundles, work.section, IS_CAUSAL)
+    return bundle * HEADS, block
 
 
 @gluon.jit

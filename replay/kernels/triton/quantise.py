@@ -50,6 +50,8 @@ SMALLEST_MAXIMUM = tl.constexpr(1e-12)
 INT8_MAX = tl.constexpr(127.0)
 FP8_MAX = tl.constexpr(448.0)
 """Largest e4m3 number."""
+LOG2_FP8_MAX = tl.constexpr(8.8073549)
+"""Its logarithm, rounded down."""
 
 SAMPLE = tl.constexpr(64)
 """Keys whose mean is subtracted: one of each of as many even parts of the sequence."""

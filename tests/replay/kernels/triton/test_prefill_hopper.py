@@ -13,6 +13,7 @@ from replay.kernels.registry import find
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from replay.kernels.triton import prefill_hopper
+from replay.kernels.triton.hopper_pipeline import LOADER_REGISTERS
 from replay.kernels.triton.prefill_hopper import _is_loadable, schedule
 
 COMPILE = """
@@ -20,7 +21,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from replay.kernels.triton.prefill_hopper import _prefill, schedule
+from replay.kernels.triton.prefill_hopper import schedule
+from replay.kernels.triton.prefill_hopper_kernel import prefill_kernel
 
 head_dim, is_causal = {head_dim}, True
 plan = schedule(head_dim, {group}, {kv_len})
@@ -33,12 +35,13 @@ constants = dict(
     CONSUMERS=plan.consumers, HEADS=plan.heads, KEYS=plan.keys, STAGES=plan.stages,
     REGISTERS=plan.registers, IS_CAUSAL=is_causal, HAS_LSE=True,
 )
-signature = dict.fromkeys(_prefill.arg_names, "i32") | dict.fromkeys(constants, "constexpr") | dict(
+names = prefill_kernel.arg_names
+signature = dict.fromkeys(names, "i32") | dict.fromkeys(constants, "constexpr") | dict(
     q_desc=tiles(64), k_desc=tiles(plan.keys), v_desc=tiles(plan.keys), o_desc=tiles(64),
     lse="*fp32", scale="fp32",
 )
-places = {{(_prefill.arg_names.index(name),): value for name, value in constants.items()}}
-source = GluonASTSource(fn=_prefill, signature=signature, constexprs=places)
+places = {{(names.index(name),): value for name, value in constants.items()}}
+source = GluonASTSource(fn=prefill_kernel, signature=signature, constexprs=places)
 kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
 print(kernel.asm["ptx"])
 print("shared", kernel.metadata.shared)
@@ -71,7 +74,7 @@ def test_it_compiles_for_hopper(head_dim: int, group: int, kv_len: int) -> None:
 def test_registers_of_all_warp_groups_fit(head_dim: int, group: int, kv_len: int) -> None:
     plan = schedule(head_dim, group, kv_len)
     threads = 128
-    others = (plan.consumers - 1) * plan.registers + prefill_hopper.LOADER_REGISTERS.value
+    others = (plan.consumers - 1) * plan.registers + LOADER_REGISTERS.value
     left = 65536 // threads - others  # for the consumer that is the kernel's own warps
     assert left >= plan.registers - 8
 

@@ -15,7 +15,7 @@ from capture.call import AttentionCall
 from replay.accuracy.errors import compare
 from replay.accuracy.reference import attention
 from replay.kernels.triton.quantise import quantise_key_value
-from replay.kernels.triton.quantised_prefill import LOG2_E, attend, describable, quantised_prefill
+from replay.kernels.triton.quantised_prefill import attend, describable, quantised_prefill
 from tests.replay.kernels.triton import eager
 from tests.replay.kernels.triton.test_quantise import dequantised_key, dequantised_value
 
@@ -60,7 +60,7 @@ def random_call(
 
 def quantised_query(call: AttentionCall, dtype: torch.dtype) -> Tensor:
     """A query, times softmax's scale, after a round trip through 8 bits, a scale for each row."""
-    query = call.query.float() * (call.softmax_scale * LOG2_E)
+    query = call.query.float() * (call.softmax_scale * math.log2(math.e))
     largest = query.abs().amax(dim=-1, keepdim=True).clamp_min(1e-12)
     if dtype == torch.int8:
         return (query * (1 / largest) * 127 + 0.5).floor() * largest / 127

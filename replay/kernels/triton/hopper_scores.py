@@ -1,0 +1,39 @@
+"""Scores of a Hopper consumer: 64 queries by a block of keys, spread over its 128 threads."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
+
+ROWS = gl.constexpr(64)
+"""Queries of a consumer: what one warp group's matrix instruction (`wgmma`) takes."""
+
+
+@gluon.jit
+def start_scores(query, keys):
+    """Start QKᵀ, (ROWS, N): int32 of INT8, else float32. To be waited for before it is read.
+
+    Args:
+        query: (ROWS, D) in shared memory.
+        keys: (N, D) in shared memory.
+    """
+    N: gl.constexpr = keys.shape[0]
+    # An instruction takes 32 bytes of each row.
+    K: gl.constexpr = 256 // keys.dtype.primitive_bitwidth
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, K])
+    DTYPE: gl.constexpr = gl.int32 if keys.dtype == gl.int8 else gl.float32
+    nothing = gl.zeros([ROWS, N], DTYPE, LAYOUT)
+    return warpgroup_mma(query, keys.permute((1, 0)), nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def may_see(scores, first_query, first_key, kv_len, IS_CAUSAL: gl.constexpr):
+    """Whether there is a key, and, if causal, none after the query; of the shape of `scores`."""
+    LAYOUT: gl.constexpr = scores.type.layout
+    keys = first_key + gl.arange(0, scores.shape[1], gl.SliceLayout(0, LAYOUT))
+    seen = (keys < kv_len)[None, :]
+    if IS_CAUSAL:
+        queries = first_query + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+        seen = seen & (keys[None, :] <= queries[:, None])
+    return seen

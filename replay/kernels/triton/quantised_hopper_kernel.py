@@ -1,0 +1,427 @@
+"""The kernel of `quantised_prefill.py` for Hopper (sm_90), in Gluon: same operands and arithmetic.
+
+Roles as in FlashAttention 3 and `prefill_hopper_kernel.py`: one warp of a program keeps loading
+blocks of keys and values, and two to four warp groups, 64 queries each, consume them
+(`hopper_pipeline.py`). A consumer quantises its own queries. It starts PV of one block and QKᵀ of
+the next together, and computes while they run what is left of the one before (`_step`); while it
+takes exponentials, the tensor cores serve the other consumers. A program stays on its
+multiprocessor and works through a list of tiles (`persistent.py`), so that the next tile's first
+keys are there when one is done.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from replay.kernels.triton.hopper_pipeline import (
+    LOADER_REGISTERS,
+    fill,
+    make_barriers,
+    make_ring,
+    pass_turn,
+    release,
+    wait_for,
+    wait_for_turn,
+)
+from replay.kernels.triton.hopper_scores import ROWS, may_see, start_scores
+from replay.kernels.triton.persistent import Work, key_blocks, tile_of, turns_of
+from replay.kernels.triton.quantise import FP8_MAX, GROUP, INT8_MAX, LOG2_FP8_MAX, SMALLEST_MAXIMUM
+
+SCALE_GROUP = gl.constexpr(GROUP)
+"""Keys, and values, that share a scale."""
+
+
+class Rings(NamedTuple):
+    """Blocks on their way from the producer to the consumers."""
+
+    key: Any
+    """STAGES of (KEYS, D)."""
+    value: Any
+    """STAGES of (1, 1, KEYS, Dv), or in FP8, where they are transposed, of (Dv, KEYS)."""
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "tiles", "blocks", "bundles", "section", "q_heads", "kv_heads", "q_len", "kv_len", "groups"
+    ]
+)  # fmt: skip
+def quantised_hopper_kernel(
+    query_ptr,
+    key_desc,
+    key_scale_ptr,
+    value_desc,
+    value_scale_ptr,
+    output_ptr,
+    stride_b,
+    stride_h,
+    stride_s,
+    stride_d,
+    tiles,
+    blocks,
+    bundles,
+    section,
+    q_heads,
+    kv_heads,
+    q_len,
+    kv_len,
+    groups,
+    factor,
+    HEAD_DIM: gl.constexpr,
+    V_HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    HEADS: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
+    IN_TURN: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):
+    """A persistent program: its shared memory, and who does what.
+
+    `factor` is softmax's scale · log2 e, `groups` are the scales of a key head. Not IN_TURN, each
+    consumer starts its products when it can.
+    """
+    D: gl.constexpr = key_desc.block_type.shape[1]
+    QUERY: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], key_desc.dtype)
+    queries = gl.allocate_shared_memory(key_desc.dtype, [CONSUMERS, ROWS, D], QUERY)
+    k_shape: gl.constexpr = [STAGES] + key_desc.block_type.shape  # noqa: RUF005 (none in Gluon)
+    v_shape: gl.constexpr = [STAGES] + value_desc.block_type.shape  # noqa: RUF005
+    k_buffers = gl.allocate_shared_memory(key_desc.dtype, k_shape, key_desc.layout)
+    v_buffers = gl.allocate_shared_memory(value_desc.dtype, v_shape, value_desc.layout)
+    rings = Rings(make_ring(k_buffers, CONSUMERS), make_ring(v_buffers, CONSUMERS))
+    turns = make_barriers(CONSUMERS, 1)
+    if IN_TURN:
+        pass_turn(turns, CONSUMERS - 1)  # so the first consumer's is the first
+    work = Work(q_heads, q_len, kv_len, tiles, blocks, bundles, section)
+    strides = (stride_b, stride_h, stride_s, stride_d)
+    scales = (key_scale_ptr, value_scale_ptr, kv_heads, groups)
+    load = (key_desc, value_desc, rings, work, kv_heads, groups)
+    attend = (query_ptr, strides, queries, rings, scales, turns, output_ptr, work, factor)
+    # The first consumer is the program's own four warps. Gluon wants every list written out.
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_attend, (attend, 0, HEAD_DIM, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN)),
+                (_attend, (attend, 1, HEAD_DIM, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN)),
+                (_load, (load, CONSUMERS, HEADS, IS_CAUSAL)),
+            ],
+            [4, 1],
+            [REGISTERS, LOADER_REGISTERS],
+        )
+    elif CONSUMERS == 3:
+        gl.warp_specialize(
+            [
+                (_attend, (attend, 0, HEAD_DIM, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN)),
+                (_attend, (attend, 1, HEAD_DIM, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN)),
+                (_attend, (attend, 2, HEAD_DIM, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN)),
+                (_load, (load, CONSUMERS, HEADS, IS_CAUSAL)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, LOADER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_attend, (attend, 0, HEAD_DIM, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN)),
+                (_attend, (attend, 1, HEAD_DIM, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN)),
+                (_attend, (attend, 2, HEAD_DIM, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN)),
+                (_attend, (attend, 3, HEAD_DIM, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN)),
+                (_load, (load, CONSUMERS, HEADS, IS_CAUSAL)),
+            ],
+            [4, 4, 4, 1],
+            [REGISTERS, REGISTERS, REGISTERS, LOADER_REGISTERS],
+        )
+
+
+@gluon.jit
+def _load(arguments, CONSUMERS: gl.constexpr, HEADS: gl.constexpr, IS_CAUSAL: gl.constexpr):
+    """The loading warp: all blocks of all tiles, as soon as there is room."""
+    key_desc, value_desc, rings, work, kv_heads, groups = arguments
+    QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
+    STAGES: gl.constexpr = rings.key.buffers.shape[0]
+    KEYS: gl.constexpr = rings.key.buffers.shape[1]
+    count = 0  # key blocks so far, of all tiles
+    for turn in range(turns_of(work.tiles, gl.program_id(0), gl.num_programs(0), IS_CAUSAL)):
+        head, block = tile_of(turn, work, HEADS, IS_CAUSAL)
+        batch = head // work.q_heads
+        kv_head = head % work.q_heads // (work.q_heads // kv_heads)
+        at = batch * kv_heads + kv_head
+        blocks, _ = key_blocks(block * QUERIES, work.kv_len, QUERIES, KEYS, IS_CAUSAL)
+        for i in range(blocks):
+            key = i * KEYS
+            stage, phase = count % STAGES, count // STAGES
+            fill(rings.key, key_desc, [at * groups * SCALE_GROUP + key, 0], stage, phase)
+            if value_desc.dtype == gl.float8e4nv:
+                DV: gl.constexpr = value_desc.block_type.shape[0]
+                fill(rings.value, value_desc, [at * DV, key], stage, phase)
+            else:
+                fill(rings.value, value_desc, [batch, kv_head, key, 0], stage, phase)
+            count += 1
+
+
+@gluon.jit
+def _attend(
+    arguments,
+    WHO: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    V_HEAD_DIM: gl.constexpr,
+    HEADS: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
+    IN_TURN: gl.constexpr,
+):
+    """Consumer number WHO: 64 queries of every tile."""
+    query_ptr, strides, queries, rings, scales, turns, output_ptr, work, factor = arguments
+    stride_b, stride_h, stride_s, stride_d = strides
+    key_scale_ptr, value_scale_ptr, kv_heads, groups = scales
+    kv_len = work.kv_len
+    CONSUMERS: gl.constexpr = queries.shape[0]
+    QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
+    STAGES: gl.constexpr = rings.key.buffers.shape[0]
+    KEYS: gl.constexpr = rings.key.buffers.shape[1]
+    FP8_VALUE: gl.constexpr = rings.value.buffers.dtype == gl.float8e4nv
+    DV: gl.constexpr = rings.value.buffers.shape[1 if FP8_VALUE else 4]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 32])
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, DV, 32 if FP8_VALUE else 16]
+    )
+    count = 0
+    for turn in range(turns_of(work.tiles, gl.program_id(0), gl.num_programs(0), IS_CAUSAL)):
+        head, block = tile_of(turn, work, HEADS, IS_CAUSAL)
+        head += WHO % HEADS
+        batch, q_head = head // work.q_heads, head % work.q_heads
+        at = batch * kv_heads + q_head // (work.q_heads // kv_heads)
+        first = block * QUERIES + WHO // HEADS * ROWS
+        blocks, whole = key_blocks(block * QUERIES, kv_len, QUERIES, KEYS, IS_CAUSAL)
+        of_head = (key_scale_ptr + at * groups, value_scale_ptr + at * groups)
+        of_keys, of_values = _scales(of_head, 0, KEYS, FP8_VALUE)
+        query = queries.index(WHO)
+        of_queries = _quantise_query(
+            query_ptr + batch.to(gl.int64) * stride_b + q_head.to(gl.int64) * stride_h,
+            stride_s,
+            stride_d,
+            first,
+            work.q_len,
+            factor,
+            query,
+            HEAD_DIM,
+            SCORES,
+        )
+
+        stage = count % STAGES
+        wait_for(rings.key, stage, count // STAGES)
+        scores = start_scores(query, rings.key.buffers.index(stage))
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        release(rings.key, stage)
+        output = gl.zeros([ROWS, DV], gl.float32, OUTPUT)
+        maximum = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+        total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
+        state = (scores, output, maximum, total, of_keys, of_values)
+        # Blocks that all queries see whole, those that some do not, and the last.
+        for i in range(0, whole):
+            state = _step(
+                state, query, of_queries, rings, turns, of_head, count, first, i, kv_len,
+                WHO, CONSUMERS, IS_CAUSAL, False, IN_TURN, False,
+            )  # fmt: skip
+            count += 1
+        for i in range(whole, blocks - 1):
+            state = _step(
+                state, query, of_queries, rings, turns, of_head, count, first, i, kv_len,
+                WHO, CONSUMERS, IS_CAUSAL, True, IN_TURN, False,
+            )  # fmt: skip
+            count += 1
+        state = _step(
+            state, query, of_queries, rings, turns, of_head, count, first, blocks - 1, kv_len,
+            WHO, CONSUMERS, IS_CAUSAL, True, IN_TURN, True,
+        )  # fmt: skip
+        count += 1
+
+        _, output, _, total, _, _ = state
+        output = output * gl.convert_layout(1.0 / total, gl.SliceLayout(1, OUTPUT))[:, None]
+        STORED: gl.constexpr = gl.BlockedLayout(
+            [1, 8], [256 // DV, DV // 8], [gl.num_warps(), 1], [1, 0]
+        )
+        stored = gl.convert_layout(output.to(output_ptr.dtype.element_ty), STORED)
+        rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, STORED))
+        columns = gl.arange(0, DV, gl.SliceLayout(0, STORED))
+        gl.store(
+            output_ptr
+            + head.to(gl.int64) * work.q_len * V_HEAD_DIM
+            + rows[:, None].to(gl.int64) * V_HEAD_DIM
+            + columns[None, :],
+            stored,
+            mask=(rows < work.q_len)[:, None] & (columns < V_HEAD_DIM)[None, :],
+        )
+
+
+@gluon.jit
+def _step(
+    state,
+    query,
+    of_queries,
+    rings,
+    turns,
+    scales,
+    count,
+    first_query,
+    block,
+    kv_len,
+    WHO: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
+    IS_MASKED: gl.constexpr,
+    IN_TURN: gl.constexpr,
+    IS_LAST: gl.constexpr,
+):
+    """Block number `count`, whose scores are there: its softmax, and PV beside QKᵀ of the next.
+
+    Leaves the scores and the scales of the next block, unless it is a tile's last.
+    """
+    scores, output, maximum, total, of_keys, of_values = state
+    STAGES: gl.constexpr = rings.key.buffers.shape[0]
+    KEYS: gl.constexpr = rings.key.buffers.shape[1]
+    FP8_VALUE: gl.constexpr = rings.value.buffers.dtype == gl.float8e4nv
+    OUTPUT: gl.constexpr = output.type.layout
+    scale = of_queries * of_keys
+    exponent = gl.log2(of_values) if FP8_VALUE else 0.0
+    next_of_keys, next_of_values = of_keys, of_values
+    if not IS_LAST:
+        next_of_keys, next_of_values = _scales(scales, block + 1, KEYS, FP8_VALUE)
+    weights, maximum, total, shrink = _weigh(
+        scores, scale, exponent, of_values, maximum, total, first_query, block, kv_len,
+        OUTPUT, rings.value.buffers.dtype, IS_CAUSAL, IS_MASKED,
+    )  # fmt: skip
+    shrink = gl.convert_layout(shrink, gl.SliceLayout(1, OUTPUT))[:, None]
+
+    stage, phase = count % STAGES, count // STAGES
+    next_stage, next_phase = (count + 1) % STAGES, (count + 1) // STAGES
+    wait_for(rings.value, stage, phase)
+    if IN_TURN:
+        wait_for_turn(turns, count, WHO)
+    values = rings.value.buffers.index(stage)
+    if FP8_VALUE:
+        nothing = gl.zeros(output.shape, gl.float32, OUTPUT)
+        product = warpgroup_mma(
+            weights, values.permute((1, 0)), nothing, use_acc=False, is_async=True
+        )
+    else:
+        values = values.reshape((KEYS, output.shape[1]))
+        product = warpgroup_mma(weights, values, output * shrink, is_async=True)
+    next_scores = scores
+    if not IS_LAST:
+        wait_for(rings.key, next_stage, next_phase)
+        next_scores = start_scores(query, rings.key.buffers.index(next_stage))
+    if IN_TURN:
+        pass_turn(turns, WHO)
+    product = warpgroup_mma_wait(0 if IS_LAST else 1, deps=[product])
+    release(rings.value, stage)
+    if FP8_VALUE:
+        product = output * shrink + product
+    if not IS_LAST:
+        next_scores = warpgroup_mma_wait(0, deps=[next_scores])
+        release(rings.key, next_stage)
+    return next_scores, product, maximum, total, next_of_keys, next_of_values
+
+
+@gluon.jit
+def _weigh(
+    scores,
+    scale,
+    exponent,
+    of_values,
+    maximum,
+    total,
+    first_query,
+    block,
+    kv_len,
+    OUTPUT: gl.constexpr,
+    DTYPE: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
+    IS_MASKED: gl.constexpr,
+):
+    """Softmax of one block: its weights, as PV in the layout OUTPUT wants them, and the running
+    maximum and sum with the factor for what was summed before."""
+    FP8_VALUE: gl.constexpr = DTYPE == gl.float8e4nv  # noqa: SIM300
+    KEYS: gl.constexpr = scores.shape[1]
+    scores = scores.to(gl.float32)
+    if IS_MASKED:
+        seen = may_see(scores, first_query, block * KEYS, kv_len, IS_CAUSAL)
+        scores = gl.where(seen, scores * scale[:, None], float("-inf"))
+        largest = gl.max(scores, 1)
+    else:
+        # No scale is negative, so that the largest product is the largest score.
+        largest = gl.max(scores, 1) * scale
+    new_maximum = gl.maximum(maximum, largest + exponent)
+    origin = new_maximum - exponent
+    if FP8_VALUE:
+        origin = origin - LOG2_FP8_MAX
+    if IS_MASKED:
+        weights = gl.exp2(scores - origin[:, None])
+    else:
+        weights = gl.exp2(scores * scale[:, None] - origin[:, None])
+    shrink = gl.exp2(maximum - new_maximum)
+    row_sum = gl.sum(weights, 1)
+    if FP8_VALUE:
+        total = total * shrink + row_sum / of_values
+        # Into KEY_ORDER, which for the thread that holds them is a change of names only.
+        weights = weights.to(DTYPE).reshape((ROWS, KEYS // 16, 2, 4, 2))
+        weights = weights.permute((0, 1, 3, 2, 4)).reshape((ROWS, KEYS))
+    else:
+        total = total * shrink + row_sum
+        weights = weights.to(DTYPE)
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 4 if FP8_VALUE else 2)
+    return gl.convert_layout(weights, WEIGHTS), new_maximum, total, shrink
+
+
+@gluon.jit
+def _scales(scales, block, KEYS: gl.constexpr, FP8_VALUE: gl.constexpr):
+    """A block's scales of keys and of values; values of 16 bits have none."""
+    key_scale_ptr, value_scale_ptr = scales
+    group = block * KEYS // SCALE_GROUP
+    of_keys = gl.load(key_scale_ptr + group)
+    of_values = gl.load(value_scale_ptr + group) if FP8_VALUE else of_keys
+    return of_keys, of_values
+
+
+@gluon.jit
+def _quantise_query(
+    query_ptr,
+    stride_s,
+    stride_d,
+    first_row,
+    q_len,
+    factor,
+    buffer,
+    HEAD_DIM: gl.constexpr,
+    SCORES: gl.constexpr,
+):
+    """A consumer's queries into shared memory; their scales, NaN where a row is not finite."""
+    D: gl.constexpr = buffer.shape[1]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
+    rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    columns = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
+    query = gl.load(
+        query_ptr + rows[:, None].to(gl.int64) * stride_s + columns[None, :] * stride_d,
+        mask=(rows < q_len)[:, None] & (columns < HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    query = query.to(gl.float32) * factor
+    not_finite = gl.sum(query * 0.0, 1)
+    query = gl.where(gl.abs(query) < float("inf"), query, 0.0)
+    largest = gl.maximum(gl.max(gl.abs(query), 1), SMALLEST_MAXIMUM)
+    inverse = (1.0 / largest)[:, None]
+    if buffer.dtype == gl.int8:
+        quantised = gl.floor(query * inverse * INT8_MAX + 0.5).to(gl.int8)
+        scale = largest / INT8_MAX + not_finite
+    else:
+        quantised = (query * inverse * FP8_MAX).to(gl.float8e4nv)
+        scale = largest / FP8_MAX + not_finite
+    buffer.store(quantised)
+    fence_async_shared()
+    return gl.convert_layout(scale, gl.SliceLayout(1, SCORES))
