@@ -32,4 +32,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'capture' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    from capture.large_imports import without_collecting
+
+    with without_collecting():
+        return getattr(importlib.import_module(_HOMES[name]), name)

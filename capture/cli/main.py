@@ -17,6 +17,7 @@ from capture.cli.models_package import import_models
 from capture.cli.standard_streams import make_usable
 from capture.cli.verbosity import add_verbosity, narrated
 from capture.counted import counted
+from capture.large_imports import import_for_good
 from capture.printable import printable
 from capture.ranges import parse_ranges
 from capture.recording.sampling import PHASES, check_sample
@@ -190,6 +191,8 @@ def _dispatch(arguments: argparse.Namespace, parser: argparse.ArgumentParser) ->
         return _repair(arguments.repair)
     if not arguments.model:
         parser.error("--model is required: cogvideo, flux, llama, a directory or file.py:function")
+    # This imports PyTorch's compiler too, which is kept from compiling what is recorded.
+    import_for_good("torch", "capture.recording.record")
     from capture.storage.target import no_empty_directory
 
     with no_empty_directory(Path(arguments.out).absolute()):
@@ -305,6 +308,10 @@ def _run_with_progress(runnable: Any, recording: Recording, console: Any) -> Non
 def _opened(where: str, *, quiet: bool, whole: bool) -> Dataset:
     """Open a dataset; of one that is elsewhere, copy all calls or just what lists them."""
     from capture.cli.arrivals import shown_arrivals
+    from capture.storage.places import directory_of
+
+    directory_of(where)  # says at once that there is none
+    import_for_good("torch")
     from capture.storage.dataset import Dataset
 
     with shown_arrivals(quiet=quiet) as report:
@@ -315,11 +322,12 @@ def _opened(where: str, *, quiet: bool, whole: bool) -> Dataset:
 
 
 def _show(where: str, stats: bool, *, quiet: bool) -> int:
+    dataset = _opened(where, quiet=quiet, whole=stats)
     from rich.console import Console
 
     from capture.cli.show import show, show_statistics
 
-    dataset, console = _opened(where, quiet=quiet, whole=stats), Console()
+    console = Console()
     show(dataset, console)
     if stats:
         show_statistics(dataset, console)
@@ -327,6 +335,7 @@ def _show(where: str, stats: bool, *, quiet: bool) -> int:
 
 
 def _repair(directory: str) -> int:
+    import_for_good("torch")
     from capture.storage.repair import repair
 
     for sentence in repair(directory) or ["nothing to repair"]:
@@ -335,12 +344,12 @@ def _repair(directory: str) -> int:
 
 
 def _verify(where: str, *, quiet: bool) -> int:
+    dataset = _opened(where, quiet=quiet, whole=True)
     from rich.console import Console
 
     from capture.cli.show import show_findings
     from capture.cli.verify import verify
 
-    dataset = _opened(where, quiet=quiet, whole=True)
     if dataset.note:
         print(f"note: {printable(dataset.note)}", file=sys.stderr)
     with Console(stderr=True, quiet=quiet).status("checking files and recomputing outputs …"):

@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
-import gc
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING
 
+from capture.large_imports import import_for_good
 from replay.cli.files import UsageError
-from replay.large_imports import without_collecting
 
 if TYPE_CHECKING:
     import torch
-
-
-@functools.cache
-def imported_torch() -> ModuleType:
-    """PyTorch. Its half a million objects are left out of every search for garbage from then on.
-
-    Nor are they worth the time to take them apart when the process ends.
-    """
-    is_new = "torch" not in sys.modules
-    with without_collecting():
-        import torch
-    if is_new:  # else there is more in this process than the command
-        gc.freeze()
-    atexit.register(gc.freeze)
-    return torch
 
 
 def device_of(name: str | None) -> torch.device:
@@ -37,7 +17,9 @@ def device_of(name: str | None) -> torch.device:
     Raises:
         UsageError: there is no such device, or no kernel runs on it.
     """
-    torch = imported_torch()
+    import_for_good("torch")
+    import torch
+
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:

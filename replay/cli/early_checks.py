@@ -6,9 +6,10 @@ import argparse
 import re
 from pathlib import Path
 
+from capture.large_imports import import_for_good
 from capture.storage.listing import listed_files
 from capture.storage.places import directory_of
-from replay.cli.device import device_of, imported_torch
+from replay.cli.device import device_of
 from replay.cli.report import check_directory, check_report
 from replay.kernels.names import look_known
 from replay.workers.interpreters import interpreters
@@ -50,7 +51,7 @@ def _check_kernels(arguments: argparse.Namespace) -> None:
     patterns = filter(None, (arguments.kernels, *names))
     if look_known(",".join(patterns)):
         return
-    imported_torch()
+    import_for_good("torch")
     from replay.kernels.registry import find, select
 
     select(arguments.kernels)

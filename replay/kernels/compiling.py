@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from replay.large_imports import without_collecting
+from capture.large_imports import without_collecting
 
 
 def import_compiler() -> None:

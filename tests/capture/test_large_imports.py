@@ -1,0 +1,65 @@
+"""PyTorch's import, which looks for no garbage, changes nothing for what comes after."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from capture.large_imports import without_collecting
+
+
+def in_a_process(code: str, *arguments: str) -> None:
+    subprocess.run([sys.executable, "-c", code, *arguments], check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_collecting_goes_on_as_before(was_enabled: bool) -> None:
+    try:
+        if not was_enabled:
+            gc.disable()
+        with without_collecting():
+            assert not gc.isenabled()
+        assert gc.isenabled() == was_enabled
+        with pytest.raises(ImportError), without_collecting():
+            import nosuch  # noqa: F401
+        assert gc.isenabled() == was_enabled
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(("first", "is_frozen"), [("wave", True), ("sys", False)])
+def test_only_the_objects_of_a_command_stay_for_good(first: str, is_frozen: bool) -> None:
+    """Another program that runs the command holds things of its own."""
+    in_a_process(
+        "import gc, sys; from capture.large_imports import import_for_good;"
+        "import_for_good(sys.argv[1], 'colorsys'); assert 'colorsys' in sys.modules;"
+        f"assert gc.isenabled(); assert bool(gc.get_freeze_count()) == {is_frozen}",
+        first,
+    )
+
+
+@pytest.mark.parametrize("place", ["empty", "nowhere"])
+def test_the_command_goes_through_pytorch_no_more(tmp_path: Path, place: str) -> None:
+    """Where there is nothing to show, PyTorch is not imported."""
+    (tmp_path / "empty").mkdir()
+    in_a_process(
+        "import gc, sys; from capture.cli.main import main\n"
+        "try: main(['--show', sys.argv[1]])\n"
+        "except SystemExit as stop: assert stop.code == 2\n"
+        "assert gc.isenabled()\n"
+        f"assert ('torch' in sys.modules) == {place == 'empty'}\n"
+        "assert (gc.get_freeze_count() > 100_000) == ('torch' in sys.modules)",
+        str(tmp_path / place),
+    )
+
+
+def test_a_library_users_objects_do_not_stay_for_good() -> None:
+    in_a_process(
+        "import gc, torch; found = []; gc.callbacks.append(lambda *each: found.append(each));"
+        "from capture import record; assert gc.get_freeze_count() == 0; assert gc.isenabled();"
+        "assert len(found) < 10, len(found)"  # those right after it; each counts twice
+    )
