@@ -124,7 +124,7 @@ def _first_processes(arguments: argparse.Namespace, limit: TimeLimit) -> Iterato
         if arguments.gpus is None:
             place = Place(stopped=limit.stopped)
             first = stack.enter_context(first_processes(arguments.timeout, place))
-            first.prepare(arguments.device, _kernels_to_prepare(arguments))
+            first.prepare(arguments.device)
             yield [first]
             return
         # They use no device before it is known that no other replay does.
@@ -133,11 +133,6 @@ def _first_processes(arguments: argparse.Namespace, limit: TimeLimit) -> Iterato
             for device in probable_gpus(arguments.gpus)
         ]
         yield [stack.enter_context(first_processes(arguments.timeout, each)) for each in places]
-
-
-def _kernels_to_prepare(arguments: argparse.Namespace) -> str | None:
-    """The kernels that workers may import for, as far as the arguments tell them."""
-    return "" if arguments.list_kernels or arguments.use_plan else arguments.kernels
 
 
 def _profile(arguments: argparse.Namespace, given: list[str]) -> int:
@@ -240,8 +235,7 @@ def _place_to_run(
     from replay.distribution.devices import gpus
     from replay.distribution.fleet import fleet
 
-    devices, kernels = gpus(arguments.gpus), _kernels_to_prepare(arguments)
-    return fleet(devices, pythons, arguments.timeout, limit.stopped, early, kernels)
+    return fleet(gpus(arguments.gpus), pythons, arguments.timeout, limit.stopped, early)
 
 
 @contextlib.contextmanager

@@ -306,7 +306,6 @@ def fleet(
     timeout: float,
     stopped: threading.Event,
     early: Sequence[First] = (),
-    kernels: str | None = "",
 ) -> Iterator[Fleet]:
     """Workers and a judge for each device; all end with the `with` block, within a second or two.
 
@@ -316,7 +315,6 @@ def fleet(
         stopped: set to end what they are doing.
         early: those that were started before the devices were known, and have used none; what is
             at another place than a device's is ended.
-        kernels: what they will run (see `First.prepare`).
 
     Raises:
         DeviceError: another replay measures on one of the devices.
@@ -331,7 +329,7 @@ def fleet(
         for device, place in zip(devices, places, strict=True):
             there = (first for first in early if first.worker.place == place)
             first = next(there, None) or stack.enter_context(first_processes(timeout, place))
-            first.prepare(None, kernels)
+            first.prepare(None)
             workers = Workers.around(first, interpreters, timeout, place)
             stack.callback(workers.close)
             seats.append(Seat(device, workers))

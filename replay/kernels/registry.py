@@ -124,7 +124,7 @@ class Kernel:
     (`capture.structure`), although it takes the mask. One that refuses the mask always does."""
 
     warm_up: Callable[[], None] | None = None
-    """Imports what else its first call in a process would, so that a worker has done it before."""
+    """Imports what else its first call in a process would, so that a worker can do it before."""
 
     load: Callable[[], Kernel] | None = None
     """Brings the real kernel, where importing it runs somebody else's code: a user's file or an

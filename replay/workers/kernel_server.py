@@ -7,6 +7,7 @@ import functools
 import gc
 import importlib.metadata
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from replay.bench.first_calls import first_calls
 from replay.bench.guard import Guard
 from replay.bench.runner import Loaded, replay
 from replay.bench.settings import Settings, WorkerOptions
-from replay.kernels.registry import KernelNameError, find, select
+from replay.kernels.registry import Kernel, find
 from replay.timing.machine import available_bytes, usual_device
 from replay.workers.remote_referee import RemoteReferee
 from replay.workers.shared_memory import Outbox
@@ -29,8 +30,8 @@ from replay.workloads.recorded import Workload
 
 
 def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
-    """Answer `{"do": "prepare", …}`, `{"do": "probe", …}`, `{"do": "touch", …}`,
-    `{"do": "call", …}` or `{"do": "replay", …}`.
+    """Answer `{"do": "probe", …}`, `{"do": "touch", …}`, `{"do": "call", …}` or
+    `{"do": "replay", …}`.
 
     Raises:
         ContextLost: a kernel left this process unusable.
@@ -40,11 +41,9 @@ def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
         if request["do"] == "probe":
             _probe(request, say, guard)
         elif request["do"] == "touch":
-            _touch(request["device"])
+            device = request["device"] or usual_device()
+            torch.zeros(1, device=device).add_(1).item()
             say(works=True)
-        elif request["do"] == "prepare":
-            _touch(request["device"])
-            _warm_up(request["kernels"], guard)
         elif request["do"] == "call":
             _call(request, say, guard)
         else:
@@ -63,20 +62,21 @@ def _outbox(path: str, device: torch.device) -> Outbox:
     return Outbox(path, device)
 
 
-def _touch(device: str | None) -> None:
-    torch.zeros(1, device=device or usual_device()).add_(1).item()
+_warm: set[str] = set()
+"""Kernels that have imported all they need."""
 
 
-def _warm_up(kernels: str | None, guard: Guard) -> None:
-    """Import what kernels will need, before anything is measured here."""
-    if kernels == "":
-        return
-    with contextlib.suppress(KernelNameError):  # the command says so
-        for kernel in select(kernels)[0]:
-            if kernel.warm_up is not None:
-                kernel.warm_up()
-                guard.settle(kernel.name)
-    gc.freeze()
+def _warm_up(kernels: Sequence[Kernel], guard: Guard) -> None:
+    """Import what their first calls would, which then tell what compiling takes."""
+    cold = [kernel for kernel in kernels if kernel.warm_up and kernel.name not in _warm]
+    for kernel in cold:
+        assert kernel.warm_up is not None
+        with contextlib.suppress(Exception):  # the first call says so
+            kernel.warm_up()
+        guard.settle(kernel.name)
+        _warm.add(kernel.name)
+    if cold:
+        gc.freeze()
 
 
 def _probe(request: dict[str, Any], say: Say, guard: Guard) -> None:
@@ -101,8 +101,9 @@ def _call(request: dict[str, Any], say: Say, guard: Guard) -> None:
     """How long the first call of each kernel takes, which compiles."""
     settings = Settings.from_json(request["settings"])
     with contextlib.suppress(DatasetError):  # the replay will say that it cannot be read
-        call = workload_of(request["workload"]).load(settings.device)
         kernels = [find(name) for name in request["kernels"]]
+        _warm_up(kernels, guard)
+        call = workload_of(request["workload"]).load(settings.device)
         for kernel, milliseconds in first_calls(
             call, kernels, settings, guard, lambda name: say(at=name)
         ):
@@ -130,7 +131,7 @@ def _replay(request: dict[str, Any], say: Say, hear: Hear, guard: Guard) -> None
         referees = None
         if options.shared_file:
             outbox = _outbox(options.shared_file, settings.device)
-            referees = RemoteReferee.factory(say, hear, outbox)
+            referees = RemoteReferee.factory(say, _busy_at_first(hear, kernels, guard), outbox)
         for row in replay([wanted], kernels, settings, report, tell, options, referees, guard):
             say(row=asdict(row))
         say(disturbing=guard.disturbing())
@@ -138,6 +139,18 @@ def _replay(request: dict[str, Any], say: Say, hear: Hear, guard: Guard) -> None
         say(unreadable=str(error))
     if settings.device.type == "cuda":
         torch.cuda.empty_cache()  # the worker of another environment needs the memory next
+
+
+def _busy_at_first(hear: Hear, kernels: Sequence[Kernel], guard: Guard) -> Hear:
+    """`hear`, with something to do until the first answer: the judge computes the reference."""
+    waiting = list(kernels)
+
+    def hear_busily() -> dict[str, Any]:
+        _warm_up(waiting, guard)
+        waiting.clear()  # later answers are waited for while something is timed
+        return hear()
+
+    return hear_busily
 
 
 def _version(library: str) -> str:

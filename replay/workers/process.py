@@ -370,15 +370,10 @@ class First(NamedTuple):
     worker: Process
     judge: Process
 
-    def prepare(self, device: str | None, kernels: str | None = "") -> None:
-        """Let them start the device and import what kernels need; nobody waits.
-
-        Args:
-            device: what they will work on; None for the usual one.
-            kernels: names and globs, as in `replay.kernels.registry.select`; empty for none.
-        """
-        self.worker.prepare(do="prepare", device=device, kernels=kernels)
-        self.judge.prepare(do="touch", device=device)
+    def prepare(self, device: str | None) -> None:
+        """Let them start the device they will work on, None for the usual one; nobody waits."""
+        for process in self:
+            process.prepare(do="touch", device=device)
 
     def close(self) -> None:
         """End both."""

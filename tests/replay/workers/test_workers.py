@@ -670,7 +670,7 @@ def test_a_worker_is_usable_or_not() -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda:7", "no such device", None])
 def test_whatever_comes_of_a_preparation_nobody_hears_of_it(device: str | None) -> None:
     with first_processes(60) as first:
-        first.prepare(device, "no such kernel")
+        first.prepare(device)
         for process in first:
             child = process._child
             answers = list(process.ask(do="touch", device="cpu"))
@@ -678,21 +678,38 @@ def test_whatever_comes_of_a_preparation_nobody_hears_of_it(device: str | None) 
             assert process._child is child
 
 
-def test_a_worker_imports_what_kernels_need_before_it_is_asked(
+def test_a_worker_imports_what_kernels_need_while_the_judge_is_at_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     done: list[str] = []
-    needs, plain = factories.kernel("needs"), factories.kernel("plain")
-    needs = dataclasses.replace(needs, warm_up=lambda: done.append("imported"))
-    monkeypatch.setattr(kernel_server, "select", lambda names: ([plain, needs], [names]))
-    monkeypatch.setattr(gc, "freeze", lambda: done.append("frozen"))
+
+    def fails() -> None:
+        done.append("failed")
+        raise ImportError
+
+    def kernel(name: str, warm_up: Callable[[], None] | None) -> Kernel:
+        return dataclasses.replace(factories.kernel(name), warm_up=warm_up)
+
+    kernels = [
+        kernel("plain", None),
+        kernel("broken", fails),
+        kernel("needs", lambda: done.append("imported")),
+    ]
     guard = Guard()
     monkeypatch.setattr(guard, "settle", lambda name: done.append(f"{name} settled"))
-    monkeypatch.setattr(kernel_server, "_guard", lambda: guard)
-    for names in ("", "needs,plain"):
-        request = {"do": "prepare", "device": "cpu", "kernels": names}
-        kernel_server.handle(request, lambda **_: None, lambda: {})
-        assert done == (["imported", "needs settled", "frozen"] if names else [])
+
+    def hear() -> dict[str, Any]:
+        done.append("heard")
+        return {"answer": 1}
+
+    monkeypatch.setattr(kernel_server, "_warm", set())
+    monkeypatch.setattr(gc, "freeze", lambda: done.append("frozen"))
+    busy = kernel_server._busy_at_first(hear, kernels, guard)
+    assert [busy(), busy()] == [{"answer": 1}] * 2
+    at_first = ["failed", "broken settled", "imported", "needs settled", "frozen"]
+    assert done == [*at_first, "heard", "heard"]
+    kernel_server._busy_at_first(hear, kernels, guard)()
+    assert done == [*at_first, "heard", "heard", "heard"]
 
 
 def test_kernels_that_compile_with_torch_say_so() -> None:
