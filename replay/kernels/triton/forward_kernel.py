@@ -366,7 +366,9 @@ def _attend(
         if IS_BOUNDED:
             seen = may_see(diagonals, keys, k_end, left, right, IS_CAUSAL)
             scores = tl.where(seen, scores, float("-inf"))
-        weights, maximum, rescale = softmax_step(scores, maximum, factor)
+        weights, maximum, rescale = softmax_step(
+            scores, tl.max(scores, 1) * factor, maximum, factor
+        )
         total = total * rescale + tl.sum(weights, 1)
         sums = sums * rescale[:, None]
         value_main = _load_block(

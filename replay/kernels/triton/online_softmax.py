@@ -22,15 +22,16 @@ LN_2 = tl.constexpr(math.log(2))
 
 
 @triton.jit
-def softmax_step(scores, maximum, factor):
+def softmax_step(scores, largest, maximum, factor):
     """One block's weights p (M, N), the new maximum m', and 2^(m − m') for what was summed before.
 
     Args:
         scores: (M, N); times `factor`, which is not negative, they are s.
+        largest: (M,), the most that `maximum` must be after this block: max s, or more.
         maximum: (M,), m; -inf where no key has been seen yet, which subtracted from a score of -inf
             would be NaN.
     """
-    new_maximum = tl.maximum(maximum, tl.max(scores, 1) * factor)
+    new_maximum = tl.maximum(maximum, largest)
     origin = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
     weights = tl.math.exp2(scores * factor - origin[:, None])
     rescale = tl.math.exp2(maximum - origin)

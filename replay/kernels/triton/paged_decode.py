@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from capture.variant import PLAIN, Variant
-from replay.kernels.triton.split_kv import Cache, attend
+from replay.kernels.triton.kv_cache import Cache
+from replay.kernels.triton.split_kv import attend
 
 
 def paged_decode(

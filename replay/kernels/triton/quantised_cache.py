@@ -1,4 +1,4 @@
-"""A key/value cache in 8 bits, as serving engines keep it, and how `split_kv.py` reads it.
+"""A key/value cache in 8 bits, as serving engines keep it, and how `split_kv_kernel.py` reads it.
 
 Every token of a key/value head has a scale of its own for its key and one for its value, as with
 vLLM's `kv_cache_dtype=int8_per_token_head` and `fp8_per_token_head`, and, with an offset beside it,

@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from replay.kernels.triton.kv_cache import Cache, find_tokens
 from replay.kernels.triton.launch import Kept, Launch, layout, named
-from replay.kernels.triton.split_kv import Cache, find_tokens
+from replay.kernels.triton.matmul import matmul
 
 BLOCK_N = 64
 
@@ -48,7 +49,6 @@ def _score_kernel(
     HAS_ALLOWED: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -81,8 +81,6 @@ def _score_kernel(
         mask=is_valid[:, None] & has_dim[None, :],
         other=0.0,
     )
-    if UPCAST:
-        key = key.to(tl.float32)
     best = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     for first in range(0, group * q_len, BLOCK_M):
         rows = first + tl.arange(0, BLOCK_M)
@@ -95,9 +93,8 @@ def _score_kernel(
             mask=has_row[:, None] & has_dim[None, :],
             other=0.0,
         )
-        if UPCAST:
-            query = query.to(tl.float32)
-        scores = tl.dot(query, tl.trans(key)) * scale
+        nothing = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        scores = matmul(query, tl.trans(key), nothing) * scale
         scores = tl.where(has_row[:, None], scores, float("-inf"))
         best = tl.maximum(best, tl.max(scores, axis=0), propagate_nan=tl.PropagateNan.ALL)
     if HAS_ALLOWED:
@@ -196,7 +193,6 @@ def _score_launch(
             "HAS_ALLOWED": allowed is not None,
             "HAS_LENGTHS": cache.lengths is not None,
             "PAGE_SIZE": cache.page_size,
-            "UPCAST": query.device.type == "cpu",
             "BLOCK_M": 16,
             "BLOCK_N": BLOCK_N,
             "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),

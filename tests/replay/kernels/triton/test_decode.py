@@ -15,9 +15,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from capture.call import AttentionCall
 from replay.kernels.registry import catalogue
-from replay.kernels.triton import descriptors, split_kv
+from replay.kernels.triton import descriptors, kv_cache, split_kv
 from replay.kernels.triton.decode import decode
-from replay.kernels.triton.split_kv import Access, Cache, Tiling, plan
+from replay.kernels.triton.kv_cache import Access, Cache
+from replay.kernels.triton.split_kv_plan import Tiling, plan
 from tests import factories
 from tests.replay.kernels.triton.eager import attend
 
@@ -58,7 +59,7 @@ def test_lengths(
     monkeypatch: pytest.MonkeyPatch,
     assert_right: Callable[..., None],
 ) -> None:
-    monkeypatch.setattr(split_kv, "WORTH_DESCRIBING", worth_describing)
+    monkeypatch.setattr(kv_cache, "WORTH_DESCRIBING", worth_describing)
     query, key, value = inputs(2, kv_len=kv_len, dtype=dtype)
     call = AttentionCall(query, key, value, enable_gqa=True)
     assert_right(decode(query, key, value), attend(query, key, value).output, call)
@@ -74,7 +75,7 @@ def test_which_loads_a_call_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(descriptors, "_has_tma", lambda device: True)
     _, key, value = inputs()
     assert Cache(key, value).access(is_cut=False) == "direct", "too small"
-    monkeypatch.setattr(split_kv, "WORTH_DESCRIBING", 0)
+    monkeypatch.setattr(kv_cache, "WORTH_DESCRIBING", 0)
     assert Cache(key, value).access(is_cut=False) == "described"
     assert Cache(key, value).access(is_cut=True) == "direct", "reads past the last query's key"
     assert Cache(key[..., :40], value).access(False) == "direct", "no whole block"

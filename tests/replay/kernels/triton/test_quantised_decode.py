@@ -20,7 +20,7 @@ from replay.kernels.registry import find
 from replay.kernels.triton import split_kv
 from replay.kernels.triton.quantised_cache import CACHE_BLOCK, QuantisedCache, quantise_cache
 from replay.kernels.triton.quantised_decode import quantised_decode
-from replay.kernels.triton.split_kv import Tiling
+from replay.kernels.triton.split_kv_plan import Tiling
 from replay.workloads.random_calls import Spec
 from tests import factories
 from tests.replay.kernels.pairwise import pairwise

@@ -1,0 +1,121 @@
+"""A key/value cache in 16 bits: in one piece or in pages, all of its tokens or chosen ones."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, Literal, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from replay.kernels.triton.descriptors import can_be_described, described, nowhere
+from replay.kernels.triton.launch import layout
+
+WORTH_DESCRIBING = 2**23
+"""Numbers in keys and values from which on descriptors save the GPU more than they cost the host,
+which is some microseconds each."""
+
+Access = Literal["described", "direct", "indirect", "quantised"]
+"""Through tensor descriptors, through pointers, to tokens that have to be looked up first, or to 8
+bits through descriptors."""
+
+
+class Cache(NamedTuple):
+    """Keys and values, and where in them the tokens of each sequence are."""
+
+    key: Tensor
+    """(B, Hkv, Sk, D), or pages (P, page_size, Hkv, D)."""
+    value: Tensor
+    """(B, Hkv, Sk, Dv), or pages (P, page_size, Hkv, Dv)."""
+    block_table: Tensor | None = None
+    """(B, pages of the longest sequence) int32; None when the keys are in one piece."""
+    lengths: Tensor | None = None
+    """(B,) int32, how many tokens each sequence has; None for all."""
+    indices: Tensor | None = None
+    """(B, Hkv, K) int32, the tokens to attend to; None for all. Those < 0 or ≥ the length are
+    skipped."""
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Hkv, the most tokens that a sequence can have, and Dv."""
+        if self.block_table is None:
+            return self.key.shape[1], self.key.shape[2], self.value.shape[3]
+        return self.key.shape[2], self.block_table.shape[1] * self.page_size, self.value.shape[3]
+
+    @property
+    def layouts(self) -> Hashable:
+        """All that a plan may depend on."""
+        return tuple(map(layout, self))
+
+    @property
+    def scales(self) -> tuple[None, None, None]:
+        """None: keys and values are in 16 bits."""
+        return None, None, None
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page; 0 without pages."""
+        return 0 if self.block_table is None else self.key.shape[1]
+
+    def access(self, is_cut: bool) -> Access:
+        """How the kernel reads it.
+
+        Descriptors take whole blocks: no tokens that do not count may follow, whose values could be
+        NaN, and a head dimension must be as wide as a block.
+
+        Args:
+            is_cut: whether a diagonal leaves some tokens out.
+        """
+        if self.block_table is not None or self.indices is not None:
+            return "indirect"
+        numbers = self.key.numel() + self.value.numel()
+        if is_cut or self.lengths is not None or numbers < WORTH_DESCRIBING:
+            return "direct"
+        fits = all(
+            tensor.shape[3] in (16, 32, 64, 128, 256) and can_be_described(tensor)
+            for tensor in (self.key, self.value)
+        )
+        return "described" if fits else "direct"
+
+    def strides(self, tensor: Tensor) -> tuple[int, ...]:
+        """Of batch elements or pages, of heads, of tokens and within a head."""
+        first, second, third, within = tensor.stride()
+        paged = self.block_table is not None
+        return (first, third, second, within) if paged else (first, second, third, within)
+
+    def descriptors(self, block_n: int, block_d: int, block_dv: int) -> tuple[Any, Any]:
+        """Of key and value, without their memory."""
+        return (
+            nowhere(described(self.key, block_n, block_d)),
+            nowhere(described(self.value, block_n, block_dv)),
+        )
+
+
+@triton.jit
+def find_tokens(
+    positions,
+    is_valid,
+    batch,
+    length,
+    indices_ptr,
+    table_ptr,
+    stride_table,
+    HAS_INDICES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+):
+    """Tokens at `positions` (N,), whether there is one, and its place on a cache's token axis and
+    on its first axis, which is of batch elements or of pages."""
+    tokens = positions
+    if HAS_INDICES:
+        tokens = tl.load(indices_ptr + positions, mask=is_valid, other=-1)
+        is_valid = (tokens >= 0) & (tokens < length)
+        tokens = tl.where(is_valid, tokens, 0)
+    if PAGE_SIZE == 0:
+        slots = tokens.to(tl.int64)
+        first = batch.to(tl.int64)
+    else:
+        slots = (tokens % PAGE_SIZE).to(tl.int64)
+        places = table_ptr + batch.to(tl.int64) * stride_table + tokens // PAGE_SIZE
+        first = tl.load(places, mask=is_valid, other=0).to(tl.int64)
+    return tokens, is_valid, slots, first

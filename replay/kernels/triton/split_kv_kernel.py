@@ -1,0 +1,367 @@
+"""Attention of a few queries over many keys: the keys split among programs, the parts merged.
+
+Decoding has one query token, so there is no work to share out but along the keys (Flash-Decoding,
+Dao, Haziza, Massa and Sizov 2023). A program attends with all query heads of one key/value head,
+times the few query tokens, to one part of the keys, and leaves its maximum, its sum and its
+unnormalised output. Whichever program of a head arrives last merges all parts, in their order: the
+sums do not depend on who was last, and there is no second kernel to launch.
+
+One program text serves four kinds of cache. Position i of a sequence is token i, or the token that
+`indices` names; a token lies in its batch element's row, or in the page that `block_table` names.
+Where position i is token i, keys and values come through tensor descriptors (TMA), if their strides
+and the GPU allow it. What differs for a cache in 8 bits is in `quantised_cache.py`.
+
+Letters: B batch, Hq query heads, Hkv key/value heads, G = Hq / Hkv, Sq and Sk query and key length,
+D and Dv head dimensions, M = G · Sq rows of a key/value head (row r is head r // Sq, query r % Sq).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from replay.kernels.triton.kv_cache import find_tokens
+from replay.kernels.triton.matmul import matmul
+from replay.kernels.triton.online_softmax import LOG2_E, soft_cap, softmax_step
+from replay.kernels.triton.quantised_cache import CACHE_BLOCK, exponent, fit_query, to_float16
+
+
+# Numbers that change from call to call must not each compile the kernel again.
+@triton.jit(
+    do_not_specialize=[
+        "group", "q_len", "kv_len", "kept", "splits", "left", "right", "stride_table"
+    ]
+)  # fmt: skip
+def split_kv_kernel(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    key_scale_ptr,
+    key_mean_ptr,
+    value_scale_ptr,
+    mask_ptr,
+    sinks_ptr,
+    lengths_ptr,
+    indices_ptr,
+    table_ptr,
+    output_ptr,
+    parts_ptr,
+    arrivals_ptr,
+    scale,
+    cap,
+    left,
+    right,
+    kv_heads,
+    group,
+    q_len,
+    kv_len,
+    kept,
+    splits,
+    head_dim,
+    v_dim,
+    stride_query_batch,
+    stride_query_head,
+    stride_query_token,
+    stride_query_dim,
+    stride_key_first,
+    stride_key_head,
+    stride_key_token,
+    stride_key_dim,
+    stride_value_first,
+    stride_value_head,
+    stride_value_token,
+    stride_value_dim,
+    stride_mask_batch,
+    stride_mask_head,
+    stride_mask_query,
+    stride_mask_token,
+    stride_table,
+    IS_CAUSAL: tl.constexpr,
+    IS_BOTTOM_RIGHT: tl.constexpr,
+    MASK: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+    HAS_INDICES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HAS_DESCRIPTORS: tl.constexpr,
+    HAS_SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+):
+    """`sinks_ptr`, `cap`, `left` and `right` are None where a call has none, and the scales and the
+    mean where the cache is in 16 bits: they are then no arguments of the compiled program. `cap` is
+    in base 2, and with one `scale` is that of the exponent in tanh.
+    """
+    IS_8_BIT: tl.constexpr = key_scale_ptr is not None
+    split = tl.program_id(1)
+    batch = tl.program_id(0) // kv_heads
+    kv_head = tl.program_id(0) % kv_heads
+    q_rows = group * q_len
+    rows = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    has_row = rows < q_rows
+    q_heads = kv_head * group + rows // q_len
+    queries = rows % q_len
+    dims = tl.arange(0, BLOCK_D)
+    has_dim = dims < head_dim
+    columns = tl.arange(0, BLOCK_DV)
+    has_column = columns < v_dim
+
+    query_rows = batch.to(tl.int64) * stride_query_batch
+    query_rows += q_heads.to(tl.int64) * stride_query_head
+    query_rows += queries.to(tl.int64) * stride_query_token
+    query = tl.load(
+        query_ptr + query_rows[:, None] + dims.to(tl.int64)[None, :] * stride_query_dim,
+        mask=has_row[:, None] & has_dim[None, :],
+        other=0.0,
+    )
+    if IS_8_BIT:
+        key_mean_ptr += tl.program_id(0) * head_dim
+        query, row_scales, row_offsets = fit_query(query, key_mean_ptr, dims, has_dim)
+        row_scales *= scale * LOG2_E
+        row_offsets *= scale * LOG2_E
+        stored = tl.program_id(0).to(tl.int64) * tl.cdiv(kv_len, CACHE_BLOCK) * CACHE_BLOCK
+        key_scale_ptr += stored
+        value_scale_ptr += stored
+    if not HAS_DESCRIPTORS:
+        key_ptr += kv_head.to(tl.int64) * stride_key_head
+        value_ptr += kv_head.to(tl.int64) * stride_value_head
+    key_dims = dims.to(tl.int64) * stride_key_dim
+    value_dims = columns.to(tl.int64) * stride_value_dim
+    indices_ptr += tl.program_id(0).to(tl.int64) * kept
+
+    length = kv_len
+    if HAS_LENGTHS:
+        length = tl.load(lengths_ptr + batch)
+    diagonal = 0
+    if IS_BOTTOM_RIGHT:
+        diagonal = length - q_len
+    positions_begin = 0
+    positions_end = length
+    if HAS_INDICES:
+        positions_end = kept
+    if IS_CAUSAL:
+        positions_end = tl.minimum(length, q_len + diagonal)
+    if right is not None:
+        positions_end = tl.minimum(length, q_len + diagonal + right)
+    if left is not None:
+        positions_begin = tl.maximum(diagonal - left, 0)
+        if IS_8_BIT:
+            positions_begin = positions_begin // CACHE_BLOCK * CACHE_BLOCK
+    share = tl.cdiv(tl.cdiv(positions_end - positions_begin, BLOCK_N), splits) * BLOCK_N
+    begin = positions_begin + split * share
+    end = tl.minimum(begin + share, positions_end)
+
+    maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    # Per key of a block, and summed at the end: a sum over warps would make them wait each time.
+    totals = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if sinks_ptr is not None:
+        # As if they were a key of the first part, whose value is 0.
+        counts = has_row & (split == 0)
+        sinks = tl.load(sinks_ptr + q_heads, mask=counts, other=float("-inf")).to(tl.float32)
+        maximum = sinks * LOG2_E
+        totals += tl.where(tl.arange(0, BLOCK_N) == 0, 1.0, 0.0)[None, :]
+    output = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    for first in range(begin, end, BLOCK_N):
+        positions = first + tl.arange(0, BLOCK_N)
+        tokens, is_valid, slots, first_axis = find_tokens(
+            positions,
+            positions < end,
+            batch,
+            length,
+            indices_ptr,
+            table_ptr,
+            stride_table,
+            HAS_INDICES,
+            PAGE_SIZE,
+        )
+        if HAS_DESCRIPTORS:
+            key = key_ptr.load([batch, kv_head, first, 0]).reshape(BLOCK_N, BLOCK_D)
+        else:
+            key_rows = first_axis * stride_key_first + slots * stride_key_token
+            key = tl.load(
+                key_ptr + key_rows[:, None] + key_dims[None, :],
+                mask=is_valid[:, None] & has_dim[None, :],
+                other=0.0,
+            )
+        if IS_8_BIT:
+            key = to_float16(key)
+        nothing = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        scores = matmul(query, tl.trans(key), nothing)
+        if IS_8_BIT:
+            key_scales = tl.load(key_scale_ptr + positions)
+            scores = scores * row_scales[:, None] * key_scales[None, :] + row_offsets[:, None]
+        else:
+            scores *= scale * LOG2_E
+        if cap is not None:
+            scores = soft_cap(scores, cap)
+        if MASK != 0:
+            scores += _mask_bias(
+                mask_ptr,
+                batch,
+                q_heads,
+                queries,
+                has_row,
+                tokens,
+                is_valid,
+                stride_mask_batch,
+                stride_mask_head,
+                stride_mask_query,
+                stride_mask_token,
+                MASK == 2,
+            )
+        if IS_CAUSAL:
+            is_seen = tokens[None, :] <= queries[:, None] + diagonal
+            scores += tl.where(is_seen, 0.0, float("-inf"))
+        if right is not None:
+            is_seen = tokens[None, :] <= queries[:, None] + (diagonal + right)
+            scores += tl.where(is_seen, 0.0, float("-inf"))
+        if left is not None:
+            is_seen = tokens[None, :] >= queries[:, None] + (diagonal - left)
+            scores += tl.where(is_seen, 0.0, float("-inf"))
+        scores = tl.where(is_valid[None, :], scores, float("-inf"))
+        if IS_8_BIT:
+            value_scales = tl.load(value_scale_ptr + positions, mask=is_valid, other=1.0)
+            largest = tl.max(scores + exponent(value_scales)[None, :], axis=1)
+        else:
+            largest = tl.max(scores, axis=1)
+        weights, maximum, rescale = softmax_step(scores, largest, maximum, 1.0)
+        totals = totals * rescale[:, None] + weights
+
+        if IS_8_BIT:
+            block = first // CACHE_BLOCK
+            inside = first - block * CACHE_BLOCK
+            value = value_ptr.load([batch, kv_head, block * v_dim, inside])
+            value = to_float16(tl.trans(value.reshape(BLOCK_DV, BLOCK_N)))
+            weights *= value_scales[None, :]
+        elif HAS_DESCRIPTORS:
+            value = value_ptr.load([batch, kv_head, first, 0]).reshape(BLOCK_N, BLOCK_DV)
+        else:
+            value_rows = first_axis * stride_value_first + slots * stride_value_token
+            value = tl.load(
+                value_ptr + value_rows[:, None] + value_dims[None, :],
+                mask=is_valid[:, None] & has_column[None, :],
+                other=0.0,
+            )
+        output = matmul(weights.to(value.dtype), value, output * rescale[:, None])
+
+    total = tl.sum(totals, axis=1)
+
+    # (B, Hq, Sq, Dv), contiguous: the rows of a key/value head follow one another.
+    output_ptr += tl.program_id(0).to(tl.int64) * q_rows * v_dim
+    if HAS_SPLITS:
+        # The parts as (B · Hkv, splits, M, Dv), and behind them their maxima and sums.
+        sums_ptr = parts_ptr + tl.num_programs(0).to(tl.int64) * splits * q_rows * v_dim
+        sums_ptr += tl.program_id(0).to(tl.int64) * splits * q_rows * 2
+        parts_ptr += tl.program_id(0).to(tl.int64) * splits * q_rows * v_dim
+        own = split * q_rows + rows
+        tl.store(sums_ptr + own * 2, maximum, mask=has_row)
+        tl.store(sums_ptr + own * 2 + 1, total, mask=has_row)
+        tl.store(
+            parts_ptr + own[:, None] * v_dim + columns[None, :],
+            output,
+            mask=has_row[:, None] & has_column[None, :],
+        )
+        tl.debug_barrier()  # every thread's part is stored before one of them says so
+        arrivals_ptr += tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)
+        if tl.atomic_add(arrivals_ptr, 1, sem="acq_rel") == splits - 1:
+            tl.store(arrivals_ptr, 0)
+            # Without the rows that only fill up a tensor core's tile.
+            own_rows = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_ROWS)
+            has_own = own_rows < q_rows
+            merged = _merge(
+                parts_ptr,
+                sums_ptr,
+                own_rows,
+                has_own,
+                columns,
+                has_column,
+                splits,
+                q_rows,
+                v_dim,
+                BLOCK_SPLITS,
+            )
+            tl.store(
+                output_ptr + own_rows[:, None] * v_dim + columns[None, :],
+                merged.to(output_ptr.dtype.element_ty),
+                mask=has_own[:, None] & has_column[None, :],
+            )
+    else:
+        output = output / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(
+            output_ptr + rows[:, None] * v_dim + columns[None, :],
+            output.to(output_ptr.dtype.element_ty),
+            mask=has_row[:, None] & has_column[None, :],
+        )
+
+
+@triton.jit
+def _mask_bias(
+    mask_ptr,
+    batch,
+    q_heads,
+    queries,
+    has_row,
+    tokens,
+    is_valid,
+    stride_batch,
+    stride_head,
+    stride_query,
+    stride_token,
+    PER_ROW: tl.constexpr,
+):
+    """What a mask adds to scores in powers of two: (M, N), or (1, N) where all rows share it."""
+    places = mask_ptr + batch.to(tl.int64) * stride_batch
+    places += tokens.to(tl.int64)[None, :] * stride_token
+    is_there = is_valid[None, :]
+    if PER_ROW:
+        rows = q_heads.to(tl.int64) * stride_head + queries.to(tl.int64) * stride_query
+        places += rows[:, None]
+        is_there = is_there & has_row[:, None]
+    entries = tl.load(places, mask=is_there, other=0)
+    # Added and not put in place: as in SDPA a masked NaN stays NaN.
+    if mask_ptr.dtype.element_ty == tl.int1:
+        bias = tl.where(entries, 0.0, float("-inf"))
+    else:
+        bias = entries.to(tl.float32) * LOG2_E
+    return bias
+
+
+@triton.jit
+def _merge(
+    parts_ptr,
+    sums_ptr,
+    rows,
+    has_row,
+    columns,
+    has_column,
+    splits,
+    q_rows,
+    v_dim,
+    BLOCK_SPLITS: tl.constexpr,
+):
+    """The output of some rows (R, Dv) from all their parts, `BLOCK_SPLITS` at a time."""
+    maximum = tl.full(rows.shape, float("-inf"), tl.float32)
+    total = tl.zeros(rows.shape, tl.float32)
+    output = tl.zeros((rows.shape[0], columns.shape[0]), tl.float32)
+    for first in tl.range(0, splits, BLOCK_SPLITS, num_stages=3):
+        group = first + tl.arange(0, BLOCK_SPLITS)
+        places = group[:, None] * q_rows + rows[None, :]
+        is_there = (group < splits)[:, None] & has_row[None, :]
+        maxima = tl.load(sums_ptr + places * 2, mask=is_there, other=float("-inf"))
+        sums = tl.load(sums_ptr + places * 2 + 1, mask=is_there, other=0.0)
+        parts = tl.load(
+            parts_ptr + places[:, :, None] * v_dim + columns[None, None, :],
+            mask=is_there[:, :, None] & has_column[None, None, :],
+            other=0.0,
+        )
+        new_maximum = tl.maximum(maximum, tl.max(maxima, axis=0))
+        origin = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        weights = tl.exp2(maxima - origin[None, :])
+        rescale = tl.exp2(maximum - origin)
+        maximum = new_maximum
+        total = total * rescale + tl.sum(weights * sums, axis=0)
+        output = output * rescale[:, None] + tl.sum(weights[:, :, None] * parts, axis=0)
+    return output / tl.where(total == 0.0, 1.0, total)[:, None]

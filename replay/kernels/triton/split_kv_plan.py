@@ -1,0 +1,99 @@
+"""How `split_kv_kernel.py` cuts up a call: keys at a time, warps, and parts of the keys."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+from replay.kernels.triton.kv_cache import Access
+
+SHORTEST = 128
+"""Keys for which a program of its own is worth its start."""
+LONG = 4096
+"""Keys a program from which on two programs on a processor look up tokens faster than one."""
+MERGED_ELEMENTS = 4096
+"""Numbers that a program reads at once when it merges parts: 32 registers of each thread."""
+
+
+class Tiling(NamedTuple):
+    """How the work is cut."""
+
+    block_n: int
+    """Keys at a time."""
+    warps: int
+    stages: int
+    splits: int
+
+
+class Plan(NamedTuple):
+    """What follows from the sizes of a call alone."""
+
+    tiling: Tiling
+    row_blocks: int
+    block_m: int
+    """Rows of a program, padded to a tensor core's tile, and `block_rows` without that."""
+    block_rows: int
+    block_d: int
+    block_dv: int
+    block_splits: int
+    """Parts that a program merges at a time."""
+
+
+@functools.lru_cache(maxsize=1024)
+def plan(
+    heads: int,
+    rows: int,
+    positions: int,
+    head_dim: int,
+    v_dim: int,
+    access: Access,
+    processors: int,
+) -> Plan:
+    """A deterministic choice, from measurements on an H200.
+
+    Args:
+        heads: B · Hkv.
+        rows: G · Sq.
+        positions: keys to attend to.
+        access: how they are read.
+        processors: streaming multiprocessors of the GPU.
+    """
+    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    row_blocks = -(-rows // block_m)
+    block_rows = min(1 << (rows - 1).bit_length(), block_m)
+    # Powers of two that a tensor core's product can have as a side.
+    block_d, block_dv = (max(16, 1 << (dim - 1).bit_length()) for dim in (head_dim, v_dim))
+    widest = max(block_d, block_dv)
+    if access == "quantised":
+        block_n, stages = (128, 4) if widest <= 128 and block_m == 16 else (64, 4)
+    elif access == "described" and widest <= 128:
+        block_n, stages = (128, 4) if widest <= 64 else (128, 3)
+    elif access == "indirect":
+        block_n, stages = (128, 4) if widest <= 64 else (64, 5) if widest <= 128 else (32, 5)
+    else:
+        block_n, stages = (128, 3) if widest <= 64 else (64, 4) if widest <= 128 else (32, 4)
+    # One program a processor moves as many bytes as several do, unless it has to look up where
+    # long sequences are.
+    splits = processors // (heads * row_blocks)
+    if access == "indirect" and positions > splits * LONG:
+        splits *= 2
+    # Half the bytes come in half the time: two programs a processor hide each other's waiting.
+    if access == "quantised":
+        splits *= 2
+    # Loading takes as long as bytes / splits and merging as bytes · splits: the sum is least where
+    # both take as long. A program loads about twice as fast as it merges.
+    itemsize = 1 if access == "quantised" else 2
+    loaded, merged = positions * (block_d + block_dv) * itemsize, block_rows * block_dv * 4
+    splits = min(splits, math.isqrt(loaded // (2 * merged)), -(-positions // SHORTEST))
+    # Where nothing is merged, more warps hide more latency of a small block's loads.
+    warps = 8 if widest <= 64 and splits <= 1 and access == "direct" else 4
+    return Plan(
+        Tiling(block_n, warps, stages, max(1, splits)),
+        row_blocks,
+        block_m,
+        block_rows,
+        block_d,
+        block_dv,
+        max(1, min(MERGED_ELEMENTS // (block_rows * block_dv), 16)),
+    )
