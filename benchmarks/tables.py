@@ -520,6 +520,40 @@ def doctor_score() -> str:
     return _table(headings, lines) + summary + machine
 
 
+def public_tests() -> str:
+    """List how many comparisons of other libraries' tests each kernel passed, if there are any."""
+    path = results.DIRECTORY / "public_tests.csv"
+    if not path.is_file():
+        return ""
+    rows = results.read(path)
+    columns = ("FlashAttention 2", "FlashAttention 3", "FlashInfer", "FlashInfer, with itself")
+    lines: dict[str, list[str]] = {}
+    for kernel in dict.fromkeys(row["kernel"] for row in rows):
+        own = [row for row in rows if row["kernel"] == kernel]
+        by_column = [[row for row in own if _tests_of(row) == name] for name in columns]
+        passed, failed = (
+            [sum(int(row[result]) for row in some) for some in by_column]
+            for result in ("passed", "failed")
+        )
+        skipped = sum(int(row["skipped"]) for row in own)
+        lines[f"`{kernel}`"] = [
+            *(f"{n} of {n + m}" if n + m else "" for n, m in zip(passed, failed, strict=True)),
+            str(skipped),
+        ]
+    versions = ", ".join(
+        f"{library} {version}"
+        for library, version in dict.fromkeys((row["library"], row["version"]) for row in rows)
+    )
+    table = _table(["passed", *columns, "skipped"], lines)
+    return f"{table}{_machine(rows)[:-2]}; {versions}.\n"
+
+
+def _tests_of(row: dict[str, str]) -> str:
+    if row["library"] == "flash-attention":
+        return f"FlashAttention {3 if row['file'].startswith('hopper/') else 2}"
+    return "FlashInfer, with itself" if row["against"] == "itself" else "FlashInfer"
+
+
 def _table(headings: list[str], lines: dict[str, list[str]]) -> str:
     text = [f"| {' | '.join(headings)} |", f"|---|{'---:|' * (len(headings) - 1)}"]
     text += [f"| {first} | {' | '.join(cells)} |" for first, cells in lines.items()]
@@ -556,6 +590,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "replay_overhead": partial(overhead, "replay_overhead.csv"),
     "defence_overhead": defence_overhead,
     "many_calls": many_calls,
+    "public_tests": public_tests,
     "glossary": glossary,
     "fields": fields,
     "thresholds": thresholds,

@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-MODULES = sorted(path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py"))
+FOLDER = ROOT / "benchmarks"
+MODULES = sorted(
+    ".".join(path.relative_to(FOLDER).with_suffix("").parts)
+    for path in FOLDER.rglob("*.py")
+    if not path.stem.startswith("_")
+)
 
 
 @pytest.mark.parametrize("modules", [MODULES], ids=["all"])

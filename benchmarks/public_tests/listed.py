@@ -1,0 +1,145 @@
+"""Which tests of the two libraries are run, and with which kernels of ours.
+
+Left out are tests of the backward pass, of 8 and 4 bits, of rotary embeddings and ALiBi alone, of
+CUDA graphs and of merged states; those that compare a log-sum-exp which ours does not return; and
+those that compare the library's options (`use_tensor_cores`), which ours has not, with each other.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+Against = Literal["PyTorch", "float64", "itself"]
+"""`PyTorch`: the test's own formula; flash-attn's tests allow two or three times the error that it
+has in 16 bits. `float64`: attention in float64, where a test asks another function of the library.
+`itself`: the kernel's answer to the same question put differently."""
+
+
+class Listed(NamedTuple):
+    """A test function."""
+
+    library: Literal["flash-attention", "flashinfer"]
+    file: str
+    """In the library's checkout."""
+    name: str
+    kernels: tuple[str, ...]
+    against: Against = "PyTorch"
+    asked: tuple[str, ...] | None = None
+    """The functions of the library that the kernel stands for (`Answers`)."""
+
+
+FA2, FA3, VARLEN = "triton-fa2", "triton-fa3", "triton-varlen"
+DECODE, PAGED = "triton-decode", "triton-paged-decode"
+
+
+def _flash_attention(file: str, name: str, *kernels: str) -> Listed:
+    return Listed("flash-attention", file, name, kernels)
+
+
+def _flashinfer(
+    file: str,
+    name: str,
+    *kernels: str,
+    against: Against = "PyTorch",
+    asked: tuple[str, ...] | None = None,
+) -> Listed:
+    return Listed("flashinfer", f"tests/attention/{file}.py", name, kernels, against, asked)
+
+
+TESTS = (
+    *(
+        _flash_attention("tests/test_flash_attn.py", name, *kernels)
+        for name, *kernels in (
+            ("test_flash_attn_qkvpacked", FA2, FA3),
+            ("test_flash_attn_varlen_qkvpacked", VARLEN),
+            ("test_flash_attn_output", FA2, FA3),
+            ("test_flash_attn_varlen_output", VARLEN),
+            ("test_flash_attn_causal", FA2, FA3),
+            ("test_flash_attn_varlen_causal", VARLEN),
+            ("test_flash_attn_splitkv", FA2, DECODE),
+            ("test_flash_attn_kvcache", DECODE, PAGED),
+        )
+    ),
+    *(
+        _flash_attention("hopper/test_flash_attn.py", name, *kernels)
+        for name, *kernels in (
+            ("test_flash_attn_output", FA2, FA3),
+            ("test_flash_attn_varlen_output", VARLEN),
+            ("test_flash_attn_kvcache", DECODE, PAGED, VARLEN),
+        )
+    ),
+    _flashinfer("test_single_prefill", "test_sinqle_prefill_with_paged_kv_cache", FA2, FA3),
+    _flashinfer("test_single_prefill", "test_single_prefill_extreme_negative_logits", FA2, FA3),
+    _flashinfer("test_single_prefill", "test_single_prefill_masked_key_never_dominates", FA2, FA3),
+    _flashinfer("test_logits_cap", "test_single_decode_logits_soft_cap", DECODE),
+    _flashinfer("test_logits_cap", "test_single_prefill_logits_soft_cap", FA2),
+    *(
+        _flashinfer("test_sliding_window", name, *kernels, against=against, asked=asked)
+        for name, kernels, against, asked in (
+            ("test_single_decode_sliding_window", (DECODE,), "itself", None),
+            ("test_batch_decode_sliding_window", (PAGED,), "float64", ("decode",)),
+            (
+                "test_single_decode_prefill_sliding_window_match",
+                (DECODE,),
+                "float64",
+                ("single_decode",),
+            ),
+            (
+                "test_single_decode_prefill_sliding_window_match",
+                (FA2,),
+                "float64",
+                ("single_prefill",),
+            ),
+            ("test_single_prefill_sliding_window", (FA2,), "itself", None),
+            ("test_batch_paged_prefill_sliding_window", (VARLEN,), "float64", ("paged",)),
+            ("test_batch_ragged_prefill_sliding_window", (VARLEN, FA2), "float64", ("ragged",)),
+        )
+    ),
+    *(
+        _flashinfer("test_batch_decode_kernels", name, PAGED, against="float64", asked=("decode",))
+        for name in (
+            "test_batch_decode_with_paged_kv_cache",
+            "test_batch_decode_with_tuple_paged_kv_cache",
+        )
+    ),
+    *(
+        _flashinfer(
+            "test_batch_prefill_kernels", name, *kernels, against="float64", asked=(function,)
+        )
+        for name, function, *kernels in (
+            ("test_batch_prefill_with_paged_kv_cache", "paged", VARLEN),
+            ("test_batch_prefill_with_tuple_paged_kv_cache", "paged", VARLEN),
+            ("test_batch_prefill_with_ragged_kv_cache", "ragged", VARLEN, FA2, FA3),
+        )
+    ),
+    *(
+        _flashinfer("test_batch_prefill_kernels", name, VARLEN)
+        for name in (
+            "test_ragged_prefill_one_valid_key",
+            "test_paged_prefill_fully_masked_rows",
+            "test_paged_prefill_split_kv_empty_chunk",
+        )
+    ),
+    _flashinfer(
+        "test_non_contiguous_prefill", "test_single_prefill_packed_input", FA2, against="itself"
+    ),
+    _flashinfer(
+        "test_non_contiguous_decode",
+        "test_batch_paged_decode_packed_input",
+        PAGED,
+        against="itself",
+    ),
+    *(
+        _flashinfer("test_attention_sink", name, *kernels, asked=asked)
+        for name, kernels, asked in (
+            ("test_attention_sink", (VARLEN,), None),
+            ("test_attention_sink", (FA2,), ("ragged",)),
+            ("test_attention_sink", (PAGED,), ("paged",)),
+            ("test_attention_sink_incremental_generation", (VARLEN,), None),
+            ("test_attention_sink_incremental_generation", (PAGED,), ("paged",)),
+            ("test_attention_sink_chunk_prefill", (VARLEN,), None),
+            ("test_attention_sink_chunk_prefill", (FA2,), ("ragged",)),
+            ("test_attention_sink_varlen", (VARLEN,), None),
+        )
+    ),
+)

@@ -1,0 +1,406 @@
+"""`benchmarks/public_tests`: what the shims say to our kernels is what the libraries mean."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import results
+from benchmarks.public_tests import answers, running
+from benchmarks.public_tests.answers import Answers
+from benchmarks.public_tests.flash_attn_shim import FlashAttn
+from benchmarks.public_tests.flashinfer_shim import FlashInfer, lengths, page_table
+from benchmarks.public_tests.running import Outcome, draw
+from capture.call import AttentionCall
+from capture.variant import FEATURES, VARIANT_TENSORS, Variant
+from replay.accuracy import reference
+from replay.kernels.registry import Kernel
+from tests import flash_attn_stand_in as stand_in
+
+ROOT = Path(__file__).parent.parent
+PACKED = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
+PACKED_KEYS = torch.tensor([0, 5, 9, 17], dtype=torch.int32)
+OPTIONS = (
+    {},
+    {"causal": True},
+    {"causal": True, "window_size": (4, 0)},
+    {"window_size": (2, 3), "softcap": 5.0},
+    {"softmax_scale": 0.3},
+)
+
+
+def _attention(**given: Any) -> Tensor:
+    """Attention by the formula, of any call."""
+    variant = Variant(**{name: given.pop(name) for name in vars(Variant()) if name in given})
+    tensors = {name: given.pop(name, None) for name in VARIANT_TENSORS}
+    call = AttentionCall(**given, **tensors, variant=variant)
+    return reference.attention(call).to(call.dtype)
+
+
+@pytest.fixture(params=[frozenset(FEATURES), FEATURES.keys() - {"packed"}], ids=["all", "unpacked"])
+def shims(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    def refuses(call: AttentionCall) -> str | None:
+        return "dropout" if call.dropout_p else None
+
+    kernel = Kernel("any", _attention, features=frozenset(request.param), unsupported=refuses)
+    monkeypatch.setattr(answers, "find", lambda name: kernel)
+    ours = Answers("any")
+    return SimpleNamespace(answers=ours, flash_attn=FlashAttn(ours), flashinfer=FlashInfer(ours))
+
+
+def _random(*sizes: int) -> Tensor:
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(sum(sizes)))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_flash_attn_func(shims: SimpleNamespace, options: dict[str, Any]) -> None:
+    q, k, v = _random(2, 7, 4, 8), _random(2, 9, 2, 8), _random(2, 9, 2, 8) + 1
+    expected = stand_in.flash_attn_func(q, k, v, **options)
+    torch.testing.assert_close(shims.flash_attn.flash_attn_func(q, k, v, **options), expected)
+    kv = torch.stack((k, v), 2)
+    output, lse, _ = shims.flash_attn.flash_attn_kvpacked_func(
+        q, kv, 0.0, **options, deterministic=True, return_attn_probs=True
+    )
+    torch.testing.assert_close(output, expected)
+    assert lse.isnan().all()
+    qkv = torch.stack((q, q + 1, q + 2), 2)
+    torch.testing.assert_close(
+        shims.flash_attn.flash_attn_qkvpacked_func(qkv, **options),
+        stand_in.flash_attn_func(q, q + 1, q + 2, **options),
+    )
+
+
+@pytest.mark.parametrize("starts", [PACKED, torch.tensor([0, 3, 6, 9], dtype=torch.int32)])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_varlen(shims: SimpleNamespace, starts: Tensor, options: dict[str, Any]) -> None:
+    if starts is PACKED and "packed" not in shims.answers.kernel.features:
+        with pytest.raises(pytest.skip.Exception, match="has no packed sequences"):
+            shims.flash_attn.flash_attn_varlen_qkvpacked_func(_random(9, 3, 2, 8), starts, 5)
+        return
+    keys = PACKED_KEYS if starts is PACKED else starts * 2
+    total = int(keys[-1])
+    q, k, v = _random(9, 4, 8), _random(total, 2, 8), _random(total, 2, 8) + 1
+    given = (starts, keys, 5, 8)
+    expected = stand_in.flash_attn_varlen_func(q, k, v, *given, **options)
+    ours = shims.flash_attn
+    torch.testing.assert_close(
+        ours.flash_attn_varlen_func(q, k, v, *given, 0.0, **options), expected
+    )
+    kv = torch.stack((k, v), 1)
+    torch.testing.assert_close(
+        ours.flash_attn_varlen_kvpacked_func(q, kv, *given, **options), expected
+    )
+    pool, table = _random(5 * len(keys), 4, 2, 8), torch.randperm(5 * len(keys))[:15].view(3, 5)
+    torch.testing.assert_close(
+        ours.flash_attn_varlen_func(q, pool, pool, *given, block_table=table, **options),
+        stand_in.flash_attn_varlen_func(q, pool, pool, *given, block_table=table, **options),
+    )
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("options", OPTIONS[:3], ids=str)
+def test_kv_cache_gets_its_new_keys(
+    shims: SimpleNamespace, options: dict[str, Any], paged: bool
+) -> None:
+    q, k, v = _random(2, 3, 4, 8), _random(2, 3, 2, 8), _random(2, 3, 2, 8) + 1
+    shape = (6, 4, 2, 8) if paged else (2, 12, 2, 8)
+    table = torch.tensor([[5, 1, 2], [0, 4, 3]], dtype=torch.int32) if paged else None
+    caches = [_random(*shape), _random(*shape) + 1]
+    used = torch.tensor([2, 9], dtype=torch.int32)
+    # The stand-in adds to its cache, and not to pages.
+    full = [each.clone() for each in caches]
+    for cache, new in zip(full, (k, v), strict=True):
+        for n, length in enumerate(used.tolist()):
+            for i in range(3):
+                place = length + i
+                row = (int(table[n, place // 4]), place % 4) if table is not None else (n, place)
+                cache[row] = new[n, i]
+    given = {"block_table": table, **options}
+    expected = stand_in.flash_attn_with_kvcache(q, *full, cache_seqlens=used + 3, **given)
+    output = shims.flash_attn.flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=used, **given)
+    torch.testing.assert_close(output, expected)
+    for cache, wanted in zip(caches, full, strict=True):
+        assert torch.equal(cache, wanted)
+    assert used.tolist() == [2, 9]
+
+
+def test_rows_of_a_cache_and_packed_queries(shims: SimpleNamespace) -> None:
+    q, cache = _random(2, 3, 4, 8), _random(4, 12, 2, 8)
+    rows, used = torch.tensor([3, 1]), torch.tensor([5, 8], dtype=torch.int32)
+    expected = stand_in.flash_attn_with_kvcache(q, cache[rows], cache[rows], cache_seqlens=used)
+    given = {"cache_seqlens": used, "cache_batch_idx": rows}
+    output = shims.flash_attn.flash_attn_with_kvcache(q, cache, cache, **given)
+    torch.testing.assert_close(output, expected)
+    if "packed" in shims.answers.kernel.features:
+        starts = torch.tensor([0, 3, 6], dtype=torch.int32)
+        output, _ = shims.flash_attn.flash_attn_with_kvcache(
+            q.flatten(0, 1), cache, cache, **given, cu_seqlens_q=starts, return_softmax_lse=True
+        )
+        torch.testing.assert_close(output, expected.flatten(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"alibi_slopes": torch.ones(2)}, "ALiBi"),
+        ({"attention_chunk": 5}, "in chunks"),
+        ({"qv": torch.ones(1)}, "second query"),
+        ({"dropout_p": 0.17}, "dropout"),
+    ],
+)
+def test_what_ours_does_not_compute_is_skipped(
+    shims: SimpleNamespace, given: dict[str, Any], reason: str
+) -> None:
+    q = _random(1, 3, 2, 8)
+    with pytest.raises(pytest.skip.Exception, match=reason):
+        shims.flash_attn.flash_attn_func(q, q, q, **given)
+    with pytest.raises(TypeError, match="no argument 'new_feature'"):
+        shims.flash_attn.flash_attn_func(q, q, q, new_feature=True)
+    with pytest.raises(pytest.skip.Exception, match="another dtype"):
+        shims.flash_attn.flash_attn_func(q, q.half(), q.half())
+    assert shims.answers.calls == 0
+
+
+def _expected(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, left: int = -1, cap: float = 0.0
+) -> Tensor:
+    """One sequence, (S, H, D)."""
+    return stand_in.attend(q, k, v, None, causal, (left, -1), cap)
+
+
+FLASHINFER_OPTIONS = (
+    {},
+    {"window_left": 2},
+    {"logits_soft_cap": 5.0},
+)
+
+
+def _wanted(options: dict[str, Any]) -> dict[str, Any]:
+    names = {"window_left": "left", "logits_soft_cap": "cap", "causal": "causal"}
+    return {names[name]: value for name, value in options.items()}
+
+
+@pytest.mark.parametrize("options", FLASHINFER_OPTIONS, ids=str)
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_single(shims: SimpleNamespace, layout: str, options: dict[str, Any]) -> None:
+    q, k, v = _random(3, 4, 8), _random(9, 2, 8), _random(9, 2, 8) + 1
+    keys = (k, v) if layout == "NHD" else (k.transpose(0, 1), v.transpose(0, 1))
+    ours = shims.flashinfer
+    torch.testing.assert_close(
+        ours.single_decode_with_kv_cache(q[-1], *keys, layout, **options),
+        _expected(q[-1:], k, v, **_wanted(options))[0],
+    )
+    torch.testing.assert_close(
+        ours.single_prefill_with_kv_cache(q, *keys, kv_layout=layout, causal=True, **options),
+        _expected(q, k, v, causal=True, **_wanted(options)),
+    )
+    mask = torch.ones(3, 9, dtype=torch.bool).tril(6)
+    torch.testing.assert_close(
+        ours.single_prefill_with_kv_cache(q, k, v, custom_mask=mask),
+        _expected(q, k, v, causal=True),
+    )
+
+
+@pytest.mark.parametrize("options", FLASHINFER_OPTIONS, ids=str)
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("q_lens", [(1, 1), (3, 3), (2, 4)])
+def test_pages(
+    shims: SimpleNamespace, q_lens: tuple[int, int], layout: str, options: dict[str, Any]
+) -> None:
+    pool = _random(6, 2, 4, 2, 8)  # pages, key and value, tokens, heads, D
+    indptr, indices = torch.tensor([0, 1, 4]), torch.tensor([5, 2, 0, 3])
+    last = torch.tensor([4, 3])
+    sequences = [pool[[5]], pool[[2, 0, 3]]]
+    keys, values = (
+        [each[:, n].flatten(0, 1)[:length] for each, length in zip(sequences, (4, 11), strict=True)]
+        for n in (0, 1)
+    )
+    starts = torch.tensor([0, q_lens[0], sum(q_lens)], dtype=torch.int32)
+    q = _random(sum(q_lens), 4, 8)
+    decodes = q_lens == (1, 1)
+    classes = shims.flashinfer.wrappers()
+    kind = "Decode" if decodes else "Prefill"
+    wrapper = classes[f"Batch{kind}WithPagedKVCacheWrapper"](q, layout)
+    pages = () if decodes else (starts,)
+    sizes = (4, 2, 8, 4)
+    more = {} if decodes else {"causal": True}
+    wrapper.plan(*pages, indptr, indices, last, *sizes, **more, **options)
+    if "packed" not in shims.answers.kernel.features and q_lens == (2, 4):
+        with pytest.raises(pytest.skip.Exception, match="packed"):
+            wrapper.run(q, pool)
+        return
+    cache = pool if layout == "NHD" else pool.transpose(2, 3)
+    expected = torch.cat(
+        [
+            _expected(part, key, value, **more, **_wanted(options))
+            for part, key, value in zip(q.split(q_lens), keys, values, strict=True)
+        ]
+    )
+    torch.testing.assert_close(wrapper.run(q, cache), expected)
+    out = torch.empty_like(q)
+    output, lse = wrapper.run(q, cache.unbind(1), out=out, return_lse=True)
+    assert output is out
+    torch.testing.assert_close(out, expected)
+    assert lse.shape == q.shape[:2]
+    assert lse.isnan().all()
+
+
+def test_ragged_with_sinks(shims: SimpleNamespace) -> None:
+    starts = torch.tensor([0, 2, 4], dtype=torch.int32)
+    q, k = _random(4, 4, 8), _random(8, 2, 8)
+    wrapper = shims.flashinfer.wrappers()["BatchPrefillWithRaggedKVCacheWrapper"](
+        q, kv_layout="NHD", backend="fa2", jit_args=("anything",), jit_kwargs={}
+    )
+    wrapper.plan(starts, starts * 2, 4, 2, 8, causal=True)
+    plain = wrapper.run(q, k, k + 1)
+    for part, key, output in zip(q.split(2), k.split(4), plain.split(2), strict=True):
+        torch.testing.assert_close(output, _expected(part, key, key + 1, causal=True))
+    unnoticed = torch.full((4,), -torch.inf)
+    torch.testing.assert_close(wrapper.run(q, k, k + 1, unnoticed, 8**-0.5), plain)
+    assert wrapper.run(q, k, k + 1, unnoticed + torch.inf, 8**-0.5).isnan().all()
+    assert wrapper.run(q, k, k + 1, torch.full((4,), 50.0), 8**-0.5).abs().max() < 1e-6
+
+
+def test_an_unequal_page_table_is_padded() -> None:
+    indptr, last = torch.tensor([0, 0, 1, 4]), torch.tensor([0, 2, 1])
+    assert page_table(indptr, torch.tensor([7, 5, 6, 2])).tolist() == [
+        [-1, -1, -1],
+        [7, -1, -1],
+        [5, 6, 2],
+    ]
+    assert lengths(indptr, last, 16).tolist() == [0, 2, 33]
+
+
+@pytest.mark.parametrize("asked", [("single_prefill",), ("single_decode",)])
+def test_functions_that_are_not_asked_are_answered_in_float64(
+    shims: SimpleNamespace, asked: tuple[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shims.answers.asked = asked
+    seen: list[torch.dtype] = []
+    attention = reference.attention
+    monkeypatch.setattr(
+        answers.reference, "attention", lambda call: seen.append(call.dtype) or attention(call)
+    )
+    q = _random(3, 2, 8)
+    shims.flashinfer.single_prefill_with_kv_cache(q, q, q)
+    shims.flashinfer.single_decode_with_kv_cache(q[0], q, q)
+    assert shims.answers.calls == 1
+    assert len(seen) == 2  # the kernel of this file asks the same function
+
+
+def _of(test: Callable[..., None], ours: Answers) -> Outcome:
+    return running.run(test, {}, ours)
+
+
+def test_outcomes(shims: SimpleNamespace) -> None:
+    q = _random(1, 3, 2, 8).requires_grad_()
+
+    def passes() -> None:
+        output = shims.flash_attn.flash_attn_func(q, q, q)
+        (gradient,) = torch.autograd.grad(output, q, output)
+        assert gradient.eq(0).all()
+
+    def fails() -> None:
+        print("Output max diff: 3")
+        assert shims.flash_attn.flash_attn_func(q, q, q).sum() is None, "far off"
+
+    def refuses() -> None:
+        shims.flash_attn.flash_attn_func(q, q, q, 0.17)
+
+    assert _of(passes, shims.answers) == Outcome("passed")
+    failed = _of(fails, shims.answers)
+    assert failed.result == "failed"
+    assert "far off" in failed.sentence
+    assert failed.sentence.endswith("Output max diff: 3")
+    assert _of(refuses, shims.answers) == Outcome("skipped", "dropout")
+    assert _of(lambda: None, shims.answers) == Outcome("skipped", "the kernel was not called")
+    never = pytest.mark.skipif(True, reason="on Tuesdays")(passes)
+    assert _of(never, shims.answers) == Outcome("skipped", "on Tuesdays")
+    assert torch.autograd.grad((q * 2).sum(), q)[0].eq(2).all()
+
+
+@pytest.mark.parametrize("a", [1, 2, 3])
+@pytest.mark.parametrize(("b", "c"), [(1, 20), (2, 5)])
+def _parametrised(a: int, b: int, c: int) -> None:
+    pass
+
+
+def test_every_parametrisation_is_drawn_once_in_the_seed_s_order() -> None:
+    drawn = [(each["a"], each["b"], each["c"]) for each in draw(_parametrised, 0)]
+    assert sorted(drawn) == sorted(
+        (a, *pair) for a, pair in itertools.product((1, 2, 3), ((1, 20), (2, 5)))
+    )
+    assert drawn == [tuple(each[name] for name in "abc") for each in draw(_parametrised, 0)]
+    assert any(
+        drawn != [tuple(e[n] for n in "abc") for e in draw(_parametrised, s)] for s in (1, 2)
+    )
+    assert [each["c"] for each in draw(_parametrised, 0, largest=10)] == [5, 5, 5]
+
+
+CHECKOUT = """
+import pytest, torch
+import flashinfer
+from flashinfer.quantization import anything
+from flashinfer.utils import has_flashinfer_jit_cache
+
+@pytest.mark.parametrize("soft_cap", [1.0, 30.0])
+@pytest.mark.parametrize("seq_len", [1, 9, 33001])
+def test_single_decode_logits_soft_cap(seq_len, soft_cap):
+    q = torch.randn(4, 16, device="cuda:0", dtype=torch.float16)
+    k = torch.randn(seq_len, 2, 16, device="cuda:0", dtype=torch.float16)
+    if seq_len == 1 and soft_cap == 1.0:
+        anything()
+    o = flashinfer.single_decode_with_kv_cache(q, k, k, logits_soft_cap=soft_cap)
+    keys = k.float().repeat_interleave(2, 1)
+    scores = torch.einsum("hd,khd->hk", q.float(), keys) / 4
+    weights = (soft_cap * torch.tanh(scores / soft_cap)).softmax(-1)
+    expected = torch.einsum("hk,khd->hd", weights, keys).to(q)
+    torch.testing.assert_close(o, expected + WRONG, rtol=1e-2, atol=1e-2)
+"""
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_a_checkout_s_test_is_run_as_it_is(tmp_path: Path, wrong: int) -> None:
+    file = tmp_path / "tests" / "attention" / "test_logits_cap.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(CHECKOUT.replace("WRONG", str(wrong)))
+    (tmp_path / "COMMIT").write_text("0123456789abcdef\n")
+    out = tmp_path / "out.csv"
+    command = [sys.executable, "-m", "benchmarks.public_tests", "--flashinfer", str(tmp_path)]
+    command += ["--device", "cpu", "--largest", "100", "--processes", "1", "--out", str(out)]
+    command += ["--only", "test_single_decode_logits_soft_cap"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ran.returncode == wrong, ran.stderr
+    (line,) = results.read(out)
+    assert line["version"] == "0123456789ab"
+    assert line["kernel"] == "triton-decode"
+    assert [line[each] for each in ("passed", "failed", "skipped")] == (
+        ["0", "3", "1"] if wrong else ["3", "0", "1"]
+    )
+    assert line["reasons"] == "flashinfer.quantization.anything is no attention (1)"
+    assert ("not close" in ran.stdout) == bool(wrong)
+
+
+def test_wrong_use_is_said(tmp_path: Path) -> None:
+    for given, sentence in (
+        ([], "nothing to run"),
+        (["--flashinfer", str(tmp_path / "none")], "is no folder"),
+        (["--flashinfer", str(tmp_path), "--device", "cpu"], "has no tests/attention"),
+    ):
+        command = [sys.executable, "-m", "benchmarks.public_tests", *given]
+        environment = {**os.environ, "TRITON_INTERPRET": "1"}
+        ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert ran.returncode == 2
+        assert sentence in ran.stderr
+        assert "Traceback" not in ran.stderr
