@@ -56,14 +56,16 @@ def mask_bias(
         values = tl.load(pointers, mask=inside, other=0).to(tl.float32)
     else:
         values = tl.load(pointers).to(tl.float32)
-    if IS_BOOL:
-        bias = tl.where(values != 0, 0.0, float("-inf"))
-    else:
-        # Only -inf may become -inf: a row of -finfo.max alone is an ordinary row.
-        scaled = tl.maximum(values * LOG2_E, -LARGEST)
-        is_ordinary = (values != float("-inf")) & (values == values)
-        bias = tl.where(is_ordinary, scaled, values)
-    return bias
+    return tl.where(values != 0, 0.0, float("-inf")) if IS_BOOL else in_base_2(values)
+
+
+@triton.jit
+def in_base_2(values):
+    """Float32 numbers of a mask times log₂e, of which only -inf becomes -inf: a row of -finfo.max
+    alone is an ordinary row."""
+    scaled = tl.maximum(values * LOG2_E, -LARGEST)
+    is_ordinary = (values != float("-inf")) & (values == values)
+    return tl.where(is_ordinary, scaled, values)
 
 
 def window_sides(

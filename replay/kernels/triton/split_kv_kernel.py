@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from replay.kernels.triton.kv_cache import find_tokens
+from replay.kernels.triton.masking import in_base_2
 from replay.kernels.triton.matmul import matmul
 from replay.kernels.triton.online_softmax import LOG2_E, soft_cap, softmax_step
 from replay.kernels.triton.quantised_cache import CACHE_BLOCK, exponent, fit_query, to_float16
@@ -325,7 +326,7 @@ def _mask_bias(
     if mask_ptr.dtype.element_ty == tl.int1:
         bias = tl.where(entries, 0.0, float("-inf"))
     else:
-        bias = entries.to(tl.float32) * LOG2_E
+        bias = in_base_2(entries.to(tl.float32))
     return bias
 
 

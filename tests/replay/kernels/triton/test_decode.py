@@ -124,6 +124,19 @@ def test_fully_masked_rows_are_zeros() -> None:
     assert_near(output, attend(query, key, value, mask).output)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_mask_of_the_lowest_number_is_no_mask_of_minus_infinity(
+    dtype: torch.dtype, rows: int
+) -> None:
+    """As in SDPA, where such a row becomes the mean of all values."""
+    query, key, value = inputs(2, q_len=3, dtype=dtype)
+    mask = torch.zeros(2, 1, rows, 100, dtype=dtype, device=DEVICE)
+    mask[0, 0, -1] = torch.finfo(dtype).min
+    mask[1, 0, 0, 10:] = torch.finfo(dtype).min
+    assert_near(decode(query, key, value, mask), attend(query, key, value, mask).output, dtype)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_what_is_not_finite_spreads_as_in_sdpa(bad: float, which: int) -> None:
