@@ -317,12 +317,17 @@ def test_outcomes(shims: SimpleNamespace) -> None:
     def refuses() -> None:
         shims.flash_attn.flash_attn_func(q, q, q, 0.17)
 
+    def grows() -> None:
+        passes()
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")
+
     assert _of(passes, shims.answers) == Outcome("passed")
     failed = _of(fails, shims.answers)
     assert failed.result == "failed"
     assert "far off" in failed.sentence
     assert failed.sentence.endswith("Output max diff: 3")
     assert _of(refuses, shims.answers) == Outcome("skipped", "dropout")
+    assert _of(grows, shims.answers) == Outcome("skipped", "out of memory")
     assert _of(lambda: None, shims.answers) == Outcome("skipped", "the kernel was not called")
     never = pytest.mark.skipif(True, reason="on Tuesdays")(passes)
     assert _of(never, shims.answers) == Outcome("skipped", "on Tuesdays")

@@ -24,6 +24,10 @@ DRAWN_FOR_EACH = 30
 """Parametrisations that are tried for each that is judged: most ask for ALiBi, dropout and such."""
 
 
+NO_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED")
+"""What errors say where other processes have the GPU's memory."""
+
+
 class Outcome(NamedTuple):
     result: Literal["passed", "failed", "skipped"]
     sentence: str = ""
@@ -79,9 +83,9 @@ def run(test: Callable[..., None], arguments: Arguments, answers: Answers) -> Ou
             test(**arguments)
     except (pytest.skip.Exception, pytest.xfail.Exception) as reason:
         return Outcome("skipped", _in_general(str(reason)) or "the test's own choice")
-    except torch.cuda.OutOfMemoryError:
-        return Outcome("skipped", "out of memory")
     except Exception as error:
+        if any(each in str(error) for each in NO_MEMORY):
+            return Outcome("skipped", "out of memory")
         line = traceback.extract_tb(error.__traceback__)[-1]
         said = " ".join(str(error).split())[:200] or type(error).__name__
         last = [each for each in printed.getvalue().splitlines() if "max diff" in each][-2:]
