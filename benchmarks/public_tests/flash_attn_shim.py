@@ -31,7 +31,8 @@ NOT_DONE = {
 """Arguments that ask for something else than attention, or for more of it than ours does."""
 CHANGE_NOTHING = {
     *("deterministic", "num_splits", "pack_gqa", "sm_margin", "scheduler_metadata"),
-    *("rotary_sin", "rotary_interleaved", "rotary_seqlens", "max_seqlen_k", "cu_seqlens_k_new"),
+    *("rotary_sin", "rotary_interleaved", "rotary_seqlens", "cu_seqlens_k_new"),
+    *("max_seqlen_q", "max_seqlen_k"),
     *("return_attn_probs", "return_softmax_lse"),
 }
 OPTIONS = {"softmax_scale", "causal", "window_size", "softcap"}

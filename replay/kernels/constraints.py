@@ -255,9 +255,13 @@ def dtypes(*allowed: torch.dtype) -> Constraint:
     listed = _listed([dtype_name(dtype) for dtype in allowed])
 
     def check(call: AttentionCall) -> str | None:
-        if call.dtype in allowed:
+        dtype = call.query.dtype
+        if not (call.key.dtype == dtype == call.value.dtype):
+            given = (dtype_name(each.dtype) for each in (call.query, call.key, call.value))
+            return f"query, key and value in {', '.join(given)}: needs one dtype"
+        if dtype in allowed:
             return None
-        return f"dtype {dtype_name(call.dtype)}: needs {listed}"
+        return f"dtype {dtype_name(dtype)}: needs {listed}"
 
     return check
 

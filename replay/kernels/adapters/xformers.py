@@ -136,7 +136,8 @@ def _bias(call: AnyCall) -> object:
         bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
         mask = bias.masked_fill_(~mask, -torch.inf)
     mask = mask.to(dtype)
-    if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
+    odd_stride = mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1])
+    if odd_stride or mask.data_ptr() % 16:
         mask = mask.clone(memory_format=torch.contiguous_format)
     return mask.expand(*call.query.shape[:3], call.key.shape[2])
 

@@ -138,6 +138,18 @@ def test_sentences(
     assert constraint(make_call(**fields)) == sentence
 
 
+@pytest.mark.parametrize("name", ["key", "value"])
+def test_one_dtype_for_all(make_call: MakeCall, name: str) -> None:
+    """As of a query in 16 bits over a cache in 8."""
+    call = make_call(dtype=torch.float16)
+    call = call.with_tensors({name: call.tensors()[name].to(torch.float8_e4m3fn)})
+    reason = constraints.half_precision(call)
+    assert reason is not None
+    assert reason.endswith("needs one dtype")
+    assert "float16" in reason
+    assert "float8_e4m3fn" in reason
+
+
 def test_elements_apart(make_call: MakeCall) -> None:
     call = make_call()
     call = call.with_tensors({"key": call.key.mT.contiguous().mT})

@@ -126,6 +126,7 @@ def xformers(install: Install, formula: Formula) -> None:
             assert attn_bias.shape == (query.shape[0], *heads, query.shape[1], key.shape[1])
             assert attn_bias.stride(-1) == 1
             assert all(stride % 8 == 0 for stride in attn_bias.stride()[:-1])
+            assert attn_bias.data_ptr() % 16 == 0
             mask = attn_bias.flatten(1, -3).float()
         elif not isinstance(attn_bias, BlockDiagonalMask):
             assert causal or from_bottom_right or window != (-1, -1) or attn_bias is None
@@ -213,9 +214,10 @@ def test_xformers_has_no_causal_sequences_of_fewer_keys_than_queries() -> None:
 
 
 @pytest.mark.usefixtures("xformers")
-def test_parts_of_masks_are_copied_where_xformers_needs_aligned_rows() -> None:
+@pytest.mark.parametrize(("keys", "first"), [(19, 2), (24, 2)], ids=["rows", "address"])
+def test_parts_of_masks_are_copied_where_xformers_needs_them_aligned(keys: int, first: int) -> None:
     query, key, value = (torch.randn(1, 2, length, 16) for length in (9, 16, 16))
-    mask = torch.randn(1, 2, 9, 19)[..., 2:18]
+    mask = torch.randn(1, 2, 9, keys)[..., first : first + 16]
     output = catalogue()["xformers"].attention(query, key, value, mask)
     torch.testing.assert_close(output, catalogue()["eager"].attention(query, key, value, mask))
 
