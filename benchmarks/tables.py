@@ -598,6 +598,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "published_shapes": partial(by_shape, "published_shapes.csv"),
     "triton_prefill": partial(by_shape, "triton_kernels.csv", decode=False),
     "triton_decode": partial(by_shape, "triton_kernels.csv", decode=True),
+    "quantised_decode": partial(by_shape, "quantised_decode.csv", decode=True),
     "end_to_end": end_to_end,
     "end_to_end_short": partial(
         end_to_end, ("torch-flash", "sage1", "triton-fa3", "triton-fp8", "fa4@fa4")

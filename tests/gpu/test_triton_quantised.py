@@ -55,6 +55,24 @@ def test_shapes(name: str, spec: Spec) -> None:
     check(name, call_of(spec))
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kv_heads", [64, 32, 16], ids="{} key heads".format)
+def test_a_hundred_calls_agree(name: str, kv_heads: int) -> None:
+    """Bit for bit: a race of the warps that load and compute would show as a stray difference.
+
+    One, two and four of a program's warp groups then share the blocks of a key head.
+    """
+    kernel = find(name)
+    if reason := kernel.unavailable(DEVICE):
+        pytest.skip(reason)
+    call = call_of(Spec(8, 64, kv_heads, 1024, 1024, 64, 64, is_causal=True))
+    arguments = call.arguments()
+    first = kernel.attention(**arguments)
+    assert first.isfinite().all()
+    different = [n for n in range(100) if not torch.equal(kernel.attention(**arguments), first)]
+    assert not different
+
+
 @pytest.mark.parametrize(
     ("name", "spec"),
     [
