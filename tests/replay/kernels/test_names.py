@@ -17,6 +17,7 @@ def test_no_kernel_that_there_is_is_doubted() -> None:
     """In a process of its own: other tests register kernels of theirs."""
     program = """
 from replay.kernels.names import look_known
+from replay.kernels.registry import catalogue
 print(len(catalogue()), [name for name in catalogue() if not look_known(name)])
 """
     done = subprocess.run(
