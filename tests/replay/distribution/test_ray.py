@@ -149,6 +149,7 @@ def addresses():
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
 
 
+@pytest.mark.slow
 @with_ray
 def test_a_cluster_of_our_own_answers_here_alone(
     replays: Replays, recorded: Path, tmp_path: Path

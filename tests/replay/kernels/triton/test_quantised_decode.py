@@ -161,6 +161,7 @@ def test_beyond_plain_attention(
     assert_attends_to_what_is_stored(replace(call, **changes[extra]), dtype)
 
 
+@pytest.mark.slow
 @each_dtype
 @pytest.mark.parametrize("tiles", [Tiling(128, 4, 1, 1), Tiling(64, 4, 1, 2), Tiling(64, 4, 1, 9)])
 def test_tiles_change_nothing_but_rounding(tiles: Tiling, dtype: torch.dtype) -> None:
@@ -182,6 +183,7 @@ def test_numbers_that_float16_has_not(dtype: torch.dtype) -> None:
     torch.testing.assert_close(output * 2.0**30, expected)
 
 
+@pytest.mark.slow
 @each_dtype
 def test_what_does_not_count_is_not_read(dtype: torch.dtype) -> None:
     lengths = torch.tensor([130, 5], dtype=torch.int32, device=DEVICE)
@@ -199,6 +201,7 @@ def test_what_does_not_count_is_not_read(dtype: torch.dtype) -> None:
     assert torch.equal(find(NAMES[dtype]).attention(**causal.arguments()), expected)
 
 
+@pytest.mark.slow
 @each_dtype
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("which", ["query", "key", "value"])
