@@ -56,6 +56,22 @@ class Expected:
             return cls(output, allowed, kept_share(call, attended))
         return cls(output, allowed, None, call, spread)
 
+    @classmethod
+    def of_heads(cls, call: AttentionCall) -> list[Expected]:
+        """What `of` gives of each head of a call alone; no two heads share a key head."""
+        output, spread = attention_and_spread(call, reference_dtype(call.device, call.dtype))
+        eager = same_dtype(call)
+        found = []
+        for head in range(call.shape.q_heads):
+            place = slice(head, head + 1)
+            alone = {
+                name: tensor[place] if name == "sinks" else tensor[:, place]
+                for name, tensor in call.tensors().items()
+            }
+            parts = (each[:, place] for each in (eager, output, spread))
+            found.append(cls(output[:, place], tolerance(call.with_tensors(alone), *parts)))
+        return found
+
     @cached_property
     def quantised(self) -> QuantisedNoise | None:
         """The noise of 8-bit attention; None where there is nothing to compute it from."""

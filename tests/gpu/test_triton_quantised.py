@@ -68,9 +68,10 @@ def test_a_hundred_calls_agree(name: str, kv_heads: int) -> None:
     call = call_of(Spec(8, 64, kv_heads, 1024, 1024, 64, 64, is_causal=True))
     arguments = call.arguments()
     first = kernel.attention(**arguments)
-    assert first.isfinite().all()
-    different = [n for n in range(100) if not torch.equal(kernel.attention(**arguments), first)]
-    assert not different
+    assert not first.isfinite().logical_not().nonzero().tolist()
+    for _ in range(100):
+        different = (kernel.attention(**arguments) != first).nonzero()
+        assert not len(different), different[:20].tolist()
 
 
 @pytest.mark.parametrize(
