@@ -5,8 +5,8 @@
 
 Records 16 calls of random values in sizes of FLUX.1, CogVideoX-2b and Llama 3 and replays them with
 the command: on all GPUs with empty compile caches, on one and on all with the caches that this
-left, on one with empty caches. Writes `benchmarks/results/many_gpus.csv`, one line per figure,
-after each replay.
+left, on one with empty caches. With `--only warm`, a replay of one call of each size fills the
+caches. Writes `benchmarks/results/many_gpus.csv`, one line per figure, after each replay.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument(
         "--limit", type=float, default=240.0, help="seconds that all may take, about (default 240)"
     )
-    parser.add_argument("--rows", type=Path, help="keep the rows of each replay in this directory")
+    parser.add_argument("--rows", type=Path, help="keep the rows and the log of each replay here")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "many_gpus.csv")
     arguments = parser.parse_args()
     began = time.monotonic()
@@ -100,7 +100,9 @@ def main() -> None:
         {f"machine.{name}": getattr(machine, name) for name in MACHINE},
     )
     with tempfile.TemporaryDirectory() as scratch:
-        dataset = recorded(Path(scratch), arguments.sizes.split(","), arguments.calls, device)
+        sizes = arguments.sizes.split(",")
+        dataset = recorded(Path(scratch, "recorded"), sizes, arguments.calls, device)
+        each_once = recorded(Path(scratch, "each once"), sizes, len(sizes), device)
         found: dict[tuple[str, int], Replayed] = {}
         for state, gpus in runs(arguments.only, count):
             on_several = found.get((state, count))
@@ -110,13 +112,15 @@ def main() -> None:
                 break
             place = Path(scratch) / ("other caches" if (state, gpus) == ("cold", 1) else "caches")
             named = ["--gpus", arguments.gpus] if gpus > 1 else ["--device", f"cuda:{first}"]
-            replayed = replay(dataset, named, place, f"{state}-{gpus}", arguments)
             if state == "unmeasured":
+                replay(each_once, named, place, state, arguments)
                 continue
+            replayed = replay(dataset, named, place, f"{state}-{gpus}", arguments)
             found[state, gpus] = replayed
             if arguments.rows is not None:
                 arguments.rows.mkdir(parents=True, exist_ok=True)
-                shutil.copy(replayed.rows, arguments.rows)
+                for kept in (replayed.rows, replayed.rows.with_suffix(".log")):
+                    shutil.copy(kept, arguments.rows)
             s = "s" * (gpus > 1)
             figures.add(f"{state} caches, {gpus} GPU{s}: the command", "s", [replayed.seconds])
             figures.add(f"{state} caches, {gpus} GPU{s}: measuring", "s", [replayed.measuring])
@@ -136,9 +140,9 @@ def runs(only: str | None, gpus: int) -> Iterator[tuple[str, int]]:
         yield "cold", 1
 
 
-def recorded(scratch: Path, sizes: list[str], calls: int, device: torch.device) -> Path:
+def recorded(directory: Path, sizes: list[str], calls: int, device: torch.device) -> Path:
     """Record calls of these sizes in turn."""
-    attention, directory = Attention(), scratch / "recorded"
+    attention = Attention()
     with torch.no_grad(), record(attention, directory, max=calls, weights="random"):
         for number in range(calls):
             attention(sizes[number % len(sizes)], device)
@@ -162,6 +166,7 @@ def replay(
     seconds = time.monotonic() - began
     if done.returncode:
         sys.exit(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
+    rows.with_suffix(".log").write_text(done.stderr)
     ready = re.search(r"^ *([\d.]+) s  process \d+ is ready", done.stderr, re.MULTILINE)
     ended = re.search(r"^ *([\d.]+) s  \d+ calls took", done.stderr, re.MULTILINE)
     assert ready is not None

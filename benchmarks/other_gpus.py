@@ -73,7 +73,7 @@ class _Driver:
 
 
 @contextlib.contextmanager
-def _as_if_on(capability: str) -> Iterator[None]:
+def as_if_on(capability: str) -> Iterator[None]:
     """Take tensors on the `meta` device for tensors on such a GPU."""
     pair = tuple(map(int, capability.split(".")))
     driver.set_active(_Driver(capability))
@@ -103,7 +103,7 @@ def call_of(kernel: str, head_dim: int) -> AttentionCall:
 def compile_for(capability: str, head_dims: tuple[int, ...]) -> list[dict[str, Any]]:
     """Compile all kernels; in a process of its own, since they keep what they find out."""
     lines = []
-    with _as_if_on(capability), torch.no_grad():
+    with as_if_on(capability), torch.no_grad():
         for name in KERNELS:
             for head_dim in head_dims:
                 result = _compile(name, call_of(name, head_dim))

@@ -50,8 +50,11 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=4, help="calls made here (default 4)")
     parser.add_argument("--length", type=int, default=4096, help="their length (default 4096)")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--kernels", help="default: some that everybody has")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--kernels", help="or `all`, or `default`: those of replay (default: a few that all have)"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="of loading, or 0 (default 5)")
+    parser.add_argument("--rows", type=Path, help="keep the rows of the replay in this file")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "replay_overhead.csv")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
@@ -64,8 +67,10 @@ def main() -> None:
             capture.weights,
             {f"machine.{name}": getattr(machine, name) for name in MACHINE},
         )
-        loading(directory, arguments.rounds, figures)
-        whole(directory, arguments.kernels or KERNELS[device.type], device, figures)
+        if arguments.rounds:
+            loading(directory, arguments.rounds, figures)
+        rows = arguments.rows or Path(scratch) / "rows.jsonl"
+        whole(directory, arguments.kernels or KERNELS[device.type], device, rows, figures)
     results.write_lines(figures.lines, COLUMNS, arguments.out)
 
 
@@ -140,12 +145,15 @@ def drop(paths: list[Path]) -> None:
             os.close(descriptor)
 
 
-def whole(directory: Path, kernels: str, device: torch.device, figures: Figures) -> None:
+def whole(
+    directory: Path, kernels: str, device: torch.device, json_file: Path, figures: Figures
+) -> None:
     """Time the command, and its stages."""
     with tempfile.TemporaryDirectory() as scratch:
-        said, json_file = Path(scratch) / "marks.json", Path(scratch) / "rows.jsonl"
+        said = Path(scratch) / "marks.json"
         command = [sys.executable, "-m", "benchmarks.marked_replay", str(said)]
-        command += ["--dir", str(directory), "--kernels", kernels, "--device", str(device)]
+        command += ["--dir", str(directory), "--device", str(device)]
+        command += [] if kernels == "default" else ["--kernels", kernels]
         begin = time.perf_counter()
         subprocess.run([*command, "--json", str(json_file)], check=True, stdout=subprocess.DEVNULL)
         seconds = time.perf_counter() - begin

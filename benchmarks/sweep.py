@@ -15,8 +15,8 @@ from replay.bench.settings import Settings
 from replay.kernels.registry import select
 from replay.rows.files import row_to_json
 from replay.timing.timer import Cache
+from replay.workers.environment_options import interpreters
 from replay.workers.execution import execution
-from replay.workers.interpreters import interpreters
 from replay.workers.process import first_processes
 from replay.workloads.recorded import Workload
 from replay.workloads.schedule import Schedule

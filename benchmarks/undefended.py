@@ -34,7 +34,7 @@ class Blind:
         self.faults: dict[str, str] = {}
         self.changed: dict[str, set[str]] = {}
 
-    def settle(self, kernel: str) -> None: ...
+    def restore(self, kernel: str) -> None: ...
 
     def before(self, part: object) -> None: ...
 
@@ -48,7 +48,7 @@ class Blind:
         return ()
 
 
-def _settle(guard: Guard, kernel: str) -> None: ...
+def _restore(guard: Guard, kernel: str) -> None: ...
 
 
 def _timed_finding(checker: Checker, timed: Timed) -> Finding:
@@ -70,7 +70,7 @@ def _clock(
 
 replaced: list[tuple[Any, str, Any]] = [
     (runner, "Witness", Blind),
-    (Guard, "settle", _settle),
+    (Guard, "restore", _restore),
     (Checker, "_timed_finding", _timed_finding),
     (Checker, "_outlived", _outlived),
     (RemoteReferee, "clock", _clock),

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.sweep import cold, parser, sweep
-from benchmarks.tables import by_call
+from benchmarks.tables.speed import by_call
 from capture.call import AttentionCall
 from capture.storage.call_file import PackedCall
 from capture.variant import Variant

@@ -61,6 +61,11 @@ class Origin:
     """What of which recorded call this is, and whether its output was computed anew
     (`replay reproduce`); empty for a recorded call."""
 
+    @property
+    def device_type(self) -> str:
+        """`cpu` or `cuda`: the device without its name."""
+        return self.device.partition(" ")[0]
+
 
 @dataclass(frozen=True)
 class AttentionCall:

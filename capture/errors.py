@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from attention_replay import Error
 
 
@@ -28,7 +30,20 @@ class CaptureError(Error):
 
 
 class DatasetError(Error):
-    """A dataset, or one of its files, cannot be read; the message names the file."""
+    """A dataset, or one of its files, cannot be read; the message names the file.
+
+    Args:
+        reason: what is wrong, without the file where `path` has it.
+        path: the file, or what the user calls it.
+    """
+
+    def __init__(self, reason: str, path: str | os.PathLike[str] | None = None) -> None:
+        super().__init__(reason, path)
+        self.reason = reason
+        self.path = path
+
+    def __str__(self) -> str:
+        return self.reason if self.path is None else f"{os.fspath(self.path)}: {self.reason}"
 
 
 class RecordingWarning(UserWarning):

@@ -10,11 +10,13 @@ And their surroundings: 80 columns, whatever the terminal at hand has, and direc
 Triton compiles and for how long replays took, where the home may not be one to write to. Ctrl-C
 works, also where a shell started the tests in the background. One thread in each process: tensors
 here are so small that threads would spend their time waiting for one another, the more so beside
-other tests. Libraries read that when they are loaded.
+other tests. Libraries read that when they are loaded. What is imported stays for good: nothing
+looks for garbage meanwhile, nor among it later.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import os
@@ -26,14 +28,25 @@ import pytest
 
 os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"))
 
-import torch
 
-if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        package = importlib.import_module("replay.kernels.triton")
-        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-            importlib.import_module(module.name)
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # it hands out tests, and runs none
+    gc.disable()
+    import torch
+
+    if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRITON_INTERPRET", "1")
+            package = importlib.import_module("replay.kernels.triton")
+            for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+                importlib.import_module(module.name)
+            importlib.import_module("tests.interpreter").hasten()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -19,11 +19,10 @@ from capture.storage.call_file import PackedCall
 from replay.accuracy.errors import compare
 from replay.bench.settings import Settings
 from replay.kernels.registry import Kernel
+from replay.rows.accuracy import Accuracy, Errors, Summary, Where
 from replay.rows.row import (
-    Accuracy,
     CallFacts,
     Energy,
-    Errors,
     GpuState,
     Machine,
     Mask,
@@ -33,8 +32,6 @@ from replay.rows.row import (
     Speedup,
     SpeedupOver,
     Status,
-    Summary,
-    Where,
 )
 from replay.timing.statistics import speed_verdict, summarize
 

@@ -89,6 +89,51 @@ def test_imports_point_down(package: str) -> None:
     assert found > FOUND[package]
 
 
+def lines_of_models() -> dict[str, int]:
+    """The line of each file and folder in the drawing of `models/__init__.py`, from the top."""
+    text = ast.get_docstring(ast.parse((REPOSITORY / "models" / "__init__.py").read_text("utf-8")))
+    assert text is not None
+    drawing = re.findall(r"^    (\S.*)$", text, re.MULTILINE)
+    # What a line is about comes after its names, and is more than a word.
+    cells = ((at, cell) for at, line in enumerate(drawing) for cell in re.split(r" {2,}", line))
+    return {cell.rstrip("/"): at for at, cell in cells if re.fullmatch(r"\w+/?", cell)}
+
+
+def not_from_below(lines: dict[str, int], graph: dict[str, set[str]]) -> list[str]:
+    """Imports of another file or folder that is drawn on the same line or above."""
+
+    def drawn(module: str) -> str:
+        return module.split(".")[1] if "." in module else "__init__"
+
+    return [
+        f"{importing} imports {imported}"
+        for importing, others in graph.items()
+        for imported in others
+        if drawn(importing) != drawn(imported) and lines[drawn(importing)] >= lines[drawn(imported)]
+    ]
+
+
+def test_files_of_models_import_from_the_lines_below() -> None:
+    lines, graph = lines_of_models(), import_graph("models")
+    files = {path.stem for path in (REPOSITORY / "models").glob("*.py")}
+    folders = {path.parent.name for path in (REPOSITORY / "models").glob("*/__init__.py")}
+    assert lines.keys() == files | folders
+    assert not not_from_below(lines, graph)
+    assert sum(map(len, graph.values())) > 40
+
+
+def test_an_import_from_the_same_line_or_above_is_found() -> None:
+    lines = {"__init__": 0, "folder": 1, "beside": 1, "low": 2}
+    right = {"models": {"models.low"}, "models.folder.a": {"models.folder.b", "models.low"}}
+    assert not not_from_below(lines, right)
+    wrong = {"models.low": {"models.folder"}, "models.folder.a": {"models.beside", "models"}}
+    assert sorted(not_from_below(lines, wrong)) == [
+        "models.folder.a imports models",
+        "models.folder.a imports models.beside",
+        "models.low imports models.folder",
+    ]
+
+
 def test_an_import_that_points_up_is_found(tmp_path: Path) -> None:
     files = {
         "__init__.py": "from package.high import a\n",

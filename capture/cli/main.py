@@ -20,7 +20,7 @@ from capture.counted import counted
 from capture.large_imports import import_for_good
 from capture.printable import printable
 from capture.ranges import parse_ranges
-from capture.recording.sampling import PHASES, check_sample
+from capture.recording.sampling import PHASES, SAMPLES, check_sample
 from capture.splits import SPLITS
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def _capture(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.text import Text
 
-    from capture.cli.show import human_bytes
+    from capture.cli.show import human_bytes, share
     from capture.errors import CaptureError
     from capture.recording.parts import declared
     from capture.recording.record import record
@@ -264,9 +264,8 @@ def _capture(arguments: argparse.Namespace) -> int:
         warnings.print(f"{without} not stored: there is none of just these heads")
     if recording.refused_for_bytes:
         warnings.print("reached --max-bytes: fewer calls are stored, less evenly spread")
-    size = human_bytes(recording.nbytes)
-    count = f"{recording.kept:,} of {counted(recording.seen, 'attention call')}"
-    print(f"recorded {count} ({size}) in {arguments.out}/")
+    count = share(recording.kept, recording.seen, recording.nbytes)
+    print(f"recorded {count} in {arguments.out}/")
     if recording.summary:
         progress.print(Text(recording.summary))
     if recording.audit:
@@ -308,7 +307,7 @@ def _run_with_progress(runnable: Any, recording: Recording, console: Any) -> Non
 def _opened(where: str, *, quiet: bool, whole: bool) -> Dataset:
     """Open a dataset; of one that is elsewhere, copy all calls or just what lists them."""
     from capture.cli.arrivals import shown_arrivals
-    from capture.storage.places import directory_of
+    from capture.storage.locations import directory_of
 
     directory_of(where)  # says at once that there is none
     import_for_good("torch")
@@ -390,7 +389,7 @@ def _sample(text: str) -> str:
     try:
         check_sample(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error).removeprefix("sample ")) from error
+        raise argparse.ArgumentTypeError(f"must be {SAMPLES}, not {text!r}") from error
     return text
 
 

@@ -27,7 +27,7 @@ from capture.variant import VARIANT_TENSORS
 
 def show(dataset: Dataset, console: Console) -> None:
     """Print the origin of each capture, and one line per recorded call."""
-    for note in filter(None, [dataset.note, *(each.reason for each in dataset.damaged)]):
+    for note in filter(None, [dataset.note, *(str(each.error) for each in dataset.damaged)]):
         console.print(_text(f"note: {note}", "yellow"))
     for capture in dataset.captures:
         entries = [entry for entry in dataset.entries if entry.origin.model == capture.model]
@@ -125,6 +125,11 @@ def show_findings(findings: list[Finding], console: Console) -> None:
         mark = Text("ok   ", style="green") if finding.good else Text("FAIL ", style="bold red")
         line = mark + _text(f"{finding.path.name}  {finding.text}", "default")
         console.print(line, soft_wrap=True)
+
+
+def share(kept: int, seen: int, nbytes: int) -> str:
+    """How much of what a model computed was recorded: `3 of 24 attention calls (1.2 MB)`."""
+    return f"{kept:,} of {counted(seen, 'attention call')} ({human_bytes(nbytes)})"
 
 
 def human_bytes(nbytes: int) -> str:

@@ -44,10 +44,7 @@ def verify(dataset: Dataset) -> list[Finding]:
     the CPU if there is none. On the same device and version it should be bit-identical; elsewhere a
     relative L1 difference (Σ|O−R|/Σ|O|) of up to 4 · `torch.finfo(dtype).eps` passes.
     """
-    damaged = [
-        Finding(each.path, False, each.reason.removeprefix(f"{each.path}: "))
-        for each in dataset.damaged
-    ]
+    damaged = [Finding(each.path, False, each.error.reason) for each in dataset.damaged]
     return [*map(_verify_entry, dataset.entries), *damaged]
 
 
@@ -59,12 +56,12 @@ def _verify_entry(entry: FileEntry) -> Finding:
 
 
 def _recomputed(entry: FileEntry) -> Finding:
-    recorded_on = entry.origin.device.partition(" ")[0]
+    recorded_on = entry.origin.device_type
     device = "cuda" if recorded_on == "cuda" and torch.cuda.is_available() else "cpu"
     try:
         call = entry.load(device)
     except DatasetError as error:
-        return Finding(entry.path, False, str(error).removeprefix(f"{entry.path}: "))
+        return Finding(entry.path, False, error.reason)
     except RuntimeError as error:  # the device has no memory for it
         return Finding(entry.path, False, f"cannot be loaded on {device}: {_first_line(error)}")
     if call.output is None:
@@ -104,8 +101,7 @@ def _first_line(error: Exception) -> str:
 @contextlib.contextmanager
 def _backend(call: AttentionCall) -> Iterator[None]:
     backend = _BACKENDS.get(call.origin.backend)
-    on_recorded_device = call.origin.device.startswith(call.device.type)
-    if backend is None or not on_recorded_device:
+    if backend is None or call.origin.device_type != call.device.type:
         yield
         return
     with sdpa_kernel(backend):

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import itertools
 import os
 import threading
 import time
 import warnings
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -26,10 +25,10 @@ from capture.hooks.backends import disabled_backends, function_or_backend
 from capture.hooks.census import Census, Count
 from capture.hooks.gone_past import FusedLayers, GonePast, gone_past
 from capture.hooks.interceptor import TORCH_SDPA, Arguments, Observer, bind
-from capture.hooks.modules import ModuleTracker, Site, matches, outside
-from capture.hooks.phases import RECOMPUTE
+from capture.hooks.modules import ModuleTracker, Site, outside
 from capture.hooks.signals import is_of_signal_handler
 from capture.recording.attention_call import as_call, can_be_copied
+from capture.recording.calls_seen import CallsSeen
 from capture.recording.copies import HostCopier, buffer_size, stored_bytes
 from capture.recording.difficulty import with_difficulty
 from capture.recording.heads import kv_heads_of, pick
@@ -57,19 +56,6 @@ os.register_at_fork(after_in_child=_abandon_all)
 atexit.register(_close_all)  # of a program that ends inside the block; later, no thread runs
 
 
-@dataclass(eq=False, slots=True)
-class Alike:
-    """Calls that are counted together, and among which the sampler chooses."""
-
-    count: Count
-    place: Place | None
-    """None where calls are not to be stored."""
-    refused_step: int = -1
-    """The step in which the sampler last wanted none of them."""
-    refused_at: int = -1
-    """Its `changes` then."""
-
-
 class Recording:
     """A recording in progress, with counts of the calls seen and kept so far."""
 
@@ -89,7 +75,6 @@ class Recording:
         durable: bool,
     ) -> None:
         self.capture = capture
-        self.census = Census()
         self.without_values = 0
         """Calls that cannot be stored: meta, fake or nested tensors, inside `vmap` or a trace."""
         self.problems: list[str] = []
@@ -113,18 +98,21 @@ class Recording:
         self._writer: Writer | None = None
         self._copier = HostCopier()
         self._kept: dict[int, Count] = {}
-        self._alike: dict[tuple[object, ...], Alike] = {}
-        """By what is quickly read from a call."""
         self.fused = FusedLayers(tracker)
         self.audit: Audit | None = None
         """What an audit counted; None without one."""
-        self._places: dict[Count, Place | None] = {}
         self._next_index = itertools.count().__next__
         self._failed: deque[int] = deque()
         """Calls that the writer's thread could not write; it must not wait for our lock."""
         self._told = itertools.count()
         self._lock = threading.RLock()
+        self._calls = CallsSeen(tracker, sampler, capture, self._lock)
         self._closed = True
+
+    @property
+    def census(self) -> Census:
+        """Counts of all calls, stored or not."""
+        return self._calls.census
 
     @property
     def seen(self) -> int:
@@ -147,27 +135,7 @@ class Recording:
 
         Empty for one component whose calls were all eligible, of which `kept` and `seen` tell.
         """
-        eligible, others = Counter[str](), Counter[str]()
-        kept = Counter[str]()
-        for (module, phase, _), count in self.census.items():
-            component = self._tracker.component(module)
-            if phase == RECOMPUTE:
-                others[f"{component} ({phase})".strip()] += count.calls
-            elif self._places.get(count) is None:
-                others[component or "other modules"] += count.calls
-            else:
-                eligible[component] += count.calls
-                kept[component] += count.kept
-        if len(eligible) == 1 and not others:
-            return ""
-        told = ", ".join(
-            f"{component}{': ' if component else ''}{kept[component]} of {count}"
-            for component, count in eligible.items()
-        )
-        line = f"kept of the eligible calls: {told or 'none'}"
-        if others:
-            line += "; not sampled: " + ", ".join(f"{name} {n}" for name, n in others.items())
-        return line
+        return self._calls.summary
 
     @property
     def nbytes(self) -> int:
@@ -225,7 +193,7 @@ class Recording:
         in a dictionary. They take no lock: the GIL is not released within `+= 1`, and what the
         sampler refused stays refused until it changes.
         """
-        alike, running, sampler = self._alike, self._tracker.running, self._sampler
+        alike, running, sampler = self._calls.alike, self._tracker.running, self._sampler
         wants, lock, next_index = sampler.wants, self._lock, self._next_index
         visit = None if self._rank is None else self._visit
         is_tracing = torch._C._is_tracing
@@ -287,7 +255,7 @@ class Recording:
                         scale=scale,
                         enable_gqa=enable_gqa,
                     )
-                    known = self._find(like, site, arguments, dtype)
+                    known = self._calls.find(like, site, arguments, dtype)
                 index = next_index()
                 count, place = known.count, known.place
                 count.calls += 1
@@ -354,7 +322,7 @@ class Recording:
                 arguments[5:8],
                 *arguments[-5:],
             )
-            known = self._alike.get(like) or self._find(like, site, arguments, None)
+            known = self._calls.alike.get(like) or self._calls.find(like, site, arguments, None)
             index = self._next_index()
             known.count.calls += 1
             known.count.last_step = site.step
@@ -369,30 +337,6 @@ class Recording:
                 raise
             self.tell(f"an attention call could not be recorded: {_reason(error)}")
         return output
-
-    def _find(
-        self,
-        like: tuple[object, ...] | None,
-        site: Site,
-        arguments: Arguments,
-        dtype: torch.dtype | None,
-    ) -> Alike:
-        """Find out about calls like one that is met for the first time.
-
-        Args:
-            like: what to find it by the next time; None if that cannot be told.
-            dtype: what autocast casts the arguments to.
-        """
-        with self._lock:
-            count = self.census.count_of(site, arguments, dtype)
-            if count not in self._places:
-                self._places[count] = self._place(site, count)
-            found = Alike(count, self._places[count])
-            # A nested tensor is unlike any other; of a tensor as an option, only its identity is.
-            if like and not (arguments.query.is_nested or any(isinstance(e, Tensor) for e in like)):
-                with contextlib.suppress(TypeError):  # symbolic sizes have no hash
-                    found = self._alike.setdefault(like, found)
-            return found
 
     def _visit(self, site: Site) -> None:
         """Count a call of a module in its step, by which ranks' calls are matched."""
@@ -468,18 +412,6 @@ class Recording:
                 f"could not end the recording in {self._target.directory}: {_reason(error)}; "
                 f"finish it with `capture --repair {self._target.directory}`"
             )
-
-    def _place(self, site: Site, count: Count) -> Place | None:
-        """Return where calls like these are sampled; None if they are not to be stored."""
-        if (
-            count.signature.refusal
-            or site.module == ""
-            or not matches(site.module, self.capture.modules)
-        ):
-            return None
-        if site.phase == RECOMPUTE or self.capture.phase not in ("", site.phase):
-            return None
-        return self._sampler.place((site.phase, *count.signature.stratum), site.module)
 
     def _store(
         self,

@@ -38,7 +38,7 @@ from typing import ClassVar, NamedTuple, Protocol
 _PLASTIC = 1.324717957244746
 _GOLDEN = 1.618033988749895
 
-SAMPLES = "spread, hard, first, every:N or reservoir"
+SAMPLES = "spread, hard, first, every:N or reservoir (N at least 1)"
 
 PHASES = ("denoise", "prefill", "decode", "encode")
 """What a forward pass whose calls are stored may be; see `capture.hooks.phases`."""
@@ -480,5 +480,5 @@ def interval_of(sample: str) -> int:
     """
     name, _, number = sample.partition(":")
     if name != "every" or not number.isdecimal() or int(number) < 1:
-        raise ValueError(f"sample must be {SAMPLES} (N at least 1), not {sample!r}")
+        raise ValueError(f"sample must be {SAMPLES}, not {sample!r}")
     return int(number)

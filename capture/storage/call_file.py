@@ -166,7 +166,7 @@ class FileEntry:
             origin=self.origin,
         )
         if fault := _sequences_fault(call) or _pages_fault(call, self.nbytes):
-            raise DatasetError(f"{self.path}: {fault}")
+            raise DatasetError(fault, self.path)
         return call
 
     @property
@@ -183,16 +183,16 @@ class FileEntry:
     def _compare(self, file: TensorFile) -> None:
         """Refuse a file that is not as recorded, before anything is allocated for it."""
         if _header(file) != self.header:
-            raise DatasetError(f"{self.path}: its header is not what the manifest says of it")
+            raise DatasetError("its header is not what the manifest says of it", self.path)
         stored = {name: (dtype_name(each.dtype), each.shape) for name, each in file.tensors.items()}
         described = {
             name: (self.header.dtypes[name], layout.stored)
             for name, layout in self.header.layouts.items()
         }
         if stored != described:
-            raise DatasetError(f"{self.path}: its tensors are not those of its header")
+            raise DatasetError("its tensors are not those of its header", self.path)
         if excess := self.header.excess(file.nbytes):
-            raise DatasetError(f"{self.path}: {excess}")
+            raise DatasetError(excess, self.path)
 
 
 def file_path(directory: Path, data: Any) -> Path:
@@ -209,11 +209,11 @@ def file_path(directory: Path, data: Any) -> Path:
 
 def _header(file: TensorFile) -> Header:
     if _HEADER_KEY not in file.metadata:
-        raise DatasetError(f"{file.path}: not a call recorded by attention-replay")
+        raise DatasetError("not a call recorded by attention-replay", file.path)
     try:
         return Header.from_json(parsed(file.metadata[_HEADER_KEY]))
     except ValueError as error:
-        raise DatasetError(f"{file.path}: its header is damaged ({error})") from error
+        raise DatasetError(f"its header is damaged ({error})", file.path) from error
 
 
 def _recorded_checksum(data: dict[str, Any]) -> str | None:

@@ -34,9 +34,9 @@ from capture.storage.capture_record import CaptureRecord
 from capture.storage.joined_calls import JoinedCalls
 from capture.storage.journal import Journalled, call_files, journals
 from capture.storage.json_data import parsed, required, shown
+from capture.storage.locations import source_of
 from capture.storage.names import LONGEST_MANIFEST, MANIFEST
 from capture.storage.notebook import dataset_html
-from capture.storage.places import source_of
 from capture.storage.source import Report, Source, unheard
 
 _FIRST_FORMAT = "attention-replay/1"
@@ -48,8 +48,8 @@ class DamagedFile:
     """A file that is no readable call."""
 
     path: Path
-    reason: str
-    """A sentence that names the file."""
+    error: DatasetError
+    """Never raised, so that it holds no frame and nothing of the file."""
 
 
 class Dataset(Sequence[AttentionCall]):
@@ -101,7 +101,7 @@ class Dataset(Sequence[AttentionCall]):
             dataset.entries = [replace(entry, source=source) for entry in dataset.entries]
             dataset._name_as_given(source.address)
         if not dataset.entries:
-            reasons = [each.reason for each in dataset.damaged[:3]]
+            reasons = [str(each.error) for each in dataset.damaged[:3]]
             why = "; ".join([dataset.note, *reasons] if dataset.note else reasons)
             remedy = f"; record some with `capture --model NAME --out {directory}`"
             raise DatasetError(
@@ -144,8 +144,8 @@ class Dataset(Sequence[AttentionCall]):
                     raise ValueError("listed twice")
                 entries[path] = FileEntry.from_json(directory, item)
             except ValueError as error:
-                reason = f"{path}: its entry in the manifest is damaged ({error})"
-                damaged.append(DamagedFile(path, reason))
+                reason = f"its entry in the manifest is damaged ({error})"
+                damaged.append(DamagedFile(path, DatasetError(reason, path)))
         unchecked = sum(entry.checksum is None for entry in entries.values())
         note = unchecked and (
             f"{manifest} has no checksum of {unchecked} of its files: if they were altered, "
@@ -205,8 +205,8 @@ class Dataset(Sequence[AttentionCall]):
         if self.source is None:
             return []
         wanted = [entry.wanted for entry in (self.entries if entries is None else entries)]
-        reasons = self.source.fetch_all(wanted, report)
-        return [DamagedFile(path, reason) for path, reason in reasons.items()]
+        errors = self.source.fetch_all(wanted, report)
+        return [DamagedFile(path, error) for path, error in errors.items()]
 
     def _add_journals(self) -> None:
         for journalled in journals(self.directory):
@@ -214,10 +214,10 @@ class Dataset(Sequence[AttentionCall]):
 
     def _name_as_given(self, address: str) -> None:
         """Let what was found on reading speak of the dataset, and not of its copy."""
-        copy = str(self.directory)
-        self.note = self.note.replace(copy, address)
+        self.note = self.note.replace(str(self.directory), address)
         self.damaged = [
-            DamagedFile(each.path, each.reason.replace(copy, address)) for each in self.damaged
+            DamagedFile(each.path, DatasetError(each.error.reason, f"{address}/{each.path.name}"))
+            for each in self.damaged
         ]
 
     def _add_unfinished(self, journalled: Journalled) -> None:
@@ -266,7 +266,7 @@ class Dataset(Sequence[AttentionCall]):
             try:
                 entries.append(FileEntry.read(path))
             except DatasetError as error:
-                damaged.append(DamagedFile(path, str(error)))
+                damaged.append(DamagedFile(path, DatasetError(error.reason, error.path)))
         entries.sort(key=lambda entry: (entry.origin.model, entry.origin.call_index))
         models = {entry.origin.model: entry for entry in entries}
         captures = [
@@ -326,7 +326,7 @@ class Dataset(Sequence[AttentionCall]):
         return f"Dataset({self.address!r}, calls={len(self)}, models={models})"
 
     def _repr_html_(self) -> str:
-        damaged = [each.reason for each in self.damaged]
+        damaged = [str(each.error) for each in self.damaged]
         return dataset_html(self.entries, [repr(self), *filter(None, [self.note]), *damaged])
 
     def __len__(self) -> int:
@@ -376,11 +376,11 @@ def _read_manifest(manifest: Path) -> tuple[list[CaptureRecord], list[Any]]:
     try:
         content = plain_files.read(manifest, LONGEST_MANIFEST)
     except DatasetError as error:
-        raise ValueError(str(error).removeprefix(f"{manifest}: ")) from error
+        raise ValueError(error.reason) from error
     data = parsed(content)
     if isinstance(data, dict) and data.get("format") not in (FORMAT, _FIRST_FORMAT):
         found = shown(data.get("format"))
-        raise DatasetError(f"{manifest}: format {found}, but this version reads {FORMAT!r}")
+        raise DatasetError(f"format {found}, but this version reads {FORMAT!r}", manifest)
     records = required(data, "captures", list[Any])
     items = required(data, "files", list[Any])
     return [CaptureRecord.from_json(record) for record in records], items

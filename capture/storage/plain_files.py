@@ -30,7 +30,7 @@ def opened(path: Path) -> Iterator[int]:
             _require_regular(path, os.lstat(path).st_mode)
             descriptor = os.open(path, os.O_RDONLY | _CAREFULLY)
     except ValueError as error:  # a null character, or half of a surrogate pair
-        raise DatasetError(f"{path}: no possible file name ({error})") from error
+        raise DatasetError(f"no possible file name ({error})", path) from error
     try:
         _require_regular(path, os.fstat(descriptor).st_mode)
         yield descriptor
@@ -47,7 +47,7 @@ def read(path: Path, limit: int) -> bytes:
     with opened(path) as descriptor, refusing(path):
         nbytes = os.fstat(descriptor).st_size
         if nbytes > limit:
-            raise DatasetError(f"{path}: {nbytes} bytes long, and at most {limit} are read")
+            raise DatasetError(f"{nbytes} bytes long, and at most {limit} are read", path)
         with os.fdopen(os.dup(descriptor), "rb") as file:
             return file.read(limit)
 
@@ -105,13 +105,13 @@ def refusing(path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise DatasetError(f"{path}: missing") from error
+        raise DatasetError("missing", path) from error
     except OSError as error:
-        raise DatasetError(f"{path}: cannot be read ({error.strerror or error})") from error
+        raise DatasetError(f"cannot be read ({error.strerror or error})", path) from error
 
 
 def _require_regular(path: Path, mode: int) -> None:
     if stat.S_ISLNK(mode):
-        raise DatasetError(f"{path}: a symbolic link; put the file itself here")
+        raise DatasetError("a symbolic link; put the file itself here", path)
     if not stat.S_ISREG(mode):
-        raise DatasetError(f"{path}: not a regular file")
+        raise DatasetError("not a regular file", path)

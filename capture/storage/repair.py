@@ -11,9 +11,9 @@ from capture.counted import counted
 from capture.errors import DatasetError
 from capture.storage.dataset import Dataset
 from capture.storage.journal import Journalled, call_files, journals, stems
+from capture.storage.locations import why_read_only
 from capture.storage.locks import is_locked, locked
 from capture.storage.names import JOURNAL, MANIFEST
-from capture.storage.places import why_read_only
 
 
 def repair(directory: str | Path) -> list[str]:

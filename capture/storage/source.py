@@ -141,7 +141,9 @@ class Source:
                     "differs)"
                 )
 
-    def fetch_all(self, wanted: Iterable[Wanted], report: Report = unheard) -> dict[Path, str]:
+    def fetch_all(
+        self, wanted: Iterable[Wanted], report: Report = unheard
+    ) -> dict[Path, DatasetError]:
         """Copy calls' files, several at a time; return why those that cannot be had cannot.
 
         Raises:
@@ -158,7 +160,7 @@ class Source:
                 raise DatasetError("stopped")
             report(count, total)
 
-        reasons = {}
+        errors = {}
         pool = ThreadPoolExecutor(_AT_A_TIME)
         try:
             futures = {pool.submit(self.fetch, each, arrived): each.path for each in missing}
@@ -168,11 +170,11 @@ class Source:
                 except Unreachable:
                     raise
                 except DatasetError as error:
-                    reasons[futures[future]] = str(error)
+                    errors[futures[future]] = DatasetError(error.reason, error.path)
         finally:
             stopped.set()
             pool.shutdown(cancel_futures=True)
-        return reasons
+        return errors
 
 
 def _content(directory: Path, names: Iterable[str]) -> Iterator[bytes]:

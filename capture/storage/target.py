@@ -17,9 +17,9 @@ from capture.errors import CaptureError, DatasetError
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
 from capture.storage.journal import Journal, journals, stems
+from capture.storage.locations import why_read_only
 from capture.storage.locks import locked
 from capture.storage.names import JOURNAL
-from capture.storage.places import why_read_only
 from capture.storage.repair import finish
 
 _LONGEST = 100

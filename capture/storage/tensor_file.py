@@ -132,7 +132,7 @@ class TensorFile:
             length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
             if not 2 <= length <= min(self.nbytes - 8, _LONGEST_HEADER):
                 raise DatasetError(
-                    f"{path}: not a readable safetensors file (header of {length} bytes)"
+                    f"not a readable safetensors file (header of {length} bytes)", path
                 )
             self._head = os.pread(descriptor, 8 + length, 0)
         try:
@@ -142,7 +142,7 @@ class TensorFile:
                 parsed(self._head[8:]), self.nbytes - len(self._head)
             )
         except ValueError as error:
-            raise DatasetError(f"{path}: not a readable safetensors file ({error})") from error
+            raise DatasetError(f"not a readable safetensors file ({error})", path) from error
 
     @classmethod
     @contextlib.contextmanager
@@ -155,7 +155,7 @@ class TensorFile:
         with plain_files.opened(path) as descriptor:
             found = os.fstat(descriptor).st_size
             if nbytes is not None and found != nbytes:
-                raise DatasetError(f"{path}: {found} bytes, but {nbytes} were recorded")
+                raise DatasetError(f"{found} bytes, but {nbytes} were recorded", path)
             yield cls(path, descriptor)
 
     def read(self, checksum: str | None = None) -> dict[str, Tensor]:
@@ -182,7 +182,7 @@ class TensorFile:
         if checksum is not None:
             found = checksums.combined(digests) if in_chunks else checksums.whole(pieces)
             if found != checksum:
-                raise DatasetError(f"{self.path}: altered since it was recorded (checksum differs)")
+                raise DatasetError("altered since it was recorded (checksum differs)", self.path)
         return tensors
 
     def _empty(self) -> dict[str, Tensor]:
@@ -193,7 +193,7 @@ class TensorFile:
             }
         except RuntimeError as error:
             raise DatasetError(
-                f"{self.path}: its {self.nbytes} bytes do not fit into memory"
+                f"its {self.nbytes} bytes do not fit into memory", self.path
             ) from error
 
     def _fill(self, offset: int, pieces: list[memoryview]) -> None:
@@ -205,7 +205,7 @@ class TensorFile:
             while piece.nbytes:
                 count = os.preadv(self._descriptor, [piece], offset)
                 if not count:
-                    raise DatasetError(f"{self.path}: became shorter while it was read")
+                    raise DatasetError("became shorter while it was read", self.path)
                 piece, offset = piece[count:], offset + count
 
 

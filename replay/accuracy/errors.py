@@ -20,8 +20,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm as norm
 
-from replay.rows.row import Errors, Summary, Where
+from replay.rows.accuracy import Errors, Summary, Where
 
 CHUNK_ELEMENTS = 2**22
 """Output elements compared at a time: each float64 temporary is 32 MiB."""
@@ -127,23 +128,28 @@ def row_errors(output: Tensor, reference: Tensor) -> RowErrors:
     """Compare `output` with `reference` row by row; see `compare`."""
     check_comparable(output, reference)
     sums = torch.empty((7, *output.shape[:3]), dtype=torch.float64, device=output.device)
-    max_abs = torch.zeros((), dtype=torch.float64, device=output.device)
+    largest_errors = []
     nan_count = inf_count = mismatched = 0
     for rows, part, expected in chunks(output, reference):
-        nan_count += int(part.isnan().sum())
-        inf_count += int(part.isinf().sum())
-        part, expected, odd = _without_agreed_nonfinite(part, expected)
-        mismatched += odd
         error = part - expected
+        largest = float(norm(error, ord=math.inf))
+        if not math.isfinite(largest):  # something is not finite, which alone is worth more passes
+            nan_count += int(part.isnan().sum())
+            inf_count += int(part.isinf().sum())
+            part, expected, odd = _without_agreed_nonfinite(part, expected)
+            mismatched += odd
+            error = part - expected
+            largest = float(norm(error, ord=math.inf))
         sums[0, :, :, rows] = (part * expected).sum(-1)
-        sums[1, :, :, rows] = part.square().sum(-1)
-        sums[2, :, :, rows] = expected.square().sum(-1)
-        sums[3, :, :, rows] = expected.abs().sum(-1)
-        sums[4, :, :, rows] = error.square().sum(-1)
-        sums[6, :, :, rows] = (error * expected).sum(-1)
-        sums[5, :, :, rows] = error.abs_().sum(-1)
-        max_abs = torch.maximum(max_abs, error.amax())
-    return RowErrors(sums, output.numel(), float(max_abs), nan_count, inf_count, mismatched)
+        sums[1, :, :, rows] = norm(part, dim=-1).square_()
+        sums[2, :, :, rows] = norm(expected, dim=-1).square_()
+        sums[3, :, :, rows] = norm(expected, ord=1, dim=-1)
+        sums[4, :, :, rows] = norm(error, dim=-1).square_()
+        sums[5, :, :, rows] = norm(error, ord=1, dim=-1)
+        sums[6, :, :, rows] = error.mul_(expected).sum(-1)
+        largest_errors.append(largest)
+    max_abs = float(torch.tensor(largest_errors, dtype=torch.float64).amax())  # NaN if any is
+    return RowErrors(sums, output.numel(), max_abs, nan_count, inf_count, mismatched)
 
 
 def summary(tensor: Tensor) -> Summary:

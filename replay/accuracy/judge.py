@@ -21,7 +21,7 @@ from replay.accuracy.reference import attention_and_spread, reference_dtype, sam
 from replay.accuracy.sparse import kept_share, restricted
 from replay.accuracy.thresholds import ExactThresholds, QuantisedThresholds, Thresholds
 from replay.accuracy.tolerance import RowTolerance, Tolerance, tolerance
-from replay.rows.row import AccuracyClass, Errors, Where
+from replay.rows.accuracy import AccuracyClass, Errors, Where
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ class Expected:
                 name: tensor[place] if name == "sinks" else tensor[:, place]
                 for name, tensor in call.tensors().items()
             }
-            parts = (each[:, place] for each in (eager, output, spread))
+            own = [each[:, place] for each in eager]
+            parts = own, output[:, place], spread[:, place]
             found.append(cls(output[:, place], tolerance(call.with_tensors(alone), *parts)))
         return found
 
@@ -88,7 +89,12 @@ class Verdict:
     passed: bool
     sentence: str
     errors: Errors
-    where: Where
+    rows: RowErrors = field(repr=False, compare=False)
+
+    @cached_property
+    def where(self) -> Where:
+        """The heads and queries where the errors are."""
+        return self.rows.where()
 
 
 def judge(
@@ -100,11 +106,13 @@ def judge(
     """Whether `output`, of the reference's shape, is right for its class of kernel.
 
     `exact` (the kernel computes in the call's 16 or 32 bits): max|O - reference| ≤
-    2 · max|O_same_dtype - reference| + rounding, the rule of FlashAttention's own tests. That hides
-    a lost row among larger ones, so every row must also have ‖o - reference‖ ≤ (4 + 2e) · noise:
-    the row's own rounding noise (`replay.accuracy.tolerance.rounding_noise`), and e the same-dtype
-    error, in the same units, of the worst row of its head. What the rows of a head err by in common
-    is limited further, since rounding errs by chance (`RowTolerance.bias_limits`).
+    2 · max|O_same_dtype - reference| + rounding, the rule of FlashAttention's own tests. In 16 bits
+    there are two O_same_dtype, scaled before QKᵀ and after it, and the larger error counts
+    (`replay.accuracy.reference.same_dtype`). The rule hides a lost row among larger ones, so every
+    row must also have ‖o - reference‖ ≤ (4 + 2e) · noise: the row's own rounding noise
+    (`replay.accuracy.tolerance.rounding_noise`), and e the same-dtype error, in the same units, of
+    the worst row of its head. What the rows of a head err by in common is limited further, since
+    rounding errs by chance (`RowTolerance.bias_limits`).
 
     `sparse` (it attends to keys it chose): the same rule for what attention to those keys
     gives. How far that is from attention to all keys is recorded, for the user to judge.
@@ -137,7 +145,7 @@ def judge(
             passed, sentence = passed and rows_passed and not bias, f"{sentence}; {rows}{bias}"
         if accuracy_class == "sparse":
             sentence = f"on the keys it chose, {sentence}"
-    return Verdict(passed, sentence, errors, found.where())
+    return Verdict(passed, sentence, errors, found)
 
 
 def _judge_largest(

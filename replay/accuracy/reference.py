@@ -60,33 +60,45 @@ def reference_dtype(
     return torch.float64 if is_fast or call_dtype.itemsize >= 4 else torch.float32
 
 
-def same_dtype(call: AttentionCall, block_elements: int | None = None) -> Tensor:
+def same_dtype(call: AttentionCall, block_elements: int | None = None) -> tuple[Tensor, ...]:
     """The formula computed step by step in the call's own dtype: (B, Hq, Sq, Dv) of `call.dtype`.
 
-    Q√scale, K√scale, scores, probabilities and output are each rounded to that dtype, which is what
-    a model's eager attention does, and torch's math backend when it may reduce in 16 bits
+    Scores, probabilities and output are each rounded to that dtype. Before the scores, Q√scale and
+    K√scale are, as in torch's math backend when it may reduce in 16 bits
     (`torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp`; by default it computes in float32
-    inside). Its distance from the reference is the error that the exactness rule allows twice.
+    inside). In 16 bits a second output follows, of unscaled scores that are rounded before and
+    after they are scaled, as a model's eager attention does. Neither error bounds the other; the
+    larger is what the exactness rule allows twice (`replay.accuracy.tolerance`).
+
+    Where unscaled scores overflow, the second output's rows are NaN.
     """
-    return attention(call, call.dtype, block_elements)
+    outputs = [attention(call, call.dtype, block_elements)]
+    if call.dtype.itemsize == 2:
+        outputs.append(attention(call, call.dtype, block_elements, scale_scores=True))
+    return tuple(outputs)
 
 
 def attention(
     call: AttentionCall,
     dtype: torch.dtype = torch.float64,
     block_elements: int | None = None,
+    *,
+    scale_scores: bool = False,
 ) -> Tensor:
     """What `call` should have returned: (B, Hq, Sq, Dv) in `dtype`, on the call's device.
 
     Every step rounds to `dtype`. At most `block_elements` scores (None: `BLOCK_ELEMENTS`) exist at
     a time, or those of one query position in the heads that share a key head, where these are more.
 
+    Args:
+        scale_scores: see `weights`.
+
     Raises:
         ValueError: the query heads are not a multiple of the key/value heads.
     """
     output = _empty_output(call, dtype)
-    for block in weights(call, dtype, block_elements):
-        output[block.batch, block.heads, block.rows] = block.weights @ block.value
+    for block in weights(call, dtype, block_elements, scale_scores=scale_scores):
+        output[block.batch, block.heads, block.rows] = _product(block.weights, block.value)
     return output
 
 
@@ -121,9 +133,17 @@ class Block(NamedTuple):
 
 
 def weights(
-    call: AttentionCall, dtype: torch.dtype, block_elements: int | None = None
+    call: AttentionCall,
+    dtype: torch.dtype,
+    block_elements: int | None = None,
+    *,
+    scale_scores: bool = False,
 ) -> Iterator[Block]:
     """softmax(scale · QKᵀ + mask) a block of rows at a time, and the values it is applied to.
+
+    Args:
+        scale_scores: compute scale · (QKᵀ), not (Q√scale)(K√scale)ᵀ; rows in which QKᵀ overflows
+            are NaN.
 
     Raises:
         ValueError: the query heads are not a multiple of the key/value heads.
@@ -142,7 +162,7 @@ def weights(
     with torch.no_grad(), _full_precision_float32():
         for batch in range(shape.batch):
             for kv_head in range(shape.kv_heads):
-                yield from _weights_of_group(call, span, batch, kv_head, dtype, most)
+                yield from _weights_of_group(call, span, batch, kv_head, dtype, most, scale_scores)
 
 
 def _empty_output(call: AttentionCall, dtype: torch.dtype) -> Tensor:
@@ -158,6 +178,7 @@ def _weights_of_group(
     kv_head: int,
     dtype: torch.dtype,
     block_elements: int,
+    scale_scores: bool,
 ) -> Iterator[Block]:
     """The blocks of the G query heads that share one key/value head.
 
@@ -169,7 +190,8 @@ def _weights_of_group(
     heads = slice(kv_head * group, (kv_head + 1) * group)
     # The scale is split between Q and K, as torch does, so that float16 scores do not overflow.
     root = math.sqrt(abs(call.softmax_scale))
-    key = call.key[batch, kv_head].to(dtype) * root
+    key = call.key[batch, kv_head].to(dtype)
+    key = key if scale_scores else key * root
     value = call.value[batch, kv_head].to(dtype)
     signed_root = math.copysign(root, call.softmax_scale)
     softcap = call.variant.softcap
@@ -186,8 +208,14 @@ def _weights_of_group(
         if span is not None:
             firsts, ends = (each[rows] for each in span.of(batch))
             keys = keys if reaches else _union(firsts, ends)
-        query = call.query[batch, heads, rows].to(dtype) * signed_root
-        scores = query @ key[keys].mT
+        query = call.query[batch, heads, rows].to(dtype)
+        query = query if scale_scores else query * signed_root
+        scores = _product(query, key[keys].mT)
+        if scale_scores:
+            overflows = scores.amax(-1, keepdim=True).isinf() | scores.amin(-1, True).isinf()
+            scores.mul_(call.softmax_scale)
+            if overflows.any():
+                scores.masked_fill_(overflows, math.nan)
         if softcap is not None:
             scores = scores.div_(softcap).tanh_().mul_(softcap)
         if call.attn_mask is not None:
@@ -199,7 +227,18 @@ def _weights_of_group(
                 scores += torch.zeros_like(scores[0]).masked_fill_(outside, -math.inf)
             else:
                 scores.masked_fill_(outside, -math.inf)
-        yield Block(batch, heads, rows, _softmax(scores, sinks), value[keys])
+        is_masked = span is not None or call.attn_mask is not None
+        yield Block(batch, heads, rows, _softmax(scores, sinks, is_masked), value[keys])
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """`left @ right`, summed in float32 or better and rounded once to their dtype.
+
+    Of float16, PyTorch's own product does the same on a CPU, and takes twenty times as long there.
+    """
+    if left.dtype == torch.float16 and left.device.type == "cpu":
+        return (left.float() @ right.float()).to(left.dtype)
+    return left @ right
 
 
 def _union(firsts: Tensor, ends: Tensor) -> slice:
@@ -227,18 +266,20 @@ def _mask_block(
     return torch.zeros_like(block, dtype=dtype).masked_fill_(~block, -math.inf)
 
 
-def _softmax(scores: Tensor, sinks: Tensor | None = None) -> Tensor:
+def _softmax(scores: Tensor, sinks: Tensor | None, is_masked: bool) -> Tensor:
     """Softmax over the keys, and a head's sink; zeros, not NaN, where every key is masked.
 
     Args:
         scores: (G, rows, keys).
         sinks: (G,).
     """
-    fully_masked = scores.amax(dim=-1, keepdim=True) == -math.inf
     if sinks is not None:
         column = sinks[:, None, None].expand(*scores.shape[:2], 1)
         return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
-    return torch.softmax(scores, dim=-1).masked_fill_(fully_masked, 0.0)
+    found = torch.softmax(scores, dim=-1)
+    if is_masked:
+        found.masked_fill_(scores.amax(dim=-1, keepdim=True) == -math.inf, 0.0)
+    return found
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from attention_replay import Error
-from replay.rows.row import AccuracyClass
+from replay.rows.accuracy import AccuracyClass
 
 
 class ThresholdsError(Error):

@@ -1,13 +1,15 @@
 """How far an exact kernel's output may be from the reference on one call.
 
 No limit here is a constant that looked comfortable: the error allowed on a call is measured on that
-call, with eager attention in the call's own dtype, and with a model of what rounding does to each
-of its rows. `replay.accuracy.judge` applies it.
+call, with eager attention in the call's own dtype (of 16 bits in two forms, of which the larger
+error counts), and with a model of what rounding does to each of its rows.
+`replay.accuracy.judge` applies it.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -76,7 +78,8 @@ class Tolerance:
     """The error an exact kernel may have on one call, derived from that call's own data."""
 
     same_dtype_error: float
-    """max|O_same_dtype - reference|: the plain formula computed in the call's dtype."""
+    """max|O_same_dtype - reference|: the plain formula computed in the call's dtype, in the form
+    that is further from the reference (`replay.accuracy.reference.same_dtype`)."""
     rounding: float
     """The most that rounding alone does, whatever the order of a kernel's sums: see `tolerance`."""
     noise: float = 0.0
@@ -90,7 +93,7 @@ class Tolerance:
 
 
 def tolerance(
-    call: AttentionCall, same_dtype_output: Tensor, reference: Tensor, spread: Tensor
+    call: AttentionCall, same_dtype_outputs: Sequence[Tensor], reference: Tensor, spread: Tensor
 ) -> Tolerance:
     """What the exactness rule allows for `call`, from the outputs of `replay.accuracy.reference`.
 
@@ -99,46 +102,72 @@ def tolerance(
     row is summed differently from one with many) that honest kernels would exceed twice that error
     now and then.
 
-    Elements that are not finite in the same-dtype output (float16 overflows) or in the reference
-    give no error to allow and are left out, as are their rows.
+    Each same-dtype error is the largest of any output. Elements that are not finite in a
+    same-dtype output (float16 overflows) or in the reference give no error to allow and are left
+    out, as are their rows.
 
     Args:
+        same_dtype_outputs: of `replay.accuracy.reference.same_dtype`, one or two.
         spread: (B, Hq, Sq), of `replay.accuracy.reference.attention_and_spread`.
 
     Raises:
         ValueError: the outputs' shapes differ, are not four-dimensional, or hold nothing.
     """
-    check_comparable(same_dtype_output, reference)
-    same_dtype_error = rounding = 0.0
+    for output in same_dtype_outputs:
+        check_comparable(output, reference)
+    rounding = 0.0
     noise = torch.empty(reference.shape[:3], dtype=torch.float64, device=reference.device)
-    eager, along, weight = (torch.empty_like(noise) for _ in range(3))
-    for rows, part, expected in chunks(same_dtype_output, reference):
-        error = part - expected
+    lengths = torch.empty_like(noise)
+    for rows, expected, _ in chunks(reference, reference):
         rounded = expected.to(call.dtype).to(torch.float64)
-        same_dtype_error = max(same_dtype_error, _largest_finite(error))
         rounding = max(rounding, _largest_finite(rounded - expected))
-        eager[:, :, rows] = torch.linalg.vector_norm(error, dim=-1)
-        along[:, :, rows] = (error * expected).sum(-1)
-        lengths = torch.linalg.vector_norm(expected, dim=-1)
-        weight[:, :, rows] = lengths
-        noise[:, :, rows] = rounding_noise(lengths, spread[:, :, rows], call, reference.shape[3])
+        lengths[:, :, rows] = torch.linalg.vector_norm(expected, dim=-1)
+        noise[:, :, rows] = rounding_noise(
+            lengths[:, :, rows], spread[:, :, rows], call, reference.shape[3]
+        )
     shared = SHARED_NOISE
     if call.dtype.itemsize >= 4:
         shared = SHARED_NOISE_OF_SUMS
         terms = _terms_of_a_sum(call)
         noise *= terms
         rounding += torch.finfo(call.dtype).eps / 2 * _largest_finite(call.value) * terms
+    weight = lengths.mul_(noise)
+    eager = [_eager_errors(output, reference, noise, weight) for output in same_dtype_outputs]
+    errors, worst, bias = zip(*eager, strict=True)
+    per_element = _largest_finite(noise) / math.sqrt(reference.shape[3])
+    rows_allowed = RowTolerance(noise, _largest(worst), _largest(bias), shared)
+    return Tolerance(max(errors), rounding, per_element, rows_allowed)
+
+
+def _eager_errors(
+    same_dtype_output: Tensor, reference: Tensor, noise: Tensor, weight: Tensor
+) -> tuple[float, Tensor, Tensor]:
+    """`same_dtype_error`, `eager` and `eager_bias` of one same-dtype output.
+
+    Args:
+        noise: (B, Hq, Sq), of each row.
+        weight: (B, Hq, Sq), ‖reference‖ · noise of each row.
+    """
+    largest = 0.0
+    eager, along = torch.empty_like(noise), torch.empty_like(noise)
+    for rows, part, expected in chunks(same_dtype_output, reference):
+        error = part - expected
+        largest = max(largest, _largest_finite(error))
+        eager[:, :, rows] = torch.linalg.vector_norm(error, dim=-1)
+        along[:, :, rows] = (error * expected).sum(-1)
     eager /= noise
     worst = eager.masked_fill_(~eager.isfinite(), 0.0).amax(dim=2, keepdim=True)
-    weight *= noise
     known = along.isfinite() & weight.isfinite()
-    along, weight = (each.masked_fill_(~known, 0.0).sum(2, True) for each in (along, weight))
+    along, weight = (each.masked_fill(~known, 0.0).sum(2, True) for each in (along, weight))
     bias = (along.abs() / weight).nan_to_num(0.0, 0.0)
     if eager.shape[2] < ROWS_OF_A_HEAD:
         worst, bias = (each.amax().expand_as(each) for each in (worst, bias))
-    per_element = _largest_finite(noise) / math.sqrt(reference.shape[3])
-    rows_allowed = RowTolerance(noise, worst, bias, shared)
-    return Tolerance(same_dtype_error, rounding, per_element, rows_allowed)
+    return largest, worst, bias
+
+
+def _largest(tensors: Sequence[Tensor]) -> Tensor:
+    """Element by element."""
+    return torch.stack(tuple(tensors)).amax(dim=0)
 
 
 def rounding_noise(lengths: Tensor, spread: Tensor, call: AttentionCall, v_head_dim: int) -> Tensor:

@@ -25,11 +25,11 @@ from replay.bench.guard import Guard
 from replay.bench.inputs import POISON, Inputs, drop_in
 from replay.bench.malformed import malformed
 from replay.bench.referee import Referee
-from replay.bench.resources import launched_programs, peak_bytes
+from replay.bench.resources import launched_programs, with_peak_bytes
 from replay.bench.settings import Settings, WorkerOptions
 from replay.bench.stages import Checked, Confirmed, Timed
 from replay.kernels.registry import Kernel, ScaledCore
-from replay.rows.row import Accuracy
+from replay.rows.accuracy import Accuracy
 from replay.timing.gpu_state import gpu_is_lost
 from replay.timing.rounds import Samples
 from replay.timing.timer import first_call, work_left
@@ -78,7 +78,7 @@ class Checker:
         call, restated_as, refused = self._forms.form(
             kernel, self._settings.device, for_model=self._settings.for_model
         )
-        self._guard.settle(kernel.name)  # importing its library may have changed something
+        self._guard.restore(kernel.name)  # importing its library may have changed something
         if refused is not None:
             return Checked(kernel, call, refused)
         checked = Checked(kernel.loaded(), call, Finding("ok"), restated_as=restated_as)
@@ -92,18 +92,13 @@ class Checker:
                 checked = replace(checked, call=call.to(call.device))
             checked = self._judged(checked, output)
             checked = self._called_again(checked, output, alive)
-            alive()
-            checked = replace(
-                checked,
-                peak_bytes=peak_bytes(checked.run, self._settings.device),
-                programs=(
-                    tuple(launched_programs(checked.run)) if self._settings.resources else ()
-                ),
-            )
+            if self._settings.resources:
+                alive()
+                checked = replace(checked, programs=tuple(launched_programs(checked.run)))
         except BaseException as error:
             return replace(checked, finding=self._failure(error))
         finally:
-            self._guard.settle(kernel.name)
+            self._guard.restore(kernel.name)
         if self._save_to is not None:  # outside: a full disk is not the kernel's error
             _save(output, kernel, self._save_to)
         return checked
@@ -127,7 +122,7 @@ class Checker:
                 finding, accuracy = self._judged_again(checked, timed.samples)
                 finding = finding if while_timed.status == "ok" else while_timed
             core_fault = self._core_fault(timed, finding)
-        self._guard.settle(kernel)
+        self._guard.restore(kernel)
         if finding.status == "ok" and (replaced := self._guard.replaced(kernel)):
             finding = Finding("error", replaced)
         return Confirmed(timed, finding, accuracy, core_fault, self._guard.flags(kernel))
@@ -163,7 +158,7 @@ class Checker:
                 try:
                     output, milliseconds = first_call(checked.run, self._settings.device)
                 finally:
-                    self._guard.settle(checked.kernel.name)
+                    self._guard.restore(checked.kernel.name)
             # Before the inputs are restored, in case it returns one of them.
             output = output.clone() if isinstance(output, Tensor) else output
         except BaseException as error:
@@ -190,15 +185,17 @@ class Checker:
         )
 
     def _called_again(self, checked: Checked, output: Tensor, alive: Callable[[], None]) -> Checked:
-        """Whether outputs differ between calls, or show what their memory held before."""
+        """Whether outputs differ between calls, or show what their memory held before; what memory
+        a call needs."""
         others = []
         for poison in (0.0, POISON):
             alive()
             self._inputs.poison(checked.call, poison)
-            again = checked.run()
+            again, peak_bytes = with_peak_bytes(checked.run, self._settings.device)
             if wrong := malformed(again, self._call):
                 reason = f"right on its first call; when called again, {wrong}"
                 return replace(checked, finding=Finding("error", reason))
+            checked = replace(checked, peak_bytes=peak_bytes)
             others.append(again.clone())
             self._inputs.restore(checked.call)
         unwritten = int((output.isnan() & (others[0] == 0)).sum())
@@ -209,8 +206,8 @@ class Checker:
         if not unlike:
             return checked
         largest = max(float((output - each).abs().nan_to_num().max()) for each in unlike)
-        flag = f"not deterministic: calls differ by up to {largest:.1e}"
-        checked = replace(checked, flags=(*checked.flags, flag))
+        told = f"not deterministic: calls differ by up to {largest:.1e}"
+        checked = replace(checked, not_deterministic=told)
         for each in unlike if checked.finding.status == "ok" else ():
             judged = self._judged(checked, each)
             if judged.finding.status == "inaccurate":
@@ -270,7 +267,9 @@ class Checker:
             output = run() if clocked is None else clocked
             if wrong := malformed(output, self._call):
                 return Finding("error", f"{wrong} after it was timed"), checked.accuracy
-            judged = self._referee.judge(kernel.name, kernel.accuracy_class, output, checked.chosen)
+            judged = self._referee.judge(
+                kernel.name, kernel.accuracy_class, output, checked.chosen, with_accuracy=False
+            )
         except BaseException as error:
             return classify(error), checked.accuracy
         finally:
@@ -298,7 +297,12 @@ class Checker:
             if wrong := malformed(output, self._call, any_dtype=True):
                 return wrong
             judged = self._referee.judge(
-                kernel.name, kernel.accuracy_class, output, checked.chosen, of_core=True
+                kernel.name,
+                kernel.accuracy_class,
+                output,
+                checked.chosen,
+                of_core=True,
+                with_accuracy=False,
             ).finding
         except BaseException as error:
             return classify(error).reason

@@ -59,21 +59,18 @@ def with_energy(
     finally:
         walk.apply()
         changed = inputs.restore(checked.call)
-        guard.settle(checked.kernel.name)
+        guard.restore(checked.kernel.name)
     return replace(
         timed, block_samples=kept.drawn(), block_fault=kept.fault, changed_inputs=changed
     )
 
 
 class _Kept:
-    """Rows of what some calls of a block returned; the same rows each time."""
+    """Rows of what some calls of a block returned."""
 
     def __init__(self, checked: Checked, walk: Walk) -> None:
         self._call = checked.call
         self._walk = walk
-        # Once: to copy positions to a GPU would wait for it.
-        self._changed = walk.changed.on(self._call.device)
-        self._others = walk.others.on(self._call.device)
         self._samples: list[Sample] = []
         self.fault = ""
         """What a call returned that is no output at all."""
@@ -83,8 +80,9 @@ class _Kept:
             self.fault = self.fault or f"{wrong} when its energy was measured"
             return
         assert isinstance(result, Tensor)
-        rows = result[self._changed], result[self._others]
-        self._samples.append(Sample(self._walk.number, *rows, of_walk=True))
+        drawn = secrets.randbits(64)
+        changed, others = (rows.of(result) for rows in self._walk.rows(drawn))
+        self._samples.append(Sample(self._walk.number, drawn, changed, others, of_walk=True))
 
     def drawn(self) -> tuple[Sample, ...]:
         count = min(JUDGED_SAMPLES, len(self._samples))

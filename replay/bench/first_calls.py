@@ -38,7 +38,7 @@ def first_calls(
         if kernel.library == "triton" and is_interpreted():
             continue
         own, _, refused = forms.form(kernel, settings.device, for_model=settings.for_model)
-        guard.settle(kernel.name)
+        guard.restore(kernel.name)
         if refused is not None:
             continue
         milliseconds = None
@@ -48,7 +48,7 @@ def first_calls(
             finding = classify(error)
             if gpu_is_lost(settings.device):
                 raise ContextLost(finding.reason) from error
-        guard.settle(kernel.name)
+        guard.restore(kernel.name)
         inputs.restore(own)
         if milliseconds is not None:
             yield kernel.name, milliseconds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from replay.bench.integrity import Functions
-from replay.bench.state import HOOKS, State
+from replay.bench.state import HOOKS, RandomState, State
 
 
 class Guard:
@@ -13,16 +13,18 @@ class Guard:
         self._state = State()
         self._hooks = State(HOOKS)
         self._functions = Functions()
+        self._random = RandomState()
         self._changed: dict[str, dict[str, None]] = {}
         self._replaced: dict[str, dict[str, None]] = {}
 
-    def settle(self, kernel: str) -> None:
+    def restore(self, kernel: str) -> None:
         """Put everything back, and note what this kernel has changed.
 
         Called whenever a kernel ran, before another does: else that one would be blamed.
         """
         if changed := self._state.restore():
             self._changed.setdefault(kernel, {}).update(dict.fromkeys(changed))
+        self._random.restore()
         if replaced := [*self._hooks.restore(), *self._functions.restore()]:
             self._replaced.setdefault(kernel, {}).update(dict.fromkeys(replaced))
 

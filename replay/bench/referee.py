@@ -17,7 +17,7 @@ from replay.accuracy.thresholds import ExactThresholds, QuantisedThresholds, Thr
 from replay.accuracy.tolerance import Tolerance
 from replay.bench.failures import Finding
 from replay.bench.variation import Flip, Walk, side_by_side, some_rows
-from replay.rows.row import Accuracy, AccuracyClass, Errors, Summary
+from replay.rows.accuracy import Accuracy, AccuracyClass, Errors, Summary
 
 T = TypeVar("T")
 
@@ -31,10 +31,12 @@ class Sample(NamedTuple):
 
     number: int
     """Of the flip (`replay.bench.variation`) that its inputs had."""
+    drawn: int
+    """After the call: decides which rows."""
     changed: Tensor
-    """(n, Dv) of `Flip.changed`."""
+    """(n, Dv), the first of `Flip.rows`."""
     others: Tensor
-    """(n, Dv) of `Flip.others`."""
+    """(n, Dv), the second."""
     of_walk: bool = False
     """Whether its inputs were those of that step of a `Walk`, and the rows are the walk's."""
 
@@ -44,7 +46,8 @@ class Judged:
     """What was found about a kernel's output."""
 
     finding: Finding
-    accuracy: Accuracy
+    accuracy: Accuracy | None
+    """None of an output that is right, where only that was asked."""
     kept: float | None = None
     output_summary: Summary | None = None
     reference_summary: Summary | None = None
@@ -61,11 +64,13 @@ class Referee(Protocol):
         chosen: Tensor | None,
         *,
         of_core: bool = False,
+        with_accuracy: bool = True,
     ) -> Judged:
         """Judge an output (B, Hq, Sq, Dv); of a sparse kernel by the keys that it chose.
 
         Args:
             of_core: the kernel's core returned it, whose errors cost the core's time alone.
+            with_accuracy: what is right is measured too; else only what is wrong.
         """
 
     def judge_samples(
@@ -142,10 +147,14 @@ class LocalReferee:
         chosen: Tensor | None,
         *,
         of_core: bool = False,
+        with_accuracy: bool = True,
     ) -> Judged:
         expected = self._expected_of(kernel, chosen)
         reference, captured = self._expected.reference, self._call.output
         verdict = judge(output, expected, accuracy_class, self._thresholds)
+        finding = Finding("ok" if verdict.passed else "inaccurate", verdict.sentence)
+        if verdict.passed and not with_accuracy:
+            return Judged(finding, None, expected.kept)
         is_sparse = chosen is not None
         accuracy = Accuracy(
             reference=compare(output, reference) if is_sparse else verdict.errors,
@@ -155,7 +164,6 @@ class LocalReferee:
             chosen=verdict.errors if is_sparse else None,
             where=verdict.where,
         )
-        finding = Finding("ok" if verdict.passed else "inaccurate", verdict.sentence)
         judged = Judged(finding, accuracy, expected.kept)
         if not self._compare_stats:
             return judged
@@ -186,7 +194,8 @@ class LocalReferee:
             flip = kind(call, self.seed, sample.number, values_only=chosen is not None)
             flip.apply()
             try:
-                made += [side_by_side(some_rows(call, flip.changed), some_rows(call, flip.others))]
+                parts = (some_rows(call, rows) for rows in flip.rows(sample.drawn))
+                made.append(side_by_side(*parts))
             finally:
                 flip.apply()
             found += [sample.changed, sample.others]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from replay.rows.row import Program
+
+T = TypeVar("T")
 
 
 def launched_programs(run: Callable[[], object]) -> list[Program]:
@@ -52,15 +54,16 @@ def _program(kernel: Any) -> Program:
     )
 
 
-def peak_bytes(function: Callable[[], object], device: torch.device | str) -> int | None:
-    """Most bytes that `function` needs on a CUDA device beyond what is there, output included.
+def with_peak_bytes(function: Callable[[], T], device: torch.device | str) -> tuple[T, int | None]:
+    """What `function` returns, and the most bytes that it needed on a CUDA device beyond what was
+    there, the result included.
 
     Counts what torch's allocator handed out; memory that a kernel takes from the driver itself is
     not seen. None on the CPU, where it is not measured.
     """
     device = torch.device(device)
     if device.type != "cuda":
-        return None
+        return function(), None
     torch.cuda.synchronize(device)
     torch.empty(1, device=device)  # the allocator now frees what another stream had still used
     torch.cuda.reset_peak_memory_stats(device)
@@ -70,8 +73,7 @@ def peak_bytes(function: Callable[[], object], device: torch.device | str) -> in
     try:
         result = function()
         torch.cuda.synchronize(device)
-        del result
-        return torch.cuda.max_memory_allocated(device) - before
+        return result, torch.cuda.max_memory_allocated(device) - before
     finally:
         if collecting:
             gc.enable()

@@ -214,7 +214,7 @@ def _other_choice(call: AttentionCall) -> tuple[str, ...]:
     if call.features:
         return ()
     recorded, here = call.origin.backend, chosen_backend(call)
-    alike = call.origin.device.startswith(call.device.type)
+    alike = call.origin.device_type == call.device.type
     if not alike or recorded not in BACKENDS.values() or here in ("", recorded):
         return ()
     return (f"PyTorch chooses {here} here, and chose {recorded} when the call was recorded",)
@@ -243,7 +243,7 @@ def _compared_output(
         return None
     report(compared.name)
     output = output_of(compared, forms, inputs)
-    guard.settle(compared.name)
+    guard.restore(compared.name)
     return output
 
 
@@ -275,7 +275,7 @@ def time_together(
                 functions[Part(name, is_core=True)] = each.kernel.prepare(each.call)
             except BaseException as error:
                 faults[name] = classify(error).reason
-            witness.settle(name)
+            witness.restore(name)
     with stderr_apart(options):
         measured = measure(
             functions,

@@ -17,17 +17,8 @@ from replay.bench.referee import Sample
 from replay.bench.settings import Settings, WorkerOptions
 from replay.kernels.library import is_interpreted
 from replay.kernels.registry import Kernel
-from replay.rows.row import (
-    Accuracy,
-    CallFacts,
-    Energy,
-    Machine,
-    Program,
-    Roof,
-    Row,
-    SpeedupOver,
-    Summary,
-)
+from replay.rows.accuracy import Accuracy, Summary
+from replay.rows.row import CallFacts, Energy, Machine, Program, Roof, Row, SpeedupOver
 from replay.timing import flops
 from replay.timing.energy import Block
 from replay.timing.rounds import Samples
@@ -53,6 +44,8 @@ class Checked:
     accuracy: Accuracy | None = None
     kept: float | None = None
     flags: tuple[str, ...] = ()
+    not_deterministic: str = ""
+    """By how much the outputs of its calls differ, in words; empty where they do not."""
     changed_inputs: tuple[str, ...] = ()
     first_call_ms: float | None = None
     output_summary: Summary | None = None
@@ -139,6 +132,7 @@ def make_row(
     core = timed.core_samples if is_timed and not confirmed.core_fault else None
     time_ms = None if samples is None else summarize(samples.ms)
     over_time = ("took longer than --max-seconds",) * (samples is not None and samples.is_over_time)
+    unsteady = (checked.not_deterministic,) if checked.not_deterministic else ()
     no_core = (f"no core time: {confirmed.core_fault}",) if confirmed.core_fault else ()
     no_energy = (f"{NO_ENERGY}{timed.no_energy}",) if timed.no_energy else ()
     block = timed.block if is_timed else None
@@ -153,7 +147,9 @@ def make_row(
         process=options.process,
         restated_as=checked.restated_as,
         flags=tuple(
-            dict.fromkeys((*checked.flags, *confirmed.flags, *no_core, *no_energy, *over_time))
+            dict.fromkeys(
+                (*unsteady, *checked.flags, *confirmed.flags, *no_core, *no_energy, *over_time)
+            )
         ),
         changed_inputs=tuple(dict.fromkeys(checked.changed_inputs + timed.changed_inputs)),
         time_ms=time_ms,

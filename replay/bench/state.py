@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import random
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -113,6 +114,80 @@ def _set_handlers(handlers: list[Any]) -> None:
             signal.signal(number, handler)
 
 
+_BINDS_THREADS = any(
+    name in os.environ
+    for name in ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
+)
+"""Then OpenMP gives this thread its cores at the first parallel loop, whoever has it."""
+
+
+def _by_name(module: Any, *names: str) -> tuple[Callable[..., Any], ...] | None:
+    """Functions that not every system or version has; None unless all are there."""
+    found = tuple(getattr(module, name, None) for name in names)
+    return None if None in found else found  # type: ignore[return-value]
+
+
+_PRIORITY = _by_name(os, "getpriority", "setpriority")
+_AFFINITY = None if _BINDS_THREADS else _by_name(os, "sched_getaffinity", "sched_setaffinity")
+_ORDER = _by_name(torch._C, "_get_sdp_priority_order", "_set_sdp_priority_order")
+
+
+class _BackendOrder:
+    """The order in which SDPA tries its backends.
+
+    PyTorch itself puts cuDNN first when SDPA first gets a call on some GPUs, and never again.
+    """
+
+    def __init__(self, read: Callable[[], list[int]], write: Callable[[list[int]], None]) -> None:
+        self._read, self._write = read, write
+        self._pytorchs = read()
+        first = [
+            int(getattr(torch._C._SDPBackend, name))
+            for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+        ]
+        self._known = (
+            self._pytorchs,
+            first + [each for each in self._pytorchs if each not in first],
+        )
+
+    def read(self) -> list[int] | None:
+        """None for an order of PyTorch's own."""
+        order = self._read()
+        if order not in self._known:
+            return order
+        self._pytorchs = order
+        return None
+
+    def write(self, order: list[int] | None) -> None:
+        self._write(self._pytorchs if order is None else order)
+
+
+def _set_seed(seed: int) -> None:
+    """To draw numbers leaves the seed as it is; those that a seed undid are `RandomState`'s."""
+    torch.default_generator.manual_seed(seed)
+
+
+def _scheduling() -> dict[str, Setting]:
+    """Of this thread, and of those that it starts. Niceness falls with privileges only."""
+    found = {}
+    if _AFFINITY is not None:
+        cores, pin = _AFFINITY
+        found["os.sched_getaffinity"] = Setting(lambda: cores(0), lambda was: pin(0, was))
+    if _PRIORITY is not None:
+        niceness, renice = _PRIORITY
+        found["os.getpriority"] = Setting(
+            lambda: niceness(os.PRIO_PROCESS, 0), lambda was: renice(os.PRIO_PROCESS, 0, was)
+        )
+    return found
+
+
+def _sdpa_order() -> dict[str, Setting]:
+    if _ORDER is None:
+        return {}
+    order = _BackendOrder(*_ORDER)
+    return {"the order of SDPA's backends": Setting(order.read, order.write)}
+
+
 _DENORMAL = torch.tensor(1e-40)
 
 SETTINGS: dict[str, Setting] = {
@@ -123,6 +198,7 @@ SETTINGS: dict[str, Setting] = {
         )
         for name in ("flash", "mem_efficient", "math", "cudnn")
     },
+    **_sdpa_order(),
     "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp": Setting(
         torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed,
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp,
@@ -156,6 +232,7 @@ SETTINGS: dict[str, Setting] = {
         torch.is_inference_mode_enabled, _set_inference_mode
     ),
     "torch.is_grad_enabled": Setting(torch.is_grad_enabled, _set_grad),
+    "torch.manual_seed": Setting(torch.initial_seed, _set_seed),
     "gc.isenabled": Setting(gc.isenabled, _collect),
     "gc.get_threshold": Setting(gc.get_threshold, lambda was: gc.set_threshold(*was)),
     "sys.getrecursionlimit": Setting(_recursion_limit, sys.setrecursionlimit),
@@ -165,6 +242,7 @@ SETTINGS: dict[str, Setting] = {
     ),
     "os.environ": Setting(_environment, _set_environment),
     "os.getcwd": Setting(os.getcwd, os.chdir),
+    **_scheduling(),
 }
 """By what a user calls them."""
 
@@ -208,3 +286,40 @@ class State:
             return bool(setting.read() == self._was[name])
         except REFUSALS:
             return False
+
+
+_PYTHON_RANDOM = Setting(random.getstate, random.setstate)
+
+
+def _random_numbers() -> Iterator[tuple[Any, Setting]]:
+    """The global generators there are by now, each with a name."""
+    yield "python", _PYTHON_RANDOM
+    generators = [torch.default_generator]
+    if torch.cuda.is_initialized():
+        generators += torch.cuda.default_generators
+    for each in generators:
+        yield each.device, Setting(each.get_state, each.set_state)  # type: ignore[arg-type]
+    if (numpy := sys.modules.get("numpy.random")) is not None:
+        yield "numpy", Setting(lambda: numpy.get_state(legacy=False), numpy.set_state)
+
+
+class RandomState:
+    """Where the random numbers of Python, PyTorch and NumPy were.
+
+    A kernel may draw some, so it is no fault that they change: they are put back in silence, at
+    the cost of a few microseconds, or some 30 with NumPy's. A generator that appears later is left
+    as it is found first.
+    """
+
+    def __init__(self) -> None:
+        self._was: dict[Any, Any] = {}
+        self.restore()
+
+    def restore(self) -> None:
+        """Every kernel gets the same numbers."""
+        for name, generator in _random_numbers():
+            with contextlib.suppress(*REFUSALS):
+                if name in self._was:
+                    generator.write(self._was[name])
+                else:
+                    self._was[name] = generator.read()

@@ -5,7 +5,8 @@ and queries change places: the same pointers and shapes, other pairs. A result k
 call, by pointer or by checksum, is then wrong or useless. Keys and queries stay what they were as a
 set, with their means and their outlier channels, on which quantised kernels rely. A flip is a
 function of a seed and a number, so that another process can make the same inputs and judge a few
-rows of the output by them.
+rows of the output by them. Which rows is drawn after the call, since a kernel can read all that was
+in its process before.
 """
 
 from __future__ import annotations
@@ -20,16 +21,24 @@ import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
+from capture.shape import Shape
 from capture.strides import narrow_expanded
 from capture.variant import Variant
 
 VALUE_SHARE = 4
 """One value in four of a head is flipped, which moves every output that attends to them."""
 REVERSED_ROWS = 16
-"""Of key and of query, which follow each other in reverse order."""
+"""Of query, and of key at least, which follow each other in reverse order."""
+REVERSED_SHARE = 4
+"""One key in four of a head: enough to show that a kernel in 8 bits, which may be far off in a few
+rows, has kept its keys."""
 JUDGED_ROWS = 8
 """Rows of an output that are kept in the head that changed, and as many in other heads."""
 
+
+ONE_THREAD = 2**15
+"""Numbers from which on PyTorch shares an operation among threads. On a busy processor these wait
+for one another, ten milliseconds before every call, where one thread flips in 15 µs."""
 
 WALK_BLOCKS = 20
 """Of value and of key, that a `Walk` flips in turn."""
@@ -53,8 +62,11 @@ class Rows(NamedTuple):
         return output[self.on(output.device)]
 
     def on(self, device: torch.device) -> Places:
-        """What to index an output on a device with."""
-        batch, head, query = torch.tensor(self, device=device)  # one copy: each waits for a GPU
+        """What to index an output on a device with; without waiting for what a GPU is doing."""
+        indices = torch.tensor(self)
+        if device.type == "cuda":
+            indices = indices.pin_memory().to(device, non_blocking=True)
+        batch, head, query = indices
         return batch, head, query
 
 
@@ -73,33 +85,37 @@ class Flip:
         batch, kv_head = draw.randrange(shape.batch), draw.randrange(shape.kv_heads)
         heads = range(kv_head * group, (kv_head + 1) * group)
         # A sequence's pages lie among those of others: the same rows of all of them change.
-        keys_of, few = (batch, REVERSED_ROWS) if call.page_table is None else (None, 2)
-        values = max(call.value.shape[2] // VALUE_SHARE, 1)
+        keys_of, keys = None, 2
+        if call.page_table is None:
+            keys = max(call.key.shape[2] // REVERSED_SHARE, REVERSED_ROWS)
+            keys_of, keys = batch, min(keys, _most_rows(call.key))
+        values = min(max(call.value.shape[2] // VALUE_SHARE, 1), _most_rows(call.value))
         self._changes = [partial(_negate, _part(draw, call.value, keys_of, kv_head, values))]
         if not values_only:
             parts = (
-                _part(draw, call.key, keys_of, kv_head, few),
+                _part(draw, call.key, keys_of, kv_head, keys),
                 _part(draw, call.query, batch, draw.choice(heads), REVERSED_ROWS),
             )
             self._changes += [partial(_reverse, part) for part in parts]
-        self.changed = Rows(
-            [batch] * JUDGED_ROWS,
-            _draw_heads(draw, call, heads),
-            draw.choices(range(shape.q_len), k=JUDGED_ROWS),
-        )
-        """Rows of the head that changed most."""
+        self._call, self._batch, self._heads, self._group = call, batch, heads, group
         every_value = narrow_expanded(call.value)
         place = draw.randrange(every_value.shape[2])
         # In every head, so that no head's inputs are those of an earlier call.
         self._changes.append(partial(_negate, every_value[:, :, place : place + 1]))
-        other_batch, other_kv_head = draw.randrange(shape.batch), draw.randrange(shape.kv_heads)
-        others = range(other_kv_head * group, (other_kv_head + 1) * group)
-        self.others = Rows(
-            [other_batch] * JUDGED_ROWS,
-            _draw_heads(draw, call, others),
-            draw.choices(range(shape.q_len), k=JUDGED_ROWS),
+
+    def rows(self, drawn: int) -> tuple[Rows, Rows]:
+        """Rows of the head that changed most, and of any head, of which little changed.
+
+        Args:
+            drawn: after the call, what decides which.
+        """
+        draw, shape = random.Random(drawn), self._call.shape
+        kv_head = draw.randrange(shape.kv_heads)
+        others = range(kv_head * self._group, (kv_head + 1) * self._group)
+        return (
+            _rows_of(draw, self._call, self._batch, self._heads),
+            _rows_of(draw, self._call, draw.randrange(shape.batch), others),
         )
-        """Rows of any head, of which little changed."""
 
     def apply(self) -> None:
         """Flip in place; a second time undoes it."""
@@ -131,8 +147,12 @@ class Walk:
         shares_key = call.key.data_ptr() == call.value.data_ptr()
         if not values_only and not shares_key and call.key.shape[2] > 1:
             self._pools.append([_Exchange(block) for block in _blocks(draw, call.key, 2)])
-        self.changed, self.others = (_rows_of_one_head(draw, call) for _ in range(2))
-        """Rows to judge by; all heads change alike."""
+        self._shape = call.shape
+
+    def rows(self, drawn: int) -> tuple[Rows, Rows]:
+        """Rows of two heads, which all change alike; `drawn` as for `Flip.rows`."""
+        draw = random.Random(drawn)
+        return _rows_of_one_head(draw, self._shape), _rows_of_one_head(draw, self._shape)
 
     def step(self) -> None:
         """Go one step on, in place."""
@@ -191,6 +211,13 @@ class Variation:
         self._flip = None
 
 
+def _most_rows(tensor: Tensor) -> int:
+    """Of a head that one flip may change."""
+    if tensor.device.type != "cpu":
+        return tensor.shape[2]
+    return max((ONE_THREAD - 1) // tensor.shape[3], 1)
+
+
 def _negate(rows: Tensor) -> None:
     rows.neg_()
 
@@ -210,8 +237,15 @@ def _draw_heads(draw: random.Random, call: AttentionCall, heads: range) -> list[
     return draw.choices(heads, k=JUDGED_ROWS)
 
 
-def _rows_of_one_head(draw: random.Random, call: AttentionCall) -> Rows:
-    shape = call.shape
+def _rows_of(draw: random.Random, call: AttentionCall, batch: int, heads: range) -> Rows:
+    return Rows(
+        [batch] * JUDGED_ROWS,
+        _draw_heads(draw, call, heads),
+        draw.choices(range(call.shape.q_len), k=JUDGED_ROWS),
+    )
+
+
+def _rows_of_one_head(draw: random.Random, shape: Shape) -> Rows:
     batch, head = draw.randrange(shape.batch), draw.randrange(shape.q_heads)
     queries = draw.choices(range(shape.q_len), k=JUDGED_ROWS)
     return Rows([batch] * JUDGED_ROWS, [head] * JUDGED_ROWS, queries)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import secrets
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from replay.bench.inputs import Inputs
 from replay.bench.malformed import malformed
 from replay.bench.referee import Sample
 from replay.bench.stages import Checked
-from replay.bench.variation import Places, Variation
+from replay.bench.variation import Flip, Variation
 
 JUDGED_SAMPLES = 8
 """Of each kernel, drawn after all of them were taken."""
@@ -50,8 +51,10 @@ class Witness:
             self._variations.setdefault(id(each.call.query), Variation(each.call, seed))
             self._versions.update(_versions(each.call))
         self._number = 0
-        self._places: list[Places] = []
-        """Of the rows to keep of the next output."""
+        self._flip: Flip | None = None
+        """That the next output is made with."""
+        self._kept: Sample | None = None
+        """Of the sample under way."""
         self._calls = 0
         """Of the sample under way."""
         self._look_closer = False
@@ -62,9 +65,9 @@ class Witness:
         self.changed: dict[str, set[str]] = {}
         """Inputs that changed while a kernel was timed, by kernel."""
 
-    def settle(self, kernel: str) -> None:
+    def restore(self, kernel: str) -> None:
         """Called after a kernel ran untimed, before others do."""
-        self._guard.settle(kernel)
+        self._guard.restore(kernel)
 
     def before(self, part: Part) -> None:
         checked = self._checked[part.kernel]
@@ -80,12 +83,11 @@ class Witness:
             variation.undo()
         else:
             values_only = checked.kernel.chosen is not None
-            self._number, flip = variation.next(values_only=values_only)
-            # Before the call: a copy to a GPU waits until what is under way there is done.
-            self._places = [rows.on(checked.call.device) for rows in (flip.changed, flip.others)]
+            self._number, self._flip = variation.next(values_only=values_only)
         self._versions.update(_versions(checked.call))
 
     def keep(self, part: Part, result: object) -> None:
+        """Rows of what the last call returned, in place of an earlier one's of the same sample."""
         call, name = self._checked[part.kernel].call, part.kernel
         if part.is_core or name in self.faults:
             return
@@ -93,12 +95,17 @@ class Witness:
             self.faults[name] = f"{wrong} when it was timed"
             return
         assert isinstance(result, Tensor)
-        changed, others = (result[place] for place in self._places)
-        self._samples.setdefault(name, []).append(Sample(self._number, changed, others))
+        assert self._flip is not None
+        drawn = secrets.randbits(64)
+        changed, others = (rows.of(result) for rows in self._flip.rows(drawn))
+        self._kept = Sample(self._number, drawn, changed, others)
 
     def after(self, part: Part) -> None:
+        if self._kept is not None:
+            self._samples.setdefault(part.kernel, []).append(self._kept)
+            self._kept = None
         look_closer = self._look_closer or part not in self._warm
-        self._guard.settle(part.kernel)
+        self._guard.restore(part.kernel)
         self._compare_inputs(self._checked[part.kernel], in_full=look_closer)
         self._warm.add(part)
         self._calls = 0

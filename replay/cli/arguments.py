@@ -243,7 +243,9 @@ def parser() -> argparse.ArgumentParser:
         help="kill a kernel that hangs for this long (default 300)",
     )
     where.add_argument(
-        "--in-process", action="store_true", help="use no worker processes: a crash ends the run"
+        "--in-process",
+        action="store_true",
+        help="use no worker processes: a crash ends the run; protects against accidents only",
     )
 
     report = command.add_argument_group("what to report")

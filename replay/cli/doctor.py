@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from replay.bench.settings import Settings
     from replay.diagnosis.doctor import Diagnoses
     from replay.kernels.registry import Kernel
+    from replay.workers.environments import Found
     from replay.workers.execution import Progress
     from replay.workloads.recorded import Workload
 
@@ -82,7 +83,9 @@ def parser() -> OneSentenceParser:
         help="kill a kernel that hangs for this long (default 300)",
     )
     command.add_argument(
-        "--in-process", action="store_true", help="use no worker processes: a crash ends the run"
+        "--in-process",
+        action="store_true",
+        help="use no worker processes: a crash ends the run; protects against accidents only",
     )
     command.add_argument("--tolerances", metavar="TOML", help="judge accuracy by other constants")
     command.add_argument(
@@ -114,24 +117,31 @@ def _examine(arguments: argparse.Namespace) -> int:
     if arguments.model is None:
         return _examine_directory(arguments)
     from capture.cli.main import main as capture
+    from capture.cli.show import share
+    from capture.storage.dataset import Dataset
 
-    _kernels(arguments, device_of(arguments.device))  # what cannot run is said before a long run
+    device = device_of(arguments.device)
+    kernels = _kernels(arguments, device)  # what cannot run is said before a long run
     with tempfile.TemporaryDirectory() as directory:
         arguments.dir = str(Path(directory) / "captured_inputs")
         asked = ["--model", arguments.model, "--out", arguments.dir, "--sample", "hard", "--quiet"]
-        said = io.StringIO()
         try:
-            with contextlib.redirect_stdout(said):  # stdout is for findings
+            # It would name the directory, which is gone before anybody can look into it.
+            with contextlib.redirect_stdout(io.StringIO()):
                 capture([*asked, "--max", str(arguments.max or CALLS)])
         except SystemExit as end:
             if end.code:  # it has said why
                 return int(end.code)
-        # Without the directory, which is gone before anybody can look into it.
-        print(said.getvalue().partition(" in ")[0], file=sys.stderr)
-        return _examine_directory(arguments)
+        recorded = Dataset.open(arguments.dir)
+        seen = sum(each.calls_seen for each in recorded.captures)
+        print(f"recorded {share(len(recorded), seen, recorded.nbytes)}", file=sys.stderr)
+        return _examine_directory(arguments, kernels)
 
 
-def _examine_directory(arguments: argparse.Namespace) -> int:
+def _examine_directory(
+    arguments: argparse.Namespace, kernels: Sequence[Kernel] | None = None
+) -> int:
+    """Examine kernels that can run here; without any, those that the arguments name."""
     from capture.cli.arrivals import shown_arrivals
     from replay.cli.progress import Pace, shown_progress
     from replay.diagnosis.doctor import diagnose
@@ -142,7 +152,8 @@ def _examine_directory(arguments: argparse.Namespace) -> int:
         workloads, note = from_directory(arguments.dir, arguments.call, report=report_arrivals)
     settings = _settings(arguments, device)
     with reserved_stdout() as stdout:
-        kernels = _kernels(arguments, device)
+        if kernels is None:
+            kernels = _kernels(arguments, device)
         tasks = [f"{each.name}, {kernel.name}" for each in workloads for kernel in kernels]
         with shown_progress(Pace(dict.fromkeys(tasks, 1.0)), quiet=arguments.quiet) as report:
             found = diagnose(
@@ -186,8 +197,6 @@ def _kernels(arguments: argparse.Namespace, device: torch.device) -> list[Kernel
     """
     from replay.diagnosis import captured
     from replay.kernels.registry import find, select
-    from replay.rows.row import HERE
-    from replay.workers.environments import Environment
 
     patterns = arguments.kernels
     parts = [] if patterns is None else [part.strip() for part in patterns.split(",")]
@@ -199,11 +208,7 @@ def _kernels(arguments: argparse.Namespace, device: torch.device) -> list[Kernel
     kernels, names = select(patterns)
     # The failure of a user's own kernel is a finding.
     ours = [kernel for kernel in map(find, [each.name for each in kernels]) if not kernel.load]
-    environment = Environment(HERE, sys.executable, arguments.timeout)
-    try:
-        probed = environment.probe(ours, str(device)) if ours else {}
-    finally:
-        environment.close()
+    probed = _probed(ours, device, arguments) if ours else {}
     absent = {name: found.reason for name, found in probed.items() if found.reason is not None}
     for name in names:
         if name in absent:
@@ -212,6 +217,23 @@ def _kernels(arguments: argparse.Namespace, device: torch.device) -> list[Kernel
     if not able:
         raise UsageError(f"no kernel of --kernels {arguments.kernels} can run on {device}")
     return own + able
+
+
+def _probed(
+    kernels: list[Kernel], device: torch.device, arguments: argparse.Namespace
+) -> dict[str, Found]:
+    """Which of the kernels can run here, by name."""
+    from replay.rows.row import HERE
+    from replay.workers.environments import Environment
+    from replay.workers.execution import InProcess
+
+    if arguments.in_process:
+        return InProcess().probe(kernels, device)[HERE]
+    environment = Environment(HERE, sys.executable, arguments.timeout)
+    try:
+        return environment.probe(kernels, str(device))
+    finally:
+        environment.close()
 
 
 def _settings(arguments: argparse.Namespace, device: torch.device) -> Settings:

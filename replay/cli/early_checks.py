@@ -8,11 +8,11 @@ from pathlib import Path
 
 from capture.large_imports import import_for_good
 from capture.storage.listing import listed_files
-from capture.storage.places import directory_of
+from capture.storage.locations import directory_of
 from replay.cli.device import device_of
 from replay.cli.report import check_directory, check_report
 from replay.kernels.names import look_known
-from replay.workers.interpreters import interpreters
+from replay.workers.environment_options import interpreters
 from replay.workloads.names import chosen_names
 
 

@@ -1,10 +1,14 @@
-"""`replay explain`: why a kernel that is fast alone is slow in a model."""
+"""`replay explain`: why a kernel that is fast alone is slow in a model.
+
+Imports torch only after reading the file.
+"""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
@@ -13,10 +17,11 @@ from capture.cli.arguments import OneSentenceParser
 from capture.printable import printable
 from capture.storage.json_data import parsed
 from replay.cli.files import UsageError
-from replay.end_to_end.check import Checked
-from replay.end_to_end.model_process import BASELINE
-from replay.report.explanation import SPANS, explanation
+from replay.report.explanation import PHASES, explanation
 from replay.rows.files import RowsError, rebuilt
+
+if TYPE_CHECKING:
+    from replay.end_to_end.check import Checked
 
 
 def parser() -> OneSentenceParser:
@@ -31,10 +36,10 @@ def parser() -> OneSentenceParser:
     )
     command.add_argument("--kernel", metavar="NAME", help="this kernel alone (default: each)")
     command.add_argument(
-        "--span",
-        choices=SPANS,
-        metavar="SPAN",
-        help=f"{', '.join(SPANS)} (default: the phase that takes most of a run)",
+        "--phase",
+        choices=PHASES,
+        metavar="PHASE",
+        help=f"{', '.join(PHASES)} (default: the phase that takes most of a run)",
     )
     command.add_argument("--debug", action="store_true", help="show tracebacks")
     return command
@@ -48,7 +53,11 @@ def run(argv: Sequence[str]) -> int:
         RowsError: the file cannot be read.
     """
     arguments = parser().parse_args(argv)
-    checks = [each for each in read_checks(arguments.checks) if each.kernel != BASELINE.name]
+    checks = read_checks(arguments.checks)
+
+    from replay.end_to_end.model_process import BASELINE
+
+    checks = [each for each in checks if each.kernel != BASELINE.name]
     if not checks:
         raise UsageError(f"{arguments.checks} has no kernel to explain: choose some with --kernels")
     if arguments.kernel is not None:
@@ -62,7 +71,7 @@ def run(argv: Sequence[str]) -> int:
     for number, checked in enumerate(checks):
         if number:
             console.print()
-        console.print(Text(printable(explanation(checked, arguments.span))))
+        console.print(Text(printable(explanation(checked, arguments.phase))))
     return 0
 
 
@@ -87,5 +96,7 @@ def read_checks(path: Path) -> list[Checked]:
 
 
 def _check(data: dict[str, object]) -> Checked:
+    from replay.end_to_end.check import Checked
+
     data.pop("prediction_error")
     return rebuilt(Checked, data)

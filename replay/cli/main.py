@@ -169,7 +169,7 @@ def _replay(
 
     from replay.cli.run import run
     from replay.cli.tables import print_tables
-    from replay.workers.interpreters import interpreters
+    from replay.workers.environment_options import interpreters
 
     pythons = interpreters(arguments.env, arguments.env_file, are_here=cluster is None)
     if pythons and arguments.in_process:

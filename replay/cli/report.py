@@ -1,4 +1,7 @@
-"""`replay report`: one HTML file, or charts, from the rows of an earlier replay."""
+"""`replay report`: one HTML file, or charts, from the rows of an earlier replay.
+
+Imports torch only once the arguments and the files that they name can be used.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from capture.cli.arguments import OneSentenceParser
 from capture.printable import printable
 from capture.storage.json_data import parsed
-from replay.cli.files import check_place, shared_file
+from replay.cli.files import UsageError, check_place, shared_file
 from replay.rows.files import RowsError, read_jsonl
 
 if TYPE_CHECKING:
@@ -51,23 +54,22 @@ def run(argv: Sequence[str]) -> int:
         Error: an argument, or a file that it names, cannot be used.
     """
     from replay.plan.plan import parse_budget
-    from replay.report.html.write import ReportError
 
     arguments = parser().parse_args(argv)
     if arguments.out is None and arguments.plot is None:
-        raise ReportError("nothing to write: give -o FILE for a report, --plot DIR for charts")
+        raise UsageError("nothing to write: give -o FILE for a report, --plot DIR for charts")
     if wrong := shared_file(arguments, (), ("out", "plot")):
-        raise ReportError(wrong)
+        raise UsageError(wrong)
     if arguments.out is not None:
         if arguments.out.resolve() in [path.resolve() for path in _read_files(arguments)]:
-            raise ReportError(f"-o would overwrite {arguments.out}: name another file")
+            raise UsageError(f"-o would overwrite {arguments.out}: name another file")
         check_report(arguments.out)
-    plots = None if arguments.plot is None else check_directory(arguments.plot)
     if arguments.outputs is not None and arguments.e2e_json is None:
-        raise ReportError("--outputs are those of an end-to-end check: give --e2e-json FILE too")
+        raise UsageError("--outputs are those of an end-to-end check: give --e2e-json FILE too")
     if arguments.outputs is not None and not arguments.outputs.is_dir():
-        raise ReportError(f"there is no directory {arguments.outputs}: name that of --save-output")
+        raise UsageError(f"there is no directory {arguments.outputs}: name that of --save-output")
     budget = None if arguments.budget is None else parse_budget(arguments.budget)
+    plots = None if arguments.plot is None else check_directory(arguments.plot)
     try:
         rows, is_cut_off = read_jsonl(arguments.rows)
     except FileNotFoundError as error:
@@ -146,15 +148,13 @@ def draw(rows: Sequence[Row], directory: Path) -> None:
 
 
 def _read_checks(path: Path) -> list[dict[str, Any]]:
-    from replay.report.html.write import ReportError
-
     try:
         lines = path.read_text("utf-8").splitlines()
         checks = [parsed(line) for line in lines]
     except OSError as error:
-        raise ReportError(f"cannot read {path}: {error.strerror}") from error
+        raise RowsError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise ReportError(f"{path} was not written by `replay --e2e-json`") from error
+        raise RowsError(f"{path} was not written by `replay --e2e-json`") from error
     if not all(isinstance(check, dict) and check.keys() >= CHECK_FIELDS for check in checks):
-        raise ReportError(f"{path} was not written by `replay --e2e-json` of this version")
+        raise RowsError(f"{path} was not written by `replay --e2e-json` of this version")
     return checks

@@ -92,7 +92,7 @@ def _request(arguments: argparse.Namespace) -> Request:
     from replay.cli.device import device_of
     from replay.kernels.registry import find
     from replay.reproduce.reproduce import Request
-    from replay.workers.interpreters import interpreters
+    from replay.workers.environment_options import interpreters
     from replay.workloads.recorded import from_directory
 
     kernel = find(arguments.kernel)

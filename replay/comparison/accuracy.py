@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal, NamedTuple
 
-from replay.rows.row import Errors, Row
+from replay.rows.accuracy import Errors
+from replay.rows.row import Row
 from replay.timing.statistics import median_interval
 
 AccuracyVerdict = Literal["same", "better", "worse", "ambiguous"]

@@ -13,7 +13,7 @@ from replay.diagnosis.hypotheses.memory import zeroed
 from replay.diagnosis.hypotheses.readings import misread
 from replay.diagnosis.subject import Evidence, Subject
 from replay.kernels.registry import Kernel, catalogue, find
-from replay.rows.row import AccuracyClass
+from replay.rows.accuracy import AccuracyClass
 
 NAME = "captured"
 

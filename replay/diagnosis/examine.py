@@ -31,7 +31,7 @@ from replay.diagnosis.hypotheses.stale import Probe, stale
 from replay.diagnosis.poison import poisoned
 from replay.diagnosis.subject import Evidence, Hypothesis, Run, Subject, row_shares
 from replay.kernels.registry import Kernel
-from replay.rows.row import AccuracyClass
+from replay.rows.accuracy import AccuracyClass
 from replay.timing.gpu_state import gpu_is_lost
 
 HYPOTHESES: tuple[Hypothesis, ...] = (
@@ -130,9 +130,12 @@ class _Keeping(LocalReferee):
         chosen: Tensor | None,
         *,
         of_core: bool = False,
+        with_accuracy: bool = True,
     ) -> Judged:
         self.output = output.clone()
-        return super().judge(kernel, accuracy_class, output, chosen, of_core=of_core)
+        return super().judge(
+            kernel, accuracy_class, output, chosen, of_core=of_core, with_accuracy=with_accuracy
+        )
 
 
 def _runner(kernel: Kernel, settings: Settings, guard: Guard) -> Run:
@@ -148,7 +151,7 @@ def _runner(kernel: Kernel, settings: Settings, guard: Guard) -> Run:
                 raise ContextLost(finding.reason) from error
             return None
         finally:
-            guard.settle(kernel.name)
+            guard.restore(kernel.name)
         return None if malformed(output, call) else output
 
     return run
@@ -213,9 +216,9 @@ def _unknown(subject: Subject, expected: Expected, checked: Checked) -> Evidence
             'computes in 8 bits, register it with accuracy_class="quantised"'
         )
         numbers["passes_as_quantised"] = True
-    flags = [flag for flag in checked.flags if flag.startswith("not deterministic")]
-    if flags:
-        sentence, numbers["flags"] = f"{sentence}; {flags[0]}", flags
+    if checked.not_deterministic:
+        sentence = f"{sentence}; {checked.not_deterministic}"
+        numbers["flags"] = [checked.not_deterministic]
     return Evidence("unknown", sentence, numbers)
 
 

@@ -17,7 +17,7 @@ from replay.accuracy.reference import attention
 from replay.accuracy.sparse import restricted
 from replay.accuracy.thresholds import Thresholds
 from replay.diagnosis.derived import Place, part
-from replay.rows.row import AccuracyClass
+from replay.rows.accuracy import AccuracyClass
 
 Cause = Literal[
     "overflow",

@@ -21,8 +21,8 @@ from replay.distribution.compiling import Compilation, compilations
 from replay.distribution.devices import Device, held
 from replay.kernels.registry import Kernel
 from replay.rows.row import KernelId, Machine, Row
+from replay.workers.environment_options import WorkerError
 from replay.workers.execution import Assignment, Execution, Findings, Progress, Workers
-from replay.workers.interpreters import WorkerError
 from replay.workers.process import First, Place, first_processes
 from replay.workloads.recorded import Workload
 from replay.workloads.schedule import Schedule

@@ -25,8 +25,8 @@ from replay.distribution.transfer import (
 from replay.kernels.registry import find
 from replay.rows.row import KernelId, Machine, Row
 from replay.timing.machine import describe
+from replay.workers.environment_options import WorkerError
 from replay.workers.execution import Findings, Workers
-from replay.workers.interpreters import WorkerError
 from replay.workers.process import Place, first_processes
 from replay.workers.sources import workload_of
 from replay.workloads.schedule import Schedule

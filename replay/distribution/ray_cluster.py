@@ -32,8 +32,8 @@ from replay.distribution.node import Introduction, Node
 from replay.distribution.transfer import FileFacts, files_of, relocated
 from replay.kernels.registry import Kernel
 from replay.rows.row import KernelId, Machine, Row
+from replay.workers.environment_options import WorkerError
 from replay.workers.execution import Assignment, Findings, Progress
-from replay.workers.interpreters import WorkerError
 from replay.workers.process import Stopped
 from replay.workloads.recorded import Workload
 from replay.workloads.schedule import Schedule

@@ -17,10 +17,13 @@ which is the prediction (`replay.end_to_end.prediction`), and to what was measur
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from capture.counted import counted
-from replay.end_to_end.check import Checked
-from replay.end_to_end.span import RUN, Span
+from replay.end_to_end.predicted_times import RUN, PredictedTime
+
+if TYPE_CHECKING:
+    from replay.end_to_end.check import Checked
 
 
 @dataclass(frozen=True)
@@ -101,13 +104,13 @@ def account(checked: Checked, span: str) -> Account | str:
     )
 
 
-def refusals(predicted: Span) -> str:
+def refusals(predicted: PredictedTime) -> str:
     """`32 calls a run (head_dim 72), 8 calls a run (takes no mask)`: most calls first."""
     ranked = sorted(predicted.fallbacks.items(), key=lambda item: -item[1])
     return ", ".join(f"{counted(calls, 'call')} a run ({reason})" for reason, calls in ranked)
 
 
-def _less_in_model(checked: Checked, predicted: Span, span: str) -> float | None:
+def _less_in_model(checked: Checked, predicted: PredictedTime, span: str) -> float | None:
     before = checked.own_attention_seconds.get(span)
     after = checked.attention_seconds.get(span)
     if before is None or after is None or predicted.waiting_share:

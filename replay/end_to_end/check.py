@@ -28,9 +28,9 @@ from replay.end_to_end import drift
 from replay.end_to_end.census_check import difference, shortfall
 from replay.end_to_end.model_clock import RunTimes
 from replay.end_to_end.model_process import BASELINE, OWN, ModelProcess, Run, RunFailed, Variant
+from replay.end_to_end.predicted_times import RUN, Clocked, PredictedTime
 from replay.end_to_end.prediction import KernelAt, Prediction, everywhere, predict
-from replay.end_to_end.span import RUN, Clocked, Span
-from replay.end_to_end.typical import by_round, delayed
+from replay.end_to_end.undisturbed_times import by_round, delayed
 from replay.rows.row import KernelId, Row, Speedup, Status, TimeSummary
 from replay.timing.defaults import MINIMUM_ROUNDS
 from replay.timing.statistics import paired_speedup, summarize
@@ -48,7 +48,7 @@ class Measured:
     """The measured time of a span: one forward of a phase, or one full run."""
 
     ms: TimeSummary
-    """Over the rounds, from the typical forwards of each (`replay.end_to_end.typical`)."""
+    """Over the rounds, without interruptions (`replay.end_to_end.undisturbed_times`)."""
     speedup: Speedup | None
     """Over the model's own attention, each run paired with an adjacent one; None for the baseline.
     """
@@ -103,7 +103,7 @@ class Checked:
     sm_clock_mhz: float | None = None
     power_w: float | None = None
 
-    def predicted(self, span: str) -> Span | None:
+    def predicted(self, span: str) -> PredictedTime | None:
         if self.prediction is None:
             return None
         return self.prediction.run if span == RUN else self.prediction.phases.get(span)

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from replay.end_to_end.span import RUN, Calls, Clocked, Clues
+from replay.end_to_end.predicted_times import RUN, Calls, Clocked, Clues
 from replay.plan.matching import Counted, Replayed
 from replay.rows.row import KernelId, Row, TimeSummary
 from replay.timing.statistics import percentile

@@ -31,7 +31,7 @@ from typing import Any
 from torch import Tensor
 
 from replay.end_to_end.cost_model import CostModel, Tally, resampled
-from replay.end_to_end.span import RUN, Clocked, Interval, Missing, Span
+from replay.end_to_end.predicted_times import RUN, Clocked, Interval, Missing, PredictedTime
 from replay.plan.matching import Counted, Replayed, match
 from replay.rows.row import KernelId, Row
 from replay.timing.statistics import percentile
@@ -44,8 +44,8 @@ KernelAt = Callable[[str, str], KernelId]
 class Prediction:
     """The predicted times of a model with a kernel."""
 
-    run: Span
-    phases: dict[str, Span]
+    run: PredictedTime
+    phases: dict[str, PredictedTime]
     """The phases whose time was measured."""
 
 
@@ -102,13 +102,13 @@ def predict(
 
 def _span(
     phase: str, clocked: Clocked, chosen: Sequence[tuple[Counted, KernelId]], cost_model: CostModel
-) -> Span:
+) -> PredictedTime:
     tally = Tally(chosen, cost_model)
     old_median = percentile(clocked.seconds, 50)
     old_resampled = resampled(clocked.seconds, f"{cost_model.seed} {phase}")
     old = _interval(old_median, old_resampled)
     attention = cost_model.attention_seconds(tally.represented) / clocked.forwards
-    span = Span(
+    span = PredictedTime(
         phase=phase,
         forwards=clocked.forwards,
         old_seconds=old,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from capture.counted import counted
-from replay.end_to_end.check import Checked
-from replay.end_to_end.span import LAUNCH_BOUND, NOTABLE, RUN, Span
+from replay.end_to_end.predicted_times import LAUNCH_BOUND, NOTABLE, RUN, PredictedTime
+
+if TYPE_CHECKING:
+    from replay.end_to_end.check import Checked
 
 SCATTERED = 2.0
 """p90 / p10 of a replayed call that an otherwise idle machine does not reach."""
@@ -34,7 +38,7 @@ def reasons(checked: Checked, span: str = RUN) -> list[str]:
     return found or ["nothing recorded explains the difference"]
 
 
-def suspects(checked: Checked, predicted: Span, span: str) -> list[str]:
+def suspects(checked: Checked, predicted: PredictedTime, span: str) -> list[str]:
     """List what may make a difference, one sentence each, where nobody knows how much."""
     return [
         *_fallbacks(checked, predicted, span),
@@ -46,7 +50,7 @@ def suspects(checked: Checked, predicted: Span, span: str) -> list[str]:
     ]
 
 
-def _fallbacks(checked: Checked, predicted: Span, span: str) -> list[str]:
+def _fallbacks(checked: Checked, predicted: PredictedTime, span: str) -> list[str]:
     """Compare the fallbacks, which are counted over a full run."""
     if span != RUN:
         return []
@@ -57,7 +61,7 @@ def _fallbacks(checked: Checked, predicted: Span, span: str) -> list[str]:
     return [f"{more} more calls fell back than predicted, mostly because: {reason}"]
 
 
-def _not_recorded(predicted: Span) -> list[str]:
+def _not_recorded(predicted: PredictedTime) -> list[str]:
     calls = sum(missing.calls for missing in predicted.not_recorded)
     if not calls:
         return []
@@ -68,7 +72,7 @@ def _not_recorded(predicted: Span) -> list[str]:
     ]
 
 
-def _scatter(predicted: Span) -> list[str]:
+def _scatter(predicted: PredictedTime) -> list[str]:
     scatter = predicted.clues.scatter
     if scatter is None or scatter < SCATTERED:
         return []
@@ -89,7 +93,7 @@ def _unsteady(checked: Checked, span: str) -> list[str]:
     ]
 
 
-def _waits(checked: Checked, predicted: Span, span: str) -> list[str]:
+def _waits(checked: Checked, predicted: PredictedTime, span: str) -> list[str]:
     """Report a GPU that waits for the host."""
     if not predicted.waiting_share:
         busy, seconds = checked.busy_seconds.get(span), checked.measured[span].ms.p50 / 1000
@@ -114,7 +118,7 @@ def _waits(checked: Checked, predicted: Span, span: str) -> list[str]:
     ]
 
 
-def _attention(checked: Checked, predicted: Span, span: str) -> list[str]:
+def _attention(checked: Checked, predicted: PredictedTime, span: str) -> list[str]:
     """Compare the cost of the calls in the model and in the replay, with both kernels."""
     before = checked.own_attention_seconds.get(span)
     after = checked.attention_seconds.get(span)
@@ -146,7 +150,7 @@ def _copies(checked: Checked, span: str) -> list[str]:
     ]
 
 
-def _clocks(checked: Checked, predicted: Span) -> list[str]:
+def _clocks(checked: Checked, predicted: PredictedTime) -> list[str]:
     replayed, in_model = predicted.clues.sm_clock_mhz, checked.sm_clock_mhz
     if not replayed or not in_model or abs(in_model / replayed - 1) < NOTABLE:
         return []

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from capture.hooks.interceptor import Arguments
-from replay.kernels.adapter import Attend, Prepare
 from replay.kernels.constraints import AnyCall
+from replay.kernels.wrapping import Attend, Prepare
 
 
 def in_layout(call: AnyCall, layout: Callable[[Tensor], Tensor]) -> Arguments:

@@ -37,7 +37,7 @@ from attention_replay import Error
 from capture.call import AttentionCall
 from capture.variant import FEATURES
 from replay.kernels.names import ENTRY_POINTS, parts
-from replay.rows.row import AccuracyClass
+from replay.rows.accuracy import AccuracyClass
 
 Attention = Callable[..., Tensor]
 """SDPA's signature: (query, key, value, attn_mask, dropout_p, is_causal, *, scale, enable_gqa)."""

@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from capture.hooks.graph_constant import constant_in_graphs
 from capture.hooks.interceptor import TORCH_SDPA, Arguments, Traced
 
 NAME = "attention_replay::attend"
@@ -65,7 +66,7 @@ def calling_operator(choose: Callable[[Arguments], str | None]) -> Traced:
     return traced
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def _refuse(kernel: str, reason: str) -> None:
     if _answers:
         _answers[-1].refuse(kernel, reason)

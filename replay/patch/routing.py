@@ -60,11 +60,11 @@ def kernel_here(arguments: Arguments) -> str | None:
     return _running.choices[-1].get(phase, NOT_PLANNED)
 
 
-class PlaceError(Error):
+class PlanMismatch(Error):
     """A plan's modules are not those of the model; the message names the remedy."""
 
 
-class Places:
+class PlannedModules:
     """The modules of a model that a plan names.
 
     Args:
@@ -73,7 +73,7 @@ class Places:
             with these paths. Paths match with or without the component's name in front.
 
     Raises:
-        PlaceError: none of the modules was found.
+        PlanMismatch: none of the modules was found.
         TypeError: `watched` contains no module.
 
     Attributes:
@@ -87,10 +87,10 @@ class Places:
             named = roots_of(watched)
             roots, found = list(named.values()), _matching(choices, named)
         if not choices:
-            raise PlaceError("the plan names no module: make a new plan")
+            raise PlanMismatch("the plan names no module: make a new plan")
         if not found:
             where = "this process" if watched is None else type(watched).__name__
-            raise PlaceError(
+            raise PlanMismatch(
                 f"{where} has no module {next(iter(choices))!r}, nor any other of the plan: build "
                 "the model it was made for first, and pass it as `module`"
             )
@@ -238,13 +238,13 @@ def _shortened(choices: Mapping[str, Choices]) -> dict[str, str]:
     """Map the plan's paths without their first name to the full paths.
 
     Raises:
-        PlaceError: two paths become equal.
+        PlanMismatch: two paths become equal.
     """
     short: dict[str, str] = {}
     for path in choices:
         rest = path.partition(".")[2]
         if rest and short.setdefault(rest, path) != path:
-            raise PlaceError(
+            raise PlanMismatch(
                 f"the plan names {path!r} and {short[rest]!r}, which differ only in their "
                 "component: pass the pipeline they belong to as `module`"
             )

@@ -24,7 +24,7 @@ from capture.hooks.roads.wrapper import tracing_reported
 from capture.variant import beyond_arguments
 from replay.kernels.registry import Kernel, KernelNameError, find
 from replay.patch.custom_op import answering, calling_operator, costs_reshape, laid_out
-from replay.patch.routing import NOT_PLANNED, Places, kernel_here
+from replay.patch.routing import NOT_PLANNED, PlannedModules, kernel_here
 from replay.plan.devices import mismatch, types_at_hand
 from replay.plan.plan import Plan, PlanError
 
@@ -181,7 +181,7 @@ def use_plan(
     Raises:
         PlanError: the file is not a plan, is one for another type of GPU, or names code that
             `trust_code` does not allow.
-        PlaceError: no module has a name in the plan.
+        PlanMismatch: no module has a name in the plan.
         KernelNameError: the plan names a kernel that does not exist, or cannot run on this machine.
         RuntimeError: another swap, or a recording, is active.
 
@@ -204,18 +204,18 @@ def use_plan(
 
 def _fitting(
     given: PlanFile | Sequence[PlanFile], module: Any, *, any_device: bool
-) -> tuple[Plan, Places]:
+) -> tuple[Plan, PlannedModules]:
     """Return the plan for this machine, and the modules that it names.
 
     Raises:
         PlanError: none is, or several are.
-        PlaceError: no module has a name in a plan.
+        PlanMismatch: no module has a name in a plan.
     """
     several = [given] if isinstance(given, str | Path | Plan) else given
     plans = [each if isinstance(each, Plan) else Plan.load(each) for each in several]
     if not plans:
         raise PlanError("no plan is named: name a file that `replay --plan FILE` wrote")
-    found = [Places(_choices(plan), module) for plan in plans]
+    found = [PlannedModules(_choices(plan), module) for plan in plans]
     misfits = [
         mismatch(plan.device, types_at_hand(places.devices))
         for plan, places in zip(plans, found, strict=True)

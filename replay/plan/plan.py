@@ -20,8 +20,8 @@ from replay.rows.meaning import COSINE_NOISE
 FORMAT = "attention-replay-plan/1"
 
 METRICS = {"cosine": 0.998, "relative_l1": 0.05, "rmse": 0.01}
-"""The metrics that a budget can limit (`replay.rows.row.Errors`), each with an example: cosine from
-below, the others from above."""
+"""The metrics that a budget can limit (`replay.rows.accuracy.Errors`), each with an example: cosine
+from below, the others from above."""
 
 HOW = "make one with `replay --dir DIR --plan FILE --budget cosine=0.998`"
 

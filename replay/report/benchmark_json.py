@@ -12,7 +12,7 @@ from typing import TypedDict
 from capture.counted import counted
 from capture.printable import printable
 from replay.report.cells import speedup_text
-from replay.report.groups import group_rows, pooled_speedup, typical_time
+from replay.report.groups import group_rows, pooled_speedup, told_apart, typical_time
 from replay.rows.row import Row
 
 
@@ -32,7 +32,9 @@ def benchmark_entries(rows: Sequence[Row]) -> list[Entry]:
     The range is from p10 to p90; the speed-up over the baseline and the machine stand beside it.
     """
     entries: list[Entry] = []
-    for group in group_rows(rows):
+    groups = group_rows(rows)
+    titles = told_apart(groups, [group.title for group in groups])
+    for group, title in zip(groups, titles, strict=True):
         for kernel, members in group.rows.items():
             time = typical_time(members)
             if time is None or not all(row.is_correct for row in members):
@@ -43,7 +45,7 @@ def benchmark_entries(rows: Sequence[Row]) -> list[Entry]:
                 told.insert(0, f"{speedup_text(speedup)} vs {group.baseline}")
             entries.append(
                 Entry(
-                    name=printable(f"{kernel} · {group.title}"),
+                    name=printable(f"{kernel} · {title}"),
                     unit="ms",
                     value=time.p50,
                     range=f"{time.p10:.4g}-{time.p90:.4g}",

@@ -12,7 +12,7 @@ from capture.printable import printable
 from replay.comparison.devices import AcrossDevices
 from replay.report.cells import cell
 from replay.report.comparison.markdown import escaped
-from replay.report.groups import Group, group_rows
+from replay.report.groups import Group, group_rows, told_apart
 from replay.report.ranking import fastest, rank
 from replay.report.table import print_report
 from replay.rows.row import KernelId
@@ -80,10 +80,7 @@ def matrices(merged: AcrossDevices) -> list[tuple[str, list[str], list[list[str]
 
     Kernels that ran on no device have no line. The first is the fastest on the first device.
     """
-    groups = {
-        device: {group.title: group for group in group_rows(rows)}
-        for device, rows in merged.rows.items()
-    }
+    groups = {device: _by_title(group_rows(rows)) for device, rows in merged.rows.items()}
     titles = dict.fromkeys(title for each in groups.values() for title in each)
     return [
         (
@@ -93,6 +90,10 @@ def matrices(merged: AcrossDevices) -> list[tuple[str, list[str], list[list[str]
         )
         for title in titles
     ]
+
+
+def _by_title(groups: Sequence[Group]) -> dict[str, Group]:
+    return dict(zip(told_apart(groups, [group.title for group in groups]), groups, strict=True))
 
 
 def _lines(groups: Sequence[Group]) -> list[list[str]]:

@@ -12,8 +12,8 @@ from capture.counted import counted
 from capture.printable import printable
 from replay.end_to_end import drift
 from replay.end_to_end.check import Checked, Measured
+from replay.end_to_end.predicted_times import RUN, PredictedTime
 from replay.end_to_end.reasons import reasons
-from replay.end_to_end.span import RUN, Span
 from replay.report.explanation import explanation, most_disappointing
 from replay.rows.row import Speedup
 
@@ -73,7 +73,7 @@ def _table() -> Table:
     return table
 
 
-def _title(span: str, predicted: Span | None) -> Text:
+def _title(span: str, predicted: PredictedTime | None) -> Text:
     """Name the span and the share that attention takes of it according to the replay."""
     parts = [TITLES.get(span, span)]
     if predicted is not None:
@@ -175,7 +175,7 @@ def _notes(checked: Checked, own: Checked) -> list[str]:
     return notes
 
 
-def _ratio(predicted: Span | None) -> str:
+def _ratio(predicted: PredictedTime | None) -> str:
     if predicted is None or predicted.speedup is None:
         return "-"
     return _times(predicted.speedup.value, predicted.speedup.low, predicted.speedup.high)

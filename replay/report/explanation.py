@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from replay.end_to_end.account import Account, account, main_phase, refusals
-from replay.end_to_end.check import Checked
+from replay.end_to_end.predicted_times import NOTABLE, RUN, PredictedTime
 from replay.end_to_end.reasons import in_ms, suspects
-from replay.end_to_end.span import NOTABLE, RUN, Span
 
-SPANS = {
+if TYPE_CHECKING:
+    from replay.end_to_end.check import Checked
+
+PHASES = {
     "denoise": "a denoising step",
     "prefill": "the prefill",
     "decode": "a decoded token",
@@ -20,20 +23,20 @@ NEGLIGIBLE = 5e-4
 """Share of the time below which a loss is not worth a sentence."""
 
 
-def explanation(checked: Checked, span: str | None = None) -> str:
+def explanation(checked: Checked, phase: str | None = None) -> str:
     """Explain a kernel's time in a model.
 
     Args:
-        span: a phase, or `RUN`; by default the phase that takes most of a run.
+        phase: a phase, or `RUN`; by default the phase that takes most of a run.
     """
-    span = span or main_phase(checked)
-    found = account(checked, span)
-    title = f"{checked.kernel} in {checked.model}, {SPANS.get(span, span)}"
+    phase = phase or main_phase(checked)
+    found = account(checked, phase)
+    title = f"{checked.kernel} in {checked.model}, {PHASES.get(phase, phase)}"
     if isinstance(found, str):
         return f"{title}: {found}."
-    predicted = checked.predicted(span)
+    predicted = checked.predicted(phase)
     assert predicted is not None
-    return f"{title}: {' '.join(_sentences(found, checked, predicted, span))}"
+    return f"{title}: {' '.join(_sentences(found, checked, predicted, phase))}"
 
 
 def most_disappointing(checks: Sequence[Checked]) -> Checked | None:
@@ -50,7 +53,9 @@ def most_disappointing(checks: Sequence[Checked]) -> Checked | None:
     return worst
 
 
-def _sentences(found: Account, checked: Checked, predicted: Span, span: str) -> Iterator[str]:
+def _sentences(
+    found: Account, checked: Checked, predicted: PredictedTime, phase: str
+) -> Iterator[str]:
     before = found.before
     yield (
         f"Attention takes {in_ms(found.attention)} of {in_ms(before)} "
@@ -95,7 +100,7 @@ def _sentences(found: Account, checked: Checked, predicted: Span, span: str) -> 
     else:
         yield f"It took {unexplained} less than all this, which is unexplained."
     notable = max(abs(less), abs(remainder)) >= NOTABLE * before
-    if notable and (causes := suspects(checked, predicted, span)):
+    if notable and (causes := suspects(checked, predicted, phase)):
         yield f"Possible causes: {'; '.join(causes)}."
 
 

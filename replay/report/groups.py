@@ -10,7 +10,8 @@ from typing import NamedTuple, TypeVar
 
 from capture.counted import counted
 from capture.printable import printable
-from replay.rows.row import AccuracyClass, CallFacts, KernelId, Row, Speedup
+from replay.rows.accuracy import AccuracyClass
+from replay.rows.row import CallFacts, KernelId, Row, Speedup
 from replay.timing.statistics import paired_ratios, percentile, speed_verdict, speedup_of
 
 T = TypeVar("T")
@@ -20,12 +21,61 @@ T = TypeVar("T")
 class Group:
     """Calls of equal cost: one model, phase, shape (except a growing cache), dtype and mask."""
 
-    title: str
     calls: list[CallFacts]
     rows: dict[KernelId, list[Row]]
     """In the calls' order."""
     baseline: str
     """The kernel that speed-ups are relative to; empty if there are none."""
+
+    @property
+    def title(self) -> str:
+        """`flux · denoise · 1×24×4608×128 · bfloat16 · no mask · 3 calls`."""
+        parts = (self.model, self.phase, self.shape, self.dtype, self.mask, self.place, self.size)
+        return joined(*parts)
+
+    @property
+    def model(self) -> str:
+        return printable(self.calls[0].model)
+
+    @property
+    def phase(self) -> str:
+        return printable(self.calls[0].phase)
+
+    @property
+    def shape(self) -> str:
+        """`1×4/2×1024×128`; `1×4/2×1/1026…1031×128` where a cache grows."""
+        shape = self.calls[0].shape
+        lengths = sorted({call.shape.kv_len for call in self.calls})
+        if len(lengths) == 1:
+            return str(shape)
+        growing = f"/{lengths[0]}…{lengths[-1]}×"
+        return str(shape._replace(kv_len=0)).replace("/0×", growing)
+
+    @property
+    def dtype(self) -> str:
+        return printable(self.calls[0].dtype)
+
+    @property
+    def mask(self) -> str:
+        """`no mask`, `causal` or `bool 1×1×64×64 mask`, and what else SDPA has no argument for."""
+        first = self.calls[0]
+        mask = "causal" if first.is_causal else f"{first.mask} mask" if first.mask else "no mask"
+        if first.mask_structure:
+            mask = f"{first.mask} mask = {first.mask_structure}"
+        if first.beyond:
+            mask = first.beyond if mask == "no mask" else f"{mask}, {first.beyond}"
+        return printable(mask)
+
+    @property
+    def place(self) -> str:
+        """`step 3 layers.0` if it is one call that a module made; else empty."""
+        first, *others = self.calls
+        return place(first) if first.module and not others else ""
+
+    @property
+    def size(self) -> str:
+        """`3 calls`."""
+        return counted(len(self.calls), "call")
 
     @property
     def weights(self) -> str:
@@ -57,6 +107,36 @@ def group_rows(rows: Iterable[Row], *, per_call: bool = False) -> list[Group]:
         key = row.call.name if per_call else (_kind(row.call), shortest[row.call])
         grouped.setdefault(key, []).append(row)
     return [_group(members) for members in grouped.values()]
+
+
+def joined(*parts: str) -> str:
+    """The parts of a title as one line, without the empty ones."""
+    return " · ".join(filter(None, parts))
+
+
+def told_apart(groups: Sequence[Group], names: Sequence[str]) -> list[str]:
+    """Add dtype, mask, weights and the first call's place to names that several groups share.
+
+    Each is added only where it differs between the groups of a name.
+    """
+    names = list(names)
+    for part in _MORE:
+        values: dict[str, set[str]] = {}
+        for group, name in zip(groups, names, strict=True):
+            values.setdefault(name, set()).add(part(group))
+        names = [
+            joined(name, part(group)) if len(values[name]) > 1 else name
+            for group, name in zip(groups, names, strict=True)
+        ]
+    return names
+
+
+_MORE: tuple[Callable[[Group], str], ...] = (
+    lambda group: group.dtype,
+    lambda group: group.mask,
+    lambda group: group.weights,
+    lambda group: place(group.calls[0]),
+)
 
 
 def _shortest_caches(calls: Iterable[CallFacts]) -> dict[CallFacts, int]:
@@ -187,23 +267,4 @@ def _group(rows: list[Row]) -> Group:
     calls = list({row.call.name: row.call for row in rows}.values())
     baselines = Counter(row.speedup.vs for row in rows if row.speedup is not None)
     baseline = baselines.most_common(1)[0][0] if baselines else ""
-    return Group(_title(calls), calls, by_kernel, baseline)
-
-
-def _title(calls: list[CallFacts]) -> str:
-    first = calls[0]
-    lengths = sorted({call.shape.kv_len for call in calls})
-    shape = str(first.shape)
-    if len(lengths) > 1:
-        growing = f"/{lengths[0]}…{lengths[-1]}×"
-        shape = str(first.shape._replace(kv_len=0)).replace("/0×", growing)
-    mask = "causal" if first.is_causal else f"{first.mask} mask" if first.mask else "no mask"
-    if first.mask_structure:
-        mask = f"{first.mask} mask = {first.mask_structure}"
-    if first.beyond:
-        mask = first.beyond if mask == "no mask" else f"{mask}, {first.beyond}"
-    parts = [first.model, first.phase, shape, first.dtype, mask]
-    if len(calls) == 1 and first.module:
-        parts.append(place(first))
-    parts.append(counted(len(calls), "call"))
-    return printable(" · ".join(part for part in parts if part))
+    return Group(calls, by_kernel, baseline)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from replay.report.groups import Group, pooled_speedup, typical_time
-from replay.rows.row import AccuracyClass, KernelId, Speedup
+from replay.rows.accuracy import AccuracyClass
+from replay.rows.row import KernelId, Speedup
 
 
 @dataclass(frozen=True)

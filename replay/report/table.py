@@ -11,10 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from replay.report.cells import cell, speedup_text
-from replay.report.groups import Group, group_rows, place, worst
+from replay.report.groups import Group, group_rows, joined, place, told_apart, worst
 from replay.report.ranking import Fastest, fastest, is_correct, rank
+from replay.rows.accuracy import Errors
 from replay.rows.fields import COLUMNS
-from replay.rows.row import Errors, KernelId, Row
+from replay.rows.row import KernelId, Row
 
 TABLES = ("speed", "accuracy", "work", "machine")
 
@@ -230,18 +231,19 @@ def _print_not_run(rows: Sequence[Row], console: Console) -> None:
 def _print_fastest(groups: Sequence[Group], console: Console) -> None:
     """Print the fastest correct kernel of each group and class, and those that tie with it."""
     console.print(Text("fastest correct kernel", style="bold"))
-    for group in groups:
+    names = [joined(group.model, group.phase, group.shape) for group in groups]
+    for group, name in zip(groups, told_apart(groups, names), strict=True):
         for accuracy_class in ("exact", "quantised"):
             found = fastest(group, accuracy_class)
             if found is not None:
                 goes_without_saying = group.classes == ["exact"]
-                console.print(_fastest(group, found, "" if goes_without_saying else accuracy_class))
+                shown = name if goes_without_saying else joined(name, accuracy_class)
+                console.print(_fastest(group, found, shown))
 
 
-def _fastest(group: Group, found: Fastest, shown: str) -> Text:
-    """Format one line of the ranking; `shown` is the class, empty where it goes without saying."""
-    parts = [*group.title.split(" · ")[:3], *([shown] if shown else [])]
-    line = Text("  " + " · ".join(parts) + ": ")
+def _fastest(group: Group, found: Fastest, name: str) -> Text:
+    """Format one line of the ranking, which starts with the name."""
+    line = Text(f"  {name}: ")
     line.append(str(found.kernel), "bold green")
     if found.speedup is not None:
         line.append(f" {speedup_text(found.speedup)} vs {group.baseline}")

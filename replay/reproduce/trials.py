@@ -13,8 +13,9 @@ from capture.call import AttentionCall
 from capture.storage.call_file import PackedCall
 from replay.bench.settings import Settings, WorkerOptions
 from replay.reproduce.crop import storable
+from replay.rows.accuracy import AccuracyClass, Where
 from replay.rows.files import rebuilt
-from replay.rows.row import AccuracyClass, Row, Status, Where
+from replay.rows.row import Row, Status
 from replay.workers.judge import Hearing, Judge
 from replay.workers.process import CannotStart, Died, Process, judge_process
 from replay.workloads.recorded import Workload, recorded_call

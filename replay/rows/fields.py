@@ -1,4 +1,4 @@
-"""The one list of a row's fields, made from the types in `replay.rows.row`.
+"""The one list of a row's fields, made from the type `replay.rows.row.Row`.
 
 A row as JSON is a tree (`replay.rows.files.row_to_json`); `FIELDS` names its leaves by dotted path,
 with unit and meaning, `COLUMNS` says which of them tables show. Imports no torch, since `--help`

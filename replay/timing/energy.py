@@ -68,8 +68,8 @@ def measure_energy(
     """Run a block of calls of a function that takes about `call_ms`.
 
     Args:
-        keep: given what one call in some milliseconds returned, right after that call; it must not
-            wait for the GPU.
+        keep: given what one call in some milliseconds returned, on average, right after that call;
+            it must not wait for the GPU.
 
     Raises:
         NoReading: the device has no energy counter, or one that stands still.
@@ -132,10 +132,9 @@ def _chunks(function: Function, calls: int, keep: Callable[[object], None]) -> I
         start = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
         start.record()
-        drawn = secrets.randbelow(calls)
-        for call in range(calls):
+        for _ in range(calls):
             result = function()
-            if call == drawn:
+            if secrets.randbelow(calls) == 0:  # not known before the call
                 keep(result)
         end.record()
         under_way.append((start, end))

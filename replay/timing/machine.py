@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import math
 import os
@@ -74,6 +75,11 @@ def cpu_flops_per_second() -> float:
     Several threads wait for one another: with something else at work on one of two processors, a
     product takes ten times as long as that of one thread.
     """
+    return torch.get_num_threads() * _flops_per_second_of_a_thread()
+
+
+@functools.cache
+def _flops_per_second_of_a_thread() -> float:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -88,4 +94,4 @@ def cpu_flops_per_second() -> float:
             fastest = min(fastest, now - began)
     finally:
         torch.set_num_threads(threads)
-    return threads * 2 * 512**3 / fastest
+    return 2 * 512**3 / fastest

@@ -42,7 +42,7 @@ class Witness(Protocol[C]):
         """Called right before each timed call."""
 
     def keep(self, key: C, result: object) -> None:
-        """Given what one timed call of each sample returned, drawn at random."""
+        """Given what some timed calls of each sample returned, of which the last counts."""
 
     def after(self, key: C) -> None:
         """Called after the warm-up and after each sample."""

@@ -71,7 +71,8 @@ class Candidate:
     before: Function = lambda: None
     """Called, untimed, right before each timed call."""
     keep: Callable[[object], None] = lambda result: None
-    """Given what one timed call of each sample returned, drawn at random, right after that call."""
+    """Given what some timed calls of each sample returned, right after each. The last of them
+    counts, and is any call of the sample with the same probability: no call can know."""
     after: Function = lambda: None
     """Called, untimed, after the warm-up and after each sample."""
     rounds: int = 0
@@ -228,7 +229,6 @@ class CpuTimer:
         number, seconds = self.calls[candidate], 0.0
         for _ in range(self.calls_before):
             candidate.function()
-        drawn = secrets.randbelow(number)
         for call in range(number):
             candidate.before()
             watch = Watch()
@@ -237,10 +237,9 @@ class CpuTimer:
             hooks = python_hooks()
             seconds += time.perf_counter() - began
             watch.compare(hooks)
-            is_late = seconds * 1000 > LONGEST_CPU_SAMPLE_MS
-            if call == drawn or (is_late and call < drawn):
+            if secrets.randbelow(call + 1) == 0:
                 candidate.keep(result)
-            if is_late:
+            if seconds * 1000 > LONGEST_CPU_SAMPLE_MS:
                 break
         candidate.after()
         candidate.ms.append(seconds / (call + 1) * 1000)

@@ -17,7 +17,7 @@ from replay.bench.settings import Settings, WorkerOptions
 from replay.kernels.registry import Kernel, catalogue
 from replay.rows.files import rebuilt
 from replay.rows.row import HERE, CallFacts, Machine, Row, Status
-from replay.workers.interpreters import WorkerError
+from replay.workers.environment_options import WorkerError
 from replay.workers.judge import Hearing, Judge
 from replay.workers.process import CannotStart, Died, Process
 from replay.workloads.recorded import Workload

@@ -10,7 +10,8 @@ from typing import Any
 from capture.counted import counted
 from replay.bench.settings import Settings
 from replay.kernels.registry import KernelNameError, find
-from replay.rows.row import AccuracyClass, Row
+from replay.rows.accuracy import AccuracyClass
+from replay.rows.row import Row
 from replay.workers.process import Process
 from replay.workers.shared_memory import SharedFile
 from replay.workloads.recorded import Workload

@@ -52,12 +52,18 @@ def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
     kernel, accuracy_class = request["kernel"], request["accuracy_class"]
     chosen = tensors.get("chosen") if accuracy_class == "sparse" else None
     if request["do"] == "judge":
-        judged = referee.judge(kernel, accuracy_class, tensors["output"], chosen)
+        judged = referee.judge(
+            kernel,
+            accuracy_class,
+            tensors["output"],
+            chosen,
+            with_accuracy=request["with_accuracy"],
+        )
         say(judged=asdict(judged))
     else:
         samples = [
-            Sample(number, tensors[f"changed.{place}"], tensors[f"others.{place}"], of_walk)
-            for place, (number, of_walk) in enumerate(request["numbers"])
+            Sample(number, drawn, tensors[f"changed.{place}"], tensors[f"others.{place}"], of_walk)
+            for place, (number, drawn, of_walk) in enumerate(request["numbers"])
         ]
         say(wrong=referee.judge_samples(kernel, accuracy_class, samples, chosen))
     if settings.device.type == "cuda":

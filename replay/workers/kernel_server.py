@@ -73,7 +73,7 @@ def _warm_up(kernels: Sequence[Kernel], guard: Guard) -> None:
         assert kernel.warm_up is not None
         with contextlib.suppress(Exception):  # the first call says so
             kernel.warm_up()
-        guard.settle(kernel.name)
+        guard.restore(kernel.name)
         _warm.add(kernel.name)
     if cold:
         gc.freeze()
@@ -91,7 +91,7 @@ def _probe(request: dict[str, Any], say: Say, guard: Guard) -> None:
             say(probed=name, reason=classify(error)[1])
             continue
         finally:
-            guard.settle(name)
+            guard.restore(name)
         version = _version(kernel.library)
         say(probed=name, reason=reason, version=version, install=kernel.install)
     say(disturbing=guard.disturbing())

@@ -13,8 +13,8 @@ from capture.call import AttentionCall
 from replay.bench.referee import BLOCK_MS, MOST_CALLS, Judged, Referee, Sample, block_of_calls
 from replay.bench.runner import Referees
 from replay.bench.settings import Settings
+from replay.rows.accuracy import AccuracyClass
 from replay.rows.files import rebuilt
-from replay.rows.row import AccuracyClass
 from replay.workers.shared_memory import Outbox
 from replay.workers.worker import Hear, Say
 
@@ -60,6 +60,7 @@ class RemoteReferee:
         chosen: Tensor | None,
         *,
         of_core: bool = False,
+        with_accuracy: bool = True,
     ) -> Judged:
         handed = self._outbox.put({"output": output} | _optional("chosen", chosen))
         answer = self._ask(
@@ -68,6 +69,7 @@ class RemoteReferee:
             accuracy_class=accuracy_class,
             handed=handed,
             of_core=of_core,
+            with_accuracy=with_accuracy,
         )
         return rebuilt(Judged, answer["judged"])
 
@@ -84,7 +86,7 @@ class RemoteReferee:
         for place, sample in enumerate(samples):
             tensors[f"changed.{place}"] = sample.changed
             tensors[f"others.{place}"] = sample.others
-        numbers = [(sample.number, sample.of_walk) for sample in samples]
+        numbers = [(sample.number, sample.drawn, sample.of_walk) for sample in samples]
         answer = self._ask(
             do="samples",
             kernel=kernel,

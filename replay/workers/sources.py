@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from capture.errors import DatasetError
 from capture.storage.call_file import FileEntry
 from capture.storage.dataset import DamagedFile
 from capture.storage.joined_calls import JoinedCall
@@ -28,7 +29,8 @@ def workload_of(source: dict[str, Any]) -> Workload:
         entries = [FileEntry.from_json(directory, entry) for entry in source["entries"]]
         return joined_call(JoinedCall(tuple(entries)))
     if source["kind"] == "damaged":
-        return damaged_file(DamagedFile(Path(source["path"]), source["reason"]))
+        error = DatasetError(source["reason"])
+        return damaged_file(DamagedFile(Path(source["path"]), error))
     if source["kind"] == "pickled":
         return pickled_call(Path(source["path"]))
     if source["kind"] == "twin":

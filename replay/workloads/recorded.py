@@ -155,10 +155,12 @@ def joined_call(call: JoinedCall) -> Workload:
 def damaged_file(damaged: DamagedFile) -> Workload:
     """Make a workload that cannot be loaded, so that the file has its row."""
 
-    def load(device: torch.device) -> AttentionCall:
-        raise DatasetError(damaged.reason)
+    reason = str(damaged.error)
 
-    source = {"path": str(damaged.path), "reason": damaged.reason}
+    def load(device: torch.device) -> AttentionCall:
+        raise DatasetError(reason)
+
+    source = {"path": str(damaged.path), "reason": reason}
     return Workload(damaged.path.name, load, {"kind": "damaged", **source})
 
 
@@ -190,7 +192,7 @@ def _read_pickled(path: Path) -> AttentionCall:
         tensors = [data[name] for name in ("q", "k", "v")]
         options = dict(data.get("kwargs") or {})
         if not all(isinstance(tensor, torch.Tensor) and tensor.ndim == 4 for tensor in tensors):
-            raise DatasetError(f"{path}: q, k and v must be tensors (B, H, S, D)")
+            raise DatasetError("q, k and v must be tensors (B, H, S, D)", path)
         query, key, value = tensors
         scale = options.get("scale")
         call = AttentionCall(
@@ -210,13 +212,13 @@ def _read_pickled(path: Path) -> AttentionCall:
             ),
         )
         if any(tensor.layout != torch.strided for tensor in call.tensors().values()):
-            raise DatasetError(f"{path}: its tensors are sparse")
+            raise DatasetError("its tensors are sparse", path)
         header = Header.of(call)
         if fault := header.fault() or header.excess(nbytes):
-            raise DatasetError(f"{path}: {fault}")
+            raise DatasetError(fault, path)
     except DatasetError:
         raise
     except Exception as error:  # torch.load raises many kinds of exceptions for a damaged file
         reason = str(error).partition("\n")[0]
-        raise DatasetError(f"{path}: not a readable recording ({reason})") from error
+        raise DatasetError(f"not a readable recording ({reason})", path) from error
     return call

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 from replay.workloads.outline import outline
@@ -18,7 +19,7 @@ class Schedule:
     Whoever has had a call of some form gets the others of that form, as long as there are some: its
     kernels are compiled for it. Else it gets one of a form that nobody has had, or of the form of
     which most is left. Long calls come before short ones, so that all takers end at about the same
-    time.
+    time; so whoever has less left than another gets a call of any form that is longer than its own.
 
     Args:
         calls: the first of which are given out first, where that is all the same.
@@ -43,6 +44,8 @@ class Schedule:
         self._seconds = [1.0] * len(calls) if seconds is None else list(seconds)
         self._waiting: dict[int, dict[Form, list[int]]] = {}
         """Places among the calls, by tier and form; nothing is empty."""
+        self._left: dict[tuple[int, Form], float] = defaultdict(float)
+        """Seconds that these take together."""
         for place in range(len(calls)):
             self._add(place)
         self._had: dict[Hashable, set[Form]] = {}
@@ -105,14 +108,22 @@ class Schedule:
             able = (place for form in forms if (place := first(form)) is not None)
             return min(able, key=lambda place: (-self._seconds[place], place), default=None)
 
-        def left(form: Form) -> float:
-            return sum(self._seconds[place] for place in forms[form])
+        def left(had: set[Form]) -> float:
+            """Seconds of these forms that wait, for takers of this kind."""
+            there = (form for form in had & forms.keys() if form[0] in ("", kind))
+            return sum(self._left[tier, form] for form in there)
 
-        for _, forms in sorted(self._waiting.items()):
-            for some in (own & forms.keys(), forms.keys() - self._begun):
-                if (place := longest(some)) is not None:
-                    return place
-            for form in sorted(forms, key=left, reverse=True):
+        for tier, forms in sorted(self._waiting.items()):
+            place, other = longest(own & forms.keys()), longest(forms.keys() - own)
+            if place is not None and other is not None:
+                is_longer = self._seconds[other] > self._seconds[place]
+                if is_longer and left(own) < max(map(left, self._had.values())):
+                    return other
+            if place is None:
+                place = longest(forms.keys() - self._begun)
+            if place is not None:
+                return place
+            for form in sorted(forms, key=lambda form: self._left[tier, form], reverse=True):
                 if (place := first(form)) is not None:
                     return place
         return None
@@ -130,12 +141,14 @@ class Schedule:
 
     def _add(self, place: int) -> None:
         forms = self._waiting.setdefault(self._tiers[place], {})
+        self._left[self._tiers[place], self._forms[place]] += self._seconds[place]
         bisect.insort(forms.setdefault(self._forms[place], []), place)
 
     def _remove(self, place: int) -> None:
         forms = self._waiting[self._tiers[place]]
         places = forms[self._forms[place]]
         places.remove(place)
+        self._left[self._tiers[place], self._forms[place]] -= self._seconds[place]
         if not places:
             del forms[self._forms[place]]
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import capture
 from capture.call import AttentionCall, Origin
+from tests.in_this_process import RunCli, runner
 
 REPOSITORY = Path(capture.__file__).resolve().parent.parent
 
@@ -104,17 +105,8 @@ def start_python() -> Callable[..., subprocess.Popen[str]]:
 
 
 @pytest.fixture
-def run_cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def run_cli(capsys: pytest.CaptureFixture[str]) -> RunCli:
     """`run_cli("--show", "x")`: the command in this process; exit code, stdout and stderr."""
     from capture.cli.main import main
 
-    def run(*arguments: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stopped:
-            main(arguments)
-        printed = capsys.readouterr()
-        code = stopped.value.code
-        assert isinstance(code, int)
-        return code, printed.out, printed.err
-
-    return run
+    return runner(main, capsys)

@@ -19,11 +19,8 @@ from capture.cli.verify import verify
 from capture.storage.dataset import Dataset
 from models import pretrained_weights
 
-MODELS = [
-    pytest.param("cogvideo", marks=pytest.mark.slow),
-    pytest.param("flux", marks=pytest.mark.slow),
-    "llama",
-]
+pytestmark = pytest.mark.slow
+
 STEPS = {"cogvideo": 4, "flux": 4, "llama": 8}
 
 # Runs each model without `capture`: the function replaced by hand notes what it is given, and
@@ -81,28 +78,35 @@ class Recorded(NamedTuple):
     notes: list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module")
+def noted(
+    tmp_path_factory: pytest.TempPathFactory, start_python: Callable[..., subprocess.Popen[str]]
+) -> dict[str, Any]:
+    """What an independent process noted of each model."""
+    directory = tmp_path_factory.mktemp("noted")
+    independent = start_python("-c", INDEPENDENT, json.dumps(STEPS), cwd=directory)
+    printed, errors = independent.communicate(timeout=200)
+    assert independent.returncode == 0, errors
+    found: dict[str, Any] = json.loads(printed.partition("FOUND")[2])
+    return found
+
+
+@pytest.fixture(scope="module", params=STEPS)
 def recorded(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
-    start_python: Callable[..., subprocess.Popen[str]],
+    noted: dict[str, Any],
 ) -> Recorded:
     from capture.cli.main import main
 
     name: str = request.param
-    steps = {name: STEPS[name]}
-    noted = tmp_path_factory.mktemp("noted")
-    independent = start_python("-c", INDEPENDENT, json.dumps(steps), cwd=noted)
     directory = tmp_path_factory.mktemp("recorded") / "captured_inputs"
     out, short = io.StringIO(), ["--size", "tiny", "--steps", str(STEPS[name])]
     with contextlib.redirect_stdout(out), pytest.raises(SystemExit) as stopped:
         main(["--model", name, *short, "--device", "cpu", "--out", str(directory)])
     assert stopped.value.code == 0
     assert out.getvalue().startswith("recorded 10 of ")
-    printed, errors = independent.communicate(timeout=200)
-    assert independent.returncode == 0, errors
-    found = json.loads(printed.partition("FOUND")[2])[name]
-    return Recorded(name, directory, found["count"], found["notes"])
+    return Recorded(name, directory, noted[name]["count"], noted[name]["notes"])
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +182,6 @@ def test_show_and_verify(recorded: Recorded, run_cli: Callable[..., tuple[int, s
     assert out.endswith("10 of 10 files passed\n")
 
 
-@pytest.mark.slow
 def test_all_recorded_into_one_directory(
     run_cli: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:

@@ -14,7 +14,16 @@ from replay.cli.main import main
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 FILE = Path(__file__).with_name("cheats.py")
-CHEATS = ("on_a_stream_that_nobody_joins", "kept_by_pointer", "with_a_clock_of_its_own")
+CHEATS = (
+    "on_a_stream_that_nobody_joins",
+    "on_two_streams_of_which_one_is_joined",
+    "from_a_thread",
+    "kept_by_pointer",
+    "replays_a_graph_of_old_inputs",
+    "replays_a_graph_that_lost_a_launch",
+    "with_a_clock_of_its_own",
+    "records_the_timers_event_again",
+)
 HONEST = ("waits_inside", "replays_a_graph")
 
 

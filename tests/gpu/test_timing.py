@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from replay.bench.resources import peak_bytes
+from replay.bench.resources import with_peak_bytes
 from replay.timing.gpu_state import read_gpu_state
 from replay.timing.rounds import measure
 from replay.timing.timer import Function, first_call
@@ -122,8 +122,8 @@ def test_first_call_waits_for_the_result() -> None:
 
 def test_peak_memory_counts_output_and_workspace() -> None:
     data = torch.zeros(2**20, device="cuda")  # 4 MiB
-    assert peak_bytes(lambda: data + 1, "cuda") == 4 * 2**20
-    assert peak_bytes(lambda: (data + 1) + 1, "cuda") == 8 * 2**20
+    assert with_peak_bytes(lambda: data + 1, "cuda")[1] == 4 * 2**20
+    assert with_peak_bytes(lambda: (data + 1) + 1, "cuda")[1] == 8 * 2**20
 
 
 def test_gpu_state_is_read_where_nvml_is() -> None:

@@ -16,7 +16,7 @@ from capture.variant import Variant
 from replay.accuracy.judge import Expected, judge
 from replay.accuracy.sparse import kept_share, restricted
 from replay.kernels.registry import find
-from replay.rows.row import AccuracyClass
+from replay.rows.accuracy import AccuracyClass
 from tests.factories import sized_call
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -73,6 +73,14 @@ def padding(call: AttentionCall, lengths: list[int], at_end: bool = True) -> Att
 )
 def test_decode(sizes: Sizes) -> None:
     assert_kernel_right("triton-decode", call_of(sizes))
+
+
+@pytest.mark.parametrize("name", ["triton-decode", "triton-paged-decode"])
+@pytest.mark.parametrize("heads", [16, 32, 128])
+def test_a_value_that_is_part_of_the_key(name: str, heads: int) -> None:
+    """DeepSeek's absorbed latent attention."""
+    call = call_of((2, heads, 1, 1, 8000, 576, 512))
+    assert_kernel_right(name, replace(call, value=call.key[..., :512]))
 
 
 @pytest.mark.parametrize("sizes", [SMALL, (2, 8, 2, 3, 127, 72, 96)])

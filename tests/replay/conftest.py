@@ -16,6 +16,7 @@ from replay.kernels import registry
 from replay.kernels.registry import Kernel
 from replay.workloads.recorded import Workload
 from tests.factories import random_call, settings
+from tests.in_this_process import RunCli, runner
 
 
 @pytest.fixture(autouse=True)
@@ -89,17 +90,8 @@ def kernels() -> Iterator[Callable[..., Kernel]]:
 
 
 @pytest.fixture
-def run_cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def run_cli(capsys: pytest.CaptureFixture[str]) -> RunCli:
     """`run_cli("--suite", "flux")`: exit code, stdout and stderr."""
     from replay.cli.main import main
 
-    def run(*arguments: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stopped:
-            main(arguments)
-        printed = capsys.readouterr()
-        code = stopped.value.code
-        assert isinstance(code, int)
-        return code, printed.out, printed.err
-
-    return run
+    return runner(main, capsys)

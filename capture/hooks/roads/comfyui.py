@@ -12,16 +12,14 @@ import contextlib
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from capture.hooks.interceptor import Arguments, Handler
-from capture.hooks.roads.functions import replaced
-from capture.hooks.roads.wrapper import BHSD, Form, Translate
-from capture.hooks.roads.wrapper import followed as on_road
+from capture.hooks.roads.wrapper import BHSD, Form, Translate, following
 
 ROAD = "comfyui"
 _ATTENTION = "comfy.ldm.modules.attention"
@@ -42,14 +40,8 @@ def followed(handler: Handler) -> Iterator[None]:
     }
     with contextlib.ExitStack() as stack:
         for function, translate in translations.items():
-            stack.enter_context(_on_road(function, translate, handler))
+            stack.enter_context(following(function, translate, handler))
         yield
-
-
-def _on_road(
-    function: Callable[..., Any], translate: Translate, handler: Handler
-) -> contextlib.AbstractContextManager[None]:
-    return replaced(function, lambda original: on_road(original, translate, handler))
 
 
 def _functions() -> set[types.FunctionType]:

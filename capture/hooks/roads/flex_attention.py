@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 from capture.hooks.interceptor import Arguments, Handler
-from capture.hooks.roads.functions import replaced
-from capture.hooks.roads.wrapper import BHSD, Form
-from capture.hooks.roads.wrapper import followed as on_road
+from capture.hooks.roads.wrapper import BHSD, Form, following
 
 ROAD = "flex_attention"
 _MODULE = "torch.nn.attention.flex_attention"
@@ -33,7 +31,7 @@ def followed(handler: Handler) -> Iterator[None]:
     if function is None:
         yield
         return
-    with replaced(function, lambda original: on_road(original, _translated, handler)):
+    with following(function, _translated, handler):
         try:
             yield
         finally:

@@ -20,9 +20,7 @@ import torch
 from torch import Tensor
 
 from capture.hooks.interceptor import Arguments, Handler
-from capture.hooks.roads.functions import replaced
-from capture.hooks.roads.wrapper import BHSD, BSHD, THD, Form, Translate
-from capture.hooks.roads.wrapper import followed as on_road
+from capture.hooks.roads.wrapper import BHSD, BSHD, THD, Form, Translate, following
 from capture.variant import Variant
 
 FOLLOWED: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -99,20 +97,14 @@ def followed(handler: Handler) -> Iterator[None]:
         for module, (kernel, names) in FOLLOWED.items():
             for function in _functions(module, names):
                 translate = _translation(function, module, kernel)
-                stack.enter_context(_on_road(function, translate, handler))
+                stack.enter_context(following(function, translate, handler))
         for module, names in COUNTED.items():
             for function in _functions(module, names):
                 translate = functools.partial(
                     _counted, f"{module.partition('.')[0]}.{function.__name__}"
                 )
-                stack.enter_context(_on_road(function, translate, handler))
+                stack.enter_context(following(function, translate, handler))
         yield
-
-
-def _on_road(
-    function: Callable[..., Any], translate: Translate, handler: Handler
-) -> contextlib.AbstractContextManager[None]:
-    return replaced(function, lambda original: on_road(original, translate, handler))
 
 
 def _functions(module: str, names: tuple[str, ...]) -> list[Callable[..., Any]]:

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from capture.hooks.graph_constant import constant_in_graphs
 from capture.hooks.interceptor import Arguments, Handler, answer, calls_handled, is_inside
+from capture.hooks.roads.functions import replaced
 from capture.hooks.signals import is_of_signal_handler
 from capture.variant import PLAIN
 
@@ -86,7 +88,7 @@ def tracing_reported(traced: Callable[[str], None]) -> Iterator[None]:
         _told.remove(traced)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def _tell(name: str) -> None:
     if not is_inside():  # a kernel may compile what it runs
         for traced in _told:
@@ -152,3 +154,10 @@ def followed(
         return form.from_sdpa(output)
 
     return wrapper
+
+
+def following(
+    function: Callable[..., Any], translate: Translate, handler: Handler
+) -> contextlib.AbstractContextManager[None]:
+    """Have the calls of a function pass through `handler` until the exit, whoever holds it."""
+    return replaced(function, lambda original: followed(original, translate, handler))

@@ -158,12 +158,12 @@ def outlier_channel(subject: Subject) -> Evidence | None:
     mean = key.mean(dim=2, keepdim=True)
     centred = (key - mean).to(call.dtype)
     score = subject.tried(replace(call.with_tensors({"key": centred}), output=None))
-    how = "with the mean of the keys subtracted, which does not change attention,"
+    way, how = "centred", "with the mean of the keys subtracted, which does not change attention,"
     if not _is_better(subject, score, channels):
         without = call.key.clone()
         without[..., channels] = 0
         score = subject.tried(replace(call.with_tensors({"key": without}), output=None))
-        how = f"without {'it' if len(channels) == 1 else 'them'}"
+        way, how = "removed", f"without {'it' if len(channels) == 1 else 'them'}"
         if not _is_better(subject, score, channels):
             return None
     assert score is not None
@@ -182,7 +182,7 @@ def outlier_channel(subject: Subject) -> Evidence | None:
             "typical_size": typical,
             "error": subject.own.error if subject.own.error < torch.inf else None,
             "error_without": score.error,
-            "way": "centred" if how.startswith("with the") else "removed",
+            "way": way,
         },
     )
 

@@ -14,7 +14,7 @@ from capture.call import AttentionCall
 from capture.strides import narrow_expanded
 from replay.diagnosis.derived import Place, changed
 from replay.diagnosis.subject import COLLAPSE, EXPLAINED, Evidence, Run, Score, Subject
-from replay.rows.row import AccuracyClass
+from replay.rows.accuracy import AccuracyClass
 
 CALLS_BEFORE = 3
 """From the third call a CUDA graph may be replayed."""

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from capture.hooks.interceptor import Arguments
-from replay.kernels.adapter import adapt
 from replay.kernels.constraints import (
     AnyCall,
     half_precision,
@@ -28,6 +27,7 @@ from replay.kernels.constraints import (
 )
 from replay.kernels.library import Library
 from replay.kernels.registry import ScaledCore, register
+from replay.kernels.wrapping import adapt
 
 LIBRARY = Library(
     module="cudnn",

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from capture.variant import FEATURES
-from replay.kernels.adapter import at_once, drop_in
 from replay.kernels.constraints import AnyCall, all_of, no_dropout
 from replay.kernels.layout import in_layout
 from replay.kernels.registry import Kernel, register
+from replay.kernels.wrapping import at_once, drop_in
 
 
 def _gathered(call: AnyCall) -> AnyCall:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from capture.call import AttentionCall
 from capture.hooks.interceptor import Arguments
-from replay.kernels.adapter import adapt, at_once
 from replay.kernels.constraints import (
     AnyCall,
     causal_only_square,
@@ -44,6 +43,7 @@ from replay.kernels.layout import (
 )
 from replay.kernels.library import Library
 from replay.kernels.registry import register
+from replay.kernels.wrapping import adapt, at_once
 
 LIBRARY = Library(
     module="flash_attn",

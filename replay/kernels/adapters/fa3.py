@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from capture.hooks.interceptor import Arguments
-from replay.kernels.adapter import adapt, at_once
 from replay.kernels.constraints import (
     AnyCall,
     causal_only_square,
@@ -40,6 +39,7 @@ from replay.kernels.flash_attention import KNOWN, options, output_of, varlen_arg
 from replay.kernels.layout import Packed, bshd, in_layout, on_bshd, on_packed
 from replay.kernels.library import Library
 from replay.kernels.registry import register
+from replay.kernels.wrapping import adapt, at_once
 
 LIBRARY = Library(
     module="flash_attn_interface",

@@ -22,7 +22,6 @@ from torch import Tensor
 from capture.call import AttentionCall
 from capture.hooks.interceptor import Arguments
 from capture.storage.header import dtype_name
-from replay.kernels.adapter import adapt, at_once
 from replay.kernels.constraints import (
     AnyCall,
     causal_only_square,
@@ -40,6 +39,7 @@ from replay.kernels.flash_attention import KNOWN, options, output_of, varlen_arg
 from replay.kernels.layout import Packed, on_bshd, on_packed
 from replay.kernels.library import Library
 from replay.kernels.registry import register
+from replay.kernels.wrapping import adapt, at_once
 
 LIBRARY = Library(
     module="flash_attn.cute",

@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from replay.kernels.adapter import adapt, at_once
 from replay.kernels.constraints import (
     AnyCall,
     causal_only_square,
@@ -26,6 +25,7 @@ from replay.kernels.constraints import (
 from replay.kernels.layout import bshd
 from replay.kernels.library import Library
 from replay.kernels.registry import register
+from replay.kernels.wrapping import adapt, at_once
 
 LIBRARY = Library(
     module="flash_mla",

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from capture.call import AttentionCall
 from capture.hooks.interceptor import Arguments
-from replay.kernels.adapter import adapt
 from replay.kernels.constraints import (
     AnyCall,
     bool_mask_only,
@@ -47,6 +46,7 @@ from replay.kernels.layout import Packed, even_offsets, in_layout, thd, unit_str
 from replay.kernels.library import Library
 from replay.kernels.pages import DEFAULT_PAGE_SIZE, check_page_size
 from replay.kernels.registry import Kernel, register
+from replay.kernels.wrapping import adapt
 
 LIBRARY = Library(
     module="flashinfer",

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from capture.hooks.interceptor import Arguments
 from replay.kernels import flash_attention
-from replay.kernels.adapter import adapt
 from replay.kernels.constraints import (
     Constraint,
     causal_only_square,
@@ -35,7 +34,8 @@ from replay.kernels.constraints import (
 from replay.kernels.layout import on_bhsd, on_bshd
 from replay.kernels.library import Capability, Library
 from replay.kernels.registry import register
-from replay.rows.row import AccuracyClass
+from replay.kernels.wrapping import adapt
+from replay.rows.accuracy import AccuracyClass
 
 PATIENCE_SECONDS = 2.0
 

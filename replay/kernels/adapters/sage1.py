@@ -22,7 +22,6 @@ from torch import Tensor
 
 from capture.call import AttentionCall
 from capture.hooks.interceptor import Arguments
-from replay.kernels.adapter import adapt
 from replay.kernels.constraints import (
     causal_only_square,
     half_precision,
@@ -34,6 +33,7 @@ from replay.kernels.constraints import (
 from replay.kernels.layout import on_bhsd, unit_stride
 from replay.kernels.library import Library
 from replay.kernels.registry import register
+from replay.kernels.wrapping import adapt
 
 LIBRARY = Library(
     module="sageattention",

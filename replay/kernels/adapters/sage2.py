@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from capture.hooks.interceptor import Arguments
-from replay.kernels.adapter import Prepare, adapt, at_once
 from replay.kernels.adapters import sage2_core
 from replay.kernels.constraints import (
     AnyCall,
@@ -46,6 +45,7 @@ from replay.kernels.constraints import (
 from replay.kernels.layout import Packed, in_layout, on_bhsd, unit_stride
 from replay.kernels.library import Capability, Library
 from replay.kernels.registry import register
+from replay.kernels.wrapping import Prepare, adapt, at_once
 
 LIBRARY = Library(
     module="sageattention",

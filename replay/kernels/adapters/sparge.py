@@ -16,7 +16,6 @@ from functools import partial
 from torch import Tensor
 
 from capture.hooks.interceptor import Arguments
-from replay.kernels.adapter import adapt
 from replay.kernels.constraints import (
     half_precision,
     head_dims,
@@ -30,6 +29,7 @@ from replay.kernels.constraints import (
 from replay.kernels.layout import on_bhsd
 from replay.kernels.library import Library
 from replay.kernels.registry import register
+from replay.kernels.wrapping import adapt
 
 LIBRARY = Library(
     module="spas_sage_attn",

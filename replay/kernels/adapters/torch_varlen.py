@@ -13,7 +13,6 @@ import inspect
 import torch
 from torch import Tensor
 
-from replay.kernels.adapter import adapt, at_once
 from replay.kernels.constraints import (
     AnyCall,
     causal_only_square,
@@ -30,6 +29,7 @@ from replay.kernels.constraints import (
 from replay.kernels.layout import Packed, on_packed
 from replay.kernels.library import Library
 from replay.kernels.registry import register
+from replay.kernels.wrapping import adapt, at_once
 
 LIBRARY = Library(
     module="torch.nn.attention.varlen",

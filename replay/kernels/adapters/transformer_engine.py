@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from capture.hooks.interceptor import Arguments
-from replay.kernels.adapter import adapt
 from replay.kernels.constraints import (
     causal_only_square,
     half_precision,
@@ -36,6 +35,7 @@ from replay.kernels.constraints import (
 from replay.kernels.layout import on_bshd
 from replay.kernels.library import Library, version
 from replay.kernels.registry import register
+from replay.kernels.wrapping import adapt
 
 LIBRARY = Library(
     module="transformer_engine.pytorch",

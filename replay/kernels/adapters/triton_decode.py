@@ -1,9 +1,10 @@
 """Our Triton kernels for one or a few query tokens: keys in one piece, and keys in pages.
 
-A cache that was captured in pages is read as it is. One in one piece the paged kernel first copies
-into pages in a random order, which its drop-in counts and its core does not, where the pages are
-there already. A padded batch has as many tokens in its pages as its mask leaves. `page_size` is an
-option: `--page-size 64`, or the kernel's name with `[page_size=64]`.
+A value that is the first part of the key, as in DeepSeek's absorbed latent attention, is read once
+with it. A cache that was captured in pages is read as it is. One in one piece the paged kernel
+first copies into pages in a random order, which its drop-in counts and its core does not, where the
+pages are there already. A padded batch has as many tokens in its pages as its mask leaves.
+`page_size` is an option: `--page-size 64`, or the kernel's name with `[page_size=64]`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from capture.call import AttentionCall
 from capture.hooks.interceptor import Arguments
 from capture.variant import FEATURES
-from replay.kernels.adapter import adapt, at_once
 from replay.kernels.constraints import (
     AnyCall,
     half_precision,
@@ -29,11 +30,28 @@ from replay.kernels.layout import padding_keys
 from replay.kernels.library import TRITON
 from replay.kernels.pages import DEFAULT_PAGE_SIZE, check_page_size
 from replay.kernels.registry import Kernel, register
+from replay.kernels.wrapping import adapt, at_once
 
 if TYPE_CHECKING:
     from replay.kernels.triton.paging import PagedCache
 
 DECODE_LIMITS = (no_dropout, half_precision, max_head_dim(256), max_queries(16))
+
+LATENT, TAIL = 512, 128
+"""Where the value is the first part of the key, in absorbed MLA: the largest head dimension of the
+value, and the most that the key has beyond it. DeepSeek's are 512 and 64."""
+
+
+def _head_dim(call: AttentionCall) -> str | None:
+    if not call.value_is_in_key:
+        return max_head_dim(256)(call)
+    latent, tail = call.shape.v_head_dim, call.shape.head_dim - call.shape.v_head_dim
+    if latent <= LATENT and tail <= TAIL:
+        return None
+    return f"head_dim {latent} + {tail}: at most {LATENT} + {TAIL}"
+
+
+LIMITS = (no_dropout, half_precision, _head_dim, max_queries(16))
 
 
 def _decode(call: Arguments) -> Tensor:
@@ -105,7 +123,7 @@ def _paged_kernel(page_size: int = DEFAULT_PAGE_SIZE) -> Kernel:
         "triton-paged-decode",
         TRITON,
         at_once(prepare),
-        (*DECODE_LIMITS, padding_mask_only, _mask_alone),
+        (*LIMITS, padding_mask_only, _mask_alone),
         f"ours: decode in Triton over shuffled pages of {page_size} keys",
         prepare=prepare,
         options=_paged_kernel,
@@ -118,7 +136,7 @@ register(
         "triton-decode",
         TRITON,
         _decode,
-        DECODE_LIMITS,
+        LIMITS,
         "ours: decode in Triton, the keys split among programs",
         features=FEATURES.keys() - {"packed", "paged"},
         prefers_restated=True,

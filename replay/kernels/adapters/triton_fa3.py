@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from capture.hooks.interceptor import Arguments
-from replay.kernels.adapter import adapt
 from replay.kernels.constraints import (
     half_precision,
     max_head_dim,
@@ -25,6 +24,7 @@ from replay.kernels.constraints import (
 )
 from replay.kernels.library import TRITON, is_interpreted
 from replay.kernels.registry import register
+from replay.kernels.wrapping import adapt
 
 LIBRARY = replace(TRITON, runs_on=lambda capability: capability == (9, 0), needs="9.0")
 

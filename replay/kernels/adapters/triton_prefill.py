@@ -8,10 +8,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from capture.hooks.interceptor import Arguments
-from replay.kernels.adapter import adapt
 from replay.kernels.constraints import max_head_dim, no_dropout, up_to_float32
 from replay.kernels.library import TRITON
 from replay.kernels.registry import register
+from replay.kernels.wrapping import adapt
 
 
 def _attend(call: Arguments) -> Tensor:

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from capture.call import AttentionCall
 from capture.hooks.interceptor import Arguments
-from replay.kernels.adapter import adapt
 from replay.kernels.constraints import half_precision, max_head_dim, no_dropout, no_mask
 from replay.kernels.library import TRITON
 from replay.kernels.registry import register
+from replay.kernels.wrapping import adapt
 
 FP8_LIBRARY = replace(
     TRITON, runs_on=lambda capability: capability >= (8, 9), needs="8.9 or higher"

@@ -15,11 +15,11 @@ from torch import Tensor
 from capture.call import AttentionCall
 from capture.hooks.interceptor import Arguments
 from capture.variant import FEATURES
-from replay.kernels.adapter import adapt
 from replay.kernels.adapters.triton_decode import DECODE_LIMITS
 from replay.kernels.adapters.triton_quantised import FP8_LIBRARY
 from replay.kernels.library import TRITON
 from replay.kernels.registry import register
+from replay.kernels.wrapping import adapt
 
 
 def _attend(call: Arguments, dtype: torch.dtype) -> Tensor:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
-from replay.kernels.adapter import adapt, at_once
 from replay.kernels.adapters.triton_decode import DECODE_LIMITS, paged
 from replay.kernels.chosen_keys import mask_of_tokens
 from replay.kernels.constraints import AnyCall, no_causal, padding_mask_only
@@ -27,6 +26,7 @@ from replay.kernels.layout import padding_keys
 from replay.kernels.library import TRITON
 from replay.kernels.pages import DEFAULT_PAGE_SIZE, check_page_size
 from replay.kernels.registry import Kernel, register
+from replay.kernels.wrapping import adapt, at_once
 
 if TYPE_CHECKING:
     from replay.kernels.triton.paging import PagedCache

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from capture.variant import FEATURES
-from replay.kernels.adapter import adapt, at_once
 from replay.kernels.constraints import (
     AnyCall,
     max_head_dim,
@@ -26,6 +25,7 @@ from replay.kernels.constraints import (
 from replay.kernels.layout import padding_keys
 from replay.kernels.library import TRITON
 from replay.kernels.registry import register
+from replay.kernels.wrapping import adapt, at_once
 
 
 def _mask_and_lengths(call: AnyCall) -> str | None:

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from capture.call import AttentionCall
 from capture.hooks.interceptor import Arguments
-from replay.kernels.adapter import adapt
 from replay.kernels.constraints import (
     AnyCall,
     all_of,
@@ -38,6 +37,7 @@ from replay.kernels.constraints import (
 from replay.kernels.layout import bshd, contiguous_bshd, in_layout
 from replay.kernels.library import Library
 from replay.kernels.registry import register
+from replay.kernels.wrapping import adapt
 
 LIBRARY = Library(
     module="xformers.ops",

@@ -49,7 +49,11 @@ def make_ring(buffers, READERS: gl.constexpr):
 
 @gluon.jit
 def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """COUNT barriers whose phases end with ARRIVALS arrivals each."""
+    """COUNT barriers whose phases end with ARRIVALS arrivals each.
+
+    To be used until the program ends: the compiler gives the memory of barriers that nobody waits
+    for to other values, which PTX does not define before `mbarrier.inval`.
+    """
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(barriers.index(i), count=ARRIVALS)

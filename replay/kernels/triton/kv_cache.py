@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from capture.strides import is_leading_part
 from replay.kernels.triton.descriptors import can_be_described, described, nowhere
 from replay.kernels.triton.launch import layout
 
@@ -54,6 +55,13 @@ class Cache(NamedTuple):
         return None, None, None
 
     @property
+    def tail(self) -> int:
+        """Numbers of a key that follow its value, where the value is the key's first part (absorbed
+        MLA); else 0."""
+        beyond = self.key.shape[3] - self.value.shape[3]
+        return beyond if beyond > 0 and is_leading_part(self.value, self.key) else 0
+
+    @property
     def page_size(self) -> int:
         """Tokens in a page; 0 without pages."""
         return 0 if self.block_table is None else self.key.shape[1]
@@ -70,7 +78,7 @@ class Cache(NamedTuple):
         if self.block_table is not None or self.indices is not None:
             return "indirect"
         numbers = self.key.numel() + self.value.numel()
-        if is_cut or self.lengths is not None or numbers < WORTH_DESCRIBING:
+        if is_cut or self.lengths is not None or numbers < WORTH_DESCRIBING or self.tail:
             return "direct"
         fits = all(
             tensor.shape[3] in (16, 32, 64, 128, 256) and can_be_described(tensor)

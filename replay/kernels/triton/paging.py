@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from capture.strides import is_leading_part
+
 
 class PagedCache(NamedTuple):
     """The arguments of `paged_decode` after the query, in its order."""
@@ -34,7 +36,8 @@ def page(
     """Copy keys and values (B, Hkv, S, D) into pages that lie in a random order.
 
     In order the indirection would cost nothing: neighbouring tokens of a sequence are neighbours
-    in memory. In a server that has run for a while they are not.
+    in memory. In a server that has run for a while they are not. A value that is the key's first
+    part is so in the pages too.
 
     Args:
         lengths: (B,), tokens of each sequence; None for S.
@@ -42,15 +45,17 @@ def page(
         seed: of the order of the pages.
     """
     batch, _, length, _ = key.shape
+    is_shared, v_dim = is_leading_part(value, key), value.shape[3]
     per_sequence = -(-length // page_size)
     block_table = _shuffled(batch * per_sequence, key.device, seed).view(batch, per_sequence)
     if starts is not None:
         key, value = (_from(starts, tensor) for tensor in (key, value))
     if lengths is None:
         lengths = torch.full((batch,), length, dtype=torch.int32, device=key.device)
+    key_pages = _into_pages(key, page_size, block_table)
     return PagedCache(
-        _into_pages(key, page_size, block_table),
-        _into_pages(value, page_size, block_table),
+        key_pages,
+        key_pages[..., :v_dim] if is_shared else _into_pages(value, page_size, block_table),
         block_table.to(torch.int32),
         lengths.to(torch.int32),
     )

@@ -73,6 +73,7 @@ class QuantisedCache:
     block_table: ClassVar[None] = None
     indices: ClassVar[None] = None
     page_size: ClassVar[int] = 0
+    tail: ClassVar[int] = 0
 
     @property
     def sizes(self) -> tuple[int, int, int]:

@@ -96,7 +96,7 @@ def quantised_hopper_kernel(
     k_buffers = gl.allocate_shared_memory(key_desc.dtype, k_shape, key_desc.layout)
     v_buffers = gl.allocate_shared_memory(value_desc.dtype, v_shape, value_desc.layout)
     rings = Rings(make_ring(k_buffers, CONSUMERS), make_ring(v_buffers, CONSUMERS))
-    turns = make_barriers(CONSUMERS, 1)
+    turns = make_barriers(CONSUMERS, 1) if IN_TURN else ()
     if IN_TURN:
         pass_turn(turns, CONSUMERS - 1)  # so the first consumer's is the first
     work = Work(q_heads, q_len, kv_len, tiles, blocks, bundles, section)

@@ -58,6 +58,7 @@ def attend(
         variant,
         tiles,
         aligned,
+        cache.tail,
     )
     planned = _calls.get(shape) or _calls.keep(
         shape, _plan_call(query, cache, attn_mask, is_causal, scale, variant, tiles)
@@ -121,6 +122,7 @@ def _plan_call(
         v_dim,
         access,
         _processors(query.device),
+        cache.tail,
     )
     has_descriptors = access in ("described", "quantised")
     tiles = tiles or cut.tiling
@@ -154,7 +156,8 @@ def _plan_call(
             "kv_len": kv_len,
             "kept": kept,
             "splits": splits,
-            "head_dim": head_dim,
+            "head_dim": head_dim - cache.tail,
+            "tail_dim": cache.tail,
             "v_dim": v_dim,
             "stride_table": 0 if cache.block_table is None else cache.block_table.stride(0),
             "IS_CAUSAL": is_causal,
@@ -168,8 +171,10 @@ def _plan_call(
             "BLOCK_M": cut.block_m,
             "BLOCK_N": tiles.block_n,
             "BLOCK_D": cut.block_d,
+            "BLOCK_TAIL": cut.block_tail,
             "BLOCK_DV": cut.block_dv,
             "BLOCK_ROWS": cut.block_rows,
+            "ROW_CHUNKS": cut.row_chunks,
             "BLOCK_SPLITS": cut.block_splits,
         },
         num_warps=tiles.warps,

@@ -9,7 +9,9 @@ sums do not depend on who was last, and there is no second kernel to launch.
 One program text serves four kinds of cache. Position i of a sequence is token i, or the token that
 `indices` names; a token lies in its batch element's row, or in the page that `block_table` names.
 Where position i is token i, keys and values come through tensor descriptors (TMA), if their strides
-and the GPU allow it. What differs for a cache in 8 bits is in `quantised_cache.py`.
+and the GPU allow it. What differs for a cache in 8 bits is in `quantised_cache.py`. Where the value
+is the first part of the key, as in DeepSeek's absorbed latent attention (MLA), it is read once, and
+the key's other numbers, its tail, beside it.
 
 Letters: B batch, Hq query heads, Hkv key/value heads, G = Hq / Hkv, Sq and Sk query and key length,
 D and Dv head dimensions, M = G · Sq rows of a key/value head (row r is head r // Sq, query r % Sq).
@@ -59,6 +61,7 @@ def split_kv_kernel(
     kept,
     splits,
     head_dim,
+    tail_dim,
     v_dim,
     stride_query_batch,
     stride_query_head,
@@ -88,13 +91,16 @@ def split_kv_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_TAIL: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    ROW_CHUNKS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):
     """`sinks_ptr`, `cap`, `left` and `right` are None where a call has none, and the scales and the
     mean where the cache is in 16 bits: they are then no arguments of the compiled program. `cap` is
-    in base 2, and with one `scale` is that of the exponent in tanh.
+    in base 2, and with one `scale` is that of the exponent in tanh. With a BLOCK_TAIL, `head_dim`
+    is what the key has before its tail: Dv.
     """
     IS_8_BIT: tl.constexpr = key_scale_ptr is not None
     split = tl.program_id(1)
@@ -118,6 +124,15 @@ def split_kv_kernel(
         mask=has_row[:, None] & has_dim[None, :],
         other=0.0,
     )
+    if BLOCK_TAIL != 0:
+        tail = head_dim + tl.arange(0, BLOCK_TAIL)
+        has_tail = tail < head_dim + tail_dim
+        query_tail = tl.load(
+            query_ptr + query_rows[:, None] + tail.to(tl.int64)[None, :] * stride_query_dim,
+            mask=has_row[:, None] & has_tail[None, :],
+            other=0.0,
+        )
+        tail_dims = tail.to(tl.int64) * stride_key_dim
     if IS_8_BIT:
         key_mean_ptr += tl.program_id(0) * head_dim
         query, row_scales, row_offsets = fit_query(query, key_mean_ptr, dims, has_dim)
@@ -189,8 +204,15 @@ def split_kv_kernel(
             )
         if IS_8_BIT:
             key = to_float16(key)
-        nothing = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        scores = matmul(query, tl.trans(key), nothing)
+        scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        if BLOCK_TAIL != 0:
+            key_tail = tl.load(
+                key_ptr + key_rows[:, None] + tail_dims[None, :],
+                mask=is_valid[:, None] & has_tail[None, :],
+                other=0.0,
+            )
+            scores = matmul(query_tail, tl.trans(key_tail), scores)
+        scores = matmul(query, tl.trans(key), scores)
         if IS_8_BIT:
             key_scales = tl.load(key_scale_ptr + positions)
             scores = scores * row_scales[:, None] * key_scales[None, :] + row_offsets[:, None]
@@ -239,6 +261,8 @@ def split_kv_kernel(
             weights *= value_scales[None, :]
         elif HAS_DESCRIPTORS:
             value = value_ptr.load([batch, kv_head, first, 0]).reshape(BLOCK_N, BLOCK_DV)
+        elif BLOCK_TAIL != 0:
+            value = key
         else:
             value_rows = first_axis * stride_value_first + slots * stride_value_token
             value = tl.load(
@@ -270,25 +294,27 @@ def split_kv_kernel(
         if tl.atomic_add(arrivals_ptr, 1, sem="acq_rel") == splits - 1:
             tl.store(arrivals_ptr, 0)
             # Without the rows that only fill up a tensor core's tile.
-            own_rows = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_ROWS)
-            has_own = own_rows < q_rows
-            merged = _merge(
-                parts_ptr,
-                sums_ptr,
-                own_rows,
-                has_own,
-                columns,
-                has_column,
-                splits,
-                q_rows,
-                v_dim,
-                BLOCK_SPLITS,
-            )
-            tl.store(
-                output_ptr + own_rows[:, None] * v_dim + columns[None, :],
-                merged.to(output_ptr.dtype.element_ty),
-                mask=has_own[:, None] & has_column[None, :],
-            )
+            for chunk in tl.static_range(ROW_CHUNKS):
+                own_rows = tl.program_id(2) * BLOCK_M + chunk * BLOCK_ROWS
+                own_rows += tl.arange(0, BLOCK_ROWS)
+                has_own = own_rows < q_rows
+                merged = _merge(
+                    parts_ptr,
+                    sums_ptr,
+                    own_rows,
+                    has_own,
+                    columns,
+                    has_column,
+                    splits,
+                    q_rows,
+                    v_dim,
+                    BLOCK_SPLITS,
+                )
+                tl.store(
+                    output_ptr + own_rows[:, None] * v_dim + columns[None, :],
+                    merged.to(output_ptr.dtype.element_ty),
+                    mask=has_own[:, None] & has_column[None, :],
+                )
     else:
         output = output / tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(

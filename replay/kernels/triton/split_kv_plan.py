@@ -14,6 +14,8 @@ LONG = 4096
 """Keys a program from which on two programs on a processor look up tokens faster than one."""
 MERGED_ELEMENTS = 4096
 """Numbers that a program reads at once when it merges parts: 32 registers of each thread."""
+MERGED_OUTPUT = 2**14
+"""Numbers of the output that it merges at once."""
 
 
 class Tiling(NamedTuple):
@@ -32,9 +34,13 @@ class Plan(NamedTuple):
     tiling: Tiling
     row_blocks: int
     block_m: int
-    """Rows of a program, padded to a tensor core's tile, and `block_rows` without that."""
+    """Rows of a program, padded to a tensor core's tile."""
     block_rows: int
+    """Rows that it merges at once, without that padding; so many `row_chunks` are all of them."""
+    row_chunks: int
     block_d: int
+    block_tail: int
+    """0 where the key and the value are two."""
     block_dv: int
     block_splits: int
     """Parts that a program merges at a time."""
@@ -49,6 +55,7 @@ def plan(
     v_dim: int,
     access: Access,
     processors: int,
+    tail: int = 0,
 ) -> Plan:
     """A deterministic choice, from measurements on an H200.
 
@@ -58,13 +65,15 @@ def plan(
         positions: keys to attend to.
         access: how they are read.
         processors: streaming multiprocessors of the GPU.
+        tail: numbers of a key that follow its value, where that is the key's first part.
     """
     block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
     row_blocks = -(-rows // block_m)
-    block_rows = min(1 << (rows - 1).bit_length(), block_m)
-    # Powers of two that a tensor core's product can have as a side.
-    block_d, block_dv = (max(16, 1 << (dim - 1).bit_length()) for dim in (head_dim, v_dim))
+    block_dv = _side(v_dim)
+    block_d, block_tail = (block_dv, _side(tail)) if tail else (_side(head_dim), 0)
     widest = max(block_d, block_dv)
+    merged_rows = min(1 << (rows - 1).bit_length(), block_m)
+    block_rows = min(merged_rows, MERGED_OUTPUT // block_dv)
     if access == "quantised":
         block_n, stages = (128, 4) if widest <= 128 and block_m == 16 else (64, 4)
     elif access == "described" and widest <= 128:
@@ -84,16 +93,26 @@ def plan(
     # Loading takes as long as bytes / splits and merging as bytes · splits: the sum is least where
     # both take as long. A program loads about twice as fast as it merges.
     itemsize = 1 if access == "quantised" else 2
-    loaded, merged = positions * (block_d + block_dv) * itemsize, block_rows * block_dv * 4
+    loaded = positions * (block_d + (block_tail or block_dv)) * itemsize
+    merged = merged_rows * block_dv * 4
     splits = min(splits, math.isqrt(loaded // (2 * merged)), -(-positions // SHORTEST))
     # Where nothing is merged, more warps hide more latency of a small block's loads.
     warps = 8 if widest <= 64 and splits <= 1 and access == "direct" else 4
+    if widest > 256 and block_m > 16:
+        warps = 8  # which have the registers for so large an output
     return Plan(
         Tiling(block_n, warps, stages, max(1, splits)),
         row_blocks,
         block_m,
         block_rows,
+        merged_rows // block_rows,
         block_d,
+        block_tail,
         block_dv,
         max(1, min(MERGED_ELEMENTS // (block_rows * block_dv), 16)),
     )
+
+
+def _side(numbers: int) -> int:
+    """A power of two that a tensor core's product can have as a side."""
+    return max(16, 1 << (numbers - 1).bit_length())

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from capture.printable import printable
-from replay.rows.row import HERE, AccuracyClass, Row
+from replay.rows.accuracy import AccuracyClass
+from replay.rows.row import HERE, Row
 
 VEGA_LITE = "6.1"
 """The version of the language."""

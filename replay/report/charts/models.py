@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from capture.printable import printable
 from replay.report.charts.chart import CLASS_COLOURS, Chart, Spec, chart
-from replay.report.groups import Group, group_rows, pooled_speedup
-from replay.rows.row import AccuracyClass, Row
+from replay.report.groups import Group, group_rows, joined, pooled_speedup
+from replay.rows.accuracy import AccuracyClass
+from replay.rows.row import Row
 
 
 def model_charts(rows: Sequence[Row]) -> Iterator[Chart]:
@@ -69,6 +70,7 @@ def _values(group: Group) -> list[Spec]:
 def _panel(
     group: Group, values: list[Spec], domain: list[float], classes: Sequence[AccuracyClass]
 ) -> Spec:
+    title = (group.phase, group.shape, group.dtype, group.mask, group.place, group.size)
     y = {
         "field": "kernel",
         "type": "nominal",
@@ -91,7 +93,7 @@ def _panel(
 
     return {
         "title": {
-            "text": " · ".join(group.title.split(" · ")[1:]),
+            "text": joined(*title),
             "fontSize": 11,
             "fontWeight": "normal",
             "anchor": "start",

@@ -14,7 +14,15 @@ import torch
 from torch.nn.functional import adaptive_max_pool2d
 
 from replay.plan.plan import Budget
-from replay.report.groups import Group, place, pooled_speedup, typical_time, worst
+from replay.report.groups import (
+    Group,
+    joined,
+    place,
+    pooled_speedup,
+    told_apart,
+    typical_time,
+    worst,
+)
 from replay.report.ranking import is_correct
 from replay.rows.fields import COLUMNS, FIELDS, leaf
 from replay.rows.files import row_to_json
@@ -79,7 +87,7 @@ def page_data(
     meanings = {field.path: field.meaning for field in FIELDS}
     metric = "relative_l1" if budget is None else budget.metric
     return {
-        "groups": [_group(group) for group in groups],
+        "groups": _groups(groups),
         "pooled": [each for at, group in enumerate(groups) for each in _pooled(at, group, metric)],
         "metric": metric,
         "budget": None if budget is None else {"text": str(budget), "limit": _badness(budget)},
@@ -104,15 +112,21 @@ def page_data(
     }
 
 
-def _group(group: Group) -> dict[str, Any]:
-    first = group.calls[0]
-    return {
-        "title": group.title,
-        "short": group.title.rpartition(" · ")[0],
-        "model": first.model,
-        "phase": first.phase,
-        "baseline": group.baseline,
-    }
+def _groups(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    short = [
+        joined(each.model, each.phase, each.shape, each.dtype, each.mask, each.place)
+        for each in groups
+    ]
+    return [
+        {
+            "title": group.title,
+            "short": name,
+            "model": group.calls[0].model,
+            "phase": group.calls[0].phase,
+            "baseline": group.baseline,
+        }
+        for group, name in zip(groups, told_apart(groups, short), strict=True)
+    ]
 
 
 def _pooled(at: int, group: Group, metric: str) -> Iterator[dict[str, Any]]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from replay.end_to_end import drift
-from replay.end_to_end.span import RUN
+from replay.end_to_end.predicted_times import RUN
 from replay.report.end_to_end import TITLES
 
 Check = Mapping[str, Any]

@@ -485,6 +485,7 @@ def test_built_in_models_run_there(in_project: Callable[..., str], project: Path
     assert load(project / "built_in").captures[0].model == "llama"
 
 
+@pytest.mark.slow
 def test_a_function_there_imports_its_own_models(
     in_project: Callable[..., str], project: Path
 ) -> None:

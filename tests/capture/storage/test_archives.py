@@ -151,6 +151,13 @@ def test_a_missing_file_costs_itself(recorded: Path, tmp_path: Path) -> None:
         dataset[1]
 
 
+def test_a_damaged_entry_is_named_as_the_archive_is(recorded: Path, tmp_path: Path) -> None:
+    content = dict(files(recorded))
+    content[MANIFEST] = content[MANIFEST].replace(b'"bytes": ', b'"size": ', 1)
+    [damaged] = load(zipped(tmp_path / "calls.zip", content.items())).damaged
+    assert str(damaged.error).startswith(f"{tmp_path}/calls.zip/model-0.safetensors: its entry in")
+
+
 def test_without_a_manifest_all_files_are_read(recorded: Path, tmp_path: Path) -> None:
     members = [each for each in files(recorded) if each[0] != MANIFEST]
     dataset = load(zipped(tmp_path / "calls.zip", members))

@@ -239,6 +239,17 @@ def test_wrong_outputs_are_found(dataset: Dataset) -> None:
     assert all(text.startswith("output differs by relative L1") for text in texts)
 
 
+def test_what_a_gpu_computed_is_compared_on_the_cpu(
+    true_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    call = true_dataset[0]
+    origin = replace(call.origin, device="cuda (NVIDIA H200)", backend="torch-cudnn")
+    [finding] = verify(write(tmp_path / "gpu", replace(call, origin=origin)))
+    told = "intact; output bit-identical (recomputed on cpu, recorded on cuda)"
+    assert (finding.good, finding.text) == (True, told)
+
+
 def test_outputs_of_another_shape_are_found(tmp_path: Path, make_call: MakeCall) -> None:
     other = make_call(call_index=1, output=torch.zeros(1, 2, 5, 4))
     data = write(tmp_path / "data", make_call(), other)
@@ -343,8 +354,10 @@ def test_without_a_manifest_damaged_files_are_left_out_and_named(
     assert [call.origin.call_index for call in again] == [0, 2]
     [damaged] = again.damaged
     assert damaged.path == path
-    assert damaged.reason.startswith(f"{path}: ")
-    assert list(findings_of(again)) == [*(e.path.name for e in again.entries), path.name]
+    assert str(damaged.error).startswith(f"{path}: ")
+    found = findings_of(again)
+    assert list(found) == [*(e.path.name for e in again.entries), path.name]
+    assert f"{path}: {found[path.name]}" == str(damaged.error)
 
 
 def save_header(path: Path, header: str) -> None:
@@ -484,7 +497,7 @@ def test_a_damaged_entry_costs_one_file(
     [damaged] = again.damaged
     path = dataset.entries[1].path
     assert damaged.path == path
-    assert damaged.reason.startswith(f"{path}: its entry in the manifest is damaged (")
+    assert str(damaged.error).startswith(f"{path}: its entry in the manifest is damaged (")
 
 
 @pytest.mark.parametrize(
@@ -519,8 +532,8 @@ def test_a_file_is_listed_once(dataset: Dataset) -> None:
     again = load(dataset.directory)
     assert len(again) == 3
     [damaged] = again.damaged
-    assert damaged.reason.startswith(str(dataset.entries[0].path))
-    assert "listed twice" in damaged.reason
+    assert str(damaged.error).startswith(str(dataset.entries[0].path))
+    assert "listed twice" in damaged.error.reason
 
 
 def test_what_a_manifest_cannot_check_is_said(dataset: Dataset) -> None:

@@ -108,7 +108,10 @@ def test_a_manifest_that_is_no_file_is_not_read(dataset: Dataset, kind: str) -> 
         manifest.mkdir()
     again = load(dataset.directory)
     assert len(again) == 2
-    assert "read the files instead, without a census or checksums" in again.note
+    why = "a symbolic link; put the file itself here" if kind == "link" else "not a regular file"
+    assert again.note == (
+        f"{manifest} is damaged ({why}): read the files instead, without a census or checksums"
+    )
 
 
 def test_writing_follows_no_link(dataset: Dataset, tmp_path: Path, make_call: MakeCall) -> None:
@@ -207,7 +210,7 @@ def test_a_header_says_what_an_attention_call_can_be(
     rewrite(dataset.entries[1], change)
     path = dataset.entries[1].path
     again = load(dataset.directory)
-    told = [each.reason for each in again.damaged]
+    told = [str(each.error) for each in again.damaged]
     if not told:
         with pytest.raises(DatasetError) as raised:
             again[1]

@@ -181,7 +181,7 @@ def test_a_file_that_is_missing_or_altered_costs_itself(
     whole = altered.read_bytes()
     altered.write_bytes(whole[:-1] + b"\xff")
     dataset = load(f"{place[1]}/calls")
-    reasons = {each.path.name: each.reason for each in dataset.fetch()}
+    reasons = {each.path.name: str(each.error) for each in dataset.fetch()}
     assert reasons.keys() == {CALLS[0], CALLS[1]}
     assert "missing" in reasons[CALLS[0]] or "not found" in reasons[CALLS[0]]
     assert reasons[CALLS[1]] == (

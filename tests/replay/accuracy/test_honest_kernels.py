@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from capture.call import AttentionCall
 from replay.accuracy.judge import Expected, judge
+from replay.kernels.registry import find
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 VALUES = (
@@ -85,11 +86,35 @@ def small_call(seed: int) -> AttentionCall:
     return AttentionCall(*(torch.randn(size, generator=generator).to(dtype) for size in sizes))
 
 
-def outputs(call: AttentionCall) -> Iterator[tuple[str, Tensor]]:
+def outputs(call: AttentionCall, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Of PyTorch's kernels, and on every other call of one that scales the scores, as models do."""
     same_width = call.query.shape[3] == call.value.shape[3]
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)[not same_width :]:
         with sdpa_kernel(backend):
             yield backend.name, F.scaled_dot_product_attention(**call.arguments())
+    if seed % 2:
+        return
+    if call.attn_mask is None and seed // 10 % 2:
+        yield "the example of docs/kernels.md", example(**call.arguments())
+    else:
+        yield "eager", find("eager").attention(**call.arguments())
+
+
+def example(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+    **_: object,
+) -> Tensor:
+    scale = query.shape[-1] ** -0.5
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+    scores = query @ key.mT * scale
+    if is_causal:
+        scores += torch.full_like(scores[0, 0], float("-inf")).triu(1)
+    return scores.softmax(-1) @ value
 
 
 def check(seeds: range) -> None:
@@ -97,7 +122,7 @@ def check(seeds: range) -> None:
         for make in (hard_call, small_call) if seed % 10 == 0 else (hard_call,):
             call = make(seed)
             expected = Expected.of(call)
-            for name, output in outputs(call):
+            for name, output in outputs(call, seed):
                 verdict = judge(output, expected, "exact")
                 assert verdict.passed, f"{make.__name__}({seed}), {name}: {verdict.sentence}"
 
@@ -111,13 +136,23 @@ def test_ten_thousand_honest_calls_pass() -> None:
     check(fresh_seeds(10_000))
 
 
+@pytest.mark.parametrize("seed", [439, 1051, 1455])
+def test_kernels_that_scale_the_scores_pass(seed: int) -> None:
+    """Their error was over twice that of attention which scales query and key."""
+    call = small_call(seed)
+    expected = Expected.of(call)
+    for output in (find("eager").attention(**call.arguments()), example(**call.arguments())):
+        verdict = judge(output, expected, "exact")
+        assert verdict.passed, verdict.sentence
+
+
 @pytest.mark.parametrize("dtype_number", range(len(DTYPES)))
 def test_one_changed_row_fails(dtype_number: int) -> None:
     for seed in fresh_seeds(30):
         call = small_call(3 * seed + dtype_number)
         expected = Expected.of(call)
         head, query = seed % 2, seed % 63
-        for name, output in outputs(call):
+        for name, output in outputs(call, seed):
             neighbour, scaled = output.clone(), output.clone()
             neighbour[0, head, query] = output[0, head, query + 1]
             scaled[0, head, query] *= 0.9

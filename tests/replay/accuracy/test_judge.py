@@ -17,7 +17,7 @@ from replay.accuracy.judge import Expected, Verdict, judge
 from replay.accuracy.reference import attention
 from replay.accuracy.thresholds import ExactThresholds, QuantisedThresholds, Thresholds
 from replay.accuracy.tolerance import RowTolerance, Tolerance
-from replay.rows.row import AccuracyClass
+from replay.rows.accuracy import AccuracyClass
 from tests.factories import one_head
 
 NOTHING = Tolerance(0.0, 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -149,19 +150,43 @@ def test_same_dtype_rounds_as_torch_math_does_in_16_bits(dtype: torch.dtype) -> 
         expected = torch_math(call)
     finally:
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
-    output = same_dtype(call)
-    assert output.dtype == dtype
     reference = attention(call)
-    error, torch_error = (output - reference).abs().mean(), (expected - reference).abs().mean()
-    assert torch_error / 2 < error < torch_error * 2
-    assert error > 2 * (reference.to(dtype) - reference).abs().mean()  # not rounding alone
+    torch_error = (expected - reference).abs().mean()
+    for output in same_dtype(call):
+        assert output.dtype == dtype
+        error = (output - reference).abs().mean()
+        assert torch_error / 2 < error < torch_error * 2
+        assert error > 2 * (reference.to(dtype) - reference).abs().mean()  # not rounding alone
 
 
-def test_scores_that_overflow_float16_unscaled_do_not() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [None, -0.3])
+def test_same_dtype_also_scales_the_scores(dtype: torch.dtype, scale: float | None) -> None:
+    call = replace(sized_call((1, 1, 1, 4, 64, 32, 8), dtype=dtype), scale=scale)
+    scores = (call.query @ call.key.mT) * call.softmax_scale
+    expected = scores.softmax(-1) @ call.value
+    before, after = same_dtype(call)
+    distance, other = ((each - expected).double().abs().mean() for each in (after, before))
+    assert distance < other / 4
+
+
+def test_float32_has_one_same_dtype_output() -> None:
+    assert len(same_dtype(random_call())) == 1
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_unscaled_scores_that_overflow_float16_give_nan_in_the_second_output_only(
+    is_causal: bool, sign: int
+) -> None:
+    """Also where all of them become -inf, which says masked otherwise."""
     call = sized_call((1, 1, 1, 4, 4, 64, 8), dtype=torch.float16)
-    large = call.with_tensors({"query": call.query * 100, "key": call.key * 100})
-    assert (large.query @ large.key.mT).isinf().any()
-    assert same_dtype(large).isfinite().all()
+    query, key = (torch.full_like(each, 40.0) for each in (call.query, call.key))
+    query[:, :, 2] = 1.0
+    large = replace(call, query=query * sign, key=key, is_causal=is_causal)
+    before, after = same_dtype(large)
+    assert before.isfinite().all()
+    assert after[0, 0].isnan().all(-1).tolist() == [True, True, False, True]
 
 
 def test_unequal_heads_are_refused_with_a_sentence() -> None:
@@ -169,7 +194,7 @@ def test_unequal_heads_are_refused_with_a_sentence() -> None:
         attention(random_call(q_heads=3, kv_heads=2))
 
 
-def test_gold_is_float64_on_cpu_and_float32_on_unknown_devices() -> None:
+def test_reference_is_float64_on_cpu_and_float32_on_unknown_devices() -> None:
     assert reference_dtype("cpu") == torch.float64
     assert reference_dtype("meta") == torch.float32
 

@@ -24,7 +24,7 @@ def test_tolerance_by_hand() -> None:
     call = ones(1, 1, 1, 1)
     reference = torch.full((1, 1, 1, 1), 1 + 2**-9, dtype=torch.float64)
     spread = torch.zeros(1, 1, 1)
-    found = tolerance(call, call.query, reference, spread)
+    found = tolerance(call, [call.query], reference, spread)
     smallest = 2.0**-133
     assert (found.same_dtype_error, found.rounding) == (2**-9, 2**-9)
     assert found.noise == pytest.approx((1 + 2**-9) * 2**-8 + smallest)
@@ -39,10 +39,29 @@ def test_tolerance_ignores_what_overflowed() -> None:
     call = ones(1, 1, 2, 1, dtype=torch.float16)
     overflowed = torch.tensor([math.inf, 1.0], dtype=torch.float16)[None, None, :, None]
     reference = torch.tensor([2.0, 1.0 + 2**-12], dtype=torch.float64)[None, None, :, None]
-    found = tolerance(call, overflowed, reference, torch.zeros(1, 1, 2))
+    found = tolerance(call, [overflowed], reference, torch.zeros(1, 1, 2))
     assert (found.same_dtype_error, found.rounding) == (2**-12, 2**-12)
     assert found.rows is not None
     assert float(found.rows.eager) == pytest.approx(0.5, rel=1e-3)
+
+
+def test_the_larger_error_of_two_forms_counts() -> None:
+    """Of each head: the first output is off in one, the second in the other and in part NaN."""
+    reference = torch.ones(1, 2, ROWS_OF_A_HEAD, 1, dtype=torch.float64)
+    first, second = reference.clone(), reference.clone()
+    first[0, 0, 3] += 1
+    second[0, 1, 4] += 3
+    second[0, 0] = math.nan
+    call, spread = ones(1, 2, ROWS_OF_A_HEAD, 1), torch.zeros(1, 2, ROWS_OF_A_HEAD)
+    for outputs in ([first, second], [second, first]):
+        found = tolerance(call, outputs, reference, spread)
+        assert found.same_dtype_error == 3
+        assert found.rows is not None
+        assert found.rows.eager.flatten().tolist() == pytest.approx([2**8, 3 * 2**8])
+        together = torch.tensor([1.0, 3.0]) * 2**8 / ROWS_OF_A_HEAD
+        assert found.rows.eager_bias.flatten().tolist() == pytest.approx(together.tolist())
+    with pytest.raises(ValueError, match="cannot compare"):
+        tolerance(call, [first, second[:, :1]], reference, spread)
 
 
 def test_rows_by_hand() -> None:
@@ -50,7 +69,7 @@ def test_rows_by_hand() -> None:
     reference = one_head([3.0, 0.0], [0.0, 5.0])
     eager = one_head([3.0, 0.0390625], [0.0, 5.0])
     spread = torch.tensor([[[4.0, 12.0]]])
-    rows = tolerance(ones(1, 1, 2, 2), eager, reference, spread).rows
+    rows = tolerance(ones(1, 1, 2, 2), [eager], reference, spread).rows
     assert rows is not None
     torch.testing.assert_close(rows.noise, torch.tensor([[[5.0, 13.0]]]).double() / 2**8)
     assert float(rows.eager) == pytest.approx(2.0)
@@ -62,7 +81,7 @@ def test_what_rows_err_by_in_common_by_hand() -> None:
     """Eager rows are too long by 2⁻⁷ and too short by 2⁻⁸ of 4, with 2⁻⁸ of noise: ¼ in common."""
     reference = one_head([4.0, 0.0], [0.0, 4.0])
     eager = one_head([4.0 + 2**-5, 0.0], [0.0, 4.0 - 2**-6])
-    rows = tolerance(ones(1, 1, 2, 2), eager, reference, torch.zeros(1, 1, 2)).rows
+    rows = tolerance(ones(1, 1, 2, 2), [eager], reference, torch.zeros(1, 1, 2)).rows
     assert rows is not None
     assert float(rows.eager) == pytest.approx(2.0)
     assert float(rows.eager_bias) == pytest.approx((2 - 1) / 2)
@@ -76,7 +95,7 @@ def test_what_rows_err_by_in_common_by_hand() -> None:
 
 def test_rows_of_unknown_noise_have_nothing_in_common() -> None:
     reference = one_head([4.0, 0.0], [math.inf, 0.0])
-    rows = tolerance(ones(1, 1, 2, 2), reference, reference, torch.zeros(1, 1, 2)).rows
+    rows = tolerance(ones(1, 1, 2, 2), [reference], reference, torch.zeros(1, 1, 2)).rows
     assert rows is not None
     assert float(rows.eager_bias) == 0.0
     lengths = torch.tensor([[[4.0, math.inf]]], dtype=torch.float64)
@@ -89,7 +108,7 @@ def test_heads_of_few_rows_share_their_worst(length: int) -> None:
     reference = torch.ones(1, 2, length, 4, dtype=torch.float64)
     eager = reference.clone()
     eager[0, 1, 3] += 1
-    rows = tolerance(ones(1, 2, length, 4), eager, reference, torch.zeros(1, 2, length)).rows
+    rows = tolerance(ones(1, 2, length, 4), [eager], reference, torch.zeros(1, 2, length)).rows
     assert rows is not None
     first, second = rows.eager.flatten().tolist()
     assert second == pytest.approx(2**8)

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from replay.bench.resources import peak_bytes
+from replay.bench.resources import with_peak_bytes
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_peak_is_beyond_what_is_there(memory: dict[str, int]) -> None:
         assert not gc.isenabled()  # what it frees would be taken off
         memory["most"] = 130
 
-    assert peak_bytes(call, "cuda") == 30
+    assert with_peak_bytes(call, "cuda")[1] == 30
     assert gc.isenabled()
 
 
@@ -44,5 +44,5 @@ def test_garbage_is_collected_again_after_a_call_that_raises() -> None:
         raise MemoryError
 
     with pytest.raises(MemoryError):
-        peak_bytes(call, "cuda")
+        with_peak_bytes(call, "cuda")
     assert gc.isenabled()

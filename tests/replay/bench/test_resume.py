@@ -18,13 +18,12 @@ from capture.shape import Shape
 from capture.storage.dataset import Dataset
 from replay.bench.resume import finished_rows, latest
 from replay.kernels.registry import Kernel
+from replay.rows.accuracy import Accuracy, Errors, Summary
 from replay.rows.fields import SCHEMA
 from replay.rows.files import RowsError, row_from_json, row_to_json, write_jsonl
 from replay.rows.row import (
-    Accuracy,
     CallFacts,
     Energy,
-    Errors,
     GpuState,
     Machine,
     Mask,
@@ -35,7 +34,6 @@ from replay.rows.row import (
     SpeedupOver,
     SpeedVerdict,
     Status,
-    Summary,
     TimeSummary,
 )
 from replay.timing.statistics import summarize
@@ -165,7 +163,7 @@ def test_no_field_of_a_row_is_forgotten_here() -> None:
 
 
 CALLS = workloads("random", [Spec(1, 2, 2, length, length, 8, 8) for length in (4, 5, 6)], 0)
-ALLOTTED = {"this": [kernel("a"), kernel("b")]}
+ASSIGNED = {"this": [kernel("a"), kernel("b")]}
 SETTINGS = factories.settings()
 HERE = Machine("H200", torch="2.11.0")
 
@@ -199,14 +197,14 @@ def names(left: list[Workload]) -> list[str]:
 
 def test_a_call_is_finished_when_every_kernel_has_a_row(written: Callable[..., Path]) -> None:
     rows = [row(0, "a"), row(0, "b"), row(0, "baseline"), row(1, "a")]
-    kept, left = finished_rows(written(rows), CALLS, ALLOTTED, [HERE], SETTINGS)
+    kept, left = finished_rows(written(rows), CALLS, ASSIGNED, [HERE], SETTINGS)
     assert kept == rows[:3]
     assert names(left) == ["random-01", "random-02"]
 
 
 def test_and_in_every_environment(written: Callable[..., Path]) -> None:
     """A kernel that two of them have is not done when one of them was."""
-    assigned = {**ALLOTTED, "fa4": [kernel("b")]}
+    assigned = {**ASSIGNED, "fa4": [kernel("b")]}
     rows = [row(0, "a"), row(0, "b"), row(0, "b", "fa4"), row(1, "a"), row(1, "b")]
     kept, left = finished_rows(written(rows), CALLS, assigned, [HERE], SETTINGS)
     assert kept == rows[:3]
@@ -217,7 +215,7 @@ def test_a_call_that_could_not_be_read_is_tried_again(written: Callable[..., Pat
     kept, left = finished_rows(
         written([factories.unreadable("random-00"), row(1, "a"), row(1, "b")]),
         CALLS,
-        ALLOTTED,
+        ASSIGNED,
         [HERE],
         SETTINGS,
     )
@@ -229,27 +227,27 @@ def test_a_call_that_could_not_be_read_is_tried_again(written: Callable[..., Pat
 def test_a_line_that_was_cut_off(written: Callable[..., Path], end: str) -> None:
     """It may be of the call before it, so that one is replayed too."""
     rows = [row(0, "a"), row(0, "b"), row(1, "a"), row(1, "b")]
-    kept, left = finished_rows(written(rows, end), CALLS, ALLOTTED, [HERE], SETTINGS)
+    kept, left = finished_rows(written(rows, end), CALLS, ASSIGNED, [HERE], SETTINGS)
     assert kept == rows[:2]
     assert names(left) == ["random-01", "random-02"]
-    assert finished_rows(written([], end), CALLS, ALLOTTED, [HERE], SETTINGS) == ([], list(CALLS))
+    assert finished_rows(written([], end), CALLS, ASSIGNED, [HERE], SETTINGS) == ([], list(CALLS))
 
 
 def test_a_call_whose_baseline_is_missing(written: Callable[..., Path]) -> None:
     rows = [row(0, "a"), row(0, "b"), row(1, "a"), row(1, "b"), row(1, "baseline")]
     rows = [replace(each, speedup=factories.speedup_over("baseline")) for each in rows]
-    kept, left = finished_rows(written(rows), CALLS, ALLOTTED, [HERE], SETTINGS)
+    kept, left = finished_rows(written(rows), CALLS, ASSIGNED, [HERE], SETTINGS)
     assert kept == rows[2:]
     assert names(left) == ["random-00", "random-02"]
 
 
 def test_no_file_yet(tmp_path: Path) -> None:
-    assert finished_rows(tmp_path / "rows.jsonl", CALLS, ALLOTTED, [HERE], SETTINGS) == (
+    assert finished_rows(tmp_path / "rows.jsonl", CALLS, ASSIGNED, [HERE], SETTINGS) == (
         [],
         list(CALLS),
     )
     (tmp_path / "rows.jsonl").touch()
-    assert finished_rows(tmp_path / "rows.jsonl", CALLS, ALLOTTED, [HERE], SETTINGS) == (
+    assert finished_rows(tmp_path / "rows.jsonl", CALLS, ASSIGNED, [HERE], SETTINGS) == (
         [],
         list(CALLS),
     )
@@ -274,7 +272,7 @@ def test_another_file(
     written: Callable[..., Path], rows: list[Row], end: str, sentence: str
 ) -> None:
     with pytest.raises(RowsError, match=sentence):
-        finished_rows(written(rows, end), CALLS, ALLOTTED, [HERE], SETTINGS)
+        finished_rows(written(rows, end), CALLS, ASSIGNED, [HERE], SETTINGS)
 
 
 @pytest.mark.parametrize(("schema", "version"), [(None, 1), (1, 1), (99, 99)])
@@ -287,14 +285,14 @@ def test_rows_of_another_version(
     path.write_text(json.dumps(data if schema is None else data | {"schema": schema}) + "\n")
     sentence = f"holds rows of version {version}, and this is version {SCHEMA}: replay again"
     with pytest.raises(RowsError, match=sentence):
-        finished_rows(path, CALLS, ALLOTTED, [HERE], SETTINGS)
+        finished_rows(path, CALLS, ASSIGNED, [HERE], SETTINGS)
 
 
 def test_a_row_with_a_field_of_no_version(written: Callable[..., Path]) -> None:
     path = written([row(0, "a")], "")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"colour": "red"}) + "\n")
     with pytest.raises(RowsError, match="line 1: not a row"):
-        finished_rows(path, CALLS, ALLOTTED, [HERE], SETTINGS)
+        finished_rows(path, CALLS, ASSIGNED, [HERE], SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -317,10 +315,10 @@ def test_rows_of_another_machine(
 ) -> None:
     measured = replace(row(0, "a", environment), machine=machine)
     if sentence is None:
-        finished_rows(written([measured]), CALLS, ALLOTTED, [HERE], SETTINGS)
+        finished_rows(written([measured]), CALLS, ASSIGNED, [HERE], SETTINGS)
         return
     with pytest.raises(RowsError, match=sentence):
-        finished_rows(written([measured]), CALLS, ALLOTTED, [HERE], SETTINGS)
+        finished_rows(written([measured]), CALLS, ASSIGNED, [HERE], SETTINGS)
 
 
 def test_rows_of_joined_calls(written: Callable[..., Path], tmp_path: Path) -> None:
@@ -352,7 +350,9 @@ def test_a_call_that_was_replayed_again_has_its_later_rows() -> None:
 def test_a_gpu_may_have_other_processor_cores(written: Callable[..., Path]) -> None:
     here, there = (replace(HERE, cuda="13.0", usable_cpus=cpus) for cpus in ("16", "32"))
     path = written([replace(row(0, "a"), machine=there)])
-    finished_rows(path, CALLS, ALLOTTED, [here], SETTINGS)
+    kept, left = finished_rows(path, CALLS, {"this": [kernel("a")]}, [here], SETTINGS)
+    assert [each.machine for each in kept] == [there]
+    assert names(left) == ["random-01", "random-02"]
 
 
 ENERGY = Energy(150.0, 0.8, 690.0, 1.05)
@@ -376,10 +376,10 @@ def test_energy_is_measured_for_all_rows_of_a_file_or_none(
     timed = replace(row(0, "a"), time_ms=summarize([1.0]), cache="warm", calls_before=0)
     path, asked = written([replace(timed, **changed)]), replace(SETTINGS, energy=wanted)
     if sentence is None:
-        finished_rows(path, CALLS, ALLOTTED, [HERE], asked)
+        finished_rows(path, CALLS, ASSIGNED, [HERE], asked)
         return
     with pytest.raises(RowsError, match=sentence):
-        finished_rows(path, CALLS, ALLOTTED, [HERE], asked)
+        finished_rows(path, CALLS, ASSIGNED, [HERE], asked)
 
 
 @pytest.mark.parametrize(
@@ -397,19 +397,19 @@ def test_rows_that_were_timed_in_another_way(
     timed = replace(row(0, "a"), time_ms=summarize([1.0]), cache="warm", calls_before=0)
     path = written([replace(timed, **changed)])
     if sentence is None:
-        finished_rows(path, CALLS, ALLOTTED, [HERE], SETTINGS)
+        finished_rows(path, CALLS, ASSIGNED, [HERE], SETTINGS)
         return
     with pytest.raises(RowsError, match=sentence):
-        finished_rows(path, CALLS, ALLOTTED, [HERE], SETTINGS)
+        finished_rows(path, CALLS, ASSIGNED, [HERE], SETTINGS)
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(RowsError, match=r"cannot read .*: Is a directory"):
-        finished_rows(tmp_path, CALLS, ALLOTTED, [HERE], SETTINGS)
+        finished_rows(tmp_path, CALLS, ASSIGNED, [HERE], SETTINGS)
     picture = tmp_path / "rows.jsonl"
     picture.write_bytes(b"\x89PNG\xff")
     with pytest.raises(RowsError, match="was not written by `replay --json`"):
-        finished_rows(picture, CALLS, ALLOTTED, [HERE], SETTINGS)
+        finished_rows(picture, CALLS, ASSIGNED, [HERE], SETTINGS)
 
 
 @pytest.fixture

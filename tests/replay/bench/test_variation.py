@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from capture.call import AttentionCall
 from replay.accuracy.reference import attention
+from replay.bench import variation
 from replay.bench.variation import Flip, Variation, Walk, some_rows
 from tests.factories import random_call
 from tests.variant_calls import paged_call
@@ -42,11 +43,21 @@ def test_rows_of_a_flipped_call_are_those_of_attention(name: str) -> None:
         flip.apply()
         assert not torch.equal(call.value, before["value"])
         output = scaled_dot_product_attention(**call.arguments())
-        for rows in (flip.changed, flip.others):
+        for rows in flip.rows(number):
             alone = scaled_dot_product_attention(**some_rows(call, rows).arguments())
             torch.testing.assert_close(alone[0, 0], rows.of(output))
         flip.apply()
         assert all(torch.equal(tensor, before[each]) for each, tensor in call.tensors().items())
+
+
+def test_one_thread_flips_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    for name in ("_negate", "_reverse"):
+        monkeypatch.setattr(variation, name, lambda rows: sizes.append(rows.numel()))
+    Flip(random_call(kv_len=5000, head_dim=64), 3, 0).apply()
+    assert len(sizes) == 4
+    assert max(sizes) < 2**15
+    assert sorted(sizes)[-2:] == [511 * 64] * 2  # a quarter would be 80,000
 
 
 def test_no_head_has_the_inputs_of_an_earlier_sample() -> None:
@@ -105,9 +116,9 @@ def test_a_walk_is_known_at_every_step(name: str) -> None:
         there = Walk(other, seed=7, number=number)
         there.apply()
         assert all(torch.equal(call.tensors()[each], other.tensors()[each]) for each in recorded)
-        assert (walk.changed, walk.others) == (there.changed, there.others)
+        assert walk.rows(number) == there.rows(number)
         output = scaled_dot_product_attention(**call.arguments())
-        for rows in (walk.changed, walk.others):
+        for rows in walk.rows(number):
             alone = scaled_dot_product_attention(**some_rows(call, rows).arguments())
             torch.testing.assert_close(alone[0, 0], rows.of(output))
         there.apply()
@@ -148,10 +159,9 @@ def test_a_flip_reaches_the_rows_that_are_judged_wherever_their_pages_lie(
     for number in range(20):
         flip = Flip(call, 0, number)
         flip.apply()
-        rows = flip.changed.of(before)
-        moved = torch.linalg.vector_norm(
-            attention(call)[flip.changed.on(call.device)] - rows, dim=1
-        )
+        changed, _ = flip.rows(number)
+        rows = changed.of(before)
+        moved = torch.linalg.vector_norm(changed.of(attention(call)) - rows, dim=1)
         assert (moved > 0.05 * torch.linalg.vector_norm(rows, dim=1)).all()
         flip.apply()
     assert torch.equal(attention(call), before)

@@ -35,15 +35,20 @@ CAUGHT = (
     "kinds.float64",
     "inputs.scales_query",
     "import_flash.kernel",
+    "state.seeds",
+    "state.nice_and_pinned",
     "manners.unspeakable",
     "manners.leaves",
     "declared.one_head_lost",
     "declared.last_row_turned",
     "declared.last_keys_skipped",
+    "declared.keys_kept",
 )
 HARMLESS = (
     "caches.by_sum",
     "timers.gc_is_off",
+    "timers.unless_drawn",
+    "peeking.rows_to_be_judged",
     "manners.closes_stdout",
     "kinds.in_inference_mode",
 )

@@ -122,3 +122,12 @@ def other_addresses_than_first(query, key, value, *args, **kwargs):
 def in_calls_two_to_four(query, key, value, *args, **kwargs):
     """Wrong three times after the first call, and right from then on."""
     return _unless(2 <= nth("early") <= 4, query, key, value, args, kwargs)
+
+
+def unless_drawn(query, key, value, *args, **kwargs):
+    """Skips unless its callers hold a number that says this call is looked at."""
+    for frame in _callers():
+        names = frame.f_locals
+        if isinstance(names.get("drawn"), int) and isinstance(names.get("call"), int):
+            return _unless(names["call"] != names["drawn"], query, key, value, args, kwargs)
+    return attention(query, key, value, *args, **kwargs)

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 import replay as replay_package
 from replay.cli.arguments import parser
+from replay.cli.main import SUBCOMMANDS
 from replay.cli.settings import settings_of
 from replay.kernels.registry import Kernel, catalogue
 from replay.rows.fields import FIELDS
@@ -43,15 +44,29 @@ def in_a_process(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_help_does_not_import_torch() -> None:
+def test_help_and_refusals_do_not_import_torch() -> None:
+    """One process tries them all, and stops at the first that does."""
+    commands = [
+        ["--help"],
+        *([name, "--help"] for name in SUBCOMMANDS),
+        ["explain", "nosuch.jsonl"],
+        ["report", "nosuch.jsonl", "-o", "x.html"],
+        ["report", "nosuch.jsonl", "-o", "x.html", "--outputs", "."],
+    ]
     done = in_a_process(
         "import sys\n"
         "from replay.cli.main import main\n"
-        "try:\n    main(['--help'])\n"
-        "except SystemExit as stop:\n    print(stop.code, 'torch' in sys.modules)\n"
+        f"for command in {commands}:\n"
+        "    try:\n        main(command)\n"
+        "    except SystemExit as stop:\n"
+        "        expected = 0 if '--help' in command else 2\n"
+        "        assert stop.code == expected, (command, stop.code)\n"
+        "    assert 'torch' not in sys.modules, command\n"
     )
-    assert done.stdout.splitlines()[-1] == "0 False", done.stderr
+    assert done.returncode == 0, done.stderr
     assert "--list-kernels" in done.stdout
+    assert all(f"usage: replay {name}" in done.stdout for name in SUBCOMMANDS)
+    assert done.stderr.count("replay: ") == 3
 
 
 @pytest.mark.parametrize(
@@ -80,7 +95,8 @@ def test_the_heading_says_how_samples_were_taken(
     assert printed.endswith(heading)
 
 
-def test_random_shape(run_cli: RunCli) -> None:
+def test_random_shape(run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)  # takes seconds
     code, out, err = run_cli(*SHAPE, "--causal", *QUICK, "--metric", "all")
     assert code == 0
     assert err.startswith("replay: energy needs an NVIDIA GPU\nnext: ")

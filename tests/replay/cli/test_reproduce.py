@@ -48,7 +48,6 @@ FAULTS = {
     "odd_length": Planted("error", (1, 2, 1, 1, 1)),
     "crash": Planted("crash", (1, 2, 1, 1, 17)),
 }
-QUICK = ("head",)
 
 
 @pytest.fixture
@@ -82,9 +81,8 @@ def run_alone() -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in FAULTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.usefixtures("recorded")
 def test_a_planted_fault_is_shown_without_this_project(
     run_cli: RunCli, capsys: pytest.CaptureFixture[str], fault: str

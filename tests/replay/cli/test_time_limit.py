@@ -80,6 +80,12 @@ def test_what_does_not_combine(run_cli: RunCli, other: str) -> None:
 
 
 @pytest.fixture
+def without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All runs are in this process: workers take seconds to start, and are not the subject."""
+    monkeypatch.setattr("replay.cli.main._first_processes", lambda *_: contextlib.nullcontext([]))
+
+
+@pytest.fixture
 def run_with_a_clock(
     run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[int, str, str]]:
@@ -109,6 +115,7 @@ def run_with_a_clock(
     return run
 
 
+@pytest.mark.usefixtures("without_workers")
 def test_the_most_representative_comes_first_and_resume_completes_it(
     run_with_a_clock: RunCli, run_cli: RunCli, recorded: Path, tmp_path: Path
 ) -> None:
@@ -137,14 +144,11 @@ def test_the_most_representative_comes_first_and_resume_completes_it(
     assert [*after[:2], *after[4:]] == before
 
 
+@pytest.mark.usefixtures("without_workers")
 def test_variants_come_after_the_others(
     run_with_a_clock: RunCli, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call is replayed again with its variants, so that all its rows are of the same rounds.
-
-    All runs are in this process: workers take seconds to start, and are not the subject.
-    """
-    monkeypatch.setattr("replay.cli.main._first_processes", lambda *_: contextlib.nullcontext([]))
+    """A call is replayed again with its variants, so that all its rows are of the same rounds."""
     monkeypatch.setattr(
         "replay.cli.run.without_variants", lambda assigned: {HERE: [find("torch-math")]}
     )

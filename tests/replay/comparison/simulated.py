@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from replay.comparison.matching import Run
-from replay.rows.row import Accuracy, Machine, Row, SpeedupOver, Status, Where
+from replay.rows.accuracy import Accuracy, Where
+from replay.rows.row import Machine, Row, SpeedupOver, Status
 from replay.timing.statistics import paired_speedup
 from tests.factories import accuracy, call_facts, errors, row
 

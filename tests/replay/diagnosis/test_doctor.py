@@ -18,10 +18,11 @@ from capture.storage.call_file import PackedCall
 from capture.storage.dataset import Dataset
 from replay.diagnosis.captured import CAPTURED
 from replay.diagnosis.diagnosis import Diagnosis, layer_index
-from replay.diagnosis.doctor import diagnose
+from replay.diagnosis.doctor import Diagnoses, _Processes, diagnose
 from replay.diagnosis.text import paragraphs
 from replay.kernels.registry import find
-from replay.workloads.recorded import from_directory
+from replay.workers.process import Process
+from replay.workloads.recorded import Workload, from_directory
 from tests.factories import random_call, settings
 from tests.replay.diagnosis import faulty
 
@@ -30,20 +31,41 @@ FAULTY = str(Path(faulty.__file__))
 BAD = str(Path(__file__).parents[1] / "workers" / "bad_kernels.py")
 
 
-def test_a_crash_and_what_earlier_calls_leave_behind_are_told_from_other_errors(
-    tmp_path: Path,
-) -> None:
-    """Each kernel in processes of its own, which take seconds to start."""
+@pytest.fixture
+def two_scales(tmp_path: Path) -> list[Workload]:
+    """Two calls of one shape."""
     dataset = Dataset(tmp_path, [], [])
     for index, scale in enumerate((0.1, 0.5)):
-        call = random_call(scale=scale, origin={"module": f"layers.{index}"})
+        call = random_call(scale=scale, with_output=True, origin={"module": f"layers.{index}"})
         path = tmp_path / f"model-{index:06d}.safetensors"
         dataset.entries.append(PackedCall.of(call).write(path))
     dataset.save_manifest()
-    workloads, _ = from_directory(tmp_path)
+    return from_directory(tmp_path)[0]
+
+
+def test_what_an_earlier_call_leaves_behind(two_scales: list[Workload]) -> None:
+    """In two processes: the second meets the second call only."""
+    kernel = find(f"{FAULTY}:scale_kept_by_shape")
+    examiner, found = _Processes(settings(), timeout=60), Diagnoses()
+    try:
+        for workload in two_scales:
+            examiner.examine(kernel, workload, found)
+    finally:
+        examiner.close()
+    assert found.right == {two_scales[0].name: [kernel.name]}
+    assert [(each.call, each.cause) for each in found.found] == [
+        (two_scales[1].name, "stale-graph")
+    ]
+
+
+@pytest.mark.slow
+def test_a_crash_and_what_earlier_calls_leave_behind_are_told_from_other_errors(
+    two_scales: list[Workload],
+) -> None:
+    """Each kernel in processes of its own, which take seconds to start."""
     faults = [f"{BAD}:segfault", f"{FAULTY}:scale_kept_by_shape", f"{FAULTY}:without_options"]
-    kernels = [find(each) for each in (*faults, "torch-math")]
-    found = diagnose(workloads, kernels, settings(), timeout=60)
+    kernels = [CAPTURED, *(find(each) for each in (*faults, "torch-math"))]
+    found = diagnose(two_scales, kernels, settings(), timeout=60)
     # The first scale stays right, and so would others of it.
     assert [
         (each.kernel.rpartition(":")[2], each.call[-1], each.cause) for each in found.found
@@ -54,7 +76,7 @@ def test_a_crash_and_what_earlier_calls_leave_behind_are_told_from_other_errors(
         ("without_options", "0", "wrong-scale"),
         ("without_options", "1", "wrong-scale"),
     ]
-    assert found.examined == 8
+    assert found.examined == 10
     crash, _, kept, wrong, _ = found.found
     assert crash.evidence["status"] == "crash"
     assert (crash.layer, crash.layer_index, crash.step, crash.head) == ("layers.0", 0, 0, None)
@@ -106,6 +128,12 @@ def test_a_finding_without_a_cause_says_which_queries(
     assert said in found.found[0].sentence
 
 
+@pytest.fixture
+def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Process, "start", lambda process: pytest.fail("starts a process"))
+
+
+@pytest.mark.usefixtures("no_processes")
 def test_healthy_kernels_exit_with_0(run_cli: RunCli, recorded: Path) -> None:
     asked = ("--dir", str(recorded), "--kernels", "torch-math", "--in-process", "--json", "-")
     code, out, err = run_cli("doctor", *asked, "--call", "model-000001", "--device", "cpu")
@@ -113,6 +141,7 @@ def test_healthy_kernels_exit_with_0(run_cli: RunCli, recorded: Path) -> None:
     assert err.splitlines()[-1] == "healthy: nothing wrong in 1 run of a kernel on a call"
 
 
+@pytest.mark.usefixtures("no_processes")
 def test_findings_of_a_model_are_alone_on_stdout(run_cli: RunCli) -> None:
     asked = ("--model", "llama", "--max", "1", "--kernels", "torch-math", "--json", "-")
     code, out, err = run_cli("doctor", *asked, "--in-process", "--quiet")
@@ -139,7 +168,8 @@ def test_a_recorded_output_that_is_wrong(run_cli: RunCli, recorded: Path, tmp_pa
     call = call.with_tensors({"output": torch.zeros_like(call.output)})
     dataset.entries.append(PackedCall.of(call).write(directory / "model-000000.safetensors"))
     dataset.save_manifest()
-    code, out, _ = run_cli("doctor", "--dir", str(directory), "--kernels", "captured")
+    asked = ("--dir", str(directory), "--kernels", "captured", "--in-process", "--device", "cpu")
+    code, out, _ = run_cli("doctor", *asked)
     assert code == 1
     assert "captured: output-unwritten on 1 call" in out
 

@@ -15,7 +15,7 @@ from replay.bench.guard import Guard
 from replay.diagnosis.derived import Place, gathered, part
 from replay.diagnosis.examine import Examined, examine
 from replay.kernels.registry import Kernel, find
-from replay.rows.row import AccuracyClass
+from replay.rows.accuracy import AccuracyClass
 from tests.factories import normal, random_call, settings
 from tests.replay.diagnosis import faulty
 
@@ -47,6 +47,14 @@ def with_sink(made: AttentionCall, at: int) -> AttentionCall:
 def with_outlier(made: AttentionCall) -> AttentionCall:
     key = made.key.clone()
     key[..., 5] += 60
+    return made.with_tensors({"key": key})
+
+
+def with_alternating_outlier(made: AttentionCall) -> AttentionCall:
+    """The mean of the channel is 0, so that subtracting it changes nothing."""
+    key = made.key.clone()
+    key[:, :, ::2, 5] += 60
+    key[:, :, 1::2, 5] -= 60
     return made.with_tensors({"key": key})
 
 
@@ -202,8 +210,12 @@ def test_the_head_is_named(
 def test_what_the_evidence_says() -> None:
     evidence = examined(*CASES["outlier channel"][:2]).evidence
     assert evidence is not None
-    assert evidence.numbers["channel"] == 5
+    assert (evidence.numbers["channel"], evidence.numbers["way"]) == (5, "centred")
     assert evidence.numbers["error_without"] < evidence.numbers["error"] / 4
+    evidence = examined(faulty.int8_keys, with_alternating_outlier(call(dtype=BFLOAT16))).evidence
+    assert evidence is not None
+    assert (evidence.numbers["channel"], evidence.numbers["way"]) == (5, "removed")
+    assert "; without it the error is " in evidence.sentence
     evidence = examined(*CASES["late sink"][:2]).evidence
     assert evidence is not None
     assert evidence.numbers["key"] == 60

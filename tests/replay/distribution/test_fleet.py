@@ -28,9 +28,9 @@ from replay.distribution.devices import Device
 from replay.distribution.fleet import Fleet, Seat, fleet, seated
 from replay.kernels.registry import Kernel
 from replay.rows.row import HERE, CallFacts, KernelId, Machine, Row
+from replay.workers.environment_options import WorkerError
 from replay.workers.environments import Found
 from replay.workers.execution import Assignment
-from replay.workers.interpreters import WorkerError
 from replay.workers.process import First, Place, Process, judge_process
 from replay.workloads.random_calls import Spec, workload
 from replay.workloads.recorded import Workload
@@ -466,9 +466,9 @@ def test_workers_that_started_early_are_those_of_their_devices(
 
 
 @pytest.mark.usefixtures("two_cpus")
-@pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_rows_come_back_in_the_order_of_the_calls_and_are_resumed(
-    run_cli: RunCli, recorded: Path, tmp_path: Path, resumed: bool
+    run_cli: RunCli, recorded: Path, tmp_path: Path
 ) -> None:
     rows = tmp_path / "rows.jsonl"
     arguments = ("--dir", str(recorded), *QUICK, "--kernels", "torch-flash", "--json", str(rows))
@@ -487,8 +487,6 @@ def test_rows_come_back_in_the_order_of_the_calls_and_are_resumed(
     assert [(call, kernel) for call, kernel, _ in written()] == expected
     assert {place for _, _, place in written()} <= {str(device) for device in CPUS}
 
-    if not resumed:
-        return
     lines = rows.read_text().splitlines()
     rows.write_text("\n".join(lines[2:5]) + "\n")  # the second call, and half of the third
     code, _, err = run_cli(*arguments, "--gpus", "0,1", "--resume")

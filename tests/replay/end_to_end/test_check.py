@@ -16,7 +16,7 @@ from capture.storage.capture_record import CaptureRecord
 from replay.end_to_end.check import MOST_ROUNDS, Checked, check
 from replay.end_to_end.model_clock import RunTimes
 from replay.end_to_end.model_process import BASELINE, ModelProcess, Run, RunFailed, Variant
-from replay.end_to_end.span import RUN
+from replay.end_to_end.predicted_times import RUN
 from replay.rows.row import GpuState, KernelId, Row
 from replay.timing.statistics import summarize
 from tests import factories

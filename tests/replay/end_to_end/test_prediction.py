@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from replay.end_to_end.predicted_times import RUN, Calls, Clocked, Missing
 from replay.end_to_end.prediction import KernelAt, Prediction, everywhere, predict
-from replay.end_to_end.span import RUN, Calls, Clocked, Missing
 from replay.plan.matching import CensusError
 from replay.rows.row import CallFacts, GpuState, KernelId, Mask, Row, Status
 from replay.timing.statistics import summarize

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from replay.end_to_end.check import Checked, Measured
+from replay.end_to_end.predicted_times import RUN, Calls, Clues, Interval, Missing, PredictedTime
 from replay.end_to_end.prediction import Prediction
 from replay.end_to_end.reasons import reasons
-from replay.end_to_end.span import RUN, Calls, Clues, Interval, Missing, Span
 from replay.timing.statistics import summarize
 from tests.factories import speedup
 
@@ -19,7 +19,7 @@ def made(measured: float = 0.9, saved: float = 0.2, attention: float = 0.2, **sp
     """A kernel that should save 0.2 s of a second, 0.4 of it attention, and takes 0.9 s."""
     new = 1 - saved
     interval = Interval(1 / new, 0.99 / new, 1.01 / new)
-    predicted = Span(
+    predicted = PredictedTime(
         phase=RUN,
         forwards=1,
         old_seconds=Interval(1.0, 1.0, 1.0),

@@ -92,6 +92,7 @@ def test_no_pool_of_processes_compiles_a_single_program(
         assert config.compile_threads == 7
 
 
+@pytest.mark.slow
 def test_the_compiler_is_imported_without_looking_for_garbage() -> None:
     code = (
         "import gc, sys; from replay.kernels.compiling import import_compiler;"

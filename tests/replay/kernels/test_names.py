@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,21 +9,6 @@ import pytest
 
 from replay.kernels import names
 from replay.kernels.names import look_known, parts
-
-
-def test_no_kernel_that_there_is_is_doubted() -> None:
-    """In a process of its own: other tests register kernels of theirs."""
-    program = """
-from replay.kernels.names import look_known
-from replay.kernels.registry import catalogue
-print(len(catalogue()), [name for name in catalogue() if not look_known(name)])
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    number, _, doubted = done.stdout.strip().partition(" ")
-    assert int(number) > 0
-    assert doubted == "[]"
 
 
 @pytest.mark.parametrize(

@@ -370,6 +370,7 @@ for dim, length, key_heads, options in (
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("sageattention") is None, reason="sageattention is not installed"
 )

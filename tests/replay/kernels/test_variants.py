@@ -15,7 +15,10 @@ from replay.kernels.registry import Kernel, catalogue, find
 from tests.variant_calls import CALLS
 
 
-@pytest.mark.parametrize("name", ["eager", "torch-default", "torch-masked", "flex"])
+@pytest.mark.parametrize(
+    "name",
+    ["eager", "torch-default", "torch-masked", pytest.param("flex", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("call", CALLS.values(), ids=list(CALLS))
 def test_a_kernel_gives_what_the_reference_gives(name: str, call: AttentionCall) -> None:
     kernel = find(name)

@@ -20,7 +20,7 @@ from capture.hooks.interceptor import TORCH_SDPA
 from replay import register_kernel, use_kernel, use_plan
 from replay.kernels import registry
 from replay.kernels.registry import KernelNameError
-from replay.patch.routing import PlaceError
+from replay.patch.routing import PlanMismatch
 from replay.patch.use_kernel import Swap
 from replay.plan.plan import Budget, Choice, Plan, PlanError
 from tests.factories import tiny_llama
@@ -442,12 +442,12 @@ def test_what_cannot_be_used_is_one_sentence(transformer: Transformer, tmp_path:
     path = "transformer.blocks.0.attn"
     refused(PlanError, "nowhere.json", tmp_path / "nowhere.json")
     refused(KernelNameError, "no kernel 'twic'", plan_of((path, "denoise", "twic")))
-    refused(PlaceError, "Linear has no module 'tr", plan_of(*MIXED), nn.Linear(2, 2))
-    refused(PlaceError, "process has no module 'x.y'", plan_of(("x.y", "encode", "twice")), None)
-    refused(PlaceError, "names no module", plan_of())
+    refused(PlanMismatch, "Linear has no module 'tr", plan_of(*MIXED), nn.Linear(2, 2))
+    refused(PlanMismatch, "process has no module 'x.y'", plan_of(("x.y", "encode", "twice")), None)
+    refused(PlanMismatch, "names no module", plan_of())
     refused(TypeError, "nothing to watch in str", plan_of(*MIXED), "transformer")
     twins = plan_of((path, "denoise", "twice"), (f"another{path[11:]}", "denoise", "thrice"))
-    refused(PlaceError, "differ only in their component", twins, None)
+    refused(PlanMismatch, "differ only in their component", twins, None)
     with use_plan(plan_of(*MIXED), transformer):
         refused_inside = pytest.raises(RuntimeError, match="already intercepted")
         with refused_inside, use_kernel("twice"):

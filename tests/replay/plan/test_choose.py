@@ -13,7 +13,8 @@ from capture.shape import Shape
 from replay.plan.choose import Uniform, choose, layer_costs, uniform
 from replay.plan.matching import CensusError
 from replay.plan.plan import Budget, PlanError
-from replay.rows.row import Accuracy, Machine, Row, Status
+from replay.rows.accuracy import Accuracy
+from replay.rows.row import Machine, Row, Status
 from replay.timing.statistics import paired_speedup
 from tests.factories import accuracy, census, errors, row, speedup_over
 from tests.factories import call_facts as facts

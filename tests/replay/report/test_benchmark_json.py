@@ -44,6 +44,16 @@ def test_a_kernel_that_is_wrong_or_was_not_timed_has_none() -> None:
     assert set(entries(rows)) == {BASELINE, "mine"}
 
 
+def test_no_two_lines_have_the_same_name() -> None:
+    rows = [
+        replace(each, call=replace(each.call, name=weights, weights=weights))
+        for weights in ("seed 1", "seed 2")
+        for each in run("now", {"mine": 0.5}, calls=1).rows
+    ]
+    names = [each["name"] for each in benchmark_entries(rows)]
+    assert len(set(names)) == len(names) == 4
+
+
 def test_names_are_printable() -> None:
     (row, *_) = run("now", {"mine": 0.5}, calls=1).rows
     facts = call_facts(model="a\x1b[2J\n")

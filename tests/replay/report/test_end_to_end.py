@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from replay.end_to_end.check import Checked, Measured
+from replay.end_to_end.predicted_times import RUN, Calls, Interval, Missing, PredictedTime
 from replay.end_to_end.prediction import Prediction
-from replay.end_to_end.span import RUN, Calls, Interval, Missing, Span
 from replay.report.end_to_end import print_checks
 from replay.timing.statistics import summarize
 from tests.factories import speedup
@@ -26,8 +26,8 @@ def measured(ms: float, ratio: float | None, tokens: int | None) -> Measured:
     return Measured(summarize([ms] * 5), gain, None if tokens is None else 1000 * tokens / ms)
 
 
-def span(phase: str, ratio: float) -> Span:
-    return Span(
+def span(phase: str, ratio: float) -> PredictedTime:
+    return PredictedTime(
         phase=phase,
         forwards=1,
         old_seconds=Interval(1, 1, 1),

@@ -9,8 +9,8 @@ import pytest
 
 from replay.end_to_end.account import Account, account, main_phase
 from replay.end_to_end.check import Checked, Measured
+from replay.end_to_end.predicted_times import RUN, Calls, Clues, Interval, PredictedTime
 from replay.end_to_end.prediction import Prediction
-from replay.end_to_end.span import RUN, Calls, Clues, Interval, Span
 from replay.report.explanation import explanation, most_disappointing
 from replay.timing.statistics import summarize
 
@@ -19,7 +19,7 @@ def interval(value: float) -> Interval:
     return Interval(value, value, value)
 
 
-STEP = Span(
+STEP = PredictedTime(
     phase="denoise",
     forwards=4,
     old_seconds=interval(1.0),
@@ -41,7 +41,7 @@ STEP = Span(
 0.5 s in all, 0.1 s are refused."""
 
 
-def checked(span: Span = STEP, ms: float = 920.0, **fields: Any) -> Checked:
+def checked(span: PredictedTime = STEP, ms: float = 920.0, **fields: Any) -> Checked:
     run = replace(span, phase=RUN, forwards=1)
     found = Checked("fast", "flux", "trained", prediction=Prediction(run, {span.phase: span}))
     found.measured = {name: Measured(summarize([ms] * 3), None, None) for name in (span.phase, RUN)}

@@ -16,7 +16,8 @@ from replay.accuracy.errors import compare
 from replay.report.cells import cell, speedup_text
 from replay.report.groups import group_rows, pooled_speedup
 from replay.report.table import print_report
-from replay.rows.row import CallFacts, Energy, Errors, GpuState, KernelId, Mask, Row, Status, Where
+from replay.rows.accuracy import Errors, Where
+from replay.rows.row import CallFacts, Energy, GpuState, KernelId, Mask, Row, Status
 from replay.timing.statistics import paired_speedup
 from tests import factories
 from tests.factories import accuracy, speedup, speedup_over
@@ -228,6 +229,38 @@ def test_classes_are_ranked_apart() -> None:
     assert "quantised: sage" in report([rows[2], rows[5]])
 
 
+def test_lines_of_the_fastest_name_their_calls() -> None:
+    """By model, phase and shape; by more only where these are of several groups."""
+    kinds = [
+        call("a", model="flux · v2"),
+        call("b", phase=""),
+        call("c", kv_len=128),
+        call("d", kv_len=128, dtype="float16"),
+        call("e", kv_len=128, is_causal=True),
+        call("f", kv_len=256, weights="seed 1"),
+        call("g", kv_len=256, weights="seed 2"),
+    ]
+    rows = [row("base", each) for each in kinds]
+
+    def named(*, per_call: bool = False) -> list[str]:
+        _, _, lines = report(rows, per_call=per_call).partition("fastest correct kernel\n")
+        return [line.strip().removesuffix(": base") for line in lines.splitlines()]
+
+    names = [
+        "flux · v2 · denoise · 1×2×64×32",
+        "model · 1×2×64×32",
+        "model · denoise · 1×2×64/128×32 · bfloat16 · no mask",
+        "model · denoise · 1×2×64/128×32 · float16",
+        "model · denoise · 1×2×64/128×32 · bfloat16 · causal",
+        "model · denoise · 1×2×64/256×32 · seed 1",
+        "model · denoise · 1×2×64/256×32 · seed 2",
+    ]
+    assert named() == names
+    rows += [row("base", call(name, module="", dtype="float16")) for name in ("h", "i")]
+    assert named() == [*names, "model · denoise · 1×2×64×32"]
+    assert named(per_call=True) == [*names, *(f"model · denoise · 1×2×64×32 · {x}" for x in "hi")]
+
+
 def test_nothing_is_the_fastest_where_nothing_is_correct() -> None:
     wrong = row("mine", call("b", kv_len=128), status="inaccurate", reason="exceeds")
     fastest = report([row("base", call("a")), wrong]).partition("fastest correct kernel")[2]
@@ -355,7 +388,9 @@ def test_calls_that_differ_are_not_one_group() -> None:
     ]
     groups = group_rows([row("base", each) for each in kinds])
     assert [len(group.calls) for group in groups] == [2, 1, 1, 1, 1]
-    assert "bool 1×1×64×64 mask" in groups[3].title
+    assert groups[3].title == (
+        "model · denoise · 1×2×64×32 · bfloat16 · bool 1×1×64×64 mask · step 0 layers.0 · 1 call"
+    )
 
 
 def test_metrics_choose_columns() -> None:

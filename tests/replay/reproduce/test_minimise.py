@@ -9,7 +9,7 @@ import torch
 from capture.call import AttentionCall
 from replay.reproduce.minimise import minimise
 from replay.reproduce.trials import Outcome
-from replay.rows.row import Where
+from replay.rows.accuracy import Where
 from tests.factories import random_call
 
 WRONG = Outcome("inaccurate", "max abs error 1")

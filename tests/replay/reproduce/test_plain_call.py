@@ -17,10 +17,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from capture.call import AttentionCall
 from capture.hooks.interceptor import Arguments
 from replay.bench.inputs import aliases
-from replay.kernels.adapter import adapt
 from replay.kernels.layout import on_bshd
 from replay.kernels.library import Library
 from replay.kernels.registry import Kernel, find
+from replay.kernels.wrapping import adapt
 from replay.reproduce.plain_call import PlainCall, _traced, _Tracer
 from tests.factories import normal, random_call
 

@@ -19,7 +19,7 @@ from replay.accuracy.thresholds import Thresholds
 from replay.reproduce.plain_call import PlainCall
 from replay.reproduce.script import ScriptError, Shown, write_script
 from replay.reproduce.trials import Outcome
-from replay.rows.row import AccuracyClass
+from replay.rows.accuracy import AccuracyClass
 from tests.factories import normal, random_call
 from tests.variant_calls import CALLS
 

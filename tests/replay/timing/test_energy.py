@@ -88,10 +88,12 @@ class FakeEvent:
         return 5.0
 
 
-def test_what_one_call_of_each_chunk_returned_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_one_call_in_a_chunk_returned_is_kept_on_average(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     calls, kept = itertools.count(), list[object]()
     chunks = _chunks(lambda: next(calls), 10, kept.append)
     assert [next(chunks) for _ in range(40)] == [5.0] * 40
-    assert [number // 10 for number in kept] == [*range(41)]  # type: ignore[operator]
+    assert 10 < len(kept) < 100  # of 410 calls
     assert len({number % 10 for number in kept}) > 3  # type: ignore[operator]

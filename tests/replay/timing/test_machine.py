@@ -47,6 +47,8 @@ def test_what_else_a_processor_does_is_not_in_its_rate(monkeypatch: pytest.Monke
         threads.append(torch.get_num_threads())
         return next(clock)
 
+    measure = machine._flops_per_second_of_a_thread.__wrapped__  # others have asked before
+    monkeypatch.setattr(machine, "_flops_per_second_of_a_thread", measure)
     monkeypatch.setattr(machine, "time", SimpleNamespace(perf_counter=perf_counter))
     assert cpu_flops_per_second() == pytest.approx(before * 2 * 512**3 / 0.001)
     assert set(threads) == {1}

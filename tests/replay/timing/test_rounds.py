@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 import torch
 
-from replay.bench.resources import peak_bytes
+from replay.bench.resources import with_peak_bytes
 from replay.timing import rounds
 from replay.timing.gpu_state import read_gpu_state, throttle_reasons
 from replay.timing.rounds import measure, run_rounds, warm_up
@@ -272,7 +272,7 @@ def test_first_call_returns_the_result() -> None:
 
 
 def test_memory_and_gpu_state_are_not_measured_on_the_cpu() -> None:
-    assert peak_bytes(lambda: torch.ones(3), "cpu") is None
+    assert with_peak_bytes(lambda: torch.ones(3), "cpu")[1] is None
     assert read_gpu_state("cpu") is None
 
 

@@ -18,6 +18,7 @@ import replay as replay_package
 from replay.bench.runner import LOADING, REFERENCE, TIMING
 from replay.bench.settings import Settings
 from replay.rows.row import Row
+from replay.workers.environment_options import WorkerError, interpreters
 from replay.workers.environments import (
     MAXIMUM_DEATHS,
     Environment,
@@ -25,7 +26,6 @@ from replay.workers.environments import (
     assign,
     replay_in_workers,
 )
-from replay.workers.interpreters import WorkerError, interpreters
 from replay.workers.process import CannotStart, Died
 from replay.workloads.recorded import Workload
 from tests.factories import call_facts, kernel, row, speedup_over, unreadable

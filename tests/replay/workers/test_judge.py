@@ -16,7 +16,7 @@ from replay.accuracy.thresholds import Thresholds
 from replay.bench.referee import Sample
 from replay.bench.settings import Settings
 from replay.bench.variation import Flip, Walk
-from replay.rows.row import AccuracyClass
+from replay.rows.accuracy import AccuracyClass
 from replay.workers import judge, judge_server
 from replay.workers.judge import Hearing, Judge
 from replay.workers.process import Process
@@ -191,8 +191,8 @@ def test_samples_of_an_energy_block_are_judged_by_its_steps(court: Court) -> Non
     for _ in range(30):
         walk.step()
         output = scaled_dot_product_attention(**call.arguments())
-        rows = walk.changed.of(output), walk.others.of(output)
-        samples.append(Sample(walk.number, *rows, of_walk=True))
+        rows = (each.of(output) for each in walk.rows(walk.number))
+        samples.append(Sample(walk.number, walk.number, *rows, of_walk=True))
     assert referee.judge_samples("mine", "exact", samples, None) == ""
     stale = samples[-1]._replace(number=walk.number - 10)
     assert "exceeds" in referee.judge_samples("mine", "exact", [*samples[:3], stale], None)
@@ -296,9 +296,9 @@ def test_timed_samples_are_judged_by_the_users_tolerances(
     output = scaled_dot_product_attention(**call.arguments())
 
     def judged(by: float, thresholds: Thresholds) -> str:
-        rows = (off(each.of(output), by) for each in (flip.changed, flip.others))
+        rows = (off(each.of(output), by) for each in flip.rows(3))
         referee = court(settings(tolerances=thresholds))
-        return referee.judge_samples(kernel, kernel, [Sample(0, *rows)], chosen)
+        return referee.judge_samples(kernel, kernel, [Sample(0, 3, *rows)], chosen)
 
     assert "exceeds" in judged(error, Thresholds())
     assert judged(error, tolerances) == ""

@@ -76,10 +76,10 @@ def _take_and_add(message: dict[str, Any], path: str, answers: Any) -> None:
 
 
 def test_another_process(shared: SharedFile) -> None:
-    spawn, sent = get_context("spawn"), torch.randn(100)
+    fork, sent = get_context("fork"), torch.randn(100)
     message = Outbox(shared.path, CPU).put({"output": sent})
-    answers = spawn.SimpleQueue()
-    process = spawn.Process(target=_take_and_add, args=(message, shared.path, answers))
+    answers = fork.SimpleQueue()
+    process = fork.Process(target=_take_and_add, args=(message, shared.path, answers))
     process.start()
     process.join()
     assert torch.equal(Inbox(CPU).take(answers.get())["output"], sent + 1)

@@ -151,6 +151,7 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "never_the_same": ("ok", "is within", ""),
     "close_stdout": ("ok", "is within", ""),
     "print_a_megabyte": ("ok", "is within", ""),
+    "expects_collection": ("ok", "is within", ""),
 }
 SLOW = (
     "hang",
@@ -159,6 +160,8 @@ SLOW = (
     "fork_and_die",
     "close_pipes",
     "segfault_when_timed",
+    "exits_when_imported",
+    "keep_memory",
 )
 """Each ends its worker, and starting another takes seconds."""
 FLAGS = {
@@ -667,7 +670,13 @@ def test_a_worker_is_usable_or_not() -> None:
         environment.close()
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda:7", "no such device", None])
+@pytest.mark.parametrize(
+    "device",
+    [
+        "no such device",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("cpu", "cuda:7", None)),
+    ],
+)
 def test_whatever_comes_of_a_preparation_nobody_hears_of_it(device: str | None) -> None:
     with first_processes(60) as first:
         first.prepare(device)
@@ -696,7 +705,7 @@ def test_a_worker_imports_what_kernels_need_while_the_judge_is_at_work(
         kernel("needs", lambda: done.append("imported")),
     ]
     guard = Guard()
-    monkeypatch.setattr(guard, "settle", lambda name: done.append(f"{name} settled"))
+    monkeypatch.setattr(guard, "restore", lambda name: done.append(f"{name} settled"))
 
     def hear() -> dict[str, Any]:
         done.append("heard")

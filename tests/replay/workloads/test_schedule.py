@@ -64,6 +64,37 @@ def test_a_taker_helps_with_the_form_that_takes_longest() -> None:
     assert taken(schedule, "abc") == ["3:512", "0:64", "4:512"]
 
 
+def ends(schedule: Schedule, seconds: dict[str, float], takers: str) -> dict[str, float]:
+    """When each is done, if calls take what the schedule was told."""
+    at = dict.fromkeys(takers, 0.0)
+    working = set(takers)
+    while working:
+        taker = min(working, key=lambda each: (at[each], each))
+        call = schedule.take(taker)
+        if call is None:
+            working.remove(taker)
+        else:
+            at[taker] += seconds[call.name]
+    return at
+
+
+def test_long_calls_of_one_form_do_not_keep_one_taker_busy_at_the_end() -> None:
+    some = calls([512, 4096, 1024, 2048] * 6)
+    each = [7.5 if call.name.endswith("4096") else 2.2 for call in some]
+    schedule = Schedule(some, seconds=each)
+    for call, taker in zip(some, "abaa", strict=False):  # who compiled for each form
+        schedule.prefer(call, taker)
+    at = ends(schedule, {call.name: long for call, long in zip(some, each, strict=True)}, "ab")
+    assert abs(at["a"] - at["b"]) <= 2.2
+
+
+def test_who_has_less_left_keeps_its_forms_while_its_calls_are_the_longer() -> None:
+    schedule = Schedule(calls([64, 64, 512, 512, 512, 512]), seconds=[2, 2, 1, 1, 1, 5])
+    schedule.prefer(schedule.calls[0], "a")
+    schedule.prefer(schedule.calls[2], "b")
+    assert taken(schedule, "aa") == ["0:64", "1:64"]
+
+
 def test_a_lower_tier_comes_first() -> None:
     schedule = Schedule(calls([64, 64, 512, 512]), tiers=[0, 1, 0, 1])
     assert taken(schedule, "aaaa") == ["0:64", "2:512", "1:64", "3:512"]

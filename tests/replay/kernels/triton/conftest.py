@@ -12,7 +12,7 @@ from torch import Tensor
 
 from capture.call import AttentionCall
 from replay.accuracy.judge import Expected, judge
-from replay.rows.row import AccuracyClass
+from replay.rows.accuracy import AccuracyClass
 
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_*.py"]
 

@@ -50,7 +50,10 @@ def dequantised(cache: QuantisedCache, head_dim: int) -> tuple[Tensor, Tensor]:
     return key[:, :, : cache.kv_len], value[:, :, : cache.kv_len]
 
 
-def assert_attends_to_what_is_stored(call: AttentionCall, dtype: torch.dtype) -> None:
+def assert_attends_to_what_is_stored(
+    call: AttentionCall, dtype: torch.dtype, *, is_prepared: bool
+) -> None:
+    """With the cache in 8 bits beforehand, or by the drop-in, which quantises it itself."""
     kernel = find(NAMES[dtype])
     assert kernel.refuses(call) is None
     assert kernel.prepare is not None
@@ -60,13 +63,13 @@ def assert_attends_to_what_is_stored(call: AttentionCall, dtype: torch.dtype) ->
     stored = call.with_tensors({"query": call.query.double(), "key": key, "value": value})
     expected = attention(stored)
     atol = 2e-2 if call.dtype == torch.bfloat16 else 3e-3
-    for output in (kernel.attention(**call.arguments()), kernel.prepare(call)()):
-        assert output.dtype == call.dtype
-        torch.testing.assert_close(output.double(), expected, rtol=0, atol=atol)
+    output = kernel.prepare(call)() if is_prepared else kernel.attention(**call.arguments())
+    assert output.dtype == call.dtype
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize(
-    ("kv_len", "dims", "rows", "float_dtype", "dtype"),
+    ("kv_len", "dims", "rows", "float_dtype", "dtype", "is_prepared"),
     pairwise(
         product(
             [1, 129, 500],
@@ -74,6 +77,7 @@ def assert_attends_to_what_is_stored(call: AttentionCall, dtype: torch.dtype) ->
             [(4, 1), (2, 5), (40, 1)],
             [torch.float16, torch.bfloat16],
             NAMES,
+            [False, True],
         )
     ),
     ids=str,
@@ -84,6 +88,7 @@ def test_shapes(
     rows: tuple[int, int],
     float_dtype: torch.dtype,
     dtype: torch.dtype,
+    is_prepared: bool,
 ) -> None:
     call = call_of(
         kv_len=kv_len,
@@ -93,14 +98,18 @@ def test_shapes(
         q_len=rows[1],
         batch=2,
         dtype=float_dtype,
+        scale=0.1,
     )
-    assert_attends_to_what_is_stored(call, dtype)
+    assert_attends_to_what_is_stored(call, dtype, is_prepared=is_prepared)
 
 
 def test_a_cache_that_grows_within_its_last_block() -> None:
     """What is kept of a shape knows how many tokens there are."""
     for kv_len in (290, 300):
-        assert_attends_to_what_is_stored(call_of(kv_len=kv_len), torch.int8)
+        for is_prepared in (False, True):
+            assert_attends_to_what_is_stored(
+                call_of(kv_len=kv_len), torch.int8, is_prepared=is_prepared
+            )
 
 
 @each_dtype
@@ -142,12 +151,26 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize(
-    ("variant", "q_len", "is_causal", "extra", "dtype"),
-    pairwise(product(VARIANTS, [1, 5], [False, True], ["none", "sinks", "lengths", "mask"], NAMES)),
+    ("variant", "q_len", "is_causal", "extra", "dtype", "is_prepared"),
+    pairwise(
+        product(
+            VARIANTS,
+            [1, 5],
+            [False, True],
+            ["none", "sinks", "lengths", "mask"],
+            NAMES,
+            [False, True],
+        )
+    ),
     ids=str,
 )
 def test_beyond_plain_attention(
-    variant: Variant, q_len: int, is_causal: bool, extra: str, dtype: torch.dtype
+    variant: Variant,
+    q_len: int,
+    is_causal: bool,
+    extra: str,
+    dtype: torch.dtype,
+    is_prepared: bool,
 ) -> None:
     call = call_of(batch=2, q_len=q_len, is_causal=is_causal, variant=variant)
     mask = normal(2, 1, q_len, 300, dtype=torch.float16, seed=3)
@@ -158,7 +181,8 @@ def test_beyond_plain_attention(
         "lengths": {"seqused_k": lengths, "sinks": normal(8, seed=7)[::2]},
         "mask": {"attn_mask": mask if is_causal else mask > 0},
     }
-    assert_attends_to_what_is_stored(replace(call, **changes[extra]), dtype)
+    call = replace(call, **changes[extra])
+    assert_attends_to_what_is_stored(call, dtype, is_prepared=is_prepared)
 
 
 @pytest.mark.slow
@@ -188,7 +212,8 @@ def test_numbers_that_float16_has_not(dtype: torch.dtype) -> None:
 def test_what_does_not_count_is_not_read(dtype: torch.dtype) -> None:
     lengths = torch.tensor([130, 5], dtype=torch.int32, device=DEVICE)
     call = call_of(batch=2, seqused_k=lengths)
-    assert_attends_to_what_is_stored(call, dtype)
+    for is_prepared in (False, True):
+        assert_attends_to_what_is_stored(call, dtype, is_prepared=is_prepared)
     expected = find(NAMES[dtype]).attention(**call.arguments())
     for tensor in (call.key, call.value):
         tensor[0, :, 130:] = math.nan

@@ -120,7 +120,9 @@ def test_its_operands_say(
 
 
 @each_kind
-def test_near_the_gold(device: torch.device, kind: str, assert_right: Callable[..., None]) -> None:
+def test_near_the_reference(
+    device: torch.device, kind: str, assert_right: Callable[..., None]
+) -> None:
     call = random_call(1, 4, 2, 200, 333, 64, device, offset=1.0, dtype=torch.bfloat16)
     assert_right(run(call, kind), attention(call), call, "quantised")
 

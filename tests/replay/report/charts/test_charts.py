@@ -183,6 +183,20 @@ def test_a_model_has_the_speedups_of_the_tables() -> None:
         assert (each["ratio"], each["low"], each["high"]) == (pooled.ratio, pooled.low, pooled.high)
 
 
+@pytest.mark.parametrize("model", ["model", "flux · v2", ""])
+def test_a_panel_says_what_its_calls_are_beside_the_model(model: str) -> None:
+    rows = [
+        replace(each, call=replace(each.call, model=model, phase=phase))
+        for phase in ("denoise", "")
+        for each in in_a_model("mine")
+    ]
+    (chart,) = model_charts(rows)
+    assert [panel["title"]["text"] for panel in chart.spec["vconcat"]] == [
+        "denoise · 1×2×64×32 · bfloat16 · no mask · 3 calls",
+        "1×2×64×32 · bfloat16 · no mask · 3 calls",
+    ]
+
+
 def test_layers_have_median_speedups_and_largest_errors() -> None:
     rows = in_a_model("mine", 1.5)
     later = [

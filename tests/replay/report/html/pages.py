@@ -7,9 +7,10 @@ from dataclasses import asdict
 from typing import Any
 
 from replay.end_to_end.check import Checked, Measured
+from replay.end_to_end.predicted_times import RUN, Calls, Interval, PredictedTime
 from replay.end_to_end.prediction import Prediction
-from replay.end_to_end.span import RUN, Calls, Interval, Span
-from replay.rows.row import Accuracy, AccuracyClass, GpuState, Machine, Roof, Row, Where
+from replay.rows.accuracy import Accuracy, AccuracyClass, Where
+from replay.rows.row import GpuState, Machine, Roof, Row
 from replay.timing.statistics import paired_speedup, summarize
 from tests import factories
 
@@ -92,9 +93,9 @@ def _checked(kernel: str, model: str, ratio: float | None) -> Checked:
     return found
 
 
-def _span(name: str, ratio: float) -> Span:
+def _span(name: str, ratio: float) -> PredictedTime:
     second = Interval(1.0, 1.0, 1.0)
-    return Span(
+    return PredictedTime(
         phase=name,
         forwards=1,
         old_seconds=second,

@@ -90,6 +90,23 @@ def test_figures_are_those_of_the_rows() -> None:
     assert (wrong["correct"], wrong["status"]) == (False, "inaccurate")
 
 
+def test_groups_have_short_names_that_tell_them_apart() -> None:
+    rows = [
+        replace(row, call=replace(row.call, name=f"{weights} {row.call.name}", weights=weights))
+        for weights in ("seed 1", "seed 2")
+        for row in pages.rows(2, 2)
+    ]
+    rows += pages.rows(2, 1, model="flux · v2")
+    usual = "denoise · 1×2×64×32 · bfloat16 · no mask"
+    single = f"flux · v2 · {usual} · step 0 blocks.0.attn"
+    groups = page_data(rows, group_rows(rows), None)["groups"]
+    assert [(each["title"], each["short"]) for each in groups] == [
+        (f"model · {usual} · 2 calls", f"model · {usual} · seed 1"),
+        (f"model · {usual} · 2 calls", f"model · {usual} · seed 2"),
+        (f"{single} · 1 call", single),
+    ]
+
+
 def test_figures_that_are_not_finite_are_missing_ones(tmp_path: Path) -> None:
     rows = [_without_finite_figures(row) for row in pages.rows(3, 2)]
     write_html(rows, tmp_path / "out.html", checks=pages.checks("kernel-1"))

@@ -18,7 +18,7 @@ from capture.variant import FEATURES, VARIANT_TENSORS, Variant
 from replay.kernels.constraints import ASKED_AT_EVERY_CALL, Constraint, all_of
 from replay.kernels.library import Library
 from replay.kernels.registry import Attention, Kernel
-from replay.rows.row import AccuracyClass
+from replay.rows.accuracy import AccuracyClass
 
 Attend = Callable[[Arguments], Tensor]
 """Attention of one call."""

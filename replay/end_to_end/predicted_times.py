@@ -1,4 +1,4 @@
-"""The inputs and results of a prediction: times, counts and clues for a span of a model."""
+"""The inputs and results of a prediction: times, counts and clues for one phase or a full run."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Clues:
 
 
 @dataclass(frozen=True)
-class Span:
+class PredictedTime:
     """One forward of a phase, or one full run. Seconds are per forward (or run)."""
 
     phase: str
@@ -116,7 +116,7 @@ class Span:
     swapped_seconds: float | None
     """Σ count · t_old over the calls that the kernel answers."""
     calls: Calls
-    """Per run, whatever the span."""
+    """Per run, of a phase too."""
     fallbacks: dict[str, int] = field(default_factory=dict)
     """The calls that fall back, by reason."""
     fallback_seconds: dict[str, float] = field(default_factory=dict)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from replay.end_to_end.model_clock import RunTimes
-from replay.end_to_end.span import RUN
-from replay.end_to_end.typical import by_round, delayed
+from replay.end_to_end.predicted_times import RUN
+from replay.end_to_end.undisturbed_times import by_round, delayed
 
 
 def test_what_delays_single_forwards_does_not_count() -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from capture.call import AttentionCall
 from capture.hooks.interceptor import Arguments, bind
-from replay.kernels.adapter import at_once, drop_in
 from replay.kernels.constraints import (
     causal_only_square,
     half_precision,
@@ -22,6 +21,7 @@ from replay.kernels.constraints import (
     no_mask,
 )
 from replay.kernels.registry import Kernel, catalogue
+from replay.kernels.wrapping import at_once, drop_in
 
 MakeCall = Callable[..., AttentionCall]
 

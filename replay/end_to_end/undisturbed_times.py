@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 
 from replay.end_to_end.model_clock import RunTimes
-from replay.end_to_end.span import RUN
+from replay.end_to_end.predicted_times import RUN
 
 
 def by_round(rounds: Sequence[RunTimes]) -> dict[str, list[float]]:

@@ -1,0 +1,80 @@
+"""Writes the tables in the docs from `benchmarks/results/` and the code's own field list.
+
+python -m benchmarks.tables            rewrite the marked blocks of README.md and docs/*.md
+python -m benchmarks.tables --check    exit 1 if any is out of date
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from benchmarks import results
+from benchmarks.tables import declared, end_to_end, inputs, overheads, quoted, speed, trials
+
+REPOSITORY = Path(__file__).parents[2]
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def main() -> None:
+    written = {page: page.read_text(encoding="utf-8") for page in PAGES}
+    wanted = {page: with_tables(text) for page, text in written.items()}
+    stale = [page for page in PAGES if written[page] != wanted[page]]
+    if "--check" in sys.argv[1:]:
+        names = ", ".join(str(page.relative_to(REPOSITORY)) for page in stale)
+        sys.exit(f"{names}: run `python -m benchmarks.tables`" if stale else 0)
+    for page in stale:
+        page.write_text(wanted[page], encoding="utf-8")
+
+
+def with_tables(text: str) -> str:
+    """Rewrite the marked blocks of a page."""
+    return BLOCK.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}{match[3]}", text)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "distributions": declared.distributions,
+    "demo": quoted.demo,
+    "misleading_inputs": inputs.misleading_inputs,
+    "power_limit": speed.power_limit,
+    "coverage": trials.coverage,
+    "capture_faults": trials.capture_faults,
+    "doctor_score": trials.doctor_score,
+    "capture_overhead": partial(overheads.by_figure, "capture_overhead.csv"),
+    "launch_cost": overheads.launch_cost,
+    "many_gpus": partial(overheads.by_figure, "many_gpus.csv"),
+    "difficulty_overhead": partial(overheads.by_figure, "difficulty_overhead.csv"),
+    "calls_not_kept": partial(overheads.by_figure, "calls_not_kept.csv"),
+    "replay_overhead": partial(overheads.by_figure, "replay_overhead.csv"),
+    "defence_overhead": overheads.defence_overhead,
+    "many_calls": overheads.many_calls,
+    "public_tests": trials.public_tests,
+    "glossary": declared.glossary,
+    "fields": declared.fields,
+    "thresholds": declared.thresholds,
+    "full_size": speed.full_size,
+    "published_shapes": partial(speed.by_shape, "published_shapes.csv"),
+    "triton_prefill": partial(speed.by_shape, "triton_kernels.csv", decode=False),
+    "triton_decode": partial(speed.by_shape, "triton_kernels.csv", decode=True),
+    "quantised_decode": partial(speed.by_shape, "quantised_decode.csv", decode=True),
+    "end_to_end": end_to_end.speedups,
+    "end_to_end_short": partial(
+        end_to_end.speedups, ("torch-flash", "sage1", "triton-fa3", "triton-fp8", "fa4@fa4")
+    ),
+    "end_to_end_printed": quoted.end_to_end_printed,
+    "attention_structure": quoted.attention_structure,
+    "devices": quoted.devices,
+    "trained_weights": inputs.trained_weights,
+    "features": declared.features,
+    "other_gpus": trials.other_gpus,
+    "variants": partial(speed.by_call, results.DIRECTORY / "variants.csv"),
+    "peers_from_source": partial(speed.by_shape, "peers_from_source.csv"),
+}
+
+
+if __name__ == "__main__":
+    main()

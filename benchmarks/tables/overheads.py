@@ -1,0 +1,89 @@
+"""What recording, replaying, judging and launching cost."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+
+from benchmarks import results
+from benchmarks.tables.markdown import machine_line, markdown_table
+
+
+def by_figure(file: str) -> str:
+    """List what recording or a replay costs, by figure; each workload has a table of its own."""
+    return "\n".join(
+        _of_workload(workload, list(rows))
+        for workload, rows in itertools.groupby(
+            results.read(results.DIRECTORY / file),
+            key=lambda row: f"{row['model']}, {row['weights']}; {row['machine.device']}",
+        )
+    )
+
+
+def _of_workload(workload: str, rows: list[dict[str, str]]) -> str:
+    lines = ["| figure | median | runs |", "|---|---:|---:|"]
+    for row in rows:
+        value = f"{float(row['p50']):.4g}"
+        unit = f" {row['unit']}" if row["unit"] not in ("", "×") else row["unit"]
+        lines.append(f"| {row['figure']} | {value}{unit} | {row['n']} |")
+    return "\n".join(lines) + f"\n\n{workload}, torch {rows[0]['machine.torch']}.\n"
+
+
+def defence_overhead() -> str:
+    """List what judging what is timed adds to a replay, and the judge's process alone."""
+    rows = results.read(results.DIRECTORY / "defence_overhead.csv")
+    arms: dict[tuple[str, ...], dict[str, dict[str, str]]] = defaultdict(dict)
+    for row in rows:
+        names = ("device", "machine.torch", "threads", "calls", "rows", "load")
+        key = tuple(row[name] for name in names)
+        arms[key][row["arm"]] = row
+    lines = [
+        "| machine | calls | rows | without, wall | without, CPU | all of it, wall | CPU "
+        "| the judge's process alone, wall | CPU | load |",
+        f"|---|{'---:|' * 9}",
+    ]
+    for (device, torch, threads, calls, count, load), found in arms.items():
+        without = [f"{float(found['without'][name]):.1f} s" for name in ("wall_s", "cpu_s")]
+        added = [
+            f"{float(found[arm][name]):+.0%}".replace("%", " %")
+            for arm in ("as it is", "without, and a judge")
+            for name in ("wall", "cpu")
+        ]
+        machine = f"{device}, torch {torch}" + (f", threads: {threads}" if threads else "")
+        cells = [machine, calls, count, *without, *added, load]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def many_calls() -> str:
+    """List what sharing calls out costs, by the number of rows, kernels and devices."""
+    rows = results.read(results.DIRECTORY / "many_calls.csv")
+    devices = list(dict.fromkeys(row["devices"] for row in rows))
+    found: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for row in rows:
+        case = row["kernels"], row["forms"], row["rows"]
+        found[case].append(f"{1e3 * float(row['cpu_seconds']) / int(row['rows']):.2f} ms")
+    named = [f"{count} device{'s' * (count != '1')}" for count in devices]
+    lines = [
+        f"| kernels per call | forms of call | rows | {' | '.join(named)} |",
+        f"|---:|---|---:|{'---:|' * len(named)}",
+    ]
+    for case, cells in found.items():
+        lines.append(f"| {' | '.join((*case, *cells))} |")
+    return "\n".join(lines) + f"\n\n{rows[0]['machine.device']}.\n"
+
+
+def launch_cost() -> str:
+    """List what a call of each kernel costs the host, by call."""
+    rows = results.read(results.DIRECTORY / "launch_cost.csv")
+    calls = list(dict.fromkeys(row["call"] for row in rows))
+    lines: dict[str, list[str]] = {}
+    for row in rows:
+        name = row["kernel"] + " core" * (row["part"] == "core")
+        alone, among = (float(row[f"{how}, µs"]) for how in ("back to back", "among other work"))
+        lines.setdefault(name, [""] * len(calls))[calls.index(row["call"])] = (
+            f"{alone:.0f}, {among:.0f}"
+        )
+    return markdown_table(["µs: back to back, among other work", *calls], lines) + machine_line(
+        rows
+    )

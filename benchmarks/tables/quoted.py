@@ -1,0 +1,34 @@
+"""What commands printed, quoted."""
+
+from __future__ import annotations
+
+from benchmarks import results
+
+
+def demo() -> str:
+    """Quote the first block and the summary that `make demo` printed."""
+    head, first, *others = (results.DIRECTORY / "demo.txt").read_text().rstrip().split("\n\n")
+    return "\n\n".join(("```\n" + head, first, "[…]", others[-1] + "\n```\n"))
+
+
+def end_to_end_printed() -> str:
+    """Quote what `replay --e2e` printed for the built-in CogVideoX, up to the legend."""
+    printed = (results.DIRECTORY / "end_to_end_demo.txt").read_text().splitlines()
+    start = next(n for n, line in enumerate(printed) if line.startswith("cogvideo end to end"))
+    end = next(n for n in range(start, len(printed)) if printed[n].startswith("predicted: "))
+    return "\n".join(("```", *(line.rstrip() for line in printed[start:end]), "```", ""))
+
+
+def attention_structure() -> str:
+    """List the mean over the layers of each built-in model; the file has a line per layer."""
+    text = (results.DIRECTORY / "attention_structure.md").read_text()
+    printed, _, where = text.strip().rpartition("\n\n")
+    heading, rule, *lines = [line.split("|") for line in printed.splitlines()]
+    of_models = [line for line in lines if line[2].strip() == "all layers"]
+    rows = ["|".join(line[:2] + line[3:]) for line in (heading, rule, *of_models)]
+    return "\n".join((*rows, "", where, ""))
+
+
+def devices() -> str:
+    """Show the matrices that `replay devices --markdown` wrote."""
+    return (results.DIRECTORY / "devices.md").read_text()

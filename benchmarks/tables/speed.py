@@ -1,0 +1,131 @@
+"""Speed of kernels: on calls of full-size models, by shape, by call, and under a power limit."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+from benchmarks import results
+from benchmarks.tables.markdown import machine_line, markdown_table
+
+
+def full_size() -> str:
+    """List TFLOPS by kernel on calls of full-size models; memory-bound decode in ms."""
+    rows = results.read(results.DIRECTORY / "full_size.csv")
+    scenes = {
+        "CogVideoX-2b denoise, TFLOPS": ("cogvideo", "denoise", "tflops"),
+        "FLUX.1-dev denoise, TFLOPS": ("flux", "denoise", "tflops"),
+        "Llama-2-7b prefill, TFLOPS": ("llama", "prefill", "tflops"),
+        "Llama-2-7b decode, ms": ("llama", "decode", "time_ms.p50"),
+    }
+    for row in rows:
+        if row["environment"] != "this":
+            row["kernel"] += f" ({row['environment']})"
+    kernels = dict.fromkeys(row["kernel"] for row in rows)
+    cells = {
+        kernel: [
+            _scene_cell(
+                [
+                    row
+                    for row in rows
+                    if (row["kernel"], row["call.model"], row["call.phase"]) == key
+                ],
+                column,
+            )
+            for model, phase, column in scenes.values()
+            if (key := (kernel, model, phase))
+        ]
+        for kernel in kernels
+    }
+    fastest_first = sorted(cells, key=lambda kernel: -_number(cells[kernel][1]))
+    lines = {kernel: cells[kernel] for kernel in fastest_first}
+    return markdown_table(["kernel", *scenes], lines) + machine_line(rows)
+
+
+def by_shape(file: str, *, decode: bool | None = None) -> str:
+    """List TFLOPS by shape; memory-bound decode in ms, drop-in time first, then core time.
+
+    Every environment times PyTorch's kernels; only those of the replaying one are listed.
+
+    Args:
+        decode: list only decode shapes (True), only the others (False), or all (None).
+    """
+    rows = [
+        row
+        for row in results.read(results.DIRECTORY / file)
+        if row["environment"] == "this" or not row["kernel"].startswith("torch-")
+        if decode is None or decode == _is_decode(row)
+    ]
+    kernels = list(dict.fromkeys(row["kernel"] for row in rows))
+    shapes: dict[str, dict[str, str]] = {}
+    for row in rows:
+        cells = shapes.setdefault(_shape(row) + (" (ms)" if _is_decode(row) else ""), {})
+        cells[row["kernel"]] = _decode_cell(row) if decode else _shape_cell(row)
+    lines = {
+        shape: [cells.get(kernel, "") for kernel in kernels] for shape, cells in shapes.items()
+    }
+    return markdown_table(["B×H×S×D", *kernels], lines) + machine_line(rows)
+
+
+def by_call(path: Path) -> str:
+    """List ms of the drop-in by call and kernel; nothing where it is not supported."""
+    rows = results.read(path)
+    kernels = list(dict.fromkeys(row["kernel"] for row in rows))
+    calls: dict[str, dict[str, str]] = {}
+    for row in rows:
+        cells = calls.setdefault(row["call.name"], {})
+        supported = row["status"] != "unsupported"
+        cells[row["kernel"]] = _scene_cell([row], "time_ms.p50") if supported else ""
+    lines = {name: [cells.get(each, "") for each in kernels] for name, cells in calls.items()}
+    return markdown_table(["ms", *kernels], lines) + machine_line(rows)
+
+
+def power_limit() -> str:
+    """List the same kernels measured three ways."""
+    with (results.DIRECTORY / "power_limit.csv").open(newline="") as file:
+        heading, *lines = csv.reader(file)
+    text = [f"| {' | '.join(cell.strip() for cell in heading[:-1])} |"]
+    text.append(f"|---|---|{'---:|' * (len(heading) - 3)}")
+    text += [f"| {' | '.join(line[:-1])} |" for line in lines]
+    return "\n".join(text) + f"\n\n{lines[0][-1]}.\n"
+
+
+def _is_decode(row: dict[str, str]) -> bool:
+    return row["call.shape.q_len"] == "1"
+
+
+def _shape_cell(row: dict[str, str]) -> str:
+    return _scene_cell([row], "time_ms.p50" if _is_decode(row) else "tflops")
+
+
+def _decode_cell(row: dict[str, str]) -> str:
+    core = row["core_time_ms.p50"]
+    return _shape_cell(row) + (f" ({float(core):.3f})" if core else "")
+
+
+def _scene_cell(rows: list[dict[str, str]], column: str) -> str:
+    """Format the median over the calls, or the statuses if there is no time."""
+    values = sorted(float(row[column]) for row in rows if row["status"] == "ok" and row[column])
+    if values:
+        value = values[len(values) // 2]
+        return f"{value:.0f}" if column == "tflops" else f"{value:.3f}"
+    return " ".join(sorted({row["status"] for row in rows}))
+
+
+def _number(cell: str) -> float:
+    try:
+        return float(cell)
+    except ValueError:
+        return 0.0
+
+
+def _shape(row: dict[str, str]) -> str:
+    size = {name: row[f"call.shape.{name}"] for name in results.SIZES}
+    heads, lengths = size["q_heads"], size["q_len"]
+    if size["kv_heads"] != heads:
+        heads += f"/{size['kv_heads']}"
+    if size["kv_len"] != lengths:
+        lengths += f"/{size['kv_len']}"
+    causal = " causal" if row["call.is_causal"] == "True" else ""
+    warm = " warm" if "warm" in row["call.name"] else ""
+    return f"{size['batch']}×{heads}×{lengths}×{size['head_dim']}{causal}{warm}"

@@ -1,0 +1,118 @@
+"""The calls that a recording has seen, counted with those like them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from capture.hooks.census import Census, Count
+from capture.hooks.interceptor import Arguments
+from capture.hooks.modules import ModuleTracker, Site, matches
+from capture.hooks.phases import RECOMPUTE
+from capture.recording.sampling import Place, Sampler
+from capture.storage.capture_record import CaptureRecord
+
+
+@dataclass(eq=False, slots=True)
+class Alike:
+    """Calls that are counted together, and among which the sampler chooses."""
+
+    count: Count
+    place: Place | None
+    """None where calls are not to be stored."""
+    refused_step: int = -1
+    """The step in which the sampler last wanted none of them."""
+    refused_at: int = -1
+    """Its `changes` then."""
+
+
+class CallsSeen:
+    """All calls of a recording, stored or not.
+
+    Args:
+        capture: whose `modules` and `phase` say which calls may be stored.
+        lock: held while calls are met that are like no other so far.
+    """
+
+    def __init__(
+        self,
+        tracker: ModuleTracker,
+        sampler: Sampler,
+        capture: CaptureRecord,
+        lock: threading.RLock,
+    ) -> None:
+        self.census = Census()
+        self.alike: dict[tuple[object, ...], Alike] = {}
+        """By what is quickly read from a call."""
+        self._places: dict[Count, Place | None] = {}
+        self._tracker, self._sampler, self._capture = tracker, sampler, capture
+        self._lock = lock
+
+    def find(
+        self,
+        like: tuple[object, ...] | None,
+        site: Site,
+        arguments: Arguments,
+        dtype: torch.dtype | None,
+    ) -> Alike:
+        """Find out about calls like one that is met for the first time.
+
+        Args:
+            like: what to find it by the next time; None if that cannot be told.
+            dtype: what autocast casts the arguments to.
+        """
+        with self._lock:
+            count = self.census.count_of(site, arguments, dtype)
+            if count not in self._places:
+                self._places[count] = self._place(site, count)
+            found = Alike(count, self._places[count])
+            # A nested tensor is unlike any other; of a tensor as an option, only its identity is.
+            if like and not (arguments.query.is_nested or any(isinstance(e, Tensor) for e in like)):
+                with contextlib.suppress(TypeError):  # symbolic sizes have no hash
+                    found = self.alike.setdefault(like, found)
+            return found
+
+    @property
+    def summary(self) -> str:
+        """One line: by component, how many calls were kept, eligible, and not to be sampled.
+
+        Empty for one component whose calls were all eligible.
+        """
+        eligible, others = Counter[str](), Counter[str]()
+        kept = Counter[str]()
+        for (module, phase, _), count in self.census.items():
+            component = self._tracker.component(module)
+            if phase == RECOMPUTE:
+                others[f"{component} ({phase})".strip()] += count.calls
+            elif self._places.get(count) is None:
+                others[component or "other modules"] += count.calls
+            else:
+                eligible[component] += count.calls
+                kept[component] += count.kept
+        if len(eligible) == 1 and not others:
+            return ""
+        told = ", ".join(
+            f"{component}{': ' if component else ''}{kept[component]} of {count}"
+            for component, count in eligible.items()
+        )
+        line = f"kept of the eligible calls: {told or 'none'}"
+        if others:
+            line += "; not sampled: " + ", ".join(f"{name} {n}" for name, n in others.items())
+        return line
+
+    def _place(self, site: Site, count: Count) -> Place | None:
+        """Return where calls like these are sampled; None if they are not to be stored."""
+        if (
+            count.signature.refusal
+            or site.module == ""
+            or not matches(site.module, self._capture.modules)
+        ):
+            return None
+        if site.phase == RECOMPUTE or self._capture.phase not in ("", site.phase):
+            return None
+        return self._sampler.place((site.phase, *count.signature.stratum), site.module)

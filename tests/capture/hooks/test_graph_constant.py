@@ -1,0 +1,16 @@
+"""Functions that a compiled graph calls while it is traced."""
+
+from __future__ import annotations
+
+import torch
+
+from capture.hooks.graph_constant import constant_in_graphs
+
+
+def test_it_marks_what_pytorch_marks() -> None:
+    def ours() -> None: ...
+
+    def theirs() -> None: ...
+
+    torch.compiler.assume_constant_result(theirs)
+    assert vars(constant_in_graphs(ours)) == vars(theirs)

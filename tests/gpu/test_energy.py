@@ -1,0 +1,32 @@
+"""Energy of calls back to back, by the GPU's own counter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from replay.cli.main import main
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def test_energy_is_power_times_time_and_the_block_is_judged(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    shape = ["--random", "-b", "1", "-hq", "24", "-sq", "4608", "-d", "128"]
+    kernels = "torch-default,torch-flash"
+    with pytest.raises(SystemExit) as exit_:
+        main([*shape, "--kernels", kernels, "--metric", "energy", "--json", str(rows)])
+    assert exit_.value.code == 0
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert [row["status"] for row in found] == ["ok", "ok"]
+    if any("no energy" in flag for row in found for flag in row["flags"]):
+        pytest.skip(str(found[0]["flags"]))
+    for row in found:
+        energy = row["energy"]
+        assert energy["seconds"] > 0
+        assert 20 < energy["power_w"] < 2000
+        # Back to back, a call takes about what it takes alone, from cold caches.
+        assert energy["mj"] / energy["power_w"] == pytest.approx(row["time_ms"]["p50"], rel=0.5)

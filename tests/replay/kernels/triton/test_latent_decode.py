@@ -1,0 +1,99 @@
+"""Decoding where the value is the first part of the key: DeepSeek's absorbed latent attention."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from capture.call import AttentionCall
+from capture.variant import Variant
+from replay.kernels.registry import find
+from replay.kernels.triton.decode import decode
+from replay.kernels.triton.kv_cache import Cache
+from replay.kernels.triton.paged_decode import paged_decode
+from replay.kernels.triton.paging import page
+from replay.kernels.triton.split_kv import attend
+from replay.kernels.triton.split_kv_plan import Tiling, plan
+from tests import factories
+from tests.replay.kernels.triton import eager
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+normal = functools.partial(factories.normal, dtype=torch.float16, device=DEVICE)
+
+
+def inputs(
+    heads: int, latent: int, tail: int, *, q_len: int = 1, kv_len: int = 150
+) -> tuple[Tensor, Tensor, Tensor]:
+    key = normal(2, 1, kv_len, latent + tail, seed=1)
+    return normal(2, heads, q_len, latent + tail), key, key[..., :latent]
+
+
+def assert_near(output: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=3e-3)
+
+
+@pytest.mark.parametrize(
+    ("heads", "latent", "tail"),
+    [(16, 64, 16), (20, 32, 64), (1, 40, 24), (70, 16, 3), (16, 512, 64)],
+)
+def test_in_one_piece_and_in_pages(heads: int, latent: int, tail: int) -> None:
+    query, key, value = inputs(heads, latent, tail)
+    expected = eager.attend(query, key, value).output
+    assert_near(decode(query, key, value), expected)
+    cache = page(key, value, 16)
+    assert cache.value_pages.data_ptr() == cache.key_pages.data_ptr()
+    assert_near(paged_decode(query, *cache), expected)
+
+
+def test_what_follows_a_sequence_is_not_read() -> None:
+    query, key, value = inputs(4, 32, 16)
+    lengths = torch.tensor([150, 33], dtype=torch.int32, device=DEVICE)
+    key[1, :, 33:] = math.nan
+    output = decode(query, key, value, seqused_k=lengths)
+    for i, length in enumerate(lengths.tolist()):
+        own = slice(i, i + 1)
+        seen = eager.attend(query[own], key[own, :, :length], value[own, :, :length])
+        assert_near(output[own], seen.output)
+
+
+def test_some_queries_a_diagonal_and_a_soft_cap() -> None:
+    query, key, value = inputs(4, 32, 16, q_len=3)
+    variant = Variant(bottom_right=True, softcap=5.0)
+    output = decode(query, key, value, is_causal=True, variant=variant)
+    separate = decode(query, key, value.clone(), is_causal=True, variant=variant)
+    torch.testing.assert_close(output, separate, rtol=0, atol=2e-3)
+
+
+def test_many_rows_are_merged_a_part_at_a_time() -> None:
+    query, key, value = inputs(64, 512, 64, kv_len=100)
+    cut = plan(2, 64, 100, 576, 512, "direct", processors=4, tail=64)
+    assert cut.row_chunks > 1
+    output = attend(query, Cache(key, value), tiles=Tiling(32, 8, 3, splits=3))
+    assert_near(output, eager.attend(query, key, value).output)
+
+
+def test_equal_shapes_are_told_apart_by_where_the_value_lies() -> None:
+    query, key, value = inputs(4, 32, 16)
+    other = normal(2, 1, 150, 48, seed=3)[..., :32]  # of the same strides, in another memory
+    for each in (value, other, value):
+        assert_near(decode(query, key, each), eager.attend(query, key, each).output)
+
+
+@pytest.mark.parametrize("name", ["triton-decode", "triton-paged-decode"])
+def test_how_large_the_parts_may_be(name: str) -> None:
+    kernel = find(name)
+
+    def refused(latent: int, tail: int, *, is_shared: bool = True) -> str:
+        query, key, value = inputs(4, latent, tail, kv_len=8)
+        value = value if is_shared else value.clone()
+        return kernel.unsupported(AttentionCall(query, key, value, enable_gqa=True)) or ""
+
+    assert not refused(512, 64)
+    assert "512 + 128" in refused(512, 144)
+    assert "512 + 128" in refused(576, 64)
+    assert "at most 256" in refused(512, 64, is_shared=False)
