@@ -2,11 +2,14 @@
 
     python -m benchmarks.coverage                     on the GPU if there is one
     python -m benchmarks.coverage --device cpu --pairs 400
+    python -m benchmarks.coverage --device cpu --pairs 400 --max-noise 0.05
+    python -m benchmarks.coverage --device cpu --pairs 400 --max-seconds 0.01
 
 Every pair is a replay of one random call with three kernels: one, the same under a second name, and
 the same with 3 % more work (a wait, calibrated first). The first two must tie, the third must be
-found slow. Rounds are 30; what fewer would have said is computed from the first of them. Replaces
-this machine's lines of `benchmarks/results/coverage.csv`.
+found slow. Rounds are 30; what fewer would have said is computed from the first of them. With
+`--max-noise` or `--max-seconds` the replay itself decides when to stop, after 100 rounds at most.
+Replaces the lines of this machine, ended in this way, of `benchmarks/results/coverage.csv`.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -30,6 +33,7 @@ from replay.bench.runner import replay
 from replay.bench.settings import Settings
 from replay.kernels.registry import Kernel, find
 from replay.rows.row import Row, Speedup
+from replay.timing.defaults import SECONDS
 from replay.timing.machine import describe
 from replay.timing.rounds import measure
 from replay.timing.statistics import paired_ratios, speedup_of
@@ -38,6 +42,7 @@ from replay.workloads.random_calls import Spec, workload
 
 BASELINE = "torch-flash"
 ROUNDS = (6, 10, 30)
+ROUNDS_UNTIL_STOPPED = 100
 MORE_WORK = 0.03
 """To which launching it adds a little, so that it is no less than what counts as a difference."""
 SPECS = {
@@ -48,6 +53,7 @@ CACHES: dict[str, Cache] = {"cuda": "cold", "cpu": "warm"}
 COLUMNS = (
     "device",
     "threads",
+    "stop",
     "rounds",
     "pairs",
     "ties",
@@ -72,8 +78,12 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--pairs", type=int, default=100)
     parser.add_argument("--threads", type=int, default=1, help="of a CPU (default 1)")
+    stop = parser.add_mutually_exclusive_group()
+    stop.add_argument("--max-noise", type=float, help="end the rounds at this noise")
+    stop.add_argument("--max-seconds", type=float, default=SECONDS, help="for each kernel's rounds")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "coverage.csv")
     arguments = parser.parse_args()
+    is_stopped = arguments.max_noise is not None or arguments.max_seconds != SECONDS
     device = torch.device(arguments.device)
     if device.type == "cpu":
         torch.set_num_threads(arguments.threads)
@@ -82,15 +92,25 @@ def main() -> None:
     where = {
         "device": machine.device,
         "threads": machine.threads,
+        "stop": stop_of(arguments.max_noise, arguments.max_seconds),
         "machine.python": machine.python,
         "machine.torch": machine.torch,
         "machine.cuda": machine.cuda,
     }
     kernels = [find(BASELINE), replace(find(BASELINE), name="again"), slower(device)]
+    settings = Settings(
+        device,
+        CACHES[device.type],
+        rounds=ROUNDS_UNTIL_STOPPED if is_stopped else max(ROUNDS),
+        max_seconds=arguments.max_seconds,
+        max_noise=arguments.max_noise,
+        baseline=BASELINE,
+    )
     found: list[dict[str, list[float]]] = []
     load = []
     for pair in range(arguments.pairs):
-        rows = list(one_pair(device, kernels, pair))
+        call = workload(f"pair-{pair}", "random", SPECS[device.type], pair)
+        rows = list(replay([call], kernels, replace(settings, seed=pair)))
         for row in rows:
             if row.status != "ok":
                 print(f"pair {pair} left out: {row.kernel}: {row.status}: {row.reason}", flush=True)
@@ -100,7 +120,7 @@ def main() -> None:
         if found and ((pair + 1) % 20 == 0 or pair + 1 == arguments.pairs):
             lines = [
                 summary(found, rounds) | where | {"load": f"{median(load):.1f}"}
-                for rounds in ROUNDS
+                for rounds in ((ROUNDS_UNTIL_STOPPED,) if is_stopped else ROUNDS)
             ]
             print(f"{pair + 1} pairs, {time.monotonic() - began:.0f} s", flush=True)
             for line in lines:
@@ -108,16 +128,11 @@ def main() -> None:
             write(lines, arguments.out)  # now, in case the run is interrupted
 
 
-def one_pair(device: torch.device, kernels: list[Kernel], seed: int) -> Iterator[Row]:
-    settings = Settings(
-        device,
-        CACHES[device.type],
-        rounds=max(ROUNDS),
-        seed=seed,
-        baseline=BASELINE,
-    )
-    call = workload(f"pair-{seed}", "random", SPECS[device.type], seed)
-    return replay([call], kernels, settings)
+def stop_of(max_noise: float | None, max_seconds: float) -> str:
+    """The option that ends the rounds; empty where their number is given."""
+    if max_noise is not None:
+        return f"--max-noise {max_noise:g}"
+    return "" if max_seconds == SECONDS else f"--max-seconds {max_seconds:g}"
 
 
 def slower(device: torch.device) -> Kernel:
@@ -157,7 +172,7 @@ def ratios(rows: list[Row]) -> dict[str, list[float]]:
 
 
 def summary(found: list[dict[str, list[float]]], rounds: int) -> dict[str, Any]:
-    """A line of the result file."""
+    """A line of the result file: the verdicts of at most so many rounds."""
     said: dict[str, list[Speedup]] = {
         name: [speedup_of(pair[name][:rounds]) for pair in found] for name in ("again", "slower")
     }
@@ -165,7 +180,8 @@ def summary(found: list[dict[str, list[float]]], rounds: int) -> dict[str, Any]:
     verdicts = Counter(each.verdict for each in said["again"])
     ties = sum(each.is_tie for each in said["again"])
     slow = sum(each.verdict == "slow" for each in said["slower"])
-    line: dict[str, Any] = {"rounds": rounds, "pairs": pairs, "same": verdicts["same"]}
+    taken = median(min(len(ratios), rounds) for pair in found for ratios in pair.values())
+    line: dict[str, Any] = {"rounds": int(taken), "pairs": pairs, "same": verdicts["same"]}
     for name, count in (("ties", ties), ("found", slow)):
         low, high = wilson(count, pairs)
         line |= {name: count, f"{name}.share": count / pairs}
@@ -192,10 +208,12 @@ def sentence(line: dict[str, Any]) -> str:
 
 
 def write(lines: list[dict[str, Any]], path: Path) -> None:
-    """Replace the lines of this machine."""
-    machine = (lines[0]["device"], lines[0]["threads"])
+    """Replace the lines of this machine that were ended in the same way."""
+    replaced = [str(lines[0][name] or "") for name in ("device", "threads", "stop")]
     written = results.read(path) if path.exists() else []
-    others = [each for each in written if (each["device"], each["threads"]) != machine]
+    others = [
+        each for each in written if [each[n] for n in ("device", "threads", "stop")] != replaced
+    ]
     results.write_lines([*others, *lines], COLUMNS, path)
 
 

@@ -23,7 +23,8 @@ def coverage() -> str:
             f"{100 * float(row[f'{name}.high']):.1f})"
             for name in ("ties", "found")
         ]
-        lines.append(f"| {machine} | {row['rounds']} | {row['pairs']} | {' | '.join(shares)} |")
+        rounds = f"{row['rounds']}, by `{row['stop']}`" if row["stop"] else row["rounds"]
+        lines.append(f"| {machine} | {rounds} | {row['pairs']} | {' | '.join(shares)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -32,7 +32,14 @@ def _attend(call: Arguments, **options: Any) -> Tensor:
     from replay.kernels.triton.quantised_prefill import quantised_prefill
 
     return quantised_prefill(
-        call.query, call.key, call.value, call.is_causal, scale=call.scale, **options
+        call.query,
+        call.key,
+        call.value,
+        call.is_causal,
+        scale=call.scale,
+        variant=call.variant,
+        sinks=call.sinks,
+        **options,
     )
 
 
@@ -42,8 +49,18 @@ def _prepare(
     from replay.kernels.triton.quantise import quantise_key_value
     from replay.kernels.triton.quantised_prefill import attend
 
-    quantised = quantise_key_value(call.key, call.value, score_dtype, fp8_value, smooth_k)
-    return lambda: attend(call.query, quantised, call.is_causal, scale=call.scale)
+    keep_mean = call.variant.softcap is not None or call.sinks is not None
+    quantised = quantise_key_value(
+        call.key, call.value, score_dtype, fp8_value, smooth_k, keep_mean
+    )
+    return lambda: attend(
+        call.query,
+        quantised,
+        call.is_causal,
+        scale=call.scale,
+        variant=call.variant,
+        sinks=call.sinks,
+    )
 
 
 def _register(
@@ -64,6 +81,7 @@ def _register(
             f"ours: {about}",
             prepare=partial(_prepare, **options),
             accuracy_class="quantised",
+            features=("bottom-right", "window", "softcap", "sinks"),
             variant_of="" if smooth_k else base,
         )
     )

@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from replay.kernels.triton.masking import mask_bias, may_see
+from replay.kernels.triton.masking import mask_bias, may_see, stretches
 from replay.kernels.triton.matmul import matmul
 from replay.kernels.triton.online_softmax import LN_2, LOG2_E, soft_cap, softmax_step
 
@@ -156,7 +156,9 @@ def forward_kernel(
             total += 1.0
         rows = row + tl.arange(0, BLOCK_M)
 
-        ends = _stretches(row + diagonal, k_start, k_end, left, right, BLOCK_M, BLOCK_N, IS_CAUSAL)
+        ends = stretches(
+            row + diagonal, k_start, k_end, left, right, BLOCK_M, BLOCK_N, IS_CAUSAL, False
+        )
         for stretch in tl.static_range(1 if left is None else 0, 3):
             sums, sums_rest, maximum, total = _attend(
                 sums, sums_rest, maximum, total, query_main, query_rest, key, value, attn_mask,
@@ -246,44 +248,6 @@ def _rows(
     if IS_BOTTOM_RIGHT:
         diagonal = k_end - q_end
     return q_start, q_end, k_start, k_end, diagonal
-
-
-@triton.jit
-def _stretches(
-    diagonal,
-    k_start,
-    k_end,
-    left,
-    right,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-):
-    """The keys of a tile: where they begin, where blocks begin that all rows see whole (after those
-    that a window's left side cuts), where these end, and where all keys end.
-
-    `diagonal` is the key beside the tile's first row.
-    """
-    first = k_start
-    last = k_end
-    unmasked = k_end - k_start
-    if IS_CAUSAL:
-        last = tl.minimum(k_end, diagonal + BLOCK_M)
-        unmasked = tl.minimum(unmasked, diagonal + 1 - k_start)
-    if right is not None:
-        last = tl.minimum(k_end, diagonal + BLOCK_M + right)
-        unmasked = tl.minimum(unmasked, diagonal + 1 + right - k_start)
-    if left is not None:
-        first = tl.maximum(k_start, diagonal - left)
-        unmasked -= first - k_start
-    cut = first + tl.maximum(unmasked, 0) // BLOCK_N * BLOCK_N
-    whole = first
-    if left is not None:
-        # From here on no row's window has yet to begin.
-        begun = tl.maximum(diagonal + BLOCK_M - 1 - left - first, 0)
-        whole = tl.minimum(first + tl.cdiv(begun, BLOCK_N) * BLOCK_N, tl.maximum(first, last))
-        cut = tl.maximum(cut, whole)
-    return first, whole, cut, last
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Which keys a query sees, and what a mask adds to its scores."""
+"""Which keys a query sees, where a tile's begin and end, and what a mask adds to scores."""
 
 from __future__ import annotations
 
@@ -30,6 +30,48 @@ def may_see(diagonals, keys, k_end, left, right, IS_CAUSAL: tl.constexpr):
     if left is not None:
         seen = seen & (keys[None, :] >= diagonals[:, None] - left)
     return seen
+
+
+@triton.jit
+def stretches(
+    diagonal,
+    k_start,
+    k_end,
+    left,
+    right,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+):
+    """The keys of a tile: where they begin, where blocks begin that all rows see whole (after those
+    that a window's left side cuts), where these end, and where all keys end.
+
+    `diagonal` is the key beside the tile's first row. IS_ALIGNED: every block begins at a multiple
+    of BLOCK_N, the first may be one of keys before the window; `k_start` must be such a multiple.
+    """
+    first = k_start
+    last = k_end
+    unmasked = k_end - k_start
+    if IS_CAUSAL:
+        last = tl.minimum(k_end, diagonal + BLOCK_M)
+        unmasked = tl.minimum(unmasked, diagonal + 1 - k_start)
+    if right is not None:
+        last = tl.minimum(k_end, diagonal + BLOCK_M + right)
+        unmasked = tl.minimum(unmasked, diagonal + 1 + right - k_start)
+    if left is not None:
+        first = tl.maximum(k_start, diagonal - left)
+        if IS_ALIGNED:
+            first = first // BLOCK_N * BLOCK_N
+        unmasked -= first - k_start
+    cut = first + tl.maximum(unmasked, 0) // BLOCK_N * BLOCK_N
+    whole = first
+    if left is not None:
+        # From here on no row's window has yet to begin.
+        begun = tl.maximum(diagonal + BLOCK_M - 1 - left - first, 0)
+        whole = tl.minimum(first + tl.cdiv(begun, BLOCK_N) * BLOCK_N, tl.maximum(first, last))
+        cut = tl.maximum(cut, whole)
+    return first, whole, cut, last
 
 
 @triton.jit

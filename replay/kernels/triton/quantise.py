@@ -5,7 +5,8 @@ keys is subtracted first ("K smoothing", SageAttention, Zhang et al. 2024), to t
 that the keys of many models share, which would use up the 8 bits. Whatever is subtracted from all
 keys adds the same number to all scores of a query, which softmax does not see, so the mean need not
 be that of all keys, for which the key would have to be read once more: it is that of `SAMPLE` keys
-spread over the sequence, and an eighth of a standard deviation from it is what may be left.
+spread over the sequence, and an eighth of a standard deviation from it is what may be left. A soft
+cap and a sink do see it: for them the mean is kept.
 
 Value: FP8, one scale for every `GROUP` keys of a head, transposed because 8-bit tensor-core
 operands must be adjacent along the summed dimension, here the keys. Within every 16 of them keys
@@ -67,13 +68,17 @@ class QuantisedKeyValue:
     key: Tensor
     """(B, Hkv, N, D') int8 or float8_e4m3fn, D' = `padded_dim(D)`, zeros beyond Sk and D."""
     key_scale: Tensor
-    """(B, Hkv, N / GROUP) float32: key ≈ quantised · scale (+ mean, which does not matter)."""
+    """(B, Hkv, N / GROUP) float32: key ≈ quantised · scale (+ mean)."""
     value: Tensor
     """(B, Hkv, D', N) float8_e4m3fn in `KEY_ORDER`, or the value (B, Hkv, Sk, Dv) as it came."""
     value_scale: Tensor | None
     """(B, Hkv, N / GROUP) float32; None with a value in 16 bits."""
     kv_len: int
     v_head_dim: int
+    is_smooth: bool
+    """Whether a mean was subtracted from the key."""
+    key_mean: Tensor | None = None
+    """(B, Hkv, D') float32, that mean, where it is kept."""
 
 
 def padded_dim(head_dim: int) -> int:
@@ -125,12 +130,14 @@ def _quantise_key(
     stride_d,
     output_ptr,
     scale_ptr,
+    mean_ptr,
     group,
     kv_len,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     GROUP: tl.constexpr,
     SMOOTH: tl.constexpr,
+    KEEP_MEAN: tl.constexpr,
 ):
     """One group of keys; the pointers are those of its head, `output_ptr` that of the group."""
     rows = group * GROUP + tl.arange(0, GROUP)
@@ -141,6 +148,8 @@ def _quantise_key(
     if SMOOTH:
         mean = sampled_mean(key_ptr, stride_s, stride_d, columns, kv_len, HEAD_DIM)
         key = tl.where(is_key, key - mean[None, :], 0.0)
+        if KEEP_MEAN and group == 0:
+            tl.store(mean_ptr + columns, mean)
     is_finite = tl.abs(key) < float("inf")
     largest = tl.max(tl.where(is_finite, tl.abs(key), 0.0))
     largest = tl.maximum(largest, SMALLEST_MAXIMUM)
@@ -193,6 +202,7 @@ def _quantise(
     key_scale_ptr,
     value_out_ptr,
     value_scale_ptr,
+    key_mean_ptr,
     key_stride_b,
     key_stride_h,
     key_stride_s,
@@ -209,24 +219,29 @@ def _quantise(
     BLOCK_DV: tl.constexpr,
     GROUP: tl.constexpr,
     SMOOTH: tl.constexpr,
+    KEEP_MEAN: tl.constexpr,
 ):
     """One group of keys, or (in programs with a third index of 1) one group of values."""
     group, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     groups = tl.num_programs(0)
     batch, kv_head = head // kv_heads, head % kv_heads
     if tl.program_id(2) == 0:
+        if KEEP_MEAN:
+            key_mean_ptr += head * BLOCK_D
         _quantise_key(
             key_ptr + batch * key_stride_b + kv_head * key_stride_h,
             key_stride_s,
             key_stride_d,
             key_out_ptr + (head * groups + group) * GROUP * BLOCK_D,
             key_scale_ptr + head * groups,
+            key_mean_ptr,
             group,
             kv_len,
             HEAD_DIM,
             BLOCK_D,
             GROUP,
             SMOOTH,
+            KEEP_MEAN,
         )
     elif value_scale_ptr is not None:
         _quantise_value(
@@ -250,11 +265,13 @@ def quantise_key_value(
     key_dtype: torch.dtype = torch.int8,
     quantise_value: bool = False,
     smooth_k: bool = True,
+    keep_mean: bool = False,
 ) -> QuantisedKeyValue:
     """Key in `key_dtype` (int8 or float8_e4m3fn) and, if wanted, value in float8_e4m3fn.
 
     `key` (B, Hkv, Sk, D) and `value` (B, Hkv, Sk, Dv) of any strides, float16 or bfloat16, Sk at
-    least 1; neither is changed. `smooth_k` subtracts a mean over the sequence from the key.
+    least 1; neither is changed. `smooth_k` subtracts a mean over the sequence from the key;
+    `keep_mean` keeps it, for soft caps and sinks.
     """
     batch, kv_heads, kv_len, head_dim = key.shape
     v_head_dim = value.shape[3]
@@ -270,6 +287,7 @@ def quantise_key_value(
     if quantise_value:
         value_out = empty(block_v_dim, groups * GROUP, dtype=torch.float8_e4m3fn)
         value_scale = empty(groups, dtype=torch.float32)
+    key_mean = empty(block_dim, dtype=torch.float32) if smooth_k and keep_mean else None
     launch = _planned(
         (key.shape, value.shape),
         (key.stride(), value.stride()),
@@ -278,9 +296,12 @@ def quantise_key_value(
         key_dtype,
         quantise_value,
         smooth_k,
+        key_mean is not None,
     )
-    launch(key, value, key_out, key_scale, value_out, value_scale)
-    return QuantisedKeyValue(key_out, key_scale, value_out, value_scale, kv_len, v_head_dim)
+    launch(key, value, key_out, key_scale, value_out, value_scale, key_mean)
+    return QuantisedKeyValue(
+        key_out, key_scale, value_out, value_scale, kv_len, v_head_dim, smooth_k, key_mean
+    )
 
 
 Sizes = tuple[int, ...]
@@ -295,6 +316,7 @@ def _planned(
     key_dtype: torch.dtype,
     quantise_value: bool,
     smooth_k: bool,
+    keep_mean: bool,
 ) -> Launch:
     """The launch for keys and values of one shape, to be quantised in one way."""
     (batch, kv_heads, kv_len, head_dim), (*_, v_head_dim) = shapes
@@ -314,6 +336,7 @@ def _planned(
             "BLOCK_DV": padded_dim(v_head_dim),
             "GROUP": GROUP,
             "SMOOTH": smooth_k,
+            "KEEP_MEAN": keep_mean,
         },
         num_warps=4,
     )

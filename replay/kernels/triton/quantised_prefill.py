@@ -1,7 +1,7 @@
 """Prefill with 8-bit operands: INT8 or FP8 QKᵀ, and 16-bit or FP8 PV.
 
 What is quantised, and how, is in `quantise.py`, what is computed in `quantised_prefill_kernel.py`,
-or on Hopper in `quantised_hopper_kernel.py`.
+or on Hopper, where the call asks for no more than SDPA does, in `quantised_hopper_kernel.py`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from capture.variant import PLAIN, Variant
 from replay.kernels.triton.descriptors import nowhere
 from replay.kernels.triton.launch import Kept, Launch, PlannedCall, layout
-from replay.kernels.triton.online_softmax import LOG2_E
+from replay.kernels.triton.masking import window_sides
+from replay.kernels.triton.online_softmax import base_2
 from replay.kernels.triton.quantise import (
     GROUP,
     QuantisedKeyValue,
@@ -57,26 +59,38 @@ def attend(
     is_causal: bool = False,
     *,
     scale: float | None = None,
+    variant: Variant = PLAIN,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of `query` (B, Hq, Sq, D), any strides, to a quantised key and value.
 
-    Returns (B, Hq, Sq, Dv) in the query's dtype. Causal is aligned top left. `scale` defaults to
-    1/sqrt(D). Query heads share key heads in groups when there are more of them.
+    Returns (B, Hq, Sq, Dv) in the query's dtype. Causal is aligned top left, or as `variant` says.
+    `scale` defaults to 1/sqrt(D). Query heads share key heads in groups when there are more of
+    them. A query that sees no key gets zeros.
+
+    Raises:
+        ValueError: there is a soft cap or a sink (`sinks`, (Hq,)), and the mean that was subtracted
+            from the keys was not kept.
     """
+    sees_mean = variant.softcap is not None or sinks is not None
+    if sees_mean and quantised.is_smooth and quantised.key_mean is None:
+        raise ValueError("soft caps and sinks need the mean of the keys: quantise with keep_mean")
+    key_mean = quantised.key_mean if sees_mean else None
     value = quantised.value
     if quantised.value_scale is None:
         value = describable(value)
     output = query.new_empty((*query.shape[:3], quantised.v_head_dim))
     shape = (
         query.device,
-        *map(layout, (query, quantised.key, value, quantised.value_scale)),
+        *map(layout, (query, quantised.key, value, quantised.value_scale, key_mean, sinks)),
         quantised.kv_len,
         quantised.v_head_dim,
         is_causal,
         scale,
+        variant,
     )
     planned = _calls.get(shape) or _calls.keep(
-        shape, _plan(query, quantised, value, is_causal, scale)
+        shape, _plan(query, quantised, value, is_causal, scale, variant, sinks is not None)
     )
     key, value = planned.operands(quantised.key, value)
     planned.launch(
@@ -86,6 +100,7 @@ def attend(
         value,
         quantised.key_scale if quantised.value_scale is None else quantised.value_scale,
         output,
+        *((key_mean, None if sinks is None else sinks.contiguous()) if sees_mean else ()),
     )
     return output
 
@@ -99,14 +114,20 @@ def _plan(
     value: Tensor,
     is_causal: bool,
     scale: float | None,
+    variant: Variant,
+    has_sinks: bool,
 ) -> PlannedCall:
     """All of a call but its tensors' addresses; `value` is as a tensor descriptor takes it."""
     batch, q_heads, q_len, head_dim = query.shape
+    is_causal, left, right = window_sides(is_causal, variant, q_len, quantised.kv_len)
+    is_bottom_right = variant.bottom_right and q_len != quantised.kv_len
+    sees_mean = variant.softcap is not None or has_sinks
+    is_plain = left is None and right is None and not (is_bottom_right or sees_mean)
     block_dim, block_v_dim = quantised.key.shape[3], padded_dim(quantised.v_head_dim)
     fp8_value = quantised.value_scale is not None
-    factor = (head_dim**-0.5 if scale is None else scale) * LOG2_E.value
+    factor, cap = base_2(head_dim**-0.5 if scale is None else scale, variant.softcap)
     largest_dim = max(block_dim, block_v_dim)
-    if _is_hopper(query.device) and largest_dim <= 128:
+    if is_plain and largest_dim <= 128 and _is_hopper(query.device):
         # Gluon is imported only where it is of use.
         from replay.kernels.triton import quantised_hopper
 
@@ -130,7 +151,12 @@ def _plan(
             "BLOCK_N": tile.keys,
             "GROUP": GROUP,
             "FP8_VALUE": fp8_value,
-        },
+            "IS_BOTTOM_RIGHT": is_bottom_right,
+            "cap": cap,
+            "left": left,
+            "right": right,
+        }
+        | ({} if sees_mean else {"key_mean_ptr": None, "sinks_ptr": None}),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -147,6 +173,8 @@ def quantised_prefill(
     score_dtype: torch.dtype = torch.int8,
     fp8_value: bool = False,
     smooth_k: bool = True,
+    variant: Variant = PLAIN,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale · QKᵀ) · V with operands in 8 bits, quantisation included.
 
@@ -154,9 +182,11 @@ def quantised_prefill(
     float16 or bfloat16, Hq a multiple of Hkv, D and Dv at most 256. Returns (B, Hq, Sq, Dv) in
     their dtype. `score_dtype` (int8 or float8_e4m3fn) is what QKᵀ is computed in, `fp8_value`
     whether PV is in FP8 or in the call's dtype. `smooth_k` subtracts a mean of the keys from
-    all; the key itself is not changed. FP8 needs compute capability 8.9.
+    all; the key itself is not changed. `variant` is bottom right, window and soft cap, `sinks`
+    (Hq,). FP8 needs compute capability 8.9.
     """
     if key.shape[2] == 0 or query.numel() == 0:
         return query.new_zeros((*query.shape[:3], value.shape[3]))
-    quantised = quantise_key_value(key, value, score_dtype, fp8_value, smooth_k)
-    return attend(query, quantised, is_causal, scale=scale)
+    keep_mean = variant.softcap is not None or sinks is not None
+    quantised = quantise_key_value(key, value, score_dtype, fp8_value, smooth_k, keep_mean)
+    return attend(query, quantised, is_causal, scale=scale, variant=variant, sinks=sinks)

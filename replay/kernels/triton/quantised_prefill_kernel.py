@@ -12,6 +12,9 @@ output is divided by takes it out again, one multiplication a row.
 The tensor cores add FP8 products with 14 bits or so, and lose more the more the accumulator holds
 (DeepSeek-V3 report, 2024). So each block's product starts at zero and is added in float32.
 
+Softmax does not see the mean that was subtracted from the keys, but a soft cap and a sink do: there
+the query's product with it is added to a row's scores, or taken from its sink.
+
 NaN anywhere in a query makes that row NaN, NaN in a key every row that sees its group, NaN in an
 FP8 value that column of every such row. Infinity counts as NaN, except in a value of 16 bits.
 """
@@ -21,8 +24,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from replay.kernels.triton.masking import may_see
+from replay.kernels.triton.masking import may_see, stretches
 from replay.kernels.triton.matmul import matmul
+from replay.kernels.triton.online_softmax import LOG2_E, soft_cap
 from replay.kernels.triton.quantise import (
     FP8_MAX,
     INT8_MAX,
@@ -34,7 +38,7 @@ from replay.kernels.triton.quantise import (
 )
 
 
-@triton.jit(do_not_specialize=["q_heads", "kv_heads", "q_len", "kv_len", "groups"])
+@triton.jit(do_not_specialize=["q_heads", "kv_heads", "q_len", "kv_len", "groups", "left", "right"])
 def quantised_prefill_kernel(
     query_ptr,
     key_desc,
@@ -42,6 +46,8 @@ def quantised_prefill_kernel(
     value_desc,
     value_scale_ptr,
     output_ptr,
+    key_mean_ptr,
+    sinks_ptr,
     stride_b,
     stride_h,
     stride_s,
@@ -52,6 +58,9 @@ def quantised_prefill_kernel(
     kv_len,
     groups,
     factor,
+    cap,
+    left,
+    right,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     V_HEAD_DIM: tl.constexpr,
@@ -60,9 +69,15 @@ def quantised_prefill_kernel(
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
+    IS_BOTTOM_RIGHT: tl.constexpr,
     FP8_VALUE: tl.constexpr,
 ):
-    """One block of queries of one head. `factor` is softmax's scale · log2 e."""
+    """One block of queries of one head.
+
+    `factor` is softmax's scale · log2 e, or with a soft cap that of the exponent in tanh
+    (`online_softmax.base_2`). `sinks_ptr`, `cap`, `left` and `right` are None where a call has
+    none, `key_mean_ptr` where neither sink nor cap asks for it.
+    """
     q_blocks = tl.cdiv(q_len, BLOCK_M)
     head, q_block = tl.program_id(0) // q_blocks, tl.program_id(0) % q_blocks
     if IS_CAUSAL:
@@ -80,9 +95,13 @@ def quantised_prefill_kernel(
         other=0.0,
     )
     is_int8: tl.constexpr = key_desc.dtype == tl.int8
-    query, query_scale = _quantise_query(query.to(tl.float32) * factor, is_int8)
-
+    query = query.to(tl.float32) * factor
     at = batch * kv_heads + kv_head
+    shift = tl.zeros([BLOCK_M], tl.float32)
+    if key_mean_ptr is not None:
+        shift += tl.sum(query * tl.load(key_mean_ptr + at * BLOCK_D + columns)[None, :], axis=1)
+    query, query_scale = _quantise_query(query, is_int8)
+
     key_scale_ptr += at * groups
     if FP8_VALUE:
         value_scale_ptr += at * groups
@@ -92,19 +111,26 @@ def quantised_prefill_kernel(
     output = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    whole, end = kv_len // BLOCK_N, tl.cdiv(kv_len, BLOCK_N)
-    if IS_CAUSAL:
-        whole = tl.minimum(whole, (q_block * BLOCK_M + 1) // BLOCK_N)
-        end = tl.minimum(end, tl.cdiv(q_block * BLOCK_M + BLOCK_M, BLOCK_N))
-    for masked in tl.static_range(2):
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + q_head).to(tl.float32)
+        maximum = tl.zeros([BLOCK_M], tl.float32) + sink * LOG2_E
+        if cap is None:
+            maximum -= shift
+        total += tl.exp2(LOG2_FP8_MAX) if FP8_VALUE else 1.0
+    diagonal = kv_len - q_len if IS_BOTTOM_RIGHT else 0
+    ends = stretches(
+        q_block * BLOCK_M + diagonal, 0, kv_len, left, right, BLOCK_M, BLOCK_N, IS_CAUSAL, True
+    )
+    for stretch in tl.static_range(1 if left is None else 0, 3):
         output, maximum, total = _attend_blocks(
-            whole if masked else 0,
-            end if masked else whole,
+            ends[stretch],
+            ends[stretch + 1],
             output,
             maximum,
             total,
             query,
             query_scale,
+            shift,
             key_desc,
             at * groups * GROUP,
             key_scale_ptr,
@@ -112,18 +138,21 @@ def quantised_prefill_kernel(
             value_batch,
             value_head,
             value_scale_ptr,
-            rows,
+            rows + diagonal,
             kv_len,
+            cap,
+            left,
+            right,
             BLOCK_M,
             BLOCK_N,
             BLOCK_DV,
             GROUP,
             IS_CAUSAL,
-            masked == 1,
+            stretch != 1,
             FP8_VALUE,
         )
 
-    output /= total[:, None]
+    output /= tl.where(total == 0.0, 1.0, total)[:, None]
     columns = tl.arange(0, BLOCK_DV)
     output_ptr += head.to(tl.int64) * q_len * V_HEAD_DIM
     tl.store(
@@ -136,12 +165,13 @@ def quantised_prefill_kernel(
 @triton.jit
 def _attend_blocks(
     first,
-    end,
+    last,
     output,
     maximum,
     total,
     query,
     query_scale,
+    shift,
     key_desc,
     key_row,
     key_scale_ptr,
@@ -149,8 +179,11 @@ def _attend_blocks(
     value_batch,
     value_head,
     value_scale_ptr,
-    rows,
+    diagonals,
     kv_len,
+    cap,
+    left,
+    right,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_DV: tl.constexpr,
@@ -159,17 +192,24 @@ def _attend_blocks(
     IS_MASKED: tl.constexpr,
     FP8_VALUE: tl.constexpr,
 ):
-    """Blocks of keys `first` … `end` - 1 into the running output, maximum and sum."""
-    for block in tl.range(first, end):
-        start = block * BLOCK_N
+    """Keys [first, last), in blocks, into the running output, maximum and sum.
+
+    `diagonals` are the keys beside the rows, `shift` is what a soft cap must know of the scores.
+    """
+    for start in tl.range(first, last, BLOCK_N):
         group = start // GROUP
         key = key_desc.load([key_row + start, 0])
         scores = tl.dot(query, key.T).to(tl.float32)
         scale = query_scale * tl.load(key_scale_ptr + group)
-        if IS_MASKED:
-            keys = start + tl.arange(0, BLOCK_N)
-            seen = may_see(rows, keys, kv_len, None, None, IS_CAUSAL)
-            scores = tl.where(seen, scores * scale[:, None], float("-inf"))
+        is_scaled: tl.constexpr = IS_MASKED or cap is not None
+        if is_scaled:
+            scores *= scale[:, None]
+            if cap is not None:
+                scores = soft_cap(scores + shift[:, None], cap)
+            if IS_MASKED:
+                keys = start + tl.arange(0, BLOCK_N)
+                seen = may_see(diagonals, keys, kv_len, left, right, IS_CAUSAL)
+                scores = tl.where(seen, scores, float("-inf"))
             largest = tl.max(scores, axis=1)
         else:
             # No scale is negative, so that the largest product is the largest score.
@@ -183,10 +223,15 @@ def _attend_blocks(
             new_maximum = tl.maximum(maximum, largest)
             origin = new_maximum
         if IS_MASKED:
+            # A row that has seen no key yet: -inf minus itself would be NaN.
+            origin = tl.where(new_maximum == float("-inf"), 0.0, origin)
+        if is_scaled:
             weights = tl.exp2(scores - origin[:, None])
         else:
             weights = tl.exp2(scores * scale[:, None] - origin[:, None])
         shrink = tl.exp2(maximum - new_maximum)
+        if IS_MASKED:
+            shrink = tl.where(new_maximum == float("-inf"), 1.0, shrink)
         maximum = new_maximum
         output *= shrink[:, None]
         if FP8_VALUE:

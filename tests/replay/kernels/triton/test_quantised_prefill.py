@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from capture.call import AttentionCall
+from capture.variant import Variant
 from replay.accuracy.errors import compare
 from replay.accuracy.reference import attention
 from replay.kernels.triton.quantise import quantise_key_value
@@ -31,6 +32,27 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 WEIGHTS_ERROR = {False: 2e-3, True: 2**-4}
 """Relative L1 that rounding the probabilities may add, by whether they are FP8: half the distance
 of neighbouring e4m3 numbers, which a single key of weight can cost."""
+
+
+BEYOND = {
+    "window": ((1, 2, 1, 200, 200, 64), True, Variant(window=(50, 0)), False),
+    "window of both sides": ((2, 2, 2, 140, 300, 40), False, Variant(window=(30, 70)), False),
+    "window of several blocks": ((1, 1, 1, 500, 500, 64), True, Variant(window=(200, 0)), False),
+    "window of one key": ((1, 1, 1, 70, 70, 64), False, Variant(window=(0, 0)), False),
+    "bottom right": ((1, 2, 2, 100, 260, 64), True, Variant(bottom_right=True), False),
+    "rows without keys": ((1, 2, 2, 260, 100, 64), True, Variant(bottom_right=True), False),
+    "both": ((1, 2, 2, 70, 400, 96), True, Variant(bottom_right=True, window=(16, 0)), False),
+    "soft cap": ((1, 2, 2, 90, 150, 64), True, Variant(softcap=5.0), False),
+    "sinks": ((1, 4, 2, 150, 200, 64), True, Variant(), True),
+    "sinks, rows without keys": ((1, 2, 2, 90, 40, 64), True, Variant(bottom_right=True), True),
+    "all": (
+        (2, 4, 2, 150, 290, 80),
+        True,
+        Variant(bottom_right=True, window=(100, 0), softcap=8.0),
+        True,
+    ),
+}
+"""Shape, whether causal, what is asked beyond SDPA, and whether there are sinks."""
 
 
 def random_call(
@@ -78,6 +100,8 @@ def run(call: AttentionCall, kind: str, smooth_k: bool = True) -> Tensor:
         score_dtype=score_dtype,
         fp8_value=fp8_value,
         smooth_k=smooth_k,
+        variant=call.variant,
+        sinks=call.sinks,
     )
 
 
@@ -117,6 +141,53 @@ def test_its_operands_say(
     device: torch.device, kind: str, shape: tuple[int, ...], is_causal: bool
 ) -> None:
     check(random_call(*shape, device=device, is_causal=is_causal), kind)
+
+
+@each_kind
+@pytest.mark.parametrize("smooth_k", [True, False])
+@pytest.mark.parametrize("name", BEYOND)
+def test_its_operands_say_beyond_sdpa(
+    device: torch.device, kind: str, name: str, smooth_k: bool
+) -> None:
+    """The keys share an offset, so that the mean that was subtracted changes caps and sinks."""
+    shape, is_causal, variant, has_sinks = BEYOND[name]
+    call = random_call(*shape, device=device, is_causal=is_causal, offset=2.0)
+    sinks = torch.linspace(-3.0, 4.0, shape[1], device=device) if has_sinks else None
+    call = AttentionCall(**{**call.arguments(), "sinks": sinks}, variant=variant)
+    score_dtype, fp8_value = KINDS[kind]
+    quantised = quantise_key_value(call.key, call.value, score_dtype, fp8_value, smooth_k, True)
+    # The mean is no operand in 8 bits: the query meets it as it came.
+    queries = [quantised_query(call, score_dtype)]
+    keys = [dequantised_key(quantised, shape[5])]
+    if quantised.key_mean is not None:
+        queries.append(call.query.float() * (call.softmax_scale * math.log2(math.e)))
+        mean = quantised.key_mean[:, :, None, : shape[5]]
+        keys.append(mean.expand_as(keys[0]))
+    stated = AttentionCall(
+        torch.cat(queries, dim=-1),
+        torch.cat(keys, dim=-1),
+        dequantised_value(quantised),
+        is_causal=is_causal,
+        scale=math.log(2),
+        enable_gqa=True,
+        sinks=sinks,
+        variant=variant,
+    )
+    output = run(call, kind, smooth_k)
+    errors = compare(output, attention(stated))
+    assert errors.mismatched_nonfinite == 0
+    assert errors.relative_l1 < WEIGHTS_ERROR[fp8_value]
+    if name == "rows without keys":
+        assert not output[:, :, : shape[3] - shape[4]].any()
+
+
+def test_a_cap_needs_the_mean_of_the_keys(device: torch.device) -> None:
+    call = random_call(1, 1, 1, 20, 30, 64, device)
+    quantised = quantise_key_value(call.key, call.value)
+    with pytest.raises(ValueError, match="keep_mean"):
+        attend(call.query, quantised, variant=Variant(softcap=5.0))
+    unsmoothed = quantise_key_value(call.key, call.value, smooth_k=False)
+    attend(call.query, unsmoothed, variant=Variant(softcap=5.0))
 
 
 @each_kind
