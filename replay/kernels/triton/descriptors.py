@@ -15,8 +15,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @functools.cache
-def _has_tma(device: torch.device) -> bool:
-    """The interpreter takes descriptors too."""
+def has_tma(device: torch.device) -> bool:
+    """Whether it has the accelerator; the interpreter takes descriptors too."""
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -24,7 +24,7 @@ def can_be_described(tensor: Tensor) -> bool:
     """Whether a descriptor can have it, (B, H, S, D): D adjacent, other strides of 16 bytes."""
     itemsize = tensor.element_size()
     return (
-        _has_tma(tensor.device)
+        has_tma(tensor.device)
         and tensor.numel() > 0
         and tensor.dtype != torch.float32
         and tensor.stride(-1) == 1

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from capture.variant import PLAIN, Variant
-from replay.kernels.triton.descriptors import nowhere
+from replay.kernels.triton.descriptors import has_tma, nowhere
 from replay.kernels.triton.launch import Kept, Launch, PlannedCall, layout
 from replay.kernels.triton.masking import window_sides
 from replay.kernels.triton.online_softmax import base_2
@@ -37,14 +37,13 @@ class Tile(NamedTuple):
     stages: int
 
 
-def tile_for(head_dim: int, q_len: int) -> Tile:
-    """The tile for a padded head dimension."""
+def tile_for(head_dim: int, q_len: int, has_tma: bool) -> Tile:
+    """The tile for a padded head dimension. Without TMA, loads take registers too: more keys at a
+    time would not fit (nothing of that was run)."""
     if q_len <= 64:
         return Tile(64, 64, 4, 3)
-    if head_dim <= 64:
-        return Tile(128, 128, 8, 3)
     if head_dim <= 128:
-        return Tile(128, 128, 8, 3)
+        return Tile(128, 128 if has_tma else 64, 8, 3)
     return Tile(64, 64, 8, 2)
 
 
@@ -132,7 +131,7 @@ def _plan(
         from replay.kernels.triton import quantised_hopper
 
         return quantised_hopper.plan(query, quantised, value, is_causal, factor)
-    tile = tile_for(largest_dim, q_len)
+    tile = tile_for(largest_dim, q_len, has_tma(query.device))
     key_desc = TensorDescriptor.from_tensor(quantised.key.flatten(0, 2), [tile.keys, block_dim])
     if fp8_value:
         value_desc = TensorDescriptor.from_tensor(value.flatten(0, 2), [block_v_dim, tile.keys])

@@ -72,7 +72,7 @@ def test_head_dims(head_dim: int, v_head_dim: int) -> None:
 
 
 def test_which_loads_a_call_gets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(descriptors, "_has_tma", lambda device: True)
+    monkeypatch.setattr(descriptors, "has_tma", lambda device: True)
     _, key, value = inputs()
     assert Cache(key, value).access(is_cut=False) == "direct", "too small"
     monkeypatch.setattr(kv_cache, "WORTH_DESCRIBING", 0)

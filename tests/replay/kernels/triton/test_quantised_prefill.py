@@ -15,6 +15,7 @@ from capture.call import AttentionCall
 from capture.variant import Variant
 from replay.accuracy.errors import compare
 from replay.accuracy.reference import attention
+from replay.kernels.triton import quantised_prefill as quantised_prefill_module
 from replay.kernels.triton.quantise import quantise_key_value
 from replay.kernels.triton.quantised_prefill import attend, describable, quantised_prefill
 from tests.replay.kernels.triton import eager
@@ -196,6 +197,14 @@ def test_near_the_reference(
 ) -> None:
     call = random_call(1, 4, 2, 200, 333, 64, device, offset=1.0, dtype=torch.bfloat16)
     assert_right(run(call, kind), attention(call), call, "quantised")
+
+
+@each_kind
+def test_the_tile_of_gpus_without_tma(
+    device: torch.device, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantised_prefill_module, "has_tma", lambda device: False)
+    check(random_call(1, 2, 1, 131, 197, 64, device=device, is_causal=True), kind)
 
 
 def test_head_dim_256_and_narrow_values(device: torch.device) -> None:
