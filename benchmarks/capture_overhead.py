@@ -252,7 +252,7 @@ def bare_seconds(burst: Run, device: torch.device, scratch: Path) -> tuple[float
         start = time.perf_counter()
         for index, part in enumerate(pinned):
             with open(Path(out) / str(index), "wb", buffering=0) as file:
-                rest = memoryview(part.numpy())
+                rest = memoryview(part.numpy().data)
                 while rest:
                     rest = rest[file.write(rest) :]
                 os.fsync(file.fileno())

@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,7 @@ def main() -> None:
         for kernel in select(names)[0]:
             if kernel.unavailable(device) is not None or kernel.refuses(call) is not None:
                 continue
-            given = call.arguments()
-            parts[kernel.name, "drop-in"] = lambda run=kernel.attention, given=given: run(**given)
+            parts[kernel.name, "drop-in"] = partial(kernel.attention, **call.arguments())
             if kernel.prepare is not None:
                 parts[kernel.name, "core"] = kernel.prepare(call)
         for (kernel_name, part), (alone, among) in measure(parts, Layer(device)).items():

@@ -178,10 +178,10 @@ def add_ratios(figures: Figures, state: str, one: Replayed, several: Replayed) -
     """How much more is measured in the same time, and how many rows say the same."""
     figures.add(f"{state} caches: throughput, the command", "×", [one.seconds / several.seconds])
     figures.add(f"{state} caches: throughput, measuring", "×", [one.measuring / several.measuring])
-    runs = [Run(path.stem, read_jsonl(path).rows) for path in (one.rows, several.rows)]
+    before, after = (Run(path.stem, read_jsonl(path).rows) for path in (one.rows, several.rows))
     bases: tuple[Basis, ...] = ("speed-up", "time")
     for basis in bases:
-        pairs = compare(*runs, NO_SPREAD, basis).pairs
+        pairs = compare(before, after, NO_SPREAD, basis).pairs
         verdicts = [pair.speed.verdict for pair in pairs if pair.speed is not None]
         share = 100 * verdicts.count("same") / len(verdicts)
         figures.add(f"{state} caches: rows whose {basis} is the same", "%", [share])

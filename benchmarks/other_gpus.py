@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import multiprocessing
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,11 +130,10 @@ def main() -> None:
     arguments = parser.parse_args()
     capabilities = [arguments.capability] if arguments.capability else list(SHARED_KIB)
     head_dims = (arguments.head_dim,) if arguments.head_dim else HEAD_DIMS
-    with ProcessPoolExecutor(
-        max_workers=2, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1
-    ) as pool:
-        found = pool.map(compile_for, capabilities, [head_dims] * len(capabilities))
-        lines = [line for each in found for line in each]
+    with multiprocessing.get_context("spawn").Pool(2, maxtasksperchild=1) as pool:
+        each_capability = [(capability, head_dims) for capability in capabilities]
+        found = pool.starmap(compile_for, each_capability, chunksize=1)
+    lines = [line for each in found for line in each]
     for line in lines:
         print(*list(line.values())[:4], sep="\t")
     results.write_lines(lines, COLUMNS, arguments.out)

@@ -129,7 +129,7 @@ def read_all(paths: list[Path]) -> None:
     for path in paths:
         buffer = torch.empty(path.stat().st_size, dtype=torch.uint8)  # untouched, as loading's
         with path.open("rb", buffering=0) as file:
-            rest = memoryview(buffer.numpy())
+            rest = memoryview(buffer.numpy().data)
             while rest and (read := file.readinto(rest)):
                 rest = rest[read:]
 

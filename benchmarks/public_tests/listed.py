@@ -74,25 +74,20 @@ TESTS = (
     _flashinfer("test_logits_cap", "test_single_decode_logits_soft_cap", DECODE),
     _flashinfer("test_logits_cap", "test_single_prefill_logits_soft_cap", FA2),
     *(
-        _flashinfer("test_sliding_window", name, *kernels, against=against, asked=asked)
-        for name, kernels, against, asked in (
-            ("test_single_decode_sliding_window", (DECODE,), "itself", None),
-            ("test_batch_decode_sliding_window", (PAGED,), "float64", ("decode",)),
-            (
-                "test_single_decode_prefill_sliding_window_match",
-                (DECODE,),
-                "float64",
-                ("single_decode",),
-            ),
-            (
-                "test_single_decode_prefill_sliding_window_match",
-                (FA2,),
-                "float64",
-                ("single_prefill",),
-            ),
-            ("test_single_prefill_sliding_window", (FA2,), "itself", None),
-            ("test_batch_paged_prefill_sliding_window", (VARLEN,), "float64", ("paged",)),
-            ("test_batch_ragged_prefill_sliding_window", (VARLEN, FA2), "float64", ("ragged",)),
+        _flashinfer("test_sliding_window", name, *kernels, against="itself")
+        for name, *kernels in (
+            ("test_single_decode_sliding_window", DECODE),
+            ("test_single_prefill_sliding_window", FA2),
+        )
+    ),
+    *(
+        _flashinfer("test_sliding_window", name, *kernels, against="float64", asked=(asked,))
+        for name, asked, *kernels in (
+            ("test_batch_decode_sliding_window", "decode", PAGED),
+            ("test_single_decode_prefill_sliding_window_match", "single_decode", DECODE),
+            ("test_single_decode_prefill_sliding_window_match", "single_prefill", FA2),
+            ("test_batch_paged_prefill_sliding_window", "paged", VARLEN),
+            ("test_batch_ragged_prefill_sliding_window", "ragged", VARLEN, FA2),
         )
     ),
     *(
