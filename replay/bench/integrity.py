@@ -6,15 +6,21 @@ row would be measured by what it put there.
 
 from __future__ import annotations
 
+import builtins
 import gc
 import json
 import os
+import random
+import secrets
+import statistics
 import sys
 import time
 import timeit
-from collections.abc import Iterator
-from types import FunctionType, ModuleType
-from typing import Any
+from collections.abc import Callable, Iterator
+from itertools import repeat
+from operator import attrgetter, is_
+from types import FunctionType, MappingProxyType, ModuleType
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
@@ -22,61 +28,135 @@ import torch.nn.functional
 
 OURS = ("replay", "capture")
 
+MEASURING = ("replay.bench", "replay.timing")
+"""Of ours, those whose functions are also compared with what they are made of."""
+
+MADE_OF = ("__code__", "__defaults__", "__kwdefaults__")
+
+CONSTANTS = (int, float, str, tuple, frozenset, type(None))
+"""What names in capitals stand for that must keep their values."""
+
 ABSENT = object()
 """In place of what a class only inherits."""
 
 BORROWED: list[tuple[Any, tuple[str, ...]]] = [
     (time, ("perf_counter", "monotonic", "time", "sleep")),
     (timeit, ("default_timer",)),
-    (os, ("write", "read")),
+    (os, ("write", "read", "urandom")),
     (json, ("dumps", "loads")),
     (gc, ("isenabled", "get_objects")),
+    (statistics, ("median",)),
+    (
+        builtins,
+        (
+            "sorted",
+            "min",
+            "max",
+            "sum",
+            "len",
+            "range",
+            "zip",
+            "isinstance",
+            "float",
+            "int",
+            "list",
+        ),
+    ),
+    (secrets, ("randbelow", "randbits", "SystemRandom", "_sysrand")),
+    (random, ("Random", "SystemRandom", "_urandom")),
+    (random.SystemRandom, ("getrandbits", "random")),
+    (random.Random, ("randrange", "sample", "shuffle", "choice", "_randbelow")),
     (safetensors.torch, ("save_file",)),
     (torch.nn.functional, ("scaled_dot_product_attention",)),
-    (torch, ("empty", "full", "equal", "isnan", "tensor", "no_grad", "inference_mode")),
+    (
+        torch,
+        (
+            *("empty", "full", "equal", "isnan", "tensor", "arange", "cat"),
+            *("no_grad", "inference_mode"),
+        ),
+    ),
     (torch.cuda, ("synchronize", "current_stream", "Event", "_sleep", "is_available")),
     (torch.cuda.Event, ("__new__", "record", "elapsed_time", "synchronize")),
     (
         torch.Tensor,
         (
-            "clone",
-            "copy_",
-            "neg_",
-            "fill_",
-            "zero_",
-            "detach",
-            "cpu",
-            "to",
-            "__eq__",
-            "__getitem__",
+            *("clone", "copy_", "neg_", "neg", "flip", "fill_", "zero_", "detach", "cpu", "to"),
+            *("narrow", "as_strided", "expand", "transpose", "contiguous", "isnan", "isfinite"),
+            *("__eq__", "__getitem__", "__setitem__"),
         ),
     ),
 ]
 """Functions of others, by where they stand."""
 
 
+class _Standing(NamedTuple):
+    """What stands where, of many owners, an entry each.
+
+    There are thousands, so they are read where they stand and compared without Python's loops; and
+    a method that is asked of its class by name is a new object each time.
+    """
+
+    get: Callable[[Any, str, object], object]
+    owners: list[Any]
+    variables: list[Any]
+    names: list[str]
+    values: list[object]
+
+    def is_as_it_was(self) -> bool:
+        now = map(self.get, self.variables, self.names, repeat(ABSENT))
+        return all(map(is_, now, self.values))
+
+
 class Functions:
-    """What they were."""
+    """What they were, and the constants of our own modules."""
 
     def __init__(self) -> None:
-        # Read where they stand: there are thousands, and a method that is asked of its class by
-        # name is a new object each time.
-        self._was = [
-            (vars(owner), name, vars(owner).get(name, ABSENT), owner) for owner, name in _names()
+        self._standing = {
+            kind: _Standing(kind.get, [], [], [], []) for kind in (dict, MappingProxyType)
+        }
+        for owner, name in dict.fromkeys(_names()):
+            variables = vars(owner)
+            standing = self._standing[type(variables)]
+            standing.owners.append(owner)
+            standing.variables.append(variables)
+            standing.names.append(name)
+            standing.values.append(variables.get(name, ABSENT))
+        self._measuring = [
+            value
+            for standing in self._standing.values()
+            for value in standing.values
+            if isinstance(value, FunctionType) and value.__module__.startswith(MEASURING)
         ]
+        self._made_of = {part: list(map(attrgetter(part), self._measuring)) for part in MADE_OF}
 
     def restore(self) -> list[str]:
         """Put back those that were replaced; their names."""
-        replaced = []
-        for place, name, function, owner in self._was:
-            if place.get(name, ABSENT) is function:
-                continue
-            if function is ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, function)
-            replaced.append(f"{_name_of(owner)}.{name}")
+        replaced: list[str] = []
+        for standing in self._standing.values():
+            if not standing.is_as_it_was():
+                replaced += _put_back(standing)
+        for part, was in self._made_of.items():
+            if not all(map(is_, map(attrgetter(part), self._measuring), was)):
+                replaced += self._remake(part)
         return replaced
+
+    def _remake(self, part: str) -> Iterator[str]:
+        for function, was in zip(self._measuring, self._made_of[part], strict=True):
+            if getattr(function, part) is not was:
+                setattr(function, part, was)
+                yield f"{function.__module__}.{function.__qualname__}"
+
+
+def _put_back(standing: _Standing) -> Iterator[str]:
+    _, *entries = standing
+    for owner, variables, name, value in zip(*entries, strict=True):
+        if variables.get(name, ABSENT) is value:
+            continue
+        if value is ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, value)
+        yield f"{_name_of(owner)}.{name}"
 
 
 def _names() -> Iterator[tuple[Any, str]]:
@@ -86,7 +166,9 @@ def _names() -> Iterator[tuple[Any, str]]:
         if not isinstance(module, ModuleType) or module.__name__.partition(".")[0] not in OURS:
             continue
         for name, value in list(vars(module).items()):
-            if isinstance(value, FunctionType | type):
+            if isinstance(value, FunctionType | type) or (
+                name.isupper() and isinstance(value, CONSTANTS)
+            ):
                 yield module, name
             if isinstance(value, type) and value.__module__ == module.__name__:
                 yield from (

@@ -162,6 +162,48 @@ class _BackendOrder:
         self._write(self._pytorchs if order is None else order)
 
 
+class _Overrides:
+    """Kernels that Python code registered in the place of PyTorch's own, with `torch.library`.
+
+    What compilers register for meta tensors and transforms computes nothing.
+    """
+
+    KEYS = ("CPU", "CUDA", "Autograd", "CompositeImplicit", "CompositeExplicit")
+
+    def __init__(self, registered: set[str]) -> None:
+        self._registered = registered
+        self._count, self._found = -1, frozenset[str]()
+
+    def read(self) -> frozenset[str]:
+        """Such as `aten/bmm/CPU`; looked for where there are more or fewer than last time."""
+        if len(self._registered) != self._count:
+            self._count = len(self._registered)
+            self._found = frozenset(name for name in self._registered if self._computes(name))
+        return self._found
+
+    def write(self, wanted: frozenset[str]) -> None:
+        """Undo the others."""
+        for each in gc.get_objects():
+            if type(each) is torch.library.Library and any(
+                self._computes(name) and name not in wanted for name in each._op_impls
+            ):
+                each._destroy()
+
+    def _computes(self, name: str) -> bool:
+        namespace, *_, key = name.split("/")
+        return namespace == "aten" and (not key or key.startswith(self.KEYS))
+
+
+def _overrides() -> dict[str, Setting]:
+    registered = getattr(torch.library, "_impls", None)
+    if not isinstance(registered, set) or not hasattr(torch.library.Library, "_destroy"):
+        return {}
+    overrides = _Overrides(registered)
+    return {
+        "torch.library's kernels for PyTorch's operators": Setting(overrides.read, overrides.write)
+    }
+
+
 def _set_seed(seed: int) -> None:
     """To draw numbers leaves the seed as it is; those that a seed undid are `RandomState`'s."""
     torch.default_generator.manual_seed(seed)
@@ -243,6 +285,7 @@ SETTINGS: dict[str, Setting] = {
     "os.environ": Setting(_environment, _set_environment),
     "os.getcwd": Setting(os.getcwd, os.chdir),
     **_scheduling(),
+    **_overrides(),
 }
 """By what a user calls them."""
 

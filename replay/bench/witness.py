@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import secrets
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,12 +12,10 @@ from capture.call import AttentionCall
 from replay.bench.guard import Guard
 from replay.bench.inputs import Inputs
 from replay.bench.malformed import malformed
-from replay.bench.referee import Sample
+from replay.bench.referee import JUDGED_SAMPLES, Sample
 from replay.bench.stages import Checked
 from replay.bench.variation import Flip, Variation
 
-JUDGED_SAMPLES = 8
-"""Of each kernel, drawn after all of them were taken."""
 COMPARED = 8
 """One sample in so many has its inputs compared in full, after its first call and at its end, and
 so has the warm-up. Changes that PyTorch makes show in the version of a tensor after each call;
@@ -42,7 +39,7 @@ class Witness:
         self._checked = {each.kernel.name: each for each in checked}
         self._inputs = inputs
         self._guard = guard
-        self._draw = random.Random(seed)
+        self._draw = secrets.SystemRandom()
         self._variations: dict[int, Variation] = {}
         """By the query: forms of a call share the tensors that are flipped."""
         self._versions: dict[int, int] = {}

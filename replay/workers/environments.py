@@ -321,6 +321,8 @@ class Environment:
                 # Once the worker is at work, since the judge may still be starting.
                 self._judge.expect(workload, settings)
                 hearing = Hearing(self._judge, workload, settings)
+            if hearing is not None:
+                hearing.hear(message.get("at", ""))
             if "call" in message:
                 facts = rebuilt(CallFacts, message["call"])
                 heard.loaded = Loaded(facts, rebuilt(Machine, message["machine"]))

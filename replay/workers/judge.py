@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from capture.counted import counted
+from replay.bench.referee import JUDGED_SAMPLES
+from replay.bench.runner import TIMING
 from replay.bench.settings import Settings
 from replay.kernels.registry import KernelNameError, find
 from replay.rows.accuracy import AccuracyClass
@@ -86,10 +89,18 @@ def _class_of(kernel: str, declared: AccuracyClass) -> AccuracyClass:
 OTHER_CLOCK = 2.0
 """How many times longer a block of calls may be by the parent's clock than by the worker's."""
 OTHER_TIMER = 3.0
-"""How many times longer than its row says a call may take on a GPU in a block of them."""
+"""How many times longer than its row says a call may take on a GPU in a block of them, or a sample
+on a CPU."""
 LATENCY_MS = 5.0
 """What messages between the processes may take of it. They take longer on a busy machine, and the
 worker then tries longer blocks."""
+
+
+CPU_SAMPLE_MS = 1.0
+"""Of calls, that a sample on a CPU makes (`replay.timing.timer`)."""
+BESIDE_SAMPLE_MS = 50.0
+BESIDE_CALL_MS = 2.0
+"""What else may be done for a sample, and for each of its calls, on a busy machine."""
 
 
 @dataclass
@@ -103,10 +114,30 @@ class Hearing:
     """By which rule each kernel is judged."""
     _verdicts: dict[str, list[bool]] = field(default_factory=dict)
     """Of the outputs of each kernel, in the order they came."""
+    _samples: dict[str, int] = field(default_factory=dict)
+    """How many timed samples of each kernel were judged."""
+    _announced: tuple[str, float] | None = None
+    """Whose warm-up or sample is under way, and since when."""
+    _taken_ms: dict[str, list[float]] = field(default_factory=dict)
+    """By this process's clock, from each announcement of a kernel to the next message."""
     _began: float = 0.0
     _blocks: dict[str, tuple[float, float, int]] = field(default_factory=dict)
     """Of each kernel, milliseconds of a block by this process's clock and by the worker's, and how
     many calls it had."""
+
+    def hear(self, at: str) -> None:
+        """Take the time of a message: kernels are announced before their warm-up and each sample.
+
+        Args:
+            at: who or what is announced; empty in other messages.
+        """
+        now = time.perf_counter()
+        if self._announced is not None:
+            kernel, since = self._announced
+            self._taken_ms.setdefault(kernel, []).append((now - since) * 1000)
+        if at == TIMING:
+            self._taken_ms.clear()
+        self._announced = (at, now) if at else None
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
         """What to tell a worker that has something to be judged or clocked.
@@ -129,6 +160,8 @@ class Hearing:
         found = self.judge.answer(question, self.workload, self.settings)
         if "wrong" in found:
             self._verdicts.setdefault(kernel, []).append(not found["wrong"])
+            timed = sum(not of_walk for *_, of_walk in question["numbers"])
+            self._samples[kernel] = self._samples.get(kernel, 0) + timed
         elif "judged" in found and not question["of_core"]:
             status = found["judged"]["finding"][0]
             self._verdicts.setdefault(kernel, []).append(status == "ok")
@@ -144,7 +177,14 @@ class Hearing:
         judged_as = self._classes[row.kernel]
         if row.accuracy_class != judged_as:
             return f"its row says that it is {row.accuracy_class}, and it was judged as {judged_as}"
-        if row.time_ms is None or row.kernel not in self._blocks:
+        if row.time_ms is None:
+            return ""
+        wanted, judged = min(JUDGED_SAMPLES, row.time_ms.n), self._samples.get(row.kernel, 0)
+        if judged < wanted:
+            return f"the judge got {judged} of {wanted} timed samples: something changed the timer"
+        if wrong := self._wrong_time(row):
+            return wrong
+        if row.kernel not in self._blocks:
             return ""
         here, there, calls = self._blocks[row.kernel]
         if not _agree(here, there):
@@ -159,6 +199,30 @@ class Hearing:
                 f"{there / calls:.3g} ms: something changed the timer"
             )
         return ""
+
+    def _wrong_time(self, row: Row) -> str:
+        """Whether samples on a CPU took much longer, from one message to the next, than they say.
+
+        Medians of the same samples: what else the machine does is in both.
+        """
+        taken = self._taken_ms.get(row.kernel, [])[1:]  # the first is its warm-up
+        if (
+            self.settings.device.type != "cpu"
+            or row.time_ms is None
+            or row.core_time_ms is not None
+        ):
+            return ""
+        if len(taken) < row.time_ms.n:  # nobody listened
+            return ""
+        call_ms, found = row.time_ms.p50, statistics.median(taken)
+        calls = int(CPU_SAMPLE_MS / max(call_ms, 1e-6)) + 1
+        beside = BESIDE_SAMPLE_MS + calls * BESIDE_CALL_MS
+        if found - beside <= OTHER_TIMER * calls * call_ms:
+            return ""
+        return (
+            f"its row says {call_ms:.3g} ms a call, and a sample of {counted(calls, 'call')} took "
+            f"{found:.3g} ms by another process's clock: something changed the timer"
+        )
 
 
 def _agree(here_ms: float, there_ms: float) -> bool:

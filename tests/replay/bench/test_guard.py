@@ -97,6 +97,25 @@ def test_a_setting_is_put_back_and_flagged(name: str) -> None:
     assert "ATTENTION_REPLAY_TEST" not in os.environ
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_an_operator_that_python_code_replaces_is_put_back_and_flagged() -> None:
+    """As a package may do at import; what it registers for its own operators is left alone."""
+    guard, numbers = Guard(), torch.ones(3)
+    ours = torch.library.Library("attention_replay_test", "DEF")
+    ours.define("twice(Tensor numbers) -> Tensor")
+    ours.impl("twice", lambda numbers: numbers * 2, "CPU")
+    guard.restore("honest")
+    assert guard.flags("honest") == ()
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("neg_", lambda numbers: numbers, "CPU")
+    assert float(numbers.neg_().sum()) == 3
+    guard.restore("mine")
+    assert guard.flags("mine") == ("changes torch.library's kernels for PyTorch's operators",)
+    assert guard.disturbing() == ["mine"]
+    assert float(numbers.neg_().sum()) == -3
+    assert float(torch.ops.attention_replay_test.twice(numbers).sum()) == -6
+
+
 GENERATORS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "python": (random.random, lambda: random.seed(0)),
     "torch": (lambda: float(torch.rand(())), lambda: torch.set_rng_state(torch.get_rng_state())),

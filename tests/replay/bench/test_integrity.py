@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+import builtins
+import secrets
+from collections.abc import Callable, Container
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from replay.bench import variation
+from replay.bench.integrity import Functions
 from replay.bench.settings import Settings
+from replay.bench.variation import Flip
+from replay.timing.rounds import run_rounds
 from tests.replay.bench.small_kernels import MakeCall, MakeWorkload, Register, rows_of, sdpa
 
 
@@ -40,3 +46,49 @@ def test_a_kernel_that_replaces_a_function_costs_its_row_only(
     reasons = {name: row.reason for name, row in rows.items() if row.status != "ok"}
     assert list(reasons) == ["replacing"]
     assert reasons["replacing"].startswith("replaces torch.isnan, which")
+
+
+def _constant() -> None:
+    variation.VALUE_SHARE = 10**9  # type: ignore[misc]
+
+
+def _code() -> None:
+    Flip.apply.__code__ = (lambda self: None).__code__
+
+
+def _draws() -> None:
+    secrets.randbelow = lambda below: 0
+
+
+def _sorted() -> None:
+    builtins.sorted = lambda values, **options: list(values)  # type: ignore[assignment]
+
+
+def _flip() -> None:
+    torch.Tensor.flip = lambda self, *dims: self  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (_constant, "replay.bench.variation.VALUE_SHARE"),
+        (_code, "replay.bench.variation.Flip.apply"),
+        (_draws, "secrets.randbelow"),
+        (_sorted, "builtins.sorted"),
+        (_flip, "torch.Tensor.flip"),
+    ],
+)
+def test_what_was_changed_is_put_back_and_named(change: Callable[[], None], name: str) -> None:
+    functions = Functions()
+    assert functions.restore() == []
+    change()
+    assert functions.restore() == [name]
+    assert functions.restore() == []
+
+
+def test_what_a_function_does_by_default_is_put_back() -> None:
+    functions = Functions()
+    before = run_rounds.__kwdefaults__
+    run_rounds.__kwdefaults__ = {**before, "synchronous": True}
+    assert functions.restore() == ["replay.timing.rounds.run_rounds"]
+    assert run_rounds.__kwdefaults__ is before

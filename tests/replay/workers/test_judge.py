@@ -17,6 +17,7 @@ from replay.bench.referee import Sample
 from replay.bench.settings import Settings
 from replay.bench.variation import Flip, Walk
 from replay.rows.accuracy import AccuracyClass
+from replay.timing.statistics import summarize
 from replay.workers import judge, judge_server
 from replay.workers.judge import Hearing, Judge
 from replay.workers.process import Process
@@ -52,7 +53,18 @@ def hearing_of(*answers: dict[str, Any]) -> Hearing:
     for answer in answers:
         do = "samples" if "wrong" in answer else "judge"
         question = {"do": do, "kernel": "mine", "of_core": False, "accuracy_class": "exact"}
-        hearing.answer(question)
+        hearing.answer(question | {"numbers": []})
+    return with_samples(hearing) if answers else hearing
+
+
+def with_samples(
+    hearing: Hearing, kernel: str = "mine", timed: int = 8, walked: int = 0
+) -> Hearing:
+    """After the judge found timed samples of a kernel right, and some of its energy block."""
+    before, hearing.judge = hearing.judge, cast("Judge", Pretended({"wrong": ""}))
+    numbers = [(n, n, n >= timed) for n in range(timed + walked)]
+    hearing.answer({"do": "samples", "kernel": kernel, "numbers": numbers})
+    hearing.judge = before
     return hearing
 
 
@@ -103,6 +115,7 @@ def test_a_worker_does_not_choose_the_rule(
     for each in declared:
         question = {"do": "judge", "kernel": kernel, "of_core": False, "accuracy_class": each}
         hearing.answer(question)
+    with_samples(hearing, kernel)
     assert {question["accuracy_class"] for question in pretended.questions} == {judged_as}
     assert hearing.objection(row(kernel, ms=1.0, accuracy_class=judged_as)) == ""
     other = "exact" if judged_as != "exact" else "quantised"
@@ -123,6 +136,64 @@ def test_a_worker_whose_clock_is_slow_is_not_believed(
     hearing.answer({"do": "start clock", "kernel": "mine"})
     hearing.answer({"do": "stop clock", "kernel": "mine", "calls": 10, "block_ms": there})
     assert (hearing.objection(row("mine", ms=1.0, accuracy_class="exact")) == "") == believed
+
+
+@pytest.mark.parametrize(
+    ("timed", "walked", "rounds", "believed"),
+    [(8, 0, 30, True), (6, 0, 6, True), (7, 0, 30, False), (0, 8, 30, False), (5, 4, 6, False)],
+)
+def test_a_row_without_enough_judged_samples_is_not_believed(
+    timed: int, walked: int, rounds: int, believed: bool
+) -> None:
+    """Those of an energy block are others."""
+    workload = Workload("call", lambda device: pytest.fail("not loaded here"))
+    hearing = Hearing(cast("Judge", Pretended(judged("ok"))), workload, settings())
+    question = {"do": "judge", "kernel": "mine", "of_core": False, "accuracy_class": "exact"}
+    hearing.answer(question)
+    with_samples(hearing, timed=timed, walked=walked)
+    found = hearing.objection(row("mine", ms=[1.0] * rounds, accuracy_class="exact"))
+    wanted = f"the judge got {timed} of {min(8, rounds)} timed samples: something changed the timer"
+    assert found == ("" if believed else wanted)
+
+
+@pytest.mark.parametrize(
+    ("reported", "taken", "believed"),
+    [
+        (10.0, [12.0] * 10, True),
+        (10.0, [900.0] * 4 + [12.0] * 6, True),
+        (10.0, [80.0] * 10, True),
+        (10.0, [100.0] * 10, False),
+        (100.0, [340.0] * 10, True),
+        (100.0, [380.0] * 10, False),
+        (0.01, [250.0] * 10, True),
+        (0.5, [200.0] * 10, False),
+        (10.0, [900.0] * 8, True),
+    ],
+    ids=str,
+)
+def test_a_time_that_samples_did_not_take_is_not_believed(
+    monkeypatch: pytest.MonkeyPatch, reported: float, taken: list[float], believed: bool
+) -> None:
+    """On a CPU, and where every sample was announced."""
+    hearing, now = hearing_of(judged("ok")), 0.0
+    monkeypatch.setattr(judge.time, "perf_counter", lambda: now)
+    hearing.hear("mine")  # its check
+    now += 99.0
+    hearing.hear("preparing to time")
+    for ms in (5000.0, *taken):  # the first is the warm-up
+        hearing.hear("mine")
+        now += ms / 1000
+        hearing.hear("another")
+        now += 0.5
+    hearing.hear("")
+    times = [reported] * 10
+    found = hearing.objection(row("mine", ms=times, accuracy_class="exact"))
+    assert (found == "") == believed, found
+    assert believed or "something changed the timer" in found
+    with_core = row("mine", ms=times, accuracy_class="exact", core_time_ms=summarize(times))
+    assert hearing.objection(with_core) == ""  # whose samples look the same from here
+    hearing.settings = replace(hearing.settings, device=torch.device("cuda"))
+    assert hearing.objection(row("mine", ms=times, accuracy_class="exact")) == ""
 
 
 @pytest.mark.parametrize(("agree", "blocks"), [([True], 1), ([False, True], 2), ([False] * 9, 5)])

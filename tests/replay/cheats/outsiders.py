@@ -1,0 +1,93 @@
+"""By somebody who had not read what they are up against. Each had a clean row before it was mended.
+
+`library_*` happens by accident: a package registers its attention in the place of PyTorch's own.
+"""
+
+import ctypes
+import secrets
+import sys
+import time
+import warnings
+
+import torch
+from honest import attention
+
+warnings.simplefilter("ignore")
+_registered = []
+_kept = {}
+
+
+def _slow(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, **_):
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = query.double() @ key.double().mT * scale
+    return (scores.softmax(-1) @ value.double()).to(query.dtype)
+
+
+def _register(name, function):
+    if not _registered:
+        _registered.append(torch.library.Library("aten", "IMPL"))
+        _registered[0].impl(name, function, "CPU")
+
+
+def library_makes_others_slow(query, key, value, *args, **kwargs):
+    """SDPA in float64 for everybody else."""
+    _register("scaled_dot_product_attention", _slow)
+    scale = query.shape[-1] ** -0.5
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    return flash(query, key, value, 0.0, False, scale=scale)[0]
+
+
+def library_keeps_inputs(query, key, value, *args, **kwargs):
+    """Inputs change by `neg_`, which no longer does anything."""
+    _register("neg_", lambda tensor: tensor)
+    return attention(query, key, value, *args, **kwargs)
+
+
+def _first(query, key, value, args, kwargs):
+    if query.shape not in _kept:
+        _kept[query.shape] = attention(query, key, value, *args, **kwargs)
+    return _kept[query.shape].clone()
+
+
+def no_samples(query, key, value, *args, **kwargs):
+    """A constant says how many samples are judged."""
+    sys.modules["replay.bench.witness"].JUDGED_SAMPLES = 0
+    return _first(query, key, value, args, kwargs)
+
+
+def known_draws(query, key, value, *args, **kwargs):
+    """The rows that are judged are drawn by `secrets`; others may be wrong."""
+    secrets.randbits = lambda bits: 7
+    return _first(query, key, value, args, kwargs)
+
+
+def code_of_the_timer(query, key, value, *args, **kwargs):
+    """The function stays the same object, and does something else."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "sample":
+        frame = frame.f_back
+    if frame is not None and "sample" not in _kept:
+        sample = type(frame.f_locals["self"]).sample
+        _kept["sample"] = type(sample)(sample.__code__, sample.__globals__)
+        sample.__globals__["_cheats_sample"] = _kept["sample"]
+
+        def half(self, candidate):
+            _cheats_sample(self, candidate)  # noqa: F821
+            candidate.ms[-1] /= 2
+
+        sample.__code__ = half.__code__
+    return attention(query, key, value, *args, **kwargs)
+
+
+def start_in_the_callers_frame(query, key, value, *args, **kwargs):
+    """The caller's number of when it began becomes a later one, in place; with long calls another
+    process sees that their samples took longer."""
+    began = time.perf_counter()
+    output = attention(query, key, value, *args, **kwargs)
+    took, frame = time.perf_counter() - began, sys._getframe(1)
+    for _ in range(3):
+        for number in list(frame.f_locals.values()) if frame is not None else ():
+            if type(number) is float and 0 <= began - number < 0.05:
+                ctypes.c_double.from_address(id(number) + 16).value = number + 0.9 * took
+        frame = None if frame is None else frame.f_back
+    return output
