@@ -175,6 +175,28 @@ def test_what_is_timed_is_judged_too(
         assert row.accuracy.reference.nan_count or row.accuracy.reference.relative_l1 > 0.9
 
 
+def test_a_kernel_that_returns_the_same_memory_again_is_flagged(
+    make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
+) -> None:
+    """As one that replays a CUDA graph does: a model that keeps two outputs would have one."""
+    buffers: dict[torch.Size, Tensor] = {}
+
+    def static(**arguments: Any) -> Tensor:
+        output = sdpa(**arguments)
+        return buffers.setdefault(output.shape, torch.empty_like(output)).copy_(output)
+
+    chosen = (kernels("static", static), kernels("part", lambda **a: static(**a)[:]))
+    rows = rows_of(make_call(), workload, quick, *chosen, kernels("fresh", sdpa))
+    flag = "returns the same memory again: a later call overwrites an earlier output"
+    assert {
+        name: (rows[name].status, rows[name].flags) for name in ("static", "part", "fresh")
+    } == {
+        "static": ("ok", (flag,)),
+        "part": ("ok", (flag,)),
+        "fresh": ("ok", ()),
+    }
+
+
 @pytest.mark.parametrize("call_number", [1, 2, 5, 20])
 def test_a_kernel_that_ends_the_program_loses_its_row_only(
     make_call: MakeCall,
