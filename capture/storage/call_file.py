@@ -118,12 +118,14 @@ class FileEntry:
         }
 
     def with_checksum(self) -> FileEntry:
-        """Compute the checksum if there is none.
-
-        Raises:
-            DatasetError: the file cannot be read.
-        """
-        return self if self.checksum else replace(self, checksum=checksums.checksum(self.path))
+        """Compute the checksum if there is none; a file that is no such call stays without."""
+        if self.checksum:
+            return self
+        with contextlib.suppress(DatasetError):
+            with TensorFile.opened(self.path, self.nbytes) as file:
+                self._compare(file)
+            return replace(self, checksum=checksums.checksum(self.path))
+        return self
 
     def check(self) -> None:
         """Compare the file with its recorded size, header and checksum.

@@ -36,6 +36,14 @@ class CaptureRecord:
     gone_past: list[dict[str, Any]] = field(default_factory=list)
     """Attention that ran and is not in the census: see `capture.hooks.gone_past`."""
 
+    def is_same(self, other: CaptureRecord) -> bool:
+        """Whether both are about one capture, perhaps at different times."""
+        return bool(self.started) and (self.model, self.started) == (other.model, other.started)
+
+    def supersedes(self, other: CaptureRecord) -> bool:
+        """Whether the other is of an earlier time of this capture, which has ended since."""
+        return self.is_same(other) and self.complete and not other.complete
+
     def to_json(self) -> dict[str, Any]:
         """Return what the manifest says of the capture."""
         said = dict(vars(self))

@@ -41,6 +41,9 @@ from capture.storage.source import Report, Source, unheard
 
 _FIRST_FORMAT = "attention-replay/1"
 """Readable still: its checksums are of whole files."""
+_MOST_CAPTURES = 10_000
+_MOST_DAMAGED = 1_000
+"""Entries; a manifest with more is read no further, and the files are read instead."""
 
 
 @dataclass(frozen=True)
@@ -132,36 +135,15 @@ class Dataset(Sequence[AttentionCall]):
             return cls._rebuilt(directory, f"{manifest} is missing", unfinished)
         try:
             captures, items = _read_manifest(manifest)
+            entries, damaged = _checked(manifest, items)
         except ValueError as error:
             return cls._rebuilt(directory, f"{manifest} is damaged ({error})", unfinished)
-        entries: dict[Path, FileEntry] = {}
-        damaged = []
-        for item in items:
-            path = manifest
-            try:
-                path = file_path(directory, item)
-                if path in entries:
-                    raise ValueError("listed twice")
-                entries[path] = FileEntry.from_json(directory, item)
-            except ValueError as error:
-                reason = f"its entry in the manifest is damaged ({error})"
-                damaged.append(DamagedFile(path, DatasetError(reason, path)))
         unchecked = sum(entry.checksum is None for entry in entries.values())
         note = unchecked and (
             f"{manifest} has no checksum of {unchecked} of its files: if they were altered, "
             "nothing shows it"
         )
         return cls(directory, list(entries.values()), captures, note or "", damaged)
-
-    def add(self, journalled: Journalled) -> CaptureRecord:
-        """Add the calls that a journal lists, in place of an earlier capture of the same model.
-
-        Raises:
-            ValueError: the journal is damaged.
-        """
-        listed = Dataset.journalled(self.directory, journalled)
-        self.merge(listed)
-        return listed.captures[0]
 
     @classmethod
     def journalled(cls, directory: Path, journalled: Journalled) -> Dataset:
@@ -179,12 +161,24 @@ class Dataset(Sequence[AttentionCall]):
         return cls(directory, ordered, [capture])
 
     def merge(self, other: Dataset) -> None:
-        """Add another's calls, in place of earlier captures of the same models."""
-        models = {capture.model for capture in other.captures}
-        self.captures = [each for each in self.captures if each.model not in models]
-        self.entries = [each for each in self.entries if each.origin.model not in models]
-        self.captures += other.captures
-        self.entries += other.entries
+        """Add the calls of another's one capture, in place of an earlier one of the same model.
+
+        What is listed of the same capture stays, and so does an earlier one if `other` is empty.
+        """
+        [capture] = other.captures
+        earlier = self.capture_of(capture.model)
+        if earlier is not None and not other.entries:
+            return
+        if earlier is not None and not earlier.is_same(capture):
+            self.entries = [each for each in self.entries if each.origin.model != capture.model]
+        self.captures = [each for each in self.captures if each.model != capture.model]
+        self.captures.append(capture)
+        listed = {each.path for each in self.entries}
+        self.entries += [each for each in other.entries if each.path not in listed]
+
+    def capture_of(self, model: str) -> CaptureRecord | None:
+        """What is listed of a model."""
+        return next((each for each in self.captures if each.model == model), None)
 
     @property
     def address(self) -> str:
@@ -222,10 +216,13 @@ class Dataset(Sequence[AttentionCall]):
 
     def _add_unfinished(self, journalled: Journalled) -> None:
         try:
-            if journalled.replaces:
-                model = CaptureRecord.from_json(journalled.capture).model
-            else:
-                model = self.add(journalled).model
+            capture = CaptureRecord.from_json(journalled.capture)
+            model, listed = capture.model, self.capture_of(capture.model)
+            if listed is not None and listed.supersedes(capture):
+                return
+            is_other = listed is not None and not listed.is_same(capture)
+            if not journalled.replaces and not is_other:
+                self.merge(Dataset.journalled(self.directory, journalled))
         except ValueError as error:
             self._add_note(f"{journalled.path} is damaged ({error})")
             return
@@ -246,7 +243,9 @@ class Dataset(Sequence[AttentionCall]):
         state = f"the capture of {model} was killed: {counted(count, 'complete call')}" + (
             f", {lost} more only in memory" if lost else ""
         )
-        kept = "; the earlier one, which it was to replace, is read" if journalled.replaces else ""
+        kept = "; the one that the manifest lists is read" if is_other else ""
+        if journalled.replaces:
+            kept = "; the earlier one, which it was to replace, is read"
         self._add_note(f"{state}{kept}; finish it with `capture --repair {self.directory}`")
 
     def _add_note(self, text: str) -> None:
@@ -383,4 +382,29 @@ def _read_manifest(manifest: Path) -> tuple[list[CaptureRecord], list[Any]]:
         raise DatasetError(f"format {found}, but this version reads {FORMAT!r}", manifest)
     records = required(data, "captures", list[Any])
     items = required(data, "files", list[Any])
+    if len(records) > _MOST_CAPTURES:
+        raise ValueError(f"{len(records)} captures, and at most {_MOST_CAPTURES} are read")
     return [CaptureRecord.from_json(record) for record in records], items
+
+
+def _checked(manifest: Path, items: list[Any]) -> tuple[dict[Path, FileEntry], list[DamagedFile]]:
+    """Return a manifest's entries, and those that are none.
+
+    Raises:
+        ValueError: too many are none.
+    """
+    entries: dict[Path, FileEntry] = {}
+    damaged: list[DamagedFile] = []
+    for item in items:
+        path = manifest
+        try:
+            path = file_path(manifest.parent, item)
+            if path in entries:
+                raise ValueError("listed twice")
+            entries[path] = FileEntry.from_json(manifest.parent, item)
+        except ValueError as error:
+            if len(damaged) == _MOST_DAMAGED:
+                raise ValueError(f"more than {_MOST_DAMAGED} of its entries are") from error
+            reason = f"its entry in the manifest is damaged ({error})"
+            damaged.append(DamagedFile(path, DatasetError(reason, path)))
+    return entries, damaged

@@ -18,6 +18,7 @@ whole, because the disk was full, is skipped.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -147,13 +148,15 @@ def read(path: Path) -> Journalled | None:
         DatasetError: it is no regular file, or cannot be read.
     """
     active = is_locked(path)
-    text = plain_files.read(path, LONGEST_JOURNAL)
+    text = io.BytesIO(plain_files.read(path, LONGEST_JOURNAL))
     found: Journalled | None = None
     sampled: set[int] = set()
     files: dict[int, dict[str, Any]] = {}
-    for line in text.split(b"\n")[:-1]:
-        if line.endswith(_TORN.rstrip()):
+    for line in text:
+        if line.endswith(_TORN):
             continue
+        if not line.endswith(b"\n"):  # it is being written, or its writer was killed
+            break
         try:
             data = parsed(line)
             if found is None:

@@ -12,14 +12,22 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 _DEEPEST = 32
 """Levels of nesting: what is deeper cannot be copied or written again."""
+_SHORTEST = 16
+"""Bytes of text for each list and object, on average: an empty one takes twenty times its text. Of
+a manifest it is some 80."""
+_FEW = 1 << 20
+"""Lists and objects that are never too many."""
 
 
 def parsed(text: str | bytes) -> Any:
     """Parse JSON.
 
     Raises:
-        ValueError: it is not valid, or is nested too deeply.
+        ValueError: it is not valid, is nested too deeply, or would take memory out of proportion.
     """
+    lists, objects = (b"[", b"{") if isinstance(text, bytes) else ("[", "{")
+    if text.count(lists) + text.count(objects) > max(_FEW, len(text) // _SHORTEST):  # type: ignore[arg-type]
+        raise ValueError("more lists and objects than its length accounts for")
     with contextlib.suppress(RecursionError):
         data = json.loads(text)
         if _is_shallow(data):

@@ -52,7 +52,8 @@ def repair(directory: str | Path) -> list[str]:
 def finish(directory: Path, *, ended: str = "", certain: bool = False) -> dict[str, str]:
     """Move what journals say that nobody writes any more into the manifest.
 
-    The caller holds the directory's lock. Killed at any moment, the next call does the rest.
+    The caller holds the directory's lock. Killed at any moment, the next call does the rest. No
+    file that the manifest lists is deleted, but those of a capture that a complete one replaces.
 
     Args:
         ended: the stem of a journal that this process has just closed.
@@ -75,6 +76,7 @@ def finish(directory: Path, *, ended: str = "", certain: bool = False) -> dict[s
     dataset = Dataset.listed(directory, found)
     done: dict[str, str] = {}
     added: list[Journalled] = []
+    over_without_calls: list[Journalled] = []
     for journalled in over:
         try:
             listing = Dataset.journalled(directory, journalled)
@@ -83,15 +85,23 @@ def finish(directory: Path, *, ended: str = "", certain: bool = False) -> dict[s
             continue
         [capture] = listing.captures
         count, lost = len(listing.entries), journalled.in_memory
-        if not count:
-            _delete_unlisted(journalled, set())
+        earlier = dataset.capture_of(capture.model)
+        is_other = earlier is not None and not earlier.is_same(capture)
+        if earlier is not None and earlier.supersedes(capture):
+            journalled.path.unlink(missing_ok=True)
+            done[journalled.stem] = (
+                f"deleted {journalled.path}: {capture.model} is complete, and this is from an "
+                "earlier copy"
+            )
+        elif not count:
+            over_without_calls.append(journalled)
             if lost:
                 done[journalled.stem] = (
                     f"{capture.model}: a killed capture had no complete call; {lost} had been only "
                     "in memory"
                 )
-        elif journalled.replaces and not capture.complete:
-            done[journalled.stem] = _set_aside(listing, journalled)
+        elif not capture.complete if journalled.replaces else is_other:
+            done[journalled.stem] = _set_aside(listing, journalled, _listed(dataset))
         else:
             dataset.merge(listing)
             added.append(journalled)
@@ -102,13 +112,20 @@ def finish(directory: Path, *, ended: str = "", certain: bool = False) -> dict[s
             )
     if added:
         dataset.save_manifest()
-    listed = {entry.path for entry in dataset.entries}
+    listed = _listed(dataset)
+    for journalled in over_without_calls:
+        _delete_unlisted(journalled, listed)
     for journalled in added:
         if journalled.replaces:
             for stem in {*stems(directory, journalled.stem.partition("_")[0])} - writing:
                 _delete_files(directory, stem, listed)
         _delete_unlisted(journalled, listed)
     return done
+
+
+def _listed(dataset: Dataset) -> set[Path]:
+    """The files that a manifest lists, also where it does not say enough of them."""
+    return {*(each.path for each in dataset.entries), *(each.path for each in dataset.damaged)}
 
 
 def _delete_empty_journals(directory: Path, *, certain: bool) -> None:
@@ -131,24 +148,25 @@ def _delete_files(directory: Path, stem: str, listed: set[Path]) -> None:
             path.unlink(missing_ok=True)
 
 
-def _set_aside(listing: Dataset, journalled: Journalled) -> str:
-    """Move a capture that did not end, and that was to replace another, to a directory."""
+def _set_aside(listing: Dataset, journalled: Journalled, listed: set[Path]) -> str:
+    """Move a capture beside which the manifest lists another of the same model to a directory."""
     directory, [capture] = listing.directory, listing.captures
     aside, number = directory / f"unfinished-{journalled.stem}", 1
     while os.path.lexists(aside / MANIFEST) or aside.is_symlink():
         number += 1
         aside = directory / f"unfinished-{journalled.stem}-{number}"
     aside.mkdir(exist_ok=True)  # it exists if this was killed before
-    for entry in listing.entries:
+    own = [entry for entry in listing.entries if entry.path not in listed]
+    for entry in own:
         with contextlib.suppress(FileNotFoundError):  # moved before
             entry.path.rename(aside / entry.path.name)
-    moved = [replace(entry, path=aside / entry.path.name) for entry in listing.entries]
+    moved = [replace(entry, path=aside / entry.path.name) for entry in own]
     moved = [entry for entry in moved if entry.path.exists()]
     if moved:
         Dataset(aside, moved, listing.captures).save_manifest()
     else:  # the manifest, too, was written before
         aside.rmdir()
-    _delete_unlisted(journalled, set())
+    _delete_unlisted(journalled, listed)
     return (
         f"{capture.model}: its earlier capture stays; of the new one, which is not complete, "
         f"{counted(len(moved), 'call')} went to {aside}"

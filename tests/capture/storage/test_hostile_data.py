@@ -310,6 +310,27 @@ def test_a_damaged_census_is_left_out_and_said(dataset: Dataset, census: object)
     assert "manifest.json is damaged" in again.note
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("key", "items", "sentence"),
+    [
+        ("files", [{}] * 2_000, "more than 1000 of its entries are"),
+        ("files", [[]] * 1_100_000, "more lists and objects than its length accounts for"),
+        ("captures", [{"model": "", "weights": ""}] * 20_000, "20001 captures, and at most 10000"),
+    ],
+)
+def test_a_manifest_takes_no_memory_that_its_length_does_not_account_for(
+    dataset: Dataset, key: str, items: list[object], sentence: str
+) -> None:
+    manifest = dataset.directory / MANIFEST
+    data = json.loads(manifest.read_text())
+    data[key] += items
+    manifest.write_text(json.dumps(data))
+    again = load(dataset.directory)
+    assert f"{manifest} is damaged ({sentence}" in again.note
+    assert len(again) == 2
+
+
 @pytest.mark.parametrize("line", [{"sampled": 1e999}, {"dropped": 1}, {"call": 3}, 7, {}])
 def test_a_journal_is_read_up_to_its_first_damaged_line(dataset: Dataset, line: object) -> None:
     journal = Journal.begin(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,10 +30,10 @@ def started(make_call: MakeCall) -> Callable[..., tuple[Target, Journal]]:
     """`started(directory, model, indices)`: a capture with these calls, in progress."""
 
     def start(
-        directory: Path, model: str, indices: range, *, overwrite: bool = False
+        directory: Path, model: str, indices: range, *, overwrite: bool = False, began: str = ""
     ) -> tuple[Target, Journal]:
         target = Target.check(directory, model, overwrite=overwrite)
-        journal = target.begin(CaptureRecord(model, "random"))
+        journal = target.begin(CaptureRecord(model, "random", started=began))
         for index in indices:
             call = PackedCall.of(make_call(model=model, call_index=index))
             path = directory / f"{journal.stem}-{index:06d}.safetensors"
@@ -126,6 +129,95 @@ def test_a_file_that_the_journal_does_not_list_goes(
     repair(tmp_path)
     assert calls(tmp_path) == {"model": [0]}
     assert not unlisted.exists()
+
+
+def copied_twice(tmp_path: Path, started: Started, *, complete: bool) -> tuple[Path, Path]:
+    """A directory copied in mid-run and after the run, so that the copy has a journal still."""
+    directory, copy = tmp_path / "data", tmp_path / "copy"
+    target, journal = started(directory, "model", range(2), began="2026-01-01")
+    shutil.copytree(directory, copy)
+    started_again = [PackedCall.of(call) for call in load(directory)]
+    for index, packed in enumerate(started_again, start=2):
+        origin = replace(packed.header.origin, call_index=index)
+        call = replace(packed, header=replace(packed.header, origin=origin))
+        path = directory / f"model-{index:06d}.safetensors"
+        journal.append(**call.write(path).to_json())
+    target.end(CaptureRecord("model", "random", started="2026-01-01", complete=complete))
+    shutil.copytree(directory, copy, dirs_exist_ok=True)
+    assert (copy / journal.path.name).exists()
+    return directory, copy
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_journal_of_an_earlier_copy_costs_no_call(
+    tmp_path: Path, started: Started, complete: bool
+) -> None:
+    directory, copy = copied_twice(tmp_path, started, complete=complete)
+    assert calls(copy) == calls(directory) == {"model": [0, 1, 2, 3]}
+    if complete:
+        assert load(copy).note == ""
+    repair(copy)
+    assert calls(copy) == {"model": [0, 1, 2, 3]}
+    assert sorted(path.name for path in copy.iterdir()) == sorted(
+        path.name for path in directory.iterdir()
+    )
+
+
+@pytest.mark.parametrize("model", ["model", "zebra"])
+def test_a_journal_without_calls_costs_none(tmp_path: Path, started: Started, model: str) -> None:
+    started(tmp_path, "model", range(2))[0].end(ended("model"))
+    record = CaptureRecord(model, "random", started="2026-01-01").to_json()
+    Journal.begin(tmp_path / "model.journal", record, replaces=False).close()
+    assert calls(tmp_path) == {"model": [0, 1]}
+    repair(tmp_path)
+    assert calls(tmp_path) == {"model": [0, 1]}
+    assert not (tmp_path / "model.journal").exists()
+
+
+def test_a_journal_of_another_capture_costs_no_call(tmp_path: Path, started: Started) -> None:
+    _, journal = started(tmp_path / "earlier", "model", range(2), began="2026-01-01")
+    journal.close()
+    directory = tmp_path / "data"
+    started(directory, "model", range(5, 8), began="2026-01-02")[0].end(
+        CaptureRecord("model", "random", started="2026-01-02", complete=True)
+    )
+    shutil.copytree(tmp_path / "earlier", directory, dirs_exist_ok=True)
+    assert calls(directory) == {"model": [5, 6, 7]}
+    repair(directory)
+    assert calls(directory) == {"model": [5, 6, 7]}
+    assert calls(directory / "unfinished-model") == {"model": [0, 1]}
+
+
+def test_repair_deletes_nothing_that_the_manifest_lists(tmp_path: Path, started: Started) -> None:
+    """Not even where a journal of another model claims the file, or its entry is damaged."""
+    started(tmp_path, "model", range(3))[0].end(ended("model"))
+    manifest = tmp_path / MANIFEST
+    data = json.loads(manifest.read_text())
+    claimed = {**data["files"][1], "checksum": None}
+    data["files"][2]["bytes"] = "?"
+    manifest.write_text(json.dumps(data))
+    files = sorted(tmp_path.glob("*.safetensors"))
+    record = CaptureRecord("zebra", "random").to_json()
+    journal = Journal.begin(tmp_path / "model.journal", record, replaces=False)
+    journal.append(**claimed)
+    journal.close()
+    repair(tmp_path)
+    assert sorted(tmp_path.glob("*.safetensors")) == files
+    assert calls(tmp_path) == {"model": [0, 1]}
+    assert all(entry.checksum for entry in load(tmp_path).entries)
+
+
+@pytest.mark.timeout(20)
+def test_what_is_no_call_is_not_read_for_a_checksum(tmp_path: Path, started: Started) -> None:
+    started(tmp_path, "model", range(2))[0].end(ended("model"))
+    manifest, huge = tmp_path / MANIFEST, tmp_path / "model-000001.safetensors"
+    data = json.loads(manifest.read_text())
+    data["files"][1].update(bytes=1 << 40, checksum=None)
+    data["files"][0]["checksum"] = None
+    manifest.write_text(json.dumps(data))
+    os.truncate(huge, 1 << 40)
+    repair(tmp_path)
+    assert [entry.checksum is None for entry in load(tmp_path).entries] == [False, True]
 
 
 def test_a_manifest_that_is_gone_is_written_anew(tmp_path: Path, started: Started) -> None:
