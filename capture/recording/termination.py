@@ -35,13 +35,14 @@ def before_termination(flush: Callable[[], bool]) -> Iterator[None]:
         yield
         return
     process, main = os.getpid(), threading.get_ident()
-    arrived = flushed = False
+    arrived = flushed = over = False
     wanted: SimpleQueue[bool] = SimpleQueue()  # can be put to within a signal handler
 
     def handler(number: int, frame: FrameType | None) -> None:
         nonlocal arrived
         arrived = True
-        if flushed or os.getpid() != process:  # a forked child has nothing to write
+        # A forked child has nothing to write; afterwards, another handler may pass it on to this.
+        if flushed or over or os.getpid() != process:
             _terminate()
         wanted.put(True)
 
@@ -57,6 +58,7 @@ def before_termination(flush: Callable[[], bool]) -> Iterator[None]:
     try:
         yield
     finally:
+        over = True
         if os.getpid() == process:
             wanted.put(False)
             thread.join()

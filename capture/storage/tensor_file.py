@@ -13,7 +13,6 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from capture.errors import DatasetError
 from capture.storage import checksums, plain_files
+from capture.storage.chunk_threads import in_threads
 from capture.storage.json_data import parsed, required
 
 _DTYPES = {
@@ -63,12 +63,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[
             _write_at(descriptor, index * checksums.CHUNK, chunks[index])
             return checksums.digest(chunks[index])
 
-        later = range(1, len(chunks))
-        if later:
-            with ThreadPoolExecutor(checksums.threads()) as pool:
-                digests = list(pool.map(store, later))
-        else:
-            digests = []
+        digests = in_threads(store, range(1, len(chunks)))
         return checksums.combined([store(0), *digests])
     finally:
         os.close(descriptor)
@@ -174,11 +169,7 @@ class TensorFile:
             return checksums.digest(chunks[index]) if in_chunks else b""
 
         with plain_files.refusing(self.path):
-            if len(chunks) < 2:
-                digests = [fill(index) for index in range(len(chunks))]
-            else:
-                with ThreadPoolExecutor(checksums.threads()) as pool:
-                    digests = list(pool.map(fill, range(len(chunks))))
+            digests = in_threads(fill, range(len(chunks)))
         if checksum is not None:
             found = checksums.combined(digests) if in_chunks else checksums.whole(pieces)
             if found != checksum:
@@ -188,7 +179,7 @@ class TensorFile:
     def _empty(self) -> dict[str, Tensor]:
         try:
             return {
-                name: torch.empty(stored.shape, dtype=stored.dtype)
+                name: torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
                 for name, stored in self.tensors.items()
             }
         except RuntimeError as error:

@@ -354,6 +354,20 @@ def test_sigterm_writes_what_is_in_memory_wherever_it_interrupts(held: str, tmp_
     assert not orphans(tmp_path)
 
 
+def test_sigterm_ends_the_program_whose_handler_passes_it_to_the_former_one(
+    tmp_path: Path,
+) -> None:
+    def terminated() -> None:
+        with record(Model(), tmp_path):
+            former = signal.getsignal(signal.SIGTERM)
+            assert callable(former)
+            signal.signal(signal.SIGTERM, lambda *signalled: former(*signalled))
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+
+    assert os.WTERMSIG(in_child(terminated)) == signal.SIGTERM
+
+
 def test_ctrl_c_while_it_is_written_gives_up_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

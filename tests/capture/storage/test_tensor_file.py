@@ -1,15 +1,16 @@
-"""A file of tensors is complete, or has no header."""
+"""A file of tensors is complete, or has no header; also where no thread can be started."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from capture.storage import tensor_file
+from capture.storage import checksums, tensor_file
 from capture.storage.checksums import CHUNK
-from capture.storage.tensor_file import write_safetensors
+from capture.storage.tensor_file import TensorFile, write_safetensors
 
 
 def test_a_file_that_is_cut_while_it_is_written_has_no_header(
@@ -31,3 +32,21 @@ def test_a_file_that_is_cut_while_it_is_written_has_no_header(
     content = path.read_bytes()
     assert len(content) > 2 * CHUNK
     assert content[:8] == bytes(8)
+
+
+def test_a_file_is_written_and_read_where_no_thread_can_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at the end of the program."""
+
+    def refused(*args: object) -> None:
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    path = tmp_path / "file.safetensors"
+    query = torch.arange(3 * CHUNK // 4, dtype=torch.int32)
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refused)
+    checksum = write_safetensors(path, {"query": query}, {})
+    with TensorFile.opened(path) as file:
+        assert torch.equal(file.read(checksum)["query"], query)
+    monkeypatch.undo()
+    assert checksum == checksums.checksum(path)

@@ -1,0 +1,28 @@
+"""Works on the chunks of a file by several threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from capture.storage import checksums
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """Return `work` of each item; by this thread alone where others cannot be started.
+
+    Args:
+        work: may be called twice for an item.
+    """
+    if len(items) < 2:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(checksums.threads()) as pool:
+        try:
+            results = pool.map(work, items)
+        except RuntimeError:  # the interpreter is ending, or the system has no more threads
+            return [work(item) for item in items]
+        return list(results)
