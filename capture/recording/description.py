@@ -13,6 +13,11 @@ from capture.errors import CaptureError
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.json_data import parsed, typed
 
+_LONGEST_NAME = 4096
+"""Characters of what the header of every file repeats."""
+_LONGEST_DESCRIPTION = 16 << 20
+"""Bytes that a capture may take of the manifest, beside its calls."""
+
 
 def versions() -> dict[str, str]:
     """Of Python, torch, CUDA and those model libraries that the program has imported."""
@@ -47,7 +52,7 @@ def plain_settings(settings: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def checked(capture: CaptureRecord, seed: int | None) -> CaptureRecord:
+def checked(capture: CaptureRecord, seed: int | None, rank: int | None) -> CaptureRecord:
     """Return a capture as it will be read back.
 
     Raises:
@@ -55,7 +60,13 @@ def checked(capture: CaptureRecord, seed: int | None) -> CaptureRecord:
     """
     try:
         typed(int | None, seed, "`seed=`")
+        typed(int | None, rank, "`rank=`")
+        for name, said in (("name", capture.model), ("weights", capture.weights)):
+            if len(typed(str, said, f"`{name}=`")) > _LONGEST_NAME:
+                raise ValueError(f"`{name}=` has more than {_LONGEST_NAME} characters")
         manifest = json.dumps({"captures": [capture.to_json()]})
+        if len(manifest) > _LONGEST_DESCRIPTION:
+            raise ValueError(f"more than {_LONGEST_DESCRIPTION} bytes, most of them settings")
         return CaptureRecord.from_json(parsed(manifest)["captures"][0])
     except (TypeError, ValueError) as error:
         raise CaptureError(f"the recording cannot be described: {error}") from error

@@ -132,6 +132,7 @@ def record(
             heads=ranges(heads or ()),
         ),
         seed,
+        rank,
     )
     tracker = ModuleTracker(roots)
     if not any(matches(path, modules) for path in tracker.paths):

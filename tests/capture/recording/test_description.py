@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from capture import load, record
+from capture.errors import CaptureError
 from capture.storage.names import MANIFEST
 from tests.factories import tiny_llama
 
@@ -30,3 +33,22 @@ def test_settings_are_kept(layers: nn.Module, states: Tensor, tmp_path: Path) ->
         layers(states)
     manifest = json.loads((tmp_path / MANIFEST).read_text())
     assert manifest["captures"][0]["settings"] == settings
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"rank": 10**30}, "`rank=` is 1000000"),
+        ({"rank": 1.5}, "`rank=` is 1.5"),
+        ({"seed": 2**70}, "`seed=` is 11805"),
+        ({"name": "n" * 5000}, "`name=` has more than 4096 characters"),
+        ({"weights": "w" * 5000}, "`weights=` has more than 4096 characters"),
+        ({"settings": {"prompt": "p" * (17 << 20)}}, "more than 16777216 bytes, most of them set"),
+    ],
+)
+def test_what_could_not_be_read_back_is_refused(
+    options: dict[str, Any], told: str, layers: nn.Module, tmp_path: Path
+) -> None:
+    with pytest.raises(CaptureError, match=told), record(layers, tmp_path / "out", **options):
+        pass
+    assert not (tmp_path / "out").exists()
