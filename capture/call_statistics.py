@@ -44,7 +44,8 @@ def call_statistics(call: AttentionCall) -> CallStatistics:
     """
     call = call.without_pages()
     groups = call.query.shape[1] // call.key.shape[1]
-    rows = torch.linspace(0, call.query.shape[2] - 1, min(QUERIES, call.query.shape[2]))
+    queries = call.query.shape[2]
+    rows = torch.linspace(0, queries - 1, min(QUERIES, queries), device="cpu")
     chosen = rows.round().long().to(call.device)
     keys: list[tuple[float, float]] = []
     weighed: list[tuple[float, float, float]] = []

@@ -55,8 +55,9 @@ class FusedLayers:
         fused = getattr(torch, _FUSED)
 
         def counting(*args: Any, **kwargs: Any) -> Any:
-            path = self._tracker.site.module
-            self.calls[path] = self.calls.get(path, 0) + 1
+            if not torch.compiler.is_compiling():
+                path = self._tracker.site.module
+                self.calls[path] = self.calls.get(path, 0) + 1
             return fused(*args, **kwargs)
 
         setattr(torch, _FUSED, counting)

@@ -243,13 +243,20 @@ def calls_handled() -> int:
     return _thread.position.handled
 
 
+def _like_the_original(replacement: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Name a replacement as what it replaces, so that it is pickled as that."""
+    functools.update_wrapper(replacement, TORCH_SDPA, assigned=("__name__", "__doc__"))
+    replacement.__module__, replacement.__qualname__ = F.__name__, replacement.__name__
+    return replacement
+
+
 def _handled(
     sdpa: Callable[..., Tensor],
     handler: Handler,
     traced: Traced | None,
     state: _State,
 ) -> Callable[..., Tensor]:
-    @functools.wraps(TORCH_SDPA, assigned=("__name__", "__doc__"))
+    @_like_the_original
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
         # First, because nothing below can be traced.
         if traced is not None and torch.compiler.is_compiling():
@@ -277,10 +284,12 @@ def _handled(
 def _observed(
     sdpa: Callable[..., Tensor], observer: Observer, state: _State
 ) -> Callable[..., Tensor]:
-    thread = _thread
+    thread, is_compiling = _thread, torch.compiler.is_compiling
 
-    @functools.wraps(TORCH_SDPA, assigned=("__name__", "__doc__"))
+    @_like_the_original
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
+        if is_compiling():  # torch.export traces in spite of the stance, and nothing below can be
+            return sdpa(*args, **kwargs)
         position = thread.position
         if position.inside or state.is_over:
             return sdpa(*args, **kwargs)
@@ -327,7 +336,7 @@ def _swap_references(functions: dict[int, Callable[..., Tensor]]) -> None:
             continue
         for name, held in list(namespace.items()):
             if id(held) in functions and name != "TORCH_SDPA":
-                setattr(module, name, functions[id(held)])
+                namespace[name] = functions[id(held)]  # some modules forbid setattr
 
 
 @contextlib.contextmanager

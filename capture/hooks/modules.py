@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import functools
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from torch.jit._trace import TopLevelTracedModule
 from capture.hooks.attention_modules import is_attention
 from capture.hooks.interceptor import calls_handled
 from capture.hooks.phases import RECOMPUTE, Role, in_backward, roles, takes_time_step
-from capture.hooks.signals import is_of_signal_handler
+from capture.hooks.signals import is_meant_for_program
 
 
 class Site(NamedTuple):
@@ -57,9 +56,25 @@ class Running(threading.local):
     """The modules that the calling thread is in, from the outermost."""
 
     def __init__(self) -> None:
-        self.stack: list[tuple[nn.Module, Site]] = []
-        self.calls_before: list[int] = []
-        """Attention calls before each attention module that the thread is in."""
+        self.stack: list[tuple[nn.Module, Site, int]] = []
+        """With the number of attention calls before an attention module."""
+
+
+class _Hook:
+    """A forward hook, which is no part of a model that is copied, pickled or exported."""
+
+    __slots__ = ("_method", "_watched")
+
+    def __init__(self, method: Callable[..., None], watched: Watched) -> None:
+        self._method, self._watched = method, watched
+
+    def __call__(self, module: nn.Module, args: Any, kwargs_or_output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._method(self._watched, module, args, kwargs_or_output)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Does nothing with any arguments, and is there where this package is not.
+        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 class ModuleTracker:
@@ -135,18 +150,13 @@ class ModuleTracker:
             for module, watched in self._watched.items():
                 if watched.is_script or module in self._unhooked:
                     continue
-                if watched.is_attention:
-                    begin = functools.partial(self._begin_attention, watched)
-                    end = functools.partial(self._end_attention, watched)
-                    handles.append(module.register_forward_pre_hook(begin, prepend=True))
-                    handles.append(module.register_forward_hook(end, always_call=True))
                 # The hook carries what is known of the module: DataParallel runs replicas.
-                enter = functools.partial(self._enter, watched)
+                enter, leave = _Hook(self._enter, watched), _Hook(self._leave, watched)
                 handles.append(
                     module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
                 )
                 # always_call: a forward that raises must restore the stack.
-                handles.append(module.register_forward_hook(self._leave, always_call=True))
+                handles.append(module.register_forward_hook(leave, always_call=True))
             yield
         finally:
             for handle in handles:
@@ -167,31 +177,27 @@ class ModuleTracker:
                 try:
                     phase = watched.role.phase(outer and outer.phase, args, kwargs, forwards)
                 except Exception as error:  # a model's own classes answer, and may not
-                    if is_of_signal_handler(error):
+                    if is_meant_for_program(error):
                         raise
             if phase is None and outer is not None:
                 site = Site(watched.path, outer.step, outer.phase)
             else:
                 site = Site(watched.path, forwards, phase or "encode")
             watched.step = site.step
-        stack.append((module, site))
+        stack.append((module, site, calls_handled() if watched.is_attention else 0))
 
-    def _begin_attention(self, watched: Watched, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self.running.calls_before.append(calls_handled())
-
-    def _end_attention(
+    def _leave(
         self, watched: Watched, module: nn.Module, args: tuple[Any, ...], output: Any
     ) -> None:
-        before = self.running.calls_before.pop()
-        # One that raised has no output; a repetition ends as soon as it has what it needs.
-        if calls_handled() == before and output is not None and not in_backward():
-            watched.unseen += 1
-
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         stack = self.running.stack
-        if any(entered is module for entered, _ in stack):
-            while stack.pop()[0] is not module:
-                pass
+        if not any(entered is module for entered, _, _ in stack):
+            return  # another thread entered it before it was hooked
+        while stack[-1][0] is not module:
+            stack.pop()
+        before = stack.pop()[2]
+        # One that raised has no output; a repetition ends as soon as it has what it needs.
+        if watched.is_attention and output is not None and not in_backward():
+            watched.unseen += calls_handled() == before
 
 
 def outside() -> Site:

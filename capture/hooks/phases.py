@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from capture.hooks.signals import is_of_signal_handler
+from capture.hooks.signals import is_meant_for_program
 
 RECOMPUTE = "recompute"
 
@@ -201,7 +201,7 @@ def _can_generate(module: nn.Module) -> bool:
     try:
         return bool(getattr(module, "can_generate", lambda: False)())
     except Exception as error:  # a model's own classes answer, and may not
-        if is_of_signal_handler(error):
+        if is_meant_for_program(error):
             raise
         return False
 

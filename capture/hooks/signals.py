@@ -1,18 +1,26 @@
-"""Exceptions that a program's own signal handlers raise, wherever the program happens to be."""
+"""Exceptions that are meant for the program, wherever it happens to be: not failures of ours."""
 
 from __future__ import annotations
 
 import functools
 import signal
+import sys
 import threading
 from types import CodeType
 
+_PACKAGES = {"capture", "torch", "builtins"} | sys.stdlib_module_names
+"""What our own work raises, and runs in."""
 
-def is_of_signal_handler(error: BaseException) -> bool:
-    """Whether a signal handler of the program raised the error, say for a time limit of its own.
 
-    Such an error is meant for the program, even if the signal came while our code ran.
+def is_meant_for_program(error: BaseException) -> bool:
+    """Whether an error only happened to arrive while our code ran, say of a time limit.
+
+    A signal handler of the program raised it, or another thread put it into this one.
     """
+    return _is_of_signal_handler(error) or _is_of_another_thread(error)
+
+
+def _is_of_signal_handler(error: BaseException) -> bool:
     if threading.current_thread() is not threading.main_thread():
         return False  # Python runs signal handlers in the main thread only
     codes = {_code(signal.getsignal(number)) for number in signal.valid_signals()}
@@ -22,6 +30,25 @@ def is_of_signal_handler(error: BaseException) -> bool:
             return True
         traceback = traceback.tb_next
     return False
+
+
+def _is_of_another_thread(error: BaseException) -> bool:
+    """Whether it is of somebody else's class, and nobody else's code raised it.
+
+    A tensor or model of the program's own classes may raise too, but from code of its own.
+    """
+    traceback = error.__traceback__
+    if traceback is None or _package(type(error).__module__) in _PACKAGES:
+        return False
+    while traceback is not None:
+        if _package(traceback.tb_frame.f_globals.get("__name__")) not in _PACKAGES:
+            return False
+        traceback = traceback.tb_next
+    return True
+
+
+def _package(module: object) -> str:
+    return str(module).partition(".")[0]
 
 
 def _code(handler: object) -> CodeType | None:

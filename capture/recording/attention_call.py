@@ -31,6 +31,16 @@ def _has_values(tensor: Tensor) -> bool:
         return False
 
 
+def has_symbolic_sizes(*tensors: Tensor) -> bool:
+    """Whether a trace stands for calls of many sizes; nested tensors are not asked."""
+    return any(
+        isinstance(size, torch.SymInt)
+        for tensor in tensors
+        if not tensor.is_nested
+        for size in tensor.shape
+    )
+
+
 def as_call(arguments: Arguments, output: Tensor | None, origin: Origin) -> AttentionCall:
     """Return the call with four dimensions: the leading ones of SDPA's tensors become one.
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from capture.hooks.census import Census, Count
 from capture.hooks.interceptor import Arguments
+from capture.hooks.modes import outside_of_modes
 from capture.hooks.modules import ModuleTracker, Site, matches
 from capture.hooks.phases import RECOMPUTE
 from capture.recording.sampling import Place, Sampler
@@ -67,7 +68,8 @@ class CallsSeen:
             dtype: what autocast casts the arguments to.
         """
         with self._lock:
-            count = self.census.count_of(site, arguments, dtype)
+            with outside_of_modes():
+                count = self.census.count_of(site, arguments, dtype)
             if count not in self._places:
                 self._places[count] = self._place(site, count)
             found = Alike(count, self._places[count])

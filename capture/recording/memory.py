@@ -132,9 +132,9 @@ class BufferPool:
 
 def _allocate(nbytes: int, *, pinned: bool) -> Tensor:
     if not pinned:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     if nbytes < _LARGE:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     # PyTorch's own pinned memory comes in powers of two, which would waste up to half of it.
     pages = mmap.mmap(-1, nbytes)
     with contextlib.suppress(AttributeError, OSError):  # where the system has none

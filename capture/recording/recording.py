@@ -25,9 +25,10 @@ from capture.hooks.backends import disabled_backends, function_or_backend
 from capture.hooks.census import Census, Count
 from capture.hooks.gone_past import FusedLayers, GonePast, gone_past
 from capture.hooks.interceptor import TORCH_SDPA, Arguments, Observer, bind
+from capture.hooks.modes import outside_of_modes
 from capture.hooks.modules import ModuleTracker, Site, outside
-from capture.hooks.signals import is_of_signal_handler
-from capture.recording.attention_call import as_call, can_be_copied
+from capture.hooks.signals import is_meant_for_program
+from capture.recording.attention_call import as_call, can_be_copied, has_symbolic_sizes
 from capture.recording.calls_seen import CallsSeen
 from capture.recording.copies import HostCopier, buffer_size, stored_bytes
 from capture.recording.difficulty import with_difficulty
@@ -241,10 +242,13 @@ class Recording:
                     )
                     known = alike.get(like)
                 except (RuntimeError, TypeError) as error:
-                    if is_of_signal_handler(error):
+                    if is_meant_for_program(error):
                         raise
                     like = known = None  # not every tensor has a shape to compare
                 if known is None:
+                    if has_symbolic_sizes(query, key, value):
+                        self.without_values += 1
+                        return
                     arguments = bind(
                         query,
                         key,
@@ -282,9 +286,11 @@ class Recording:
                             scale=scale,
                             enable_gqa=enable_gqa,
                         )
-                        self._store(index, site, place, count, cast(arguments, dtype), output, sdpa)
+                        with outside_of_modes():
+                            arguments = cast(arguments, dtype)
+                            self._store(index, site, place, count, arguments, output, sdpa)
             except Exception as error:
-                if is_of_signal_handler(error):
+                if is_meant_for_program(error):
                     raise
                 self.tell(f"an attention call could not be recorded: {_reason(error)}")
 
@@ -304,6 +310,9 @@ class Recording:
             self.without_values += 1
             return output
         try:
+            if has_symbolic_sizes(*arguments[:3]):
+                self.without_values += 1
+                return output
             site = self._tracker.site
             mask, packed, table = (
                 arguments.attn_mask,
@@ -331,9 +340,10 @@ class Recording:
             with self._lock:
                 place = known.place
                 if place and self._sampler.wants(place, site.step) and not self._closed:
-                    self._store(index, site, place, known.count, arguments, output, function)
+                    with outside_of_modes():
+                        self._store(index, site, place, known.count, arguments, output, function)
         except Exception as error:
-            if is_of_signal_handler(error):
+            if is_meant_for_program(error):
                 raise
             self.tell(f"an attention call could not be recorded: {_reason(error)}")
         return output
@@ -356,7 +366,7 @@ class Recording:
         try:
             warnings.warn(f"recording: {problem}", RecordingWarning, stacklevel=2)
         except Exception as error:
-            if is_of_signal_handler(error):
+            if is_meant_for_program(error):
                 raise
 
     def close(self, *, complete: bool) -> bool:
@@ -376,7 +386,7 @@ class Recording:
         try:
             self._writer.close()
         except Exception as error:
-            if is_of_signal_handler(error):
+            if is_meant_for_program(error):
                 raise
             self.tell(f"{self._target.directory} may not be on the disk yet: {_reason(error)}")
         finally:  # also after Ctrl-C, once more
@@ -406,7 +416,7 @@ class Recording:
             for problem in self._target.end(self.capture):
                 self.tell(problem)
         except Exception as error:
-            if is_of_signal_handler(error):
+            if is_meant_for_program(error):
                 raise
             self.tell(
                 f"could not end the recording in {self._target.directory}: {_reason(error)}; "
@@ -478,7 +488,7 @@ class Recording:
                 self._forget(dropped)
         except Exception as error:
             self._call_failed(index, error)
-            if is_of_signal_handler(error):
+            if is_meant_for_program(error):
                 raise
 
     def _call_failed(self, index: int, error: Exception) -> None:
@@ -534,4 +544,10 @@ class Recording:
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
+    name = type(error).__name__
+    try:
+        return f"{name}: {error}".partition("\n")[0]
+    except Exception as another:  # a model's own class need not have a text
+        if is_meant_for_program(another):
+            raise
+        return name

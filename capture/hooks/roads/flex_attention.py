@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from capture.hooks.interceptor import Arguments, Handler
+from capture.hooks.modes import outside_of_modes
 from capture.hooks.roads.wrapper import BHSD, Form, following
 
 ROAD = "flex_attention"
@@ -102,12 +103,15 @@ def mask_of(block_mask: Any, query: Tensor, key: Tensor) -> tuple[Tensor | None,
     known = _written_out.get(id(block_mask))
     if known is not None and known[0] is block_mask and known[1].shape[-2:] == (q_len, kv_len):
         return known[1], ""
-    index = [
-        torch.arange(size, device=query.device).view([-1 if at == dim else 1 for at in range(4)])
-        for dim, size in enumerate((batch, heads, q_len, kv_len))
-    ]
-    mask = torch.as_tensor(_broadcast(block_mask.mask_mod, index))
-    mask = mask.expand(batch, heads, q_len, kv_len)
+    with outside_of_modes():
+        index = [
+            torch.arange(size, device=query.device).view(
+                [-1 if at == dim else 1 for at in range(4)]
+            )
+            for dim, size in enumerate((batch, heads, q_len, kv_len))
+        ]
+        mask = torch.as_tensor(_broadcast(block_mask.mask_mod, index))
+        mask = mask.expand(batch, heads, q_len, kv_len)
     _written_out.clear()  # layers share one
     _written_out[id(block_mask)] = (block_mask, mask)
     return mask, ""

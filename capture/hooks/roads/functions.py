@@ -81,6 +81,7 @@ def _calling(name: str, closure: tuple[str, ...]) -> types.CodeType:
 def _swap(old: object, new: object) -> None:
     for module in list(sys.modules.values()):
         if isinstance(module, types.ModuleType):
-            for name, held in list(vars(module).items()):
+            namespace = vars(module)
+            for name, held in list(namespace.items()):
                 if held is old:
-                    setattr(module, name, new)
+                    namespace[name] = new  # some modules forbid setattr

@@ -14,7 +14,7 @@ from torch import Tensor
 from capture.hooks.graph_constant import constant_in_graphs
 from capture.hooks.interceptor import Arguments, Handler, answer, calls_handled, is_inside
 from capture.hooks.roads.functions import replaced
-from capture.hooks.signals import is_of_signal_handler
+from capture.hooks.signals import is_meant_for_program
 from capture.variant import PLAIN
 
 
@@ -100,7 +100,7 @@ def _converted(form: Form, result: Any) -> Any:
     try:
         return form.to_sdpa(result)
     except Exception as error:
-        if is_of_signal_handler(error):
+        if is_meant_for_program(error):
             raise
         return None
 
@@ -127,7 +127,7 @@ def followed(
         try:
             translated = translate(*args, **kwargs)
         except Exception as error:
-            if is_of_signal_handler(error):
+            if is_meant_for_program(error):
                 raise
             translated = None  # the function raises its own error, or knows more than we do
         if translated is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 import threading
 import types
@@ -192,6 +193,24 @@ def test_the_replacement_looks_like_the_original(seen: Seen) -> None:
     with intercept(seen):
         assert F.scaled_dot_product_attention.__name__ == "scaled_dot_product_attention"
         assert F.scaled_dot_product_attention.__doc__ == TORCH_SDPA.__doc__
+        pickled = pickle.dumps(F.scaled_dot_product_attention)
+    assert pickle.loads(pickled) is TORCH_SDPA
+
+
+def test_a_module_that_forbids_setattr_is_seen_too(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Frozen(types.ModuleType):
+        def __setattr__(self, name: str, value: object) -> None:
+            raise AttributeError(f"{name} is read-only")
+
+    frozen = Frozen("frozen")
+    vars(frozen)["sdpa"] = TORCH_SDPA
+    monkeypatch.setitem(sys.modules, "frozen", frozen)
+    with intercept(seen):
+        vars(frozen)["sdpa"](Q, K, V)
+    assert len(seen.calls) == 1
+    assert vars(frozen)["sdpa"] is TORCH_SDPA
 
 
 @pytest.mark.parametrize("grad", [True, False])

@@ -9,7 +9,7 @@ from types import FrameType
 
 import pytest
 
-from capture.hooks.signals import is_of_signal_handler
+from capture.hooks.signals import is_meant_for_program
 
 
 class Expired(Exception):
@@ -46,12 +46,12 @@ def test_a_signal_handler_s_error(handler: Callable[[int, FrameType | None], Non
     signal.signal(signal.SIGUSR1, handler)
     with pytest.raises(Expired) as caught:
         signal.raise_signal(signal.SIGUSR1)
-    assert is_of_signal_handler(caught.value)
+    assert is_meant_for_program(caught.value)
 
 
 def test_the_same_error_of_somebody_else() -> None:
     signal.signal(signal.SIGUSR1, expire)
     with pytest.raises(Expired) as caught:
         Limit().expire(0, None)
-    assert not is_of_signal_handler(caught.value)
-    assert not is_of_signal_handler(Expired())
+    assert not is_meant_for_program(caught.value)
+    assert not is_meant_for_program(Expired())

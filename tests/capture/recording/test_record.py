@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -308,3 +310,77 @@ def test_recomputed_calls_are_counted_and_never_kept(
     assert (recording.seen, recording.kept, recording.gone_past) == (2 + repeated, 2, [])
     assert {call.origin.phase for call in load(tmp_path)} == {"encode"}
     assert recording.summary.endswith(f"2 of 2; not sampled: (recompute) {repeated}")
+
+
+@pytest.mark.parametrize("sample", ["first", "hard"])
+def test_gradients_under_selective_checkpointing_stay_the_same(sample: str, tmp_path: Path) -> None:
+    """It tells operators by their order: none of ours may be among them."""
+    from torch.utils import checkpoint
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+        saved = operator in (torch.ops.aten.bmm.default, torch.ops.aten.view.default)
+        policies = checkpoint.CheckpointPolicy
+        return policies.MUST_SAVE if saved else policies.PREFER_RECOMPUTE
+
+    class Checkpointed(nn.Module):
+        def forward(self, states: Tensor) -> Any:
+            return checkpoint.checkpoint(
+                self.attend,
+                states,
+                use_reentrant=False,
+                context_fn=lambda: checkpoint.create_selective_checkpoint_contexts(policy),
+            )
+
+        def attend(self, states: Tensor) -> Tensor:
+            heads = states.view(4, 2, 5, 8).sigmoid()
+            output = F.scaled_dot_product_attention(heads, heads, heads).view(8, 5, 8)
+            return torch.bmm(output, output.mT).sigmoid().view(4, 2, 5, 5).exp()
+
+    states = torch.randn(8, 5, 8, requires_grad=True)
+    model = Checkpointed()
+    [expected] = torch.autograd.grad(model(states).sum(), states)
+    with record(model, tmp_path, sample=sample) as recording:
+        [gradient] = torch.autograd.grad(model(states).sum(), states)
+    assert torch.equal(gradient, expected)
+    assert recording.kept == 1
+    assert not recording.problems
+
+
+def test_a_default_device_is_the_model_s_alone(
+    layers: nn.Module, states: Tensor, tmp_path: Path
+) -> None:
+    with record(layers, tmp_path) as recording, torch.device("meta"):
+        layers(states)
+    assert recording.kept == 2
+    with torch.device("meta"):
+        data = load(tmp_path)
+        assert {call.query.device.type for call in data} == {"cpu"}
+    assert_good(data)
+
+
+def test_a_model_is_copied_and_pickled_without_hooks(
+    layers: nn.Module, states: Tensor, tmp_path: Path
+) -> None:
+    expected = layers(states)
+    with record(layers, tmp_path) as recording:
+        copies = [copy.deepcopy(layers), pickle.loads(pickle.dumps(layers))]
+        assert b"capture.hooks" not in pickle.dumps(layers)
+        assert all(torch.equal(each(states), expected) for each in copies)
+        assert recording.kept == 0
+        layers(states)
+    assert recording.kept == len(load(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_model_is_exported_inside_the_block(
+    strict: bool, layers: nn.Module, states: Tensor, tmp_path: Path
+) -> None:
+    length = torch.export.Dim("length", min=2, max=64)
+    with record(layers, tmp_path) as recording:
+        exported = torch.export.export(
+            layers, (states,), dynamic_shapes={"states": {1: length}}, strict=strict
+        )
+        expected = layers(states)
+    assert torch.equal(exported.module()(states), expected)
+    assert recording.kept == 2
+    assert not recording.problems

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import threading
 import time
 from collections import Counter
 from pathlib import Path
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import pytest
@@ -18,9 +19,10 @@ from torch import Tensor, nn
 from capture import load, record
 from capture.errors import RecordingWarning
 from capture.hooks.interceptor import TORCH_SDPA
+from capture.recording import recording as recorder
 from capture.recording.recording import Recording
 from tests.capture.hooks.test_modules import Denoiser
-from tests.capture.recording.callers import MakeLayers, assert_good, attend, recorded
+from tests.capture.recording.callers import Caller, MakeLayers, assert_good, attend, recorded
 
 
 @pytest.mark.parametrize("sample", ["spread", "first"])
@@ -219,3 +221,48 @@ def test_what_a_signal_handler_of_the_program_raises_reaches_it(
             run()
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+class Limit(Exception):
+    """Of a watchdog of the program."""
+
+
+@pytest.mark.parametrize("function", ["as_call", "can_be_copied"])
+def test_what_another_thread_raises_in_the_program_reaches_it(
+    function: str,
+    layers: nn.Module,
+    states: Tensor,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def now(*args: object) -> None:
+        ident = ctypes.c_ulong(threading.get_ident())
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(Limit))
+
+    raised_in_ours = FunctionType(now.__code__, vars(recorder), closure=now.__closure__)
+    monkeypatch.setitem(vars(recorder), "ctypes", ctypes)
+    monkeypatch.setitem(vars(recorder), "Limit", Limit)
+    monkeypatch.setattr(recorder, function, raised_in_ours)
+    with pytest.raises(Limit), record(layers, tmp_path):
+        layers(states)
+
+
+def test_an_error_without_a_text_stays_out_of_the_model(tmp_path: Path) -> None:
+    class Rude(Exception):
+        def __str__(self) -> str:
+            raise ZeroDivisionError
+
+    class Rudely(torch.Tensor):
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if "scaled_dot_product" not in str(func):
+                raise Rude
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    tensor = torch.randn(1, 2, 5, 8).as_subclass(Rudely)
+    model = Caller()
+    with pytest.warns(RecordingWarning, match="Rude$"), record(model, tmp_path) as recording:
+        model(attend(tensor, tensor, tensor))
+    assert recording.problems == ["an attention call could not be recorded: Rude"]
