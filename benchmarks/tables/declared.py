@@ -58,11 +58,14 @@ def distributions() -> str:
 
 
 def features() -> str:
-    """List what each kernel knows beyond SDPA; those that know nothing of it are left out."""
+    """List what each kernel knows beyond SDPA; those that know nothing of it are left out, and so
+    are variants that know the same as their kernel."""
+    kernels = catalogue()
     lines = {
         f"`{name}`": ["yes" if feature in kernel.features else "" for feature in FEATURES]
-        for name, kernel in catalogue().items()
+        for name, kernel in kernels.items()
         if kernel.features
+        and not (kernel.variant_of and kernel.features == kernels[kernel.variant_of].features)
     }
     return markdown_table(["kernel", *FEATURES.values()], lines)
 

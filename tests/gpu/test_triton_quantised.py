@@ -15,7 +15,8 @@ from replay.workloads.random_calls import Spec
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 DEVICE = torch.device("cuda")
-NAMES = ("triton-sage", "triton-fp8", "triton-sage-fp8")
+TENSOR = ("triton-fp8[accum=tensor]", "triton-sage-fp8[accum=tensor]")
+NAMES = ("triton-sage", "triton-fp8", "triton-sage-fp8", *TENSOR)
 
 
 @pytest.fixture
@@ -96,6 +97,7 @@ def test_odd_head_dims(name: str, spec: Spec) -> None:
         ("triton-fp8", Spec(2, 4, 2, 700, 127, 128, 128, is_causal=True)),
         ("triton-sage-fp8", Spec(1, 4, 4, 4250, 4250, 64, 64)),
         ("triton-sage-fp8", Spec(1, 2, 1, 7, 300, 80, 80)),
+        (TENSOR[0], Spec(1, 4, 4, 4250, 4250, 128, 128)),
     ],
     ids=str,
 )

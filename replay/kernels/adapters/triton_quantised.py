@@ -2,8 +2,10 @@
 
 `triton-sage` is SageAttention 1's arithmetic (INT8 QKᵀ with K smoothing, PV in the call's own 16
 bits), `triton-fp8` has both products in FP8, `triton-sage-fp8` INT8 QKᵀ and FP8 PV. With
-`[smooth_k=off]` the key's mean stays where it is. The drop-in quantises key and value with every
-call, the core is the attention kernel on what is quantised already (it quantises the query itself).
+`[smooth_k=off]` the key's mean stays where it is. PV in FP8 is summed in float32 from block to
+block, or with `[accum=tensor]` in the tensor cores, as in FlashAttention 3 and cuDNN. The drop-in
+quantises key and value with every call, the core is the attention kernel on what is quantised
+already (it quantises the query itself).
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from replay.kernels.constraints import half_precision, max_head_dim, no_dropout,
 from replay.kernels.library import TRITON
 from replay.kernels.registry import register
 from replay.kernels.wrapping import adapt
+
+SMOOTH_OFF, TENSOR = "[smooth_k=off]", "[accum=tensor]"
 
 FP8_LIBRARY = replace(
     TRITON, runs_on=lambda capability: capability >= (8, 9), needs="8.9 or higher"
@@ -44,7 +48,11 @@ def _attend(call: Arguments, **options: Any) -> Tensor:
 
 
 def _prepare(
-    call: AttentionCall, score_dtype: torch.dtype, fp8_value: bool, smooth_k: bool
+    call: AttentionCall,
+    score_dtype: torch.dtype,
+    fp8_value: bool,
+    smooth_k: bool,
+    in_tensor_cores: bool,
 ) -> Callable[[], Tensor]:
     from replay.kernels.triton.quantise import quantise_key_value
     from replay.kernels.triton.quantised_prefill import attend
@@ -60,21 +68,23 @@ def _prepare(
         scale=call.scale,
         variant=call.variant,
         sinks=call.sinks,
+        in_tensor_cores=in_tensor_cores,
     )
 
 
 def _register(
-    base: str, score_dtype: torch.dtype, fp8_value: bool, about: str, smooth_k: bool
+    base: str, score_dtype: torch.dtype, fp8_value: bool, about: str, variant: str = ""
 ) -> None:
     options: dict[str, Any] = {
         "score_dtype": score_dtype,
         "fp8_value": fp8_value,
-        "smooth_k": smooth_k,
+        "smooth_k": variant != SMOOTH_OFF,
+        "in_tensor_cores": variant == TENSOR,
     }
     is_fp8 = fp8_value or score_dtype == torch.float8_e4m3fn
     register(
         adapt(
-            base if smooth_k else f"{base}[smooth_k=off]",
+            base + variant,
             FP8_LIBRARY if is_fp8 else TRITON,
             partial(_attend, **options),
             (no_dropout, half_precision, no_mask, max_head_dim(256)),
@@ -82,7 +92,7 @@ def _register(
             prepare=partial(_prepare, **options),
             accuracy_class="quantised",
             features=("bottom-right", "window", "softcap", "sinks"),
-            variant_of="" if smooth_k else base,
+            variant_of=base if variant else "",
         )
     )
 
@@ -92,5 +102,5 @@ for _name, _score_dtype, _fp8_value, _about in (
     ("triton-fp8", torch.float8_e4m3fn, True, "FP8 QKᵀ and PV"),
     ("triton-sage-fp8", torch.int8, True, "INT8 QKᵀ, FP8 PV"),
 ):
-    _register(_name, _score_dtype, _fp8_value, _about, smooth_k=True)
-    _register(_name, _score_dtype, _fp8_value, _about, smooth_k=False)
+    for _variant in ("", SMOOTH_OFF, *((TENSOR,) if _fp8_value else ())):
+        _register(_name, _score_dtype, _fp8_value, _about, _variant)

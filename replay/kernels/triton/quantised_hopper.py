@@ -66,6 +66,7 @@ def plan(
     value: Tensor,
     is_causal: bool,
     factor: float,
+    in_tensor_cores: bool = False,
     tile: Tile | None = None,
 ) -> PlannedCall:
     """All of a call but its tensors' addresses.
@@ -91,7 +92,7 @@ def plan(
         quantised_hopper_kernel,
         (min(tiles, multiprocessors(query.device)), 1, 1),
         query.device,
-        numbers_of(query, quantised, is_causal, factor)
+        numbers_of(query, quantised, is_causal, factor, in_tensor_cores)
         | {
             "tiles": tiles,
             "blocks": blocks,

@@ -81,12 +81,13 @@ def quantised_hopper_kernel(
     HEADS: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
     IN_TURN: gl.constexpr,
+    IN_TENSOR_CORES: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
     """A persistent program: its shared memory, and who does what.
 
     `factor` is softmax's scale · log2 e, `groups` are the scales of a key head. Not IN_TURN, each
-    consumer starts its products when it can.
+    consumer starts its products when it can. IN_TENSOR_CORES: as in the portable kernel.
     """
     D: gl.constexpr = key_desc.block_type.shape[1]
     QUERY: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], key_desc.dtype)
@@ -108,8 +109,14 @@ def quantised_hopper_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_attend, (attend, 0, HEAD_DIM, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN)),
-                (_attend, (attend, 1, HEAD_DIM, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN)),
+                (
+                    _attend,
+                    (attend, 0, HEAD_DIM, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES),
+                ),
+                (
+                    _attend,
+                    (attend, 1, HEAD_DIM, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES),
+                ),
                 (_load, (load, CONSUMERS, HEADS, IS_CAUSAL)),
             ],
             [4, 1],
@@ -118,9 +125,18 @@ def quantised_hopper_kernel(
     elif CONSUMERS == 3:
         gl.warp_specialize(
             [
-                (_attend, (attend, 0, HEAD_DIM, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN)),
-                (_attend, (attend, 1, HEAD_DIM, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN)),
-                (_attend, (attend, 2, HEAD_DIM, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN)),
+                (
+                    _attend,
+                    (attend, 0, HEAD_DIM, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES),
+                ),
+                (
+                    _attend,
+                    (attend, 1, HEAD_DIM, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES),
+                ),
+                (
+                    _attend,
+                    (attend, 2, HEAD_DIM, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES),
+                ),
                 (_load, (load, CONSUMERS, HEADS, IS_CAUSAL)),
             ],
             [4, 4, 1],
@@ -129,10 +145,22 @@ def quantised_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_attend, (attend, 0, HEAD_DIM, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN)),
-                (_attend, (attend, 1, HEAD_DIM, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN)),
-                (_attend, (attend, 2, HEAD_DIM, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN)),
-                (_attend, (attend, 3, HEAD_DIM, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN)),
+                (
+                    _attend,
+                    (attend, 0, HEAD_DIM, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES),
+                ),
+                (
+                    _attend,
+                    (attend, 1, HEAD_DIM, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES),
+                ),
+                (
+                    _attend,
+                    (attend, 2, HEAD_DIM, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES),
+                ),
+                (
+                    _attend,
+                    (attend, 3, HEAD_DIM, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES),
+                ),
                 (_load, (load, CONSUMERS, HEADS, IS_CAUSAL)),
             ],
             [4, 4, 4, 1],
@@ -175,6 +203,7 @@ def _attend(
     HEADS: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
     IN_TURN: gl.constexpr,
+    IN_TENSOR_CORES: gl.constexpr,
 ):
     """Consumer number WHO: 64 queries of every tile."""
     query_ptr, strides, queries, rings, scales, turns, output_ptr, work, factor = arguments
@@ -227,18 +256,18 @@ def _attend(
         for i in range(0, whole):
             state = _step(
                 state, query, of_queries, rings, turns, of_head, count, first, i, kv_len,
-                WHO, CONSUMERS, IS_CAUSAL, False, IN_TURN, False,
+                WHO, CONSUMERS, IS_CAUSAL, False, IN_TURN, IN_TENSOR_CORES, False,
             )  # fmt: skip
             count += 1
         for i in range(whole, blocks - 1):
             state = _step(
                 state, query, of_queries, rings, turns, of_head, count, first, i, kv_len,
-                WHO, CONSUMERS, IS_CAUSAL, True, IN_TURN, False,
+                WHO, CONSUMERS, IS_CAUSAL, True, IN_TURN, IN_TENSOR_CORES, False,
             )  # fmt: skip
             count += 1
         state = _step(
             state, query, of_queries, rings, turns, of_head, count, first, blocks - 1, kv_len,
-            WHO, CONSUMERS, IS_CAUSAL, True, IN_TURN, True,
+            WHO, CONSUMERS, IS_CAUSAL, True, IN_TURN, IN_TENSOR_CORES, True,
         )  # fmt: skip
         count += 1
 
@@ -277,6 +306,7 @@ def _step(
     IS_CAUSAL: gl.constexpr,
     IS_MASKED: gl.constexpr,
     IN_TURN: gl.constexpr,
+    IN_TENSOR_CORES: gl.constexpr,
     IS_LAST: gl.constexpr,
 ):
     """Block number `count`, whose scores are there: its softmax, and PV beside QKᵀ of the next.
@@ -305,13 +335,11 @@ def _step(
     if IN_TURN:
         wait_for_turn(turns, count, WHO)
     values = rings.value.buffers.index(stage)
-    if FP8_VALUE:
+    values = values.permute((1, 0)) if FP8_VALUE else values.reshape((KEYS, output.shape[1]))
+    if FP8_VALUE and not IN_TENSOR_CORES:
         nothing = gl.zeros(output.shape, gl.float32, OUTPUT)
-        product = warpgroup_mma(
-            weights, values.permute((1, 0)), nothing, use_acc=False, is_async=True
-        )
+        product = warpgroup_mma(weights, values, nothing, use_acc=False, is_async=True)
     else:
-        values = values.reshape((KEYS, output.shape[1]))
         product = warpgroup_mma(weights, values, output * shrink, is_async=True)
     next_scores = scores
     if not IS_LAST:
@@ -321,7 +349,7 @@ def _step(
         pass_turn(turns, WHO)
     product = warpgroup_mma_wait(0 if IS_LAST else 1, deps=[product])
     release(rings.value, stage)
-    if FP8_VALUE:
+    if FP8_VALUE and not IN_TENSOR_CORES:
         product = output * shrink + product
     if not IS_LAST:
         next_scores = warpgroup_mma_wait(0, deps=[next_scores])

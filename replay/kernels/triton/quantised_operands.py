@@ -34,12 +34,17 @@ def value_strides(value: Tensor) -> list[int]:
 
 
 def numbers_of(
-    query: Tensor, quantised: QuantisedKeyValue, is_causal: bool, factor: float
+    query: Tensor,
+    quantised: QuantisedKeyValue,
+    is_causal: bool,
+    factor: float,
+    in_tensor_cores: bool,
 ) -> dict[str, Any]:
     """What a call's tensors say, as arguments by the kernels' names for them.
 
     Args:
         factor: softmax's scale · log2 e.
+        in_tensor_cores: whether FP8 products are summed there from the first block to the last.
     """
     _, q_heads, q_len, head_dim = query.shape
     return named("stride_", "bhsd", query.stride()) | {
@@ -52,4 +57,5 @@ def numbers_of(
         "HEAD_DIM": head_dim,
         "V_HEAD_DIM": quantised.v_head_dim,
         "IS_CAUSAL": is_causal,
+        "IN_TENSOR_CORES": in_tensor_cores,
     }

@@ -10,7 +10,8 @@ with the scale's logarithm counted into the running maximum they still end at 44
 output is divided by takes it out again, one multiplication a row.
 
 The tensor cores add FP8 products with 14 bits or so, and lose more the more the accumulator holds
-(DeepSeek-V3 report, 2024). So each block's product starts at zero and is added in float32.
+(DeepSeek-V3 report, 2024). So each block's product starts at zero and is added in float32, unless
+IN_TENSOR_CORES asks for what FlashAttention 3 and cuDNN do: one accumulator for all blocks.
 
 Softmax does not see the mean that was subtracted from the keys, but a soft cap and a sink do: there
 the query's product with it is added to a row's scores, or taken from its sink.
@@ -71,6 +72,7 @@ def quantised_prefill_kernel(
     IS_CAUSAL: tl.constexpr,
     IS_BOTTOM_RIGHT: tl.constexpr,
     FP8_VALUE: tl.constexpr,
+    IN_TENSOR_CORES: tl.constexpr,
 ):
     """One block of queries of one head.
 
@@ -150,6 +152,7 @@ def quantised_prefill_kernel(
             IS_CAUSAL,
             stretch != 1,
             FP8_VALUE,
+            IN_TENSOR_CORES,
         )
 
     output /= tl.where(total == 0.0, 1.0, total)[:, None]
@@ -191,6 +194,7 @@ def _attend_blocks(
     IS_CAUSAL: tl.constexpr,
     IS_MASKED: tl.constexpr,
     FP8_VALUE: tl.constexpr,
+    IN_TENSOR_CORES: tl.constexpr,
 ):
     """Keys [first, last), in blocks, into the running output, maximum and sum.
 
@@ -240,7 +244,10 @@ def _attend_blocks(
             weights = round_to_fp8(weights).reshape(BLOCK_M, BLOCK_N // 16, 2, 4, 2)
             weights = weights.permute(0, 1, 3, 2, 4).reshape(BLOCK_M, BLOCK_N)
             value = value_desc.load([value_batch, start])
-            output += tl.dot(weights, value.T)
+            if IN_TENSOR_CORES:
+                output = tl.dot(weights, value.T, output)
+            else:
+                output += tl.dot(weights, value.T)
         else:
             total = total * shrink + tl.sum(weights, axis=1)
             value = value_desc.load([value_batch, value_head, start, 0]).reshape(BLOCK_N, BLOCK_DV)

@@ -15,6 +15,7 @@ from capture.call import AttentionCall
 from capture.variant import Variant
 from replay.accuracy.errors import compare
 from replay.accuracy.reference import attention
+from replay.kernels.registry import Kernel, find
 from replay.kernels.triton import quantised_prefill as quantised_prefill_module
 from replay.kernels.triton.quantise import quantise_key_value
 from replay.kernels.triton.quantised_prefill import attend, describable, quantised_prefill
@@ -197,6 +198,24 @@ def test_near_the_reference(
 ) -> None:
     call = random_call(1, 4, 2, 200, 333, 64, device, offset=1.0, dtype=torch.bfloat16)
     assert_right(run(call, kind), attention(call), call, "quantised")
+
+
+@pytest.mark.parametrize("name", ["triton-fp8", "triton-sage-fp8"])
+def test_sums_in_the_tensor_cores_are_the_same_but_for_rounding(
+    device: torch.device, name: str
+) -> None:
+    """What they round cannot be seen here; that all blocks are in the sum can."""
+    call = random_call(1, 2, 1, 140, 520, 64, device=device, is_causal=True)
+    plain, tensor = find(name), find(f"{name}[accum=tensor]")
+    expected = plain.attention(**call.arguments())
+    for output in (tensor.attention(**call.arguments()), _core(tensor, call)):
+        assert compare(output, expected).relative_l1 < 5e-3
+    assert tensor.variant_of == name
+
+
+def _core(kernel: Kernel, call: AttentionCall) -> Tensor:
+    assert kernel.prepare is not None
+    return kernel.prepare(call)()
 
 
 @each_kind
