@@ -26,6 +26,7 @@ def print_tables(
 ) -> None:
     """Print the tables of each type of device, and of several which kernel is fastest on which."""
     from rich.console import Console
+    from rich.text import Text
 
     from replay.report.table import print_report
     from replay.report.versus_random import print_versus_random
@@ -33,7 +34,7 @@ def print_tables(
     console = Console(highlight=False)
     for machine in machines:
         there = [row for row in rows if len(machines) == 1 or row.machine.device == machine.device]
-        console.print(_heading(there, machine, settings))
+        console.print(Text(printable(_heading(there, machine, settings))))
         console.print()
         print_report(
             there,

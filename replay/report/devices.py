@@ -51,7 +51,7 @@ def print_matrices(merged: AcrossDevices, console: Console) -> None:
         console.print(Text(title, "bold"))
         table = Table(box=None, pad_edge=False, header_style="cyan", padding=(0, 1, 0, 0))
         for heading in headings:
-            table.add_column(heading, overflow="fold")
+            table.add_column(Text(heading), overflow="fold")
         for line in lines:
             table.add_row(*map(Text, line))
         console.print(table)

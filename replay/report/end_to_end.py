@@ -97,7 +97,7 @@ def _span(span: str, own: Checked, others: Sequence[Checked]) -> Table:
         cells = [f"{found.ms.p50 / (1000 if in_seconds else 1):.4g}"]
         return cells + ([f"{found.tokens_per_second:.4g}"] if has_tokens else [])
 
-    table.add_row(own.kernel, *times(measured), "", "", "")
+    table.add_row(Text(own.kernel), *times(measured), "", "", "")
     for checked in others:
         found = checked.measured.get(span)
         if found is None or found.speedup is None or checked.status != "ok":

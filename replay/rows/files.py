@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import functools
 import json
 import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO, TypeVar, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import (
+    Any,
+    Literal,
+    NamedTuple,
+    TextIO,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from attention_replay import Error
 from capture.printable import printable
-from capture.storage.json_data import parsed
+from capture.storage.json_data import parsed, shown, typed
 from replay.rows.fields import FIELDS, SCHEMA, leaf
 from replay.rows.formulas import no_formula
 from replay.rows.row import Row
@@ -47,12 +60,16 @@ def row_from_json(data: dict[str, Any]) -> Row:
 
     Raises:
         OtherSchema: it is of another version.
-        KeyError, TypeError, AttributeError: it is no row.
+        ValueError, KeyError, TypeError, AttributeError: it is no row.
     """
     schema = data.get("schema", 1)
     if schema != SCHEMA and {"kernel", "call"} <= data.keys():
-        raise OtherSchema(f"rows of version {schema}, and this is version {SCHEMA}")
-    return rebuilt(Row, {name: value for name, value in data.items() if name != "schema"})
+        raise OtherSchema(f"rows of version {shown(schema)}, and this is version {SCHEMA}")
+    row = rebuilt(Row, {name: value for name, value in data.items() if name != "schema"})
+    for times in filter(None, (row.time_ms, row.core_time_ms, row.layer_host_ms)):
+        if not times.samples or min(times.p10, times.p50, *times.samples) <= 0:
+            raise ValueError("a time without samples, or one that is not positive")
+    return row
 
 
 class OtherSchema(Exception):
@@ -64,25 +81,51 @@ def rebuilt(kind: type[T], data: dict[str, Any]) -> T:
 
     Raises:
         KeyError: a field that it does not have.
+        ValueError, TypeError, AttributeError: a value is not of its field's type.
     """
-    hints = get_type_hints(kind)
-    return kind(**{name: _value(hints[name], value) for name, value in data.items()})
+    hints = _hints(kind)
+    return kind(**{name: _value(hints[name], value, name) for name, value in data.items()})
 
 
-def _value(hint: Any, value: Any) -> Any:
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _value(hint: Any, value: Any, name: str) -> Any:
     if hint is float:
-        return math.nan if value is None else float(value)
-    options = [option for option in get_args(hint) if option is not type(None)]
-    if type(None) in get_args(hint):
-        return None if value is None else _value(options[0], value)
-    if get_origin(hint) is dict:
-        return {key: _value(get_args(hint)[1], each) for key, each in value.items()}
-    if get_origin(hint) in (tuple, list):
-        return get_origin(hint)(_value(options[0], each) for each in value)
+        if value is None or type(value) is float:  # also one that is not finite, from a worker
+            return math.nan if value is None else value
+        return float(typed(int, value, name))
+    if hint in (str, int, bool):
+        return typed(hint, value, name)
+    kind, options = get_origin(hint), get_args(hint)
+    if kind in (Union, UnionType):
+        return _one_of(options, value, name)
+    if kind is Literal and value not in options:
+        raise ValueError(f"{name} is {shown(value)}")
+    if kind is dict:
+        return {key: _value(options[1], each, name) for key, each in value.items()}
+    if kind in (tuple, list):
+        if not isinstance(value, tuple | list):
+            raise ValueError(f"{name} is {shown(value)}")
+        if kind is list or options[-1] is Ellipsis:
+            return kind(_value(options[0], each, name) for each in value)
+        return tuple(_value(*each, name) for each in zip(options, value, strict=True))
     names = getattr(hint, "_fields", None)
     if names is not None and not isinstance(value, dict):
         value = dict(zip(names, value, strict=True))
     return rebuilt(hint, value) if names or is_dataclass(hint) else value
+
+
+def _one_of(options: tuple[Any, ...], value: Any, name: str) -> Any:
+    if value is None and type(None) in options:
+        return None
+    *others, last = (option for option in options if option is not type(None))
+    for option in others:
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+            return _value(option, value, name)
+    return _value(last, value, name)
 
 
 def write_jsonl(rows: Iterable[Row], file: TextIO) -> None:

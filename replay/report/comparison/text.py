@@ -29,7 +29,7 @@ def print_comparison(said: Sections, console: Console) -> None:
 def _table(table: Table) -> RichTable:
     shown = RichTable(box=None, pad_edge=False, header_style="cyan", padding=(0, 1, 0, 0))
     for heading in table.headings:
-        shown.add_column(heading, overflow="fold")
+        shown.add_column(Text(heading), overflow="fold")
     for line in table.lines[:LINES]:
         shown.add_row(*map(Text, line))
     return shown

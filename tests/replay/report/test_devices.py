@@ -119,6 +119,15 @@ def test_each_device_has_tables_of_its_own() -> None:
     assert "2.00× (2.00-2.00) fastest" in matrix
 
 
+def test_a_device_s_name_is_no_markup() -> None:
+    strange = rows_of("[/x]", times={"old": 1.0, "[red]": 2.0})
+    plain = rows_of("H100", times={"old": 1.0, "[red]": 2.0})
+    output = io.StringIO()
+    print_devices(across_devices([Run("a", plain), Run("b", strange)]), Console(file=output))
+    assert output.getvalue().count("[/x]") == 2
+    assert "[red]" in output.getvalue()
+
+
 def test_markdown_keeps_names_as_text() -> None:
     odd = [replace(each, kernel="a|<b>") if each.kernel == "new" else each for each in H100]
     text = devices_markdown(across_devices([Run("one", odd), Run("two", H200)]))

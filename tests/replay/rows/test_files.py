@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import os
+from collections.abc import Iterator
+from operator import getitem
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from replay.rows.files import RowsError, read_jsonl, row_to_json, save_jsonl
+from replay.rows.files import (
+    OtherSchema,
+    RowsError,
+    read_jsonl,
+    row_from_json,
+    row_to_json,
+    save_jsonl,
+)
 from tests.factories import full_row, row
 
 
@@ -30,6 +42,42 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
 def test_a_field_of_errors_has_as_many_ranges_for_each_head(tmp_path: Path) -> None:
     data = row_to_json(full_row())
     data["accuracy"]["where"]["relative_l1"] = [[0.1, 0.2], [0.3]]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(data) + "\n")
+    with pytest.raises(RowsError, match="line 1: not a row of `replay --json`"):
+        read_jsonl(path)
+
+
+def parts(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths of a tree's parts."""
+    if at:
+        yield at
+    if isinstance(tree, dict | list):
+        for name, part in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from parts(part, (*at, name))
+
+
+def test_what_is_no_value_of_its_field_is_refused() -> None:
+    data = row_to_json(full_row())
+    assert row_to_json(row_from_json(data)) == data
+    for path in parts(data):
+        original = functools.reduce(getitem, path, data)
+        for value in ("text", True, 7, [[]], {"a": 1}, 10**400):
+            changed = copy.deepcopy(data)
+            functools.reduce(getitem, path[:-1], changed)[path[-1]] = value
+            is_number = value == 7 and isinstance(original, float)
+            try:
+                row_from_json(changed)
+            except (OtherSchema, ValueError, KeyError, TypeError, AttributeError):
+                continue
+            assert value != 10**400
+            assert type(value) is type(original) or is_number, (path, value)
+
+
+@pytest.mark.parametrize("samples", [[], [1.0, 0.0], [1.0, -1.0]])
+def test_a_time_has_samples(tmp_path: Path, samples: list[float]) -> None:
+    data = row_to_json(full_row())
+    data["time_ms"]["samples"] = samples
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(data) + "\n")
     with pytest.raises(RowsError, match="line 1: not a row of `replay --json`"):
