@@ -38,6 +38,7 @@ DECODE = (
     "triton-decode-int8",
     "triton-decode-fp8",
     "triton-paged-decode",
+    "triton-paged-decode-fp8",
     "triton-sparse-decode",
 )
 KERNELS = (*PREFILL, "triton-varlen", *DECODE)

@@ -33,8 +33,9 @@ PREFILL_KERNELS = (
 )
 DECODE_KERNELS = (
     f"{PEERS},flashinfer-decode,"
-    "triton-decode,triton-decode-int8,triton-decode-fp8,triton-paged-decode,triton-sparse-decode,"
-    "triton-paged-sparse-decode"
+    "triton-decode,triton-decode-int8,triton-decode-fp8,"
+    "triton-paged-decode,triton-paged-decode-int8,triton-paged-decode-fp8,"
+    "triton-sparse-decode,triton-paged-sparse-decode"
 )
 
 

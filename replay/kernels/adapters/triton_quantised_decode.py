@@ -1,7 +1,8 @@
 """Our decode over a key/value cache in 8 bits: `triton-decode-int8` and `triton-decode-fp8`.
 
 The core reads a cache that is in 8 bits already, as a server has it. The drop-in, which gets 16
-bits, quantises all of it with every call and so takes longer than decode in 16 bits.
+bits, quantises all of it with every call and so takes longer than decode in 16 bits. The cache of
+`triton-paged-decode-int8` and `triton-paged-decode-fp8` lies in pages of 128 tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from replay.kernels.registry import register
 from replay.kernels.wrapping import adapt
 
 
-def _attend(call: Arguments, dtype: torch.dtype) -> Tensor:
+def _attend(call: Arguments, dtype: torch.dtype, in_pages: bool) -> Tensor:
     from replay.kernels.triton.quantised_decode import quantised_decode
 
     return quantised_decode(
@@ -32,6 +33,7 @@ def _attend(call: Arguments, dtype: torch.dtype) -> Tensor:
         call.attn_mask,
         call.is_causal,
         dtype=dtype,
+        in_pages=in_pages,
         scale=call.scale,
         seqused_k=call.seqused_k,
         sinks=call.sinks,
@@ -39,11 +41,13 @@ def _attend(call: Arguments, dtype: torch.dtype) -> Tensor:
     )
 
 
-def _prepare(call: AttentionCall, dtype: torch.dtype) -> Callable[[], Tensor]:
+def _prepare(call: AttentionCall, dtype: torch.dtype, in_pages: bool) -> Callable[[], Tensor]:
     from replay.kernels.triton.quantised_cache import quantise_cache
+    from replay.kernels.triton.quantised_decode import random_pages
     from replay.kernels.triton.split_kv import attend
 
-    cache = quantise_cache(call.key, call.value, dtype, lengths=call.seqused_k)
+    table = random_pages(call.key) if in_pages else None
+    cache = quantise_cache(call.key, call.value, dtype, lengths=call.seqused_k, block_table=table)
     return lambda: attend(
         call.query,
         cache,
@@ -55,18 +59,20 @@ def _prepare(call: AttentionCall, dtype: torch.dtype) -> Callable[[], Tensor]:
     )
 
 
-for _name, _dtype, _library, _about in (
-    ("triton-decode-int8", torch.int8, TRITON, "INT8"),
-    ("triton-decode-fp8", torch.float8_e4m3fn, FP8_LIBRARY, "FP8"),
+for _name, _dtype, _library, _about, _in_pages in (
+    ("triton-decode-int8", torch.int8, TRITON, "INT8", False),
+    ("triton-decode-fp8", torch.float8_e4m3fn, FP8_LIBRARY, "FP8", False),
+    ("triton-paged-decode-int8", torch.int8, TRITON, "INT8, in shuffled pages of 128 keys", True),
+    ("triton-paged-decode-fp8", torch.float8_e4m3fn, FP8_LIBRARY, "FP8, in such pages", True),
 ):
     register(
         adapt(
             _name,
             _library,
-            partial(_attend, dtype=_dtype),
+            partial(_attend, dtype=_dtype, in_pages=_in_pages),
             DECODE_LIMITS,
             f"ours: decode in Triton over a key/value cache in {_about}",
-            prepare=partial(_prepare, dtype=_dtype),
+            prepare=partial(_prepare, dtype=_dtype, in_pages=_in_pages),
             accuracy_class="quantised",
             features=FEATURES.keys() - {"packed", "paged"},
             prefers_restated=True,

@@ -47,7 +47,7 @@ def page(
     batch, _, length, _ = key.shape
     is_shared, v_dim = is_leading_part(value, key), value.shape[3]
     per_sequence = -(-length // page_size)
-    block_table = _shuffled(batch * per_sequence, key.device, seed).view(batch, per_sequence)
+    block_table = shuffled(batch * per_sequence, key.device, seed).view(batch, per_sequence)
     if starts is not None:
         key, value = (_from(starts, tensor) for tensor in (key, value))
     if lengths is None:
@@ -85,7 +85,7 @@ def _from(starts: Tensor, tensor_BHSD: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=16)
-def _shuffled(count: int, device: torch.device, seed: int) -> Tensor:
-    """A permutation, kept: a server does not draw one per call either."""
+def shuffled(count: int, device: torch.device, seed: int) -> Tensor:
+    """A permutation of the first `count` numbers, kept: no server draws one per call either."""
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     return order.to(device)

@@ -20,6 +20,9 @@ Values lie transposed within every `CACHE_BLOCK` tokens, as in the pages of vLLM
 instruction transposes bytes on their way to the tensor cores, which want those of neighbouring
 tokens side by side.
 
+In pages, a page is one such block, and the pages of a sequence lie anywhere: a program looks up
+where a block is that it would otherwise count to.
+
 NaN and infinity: a scale is NaN where its token has one, hence every row that sees the key, or all
 of the output of every row that sees the value.
 """
@@ -54,7 +57,10 @@ CACHE_BLOCK = tl.constexpr(128)
 
 @dataclass(frozen=True)
 class QuantisedCache:
-    """Keys and values in 8 bits in one piece. N = Sk rounded up to `CACHE_BLOCK`, D' = D to 16."""
+    """Keys and values in 8 bits in one piece. N = Sk rounded up to `CACHE_BLOCK`, D' = D to 16.
+
+    In pages, all but `key_mean` have P pages of N = `CACHE_BLOCK` in the place of B batch elements.
+    """
 
     key: Tensor
     """(B, Hkv, N, D') int8 or float8_e4m3fn, zeros beyond each sequence and D."""
@@ -69,11 +75,16 @@ class QuantisedCache:
     kv_len: int
     lengths: Tensor | None
     """(B,) int32, how many tokens each sequence has; None for all."""
+    block_table: Tensor | None = None
+    """(B, pages of a sequence) int32: the page of each `CACHE_BLOCK` tokens; None in one piece."""
 
-    block_table: ClassVar[None] = None
     indices: ClassVar[None] = None
-    page_size: ClassVar[int] = 0
     tail: ClassVar[int] = 0
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page; 0 without pages."""
+        return 0 if self.block_table is None else CACHE_BLOCK.value
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -84,7 +95,8 @@ class QuantisedCache:
     @property
     def layouts(self) -> Hashable:
         """All that a plan may depend on: what is left out is contiguous and follows from these."""
-        return layout(self.key), layout(self.value), self.kv_len, layout(self.lengths)
+        tensors = (self.key, self.value, self.lengths, self.block_table)
+        return *map(layout, tensors), self.kv_len
 
     @property
     def scales(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -176,7 +188,8 @@ def _quantise_keys(
     STORED_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One block of keys; the pointers are those of its head, `output_ptr` that of the block."""
+    """One block of keys; the pointers are those of its head, `output_ptr` and `scale_ptr` those of
+    the block."""
     inside, dims = tl.arange(0, CACHE_BLOCK), tl.arange(0, BLOCK_D)
     tokens, has_dim = block * CACHE_BLOCK + inside, dims < HEAD_DIM
     is_token = tokens < length
@@ -188,7 +201,7 @@ def _quantise_keys(
     quantised, scale = _quantise_rows(key, is_token, output_ptr.dtype.element_ty == tl.int8)
     places = inside[:, None] * STORED_DIM + dims[None, :]
     tl.store(output_ptr + places, quantised, mask=dims[None, :] < STORED_DIM)
-    tl.store(scale_ptr + tokens, scale)
+    tl.store(scale_ptr + inside, scale)
     tl.store(mean_ptr + dims, mean, mask=(block == 0) & has_dim)
 
 
@@ -214,7 +227,7 @@ def _quantise_values(
     quantised, scale = _quantise_rows(value.to(tl.float32), is_token, is_int8)
     places = dims[:, None] * CACHE_BLOCK + inside[None, :]
     tl.store(output_ptr + places, tl.trans(quantised), mask=has_dim[:, None])
-    tl.store(scale_ptr + tokens, scale)
+    tl.store(scale_ptr + inside, scale)
 
 
 @triton.jit(do_not_specialize=["kv_heads", "kv_len"])
@@ -222,6 +235,7 @@ def _quantise_cache(
     key_ptr,
     value_ptr,
     lengths_ptr,
+    table_ptr,
     key_out_ptr,
     key_scale_ptr,
     key_mean_ptr,
@@ -250,14 +264,18 @@ def _quantise_cache(
     length = kv_len
     if lengths_ptr is not None:
         length = tl.minimum(tl.load(lengths_ptr + batch), kv_len)
-    first = (head * blocks + block) * CACHE_BLOCK
+    stored = head * blocks + block
+    if table_ptr is not None:
+        page = tl.load(table_ptr + batch * blocks + block).to(tl.int64)
+        stored = page * kv_heads + kv_head
+    first = stored * CACHE_BLOCK
     if tl.program_id(2) == 0:
         _quantise_keys(
             key_ptr + batch * key_stride_b + kv_head * key_stride_h,
             key_stride_s,
             key_stride_d,
             key_out_ptr + first * STORED_DIM,
-            key_scale_ptr + head * blocks * CACHE_BLOCK,
+            key_scale_ptr + first,
             key_mean_ptr + head * HEAD_DIM,
             block,
             length,
@@ -271,7 +289,7 @@ def _quantise_cache(
             value_stride_s,
             value_stride_d,
             value_out_ptr + first * V_HEAD_DIM,
-            value_scale_ptr + head * blocks * CACHE_BLOCK,
+            value_scale_ptr + first,
             block,
             length,
             V_HEAD_DIM,
@@ -280,7 +298,12 @@ def _quantise_cache(
 
 
 def quantise_cache(
-    key: Tensor, value: Tensor, dtype: torch.dtype, *, lengths: Tensor | None = None
+    key: Tensor,
+    value: Tensor,
+    dtype: torch.dtype,
+    *,
+    lengths: Tensor | None = None,
+    block_table: Tensor | None = None,
 ) -> QuantisedCache:
     """Keys and values in `dtype` (int8 or float8_e4m3fn).
 
@@ -288,33 +311,39 @@ def quantise_cache(
         key: (B, Hkv, Sk, D), float16 or bfloat16, any strides, Sk at least 1; not changed.
         value: (B, Hkv, Sk, Dv), likewise.
         lengths: (B,) int32, how many tokens of each sequence count; the others are not read.
+        block_table: (B, ⌈Sk / `CACHE_BLOCK`⌉) int32, contiguous: the page of each block, every
+            number below their product once; None for a cache in one piece.
     """
     batch, kv_heads, kv_len, head_dim = key.shape
     v_dim, blocks = value.shape[3], triton.cdiv(kv_len, CACHE_BLOCK.value)
 
+    first, inner = (batch, blocks) if block_table is None else (batch * blocks, 1)
+
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty((batch, kv_heads, *shape), dtype=dtype, device=key.device)
+        return torch.empty(shape, dtype=dtype, device=key.device)
 
     cache = QuantisedCache(
-        empty(blocks * CACHE_BLOCK.value, _stored(head_dim), dtype=dtype),
-        empty(blocks * v_dim, CACHE_BLOCK.value, dtype=dtype),
-        empty(blocks * CACHE_BLOCK.value),
-        empty(head_dim),
-        empty(blocks * CACHE_BLOCK.value),
+        empty(first, kv_heads, inner * CACHE_BLOCK.value, _stored(head_dim), dtype=dtype),
+        empty(first, kv_heads, inner * v_dim, CACHE_BLOCK.value, dtype=dtype),
+        empty(first, kv_heads, inner * CACHE_BLOCK.value),
+        empty(batch, kv_heads, head_dim),
+        empty(first, kv_heads, inner * CACHE_BLOCK.value),
         kv_len,
         lengths,
+        block_table,
     )
     launch = _planned(
         (key.shape, value.shape),
         (key.stride(), value.stride()),
         (key.dtype, dtype),
-        lengths is not None,
+        (lengths is not None, block_table is not None),
         key.device,
     )
     launch(
         key,
         value,
         lengths,
+        block_table,
         cache.key,
         cache.key_scale,
         cache.key_mean,
@@ -338,10 +367,11 @@ def _planned(
     shapes: tuple[torch.Size, torch.Size],
     strides: tuple[tuple[int, ...], tuple[int, ...]],
     dtypes: tuple[torch.dtype, torch.dtype],
-    has_lengths: bool,
+    has: tuple[bool, bool],
     device: torch.device,
 ) -> Launch:
-    """The launch for keys and values of one shape; `dtypes` are theirs and the cache's."""
+    """The launch for keys and values of one shape; `dtypes` are theirs and the cache's, and `has`
+    says whether there are lengths and pages."""
     (batch, kv_heads, kv_len, head_dim), (*_, v_dim) = shapes
     return Launch(
         _quantise_cache,

@@ -138,9 +138,10 @@ def split_kv_kernel(
         query, row_scales, row_offsets = fit_query(query, key_mean_ptr, dims, has_dim)
         row_scales *= scale * LOG2_E
         row_offsets *= scale * LOG2_E
-        stored = tl.program_id(0).to(tl.int64) * tl.cdiv(kv_len, CACHE_BLOCK) * CACHE_BLOCK
-        key_scale_ptr += stored
-        value_scale_ptr += stored
+        if PAGE_SIZE == 0:
+            stored = tl.program_id(0).to(tl.int64) * tl.cdiv(kv_len, CACHE_BLOCK) * CACHE_BLOCK
+            key_scale_ptr += stored
+            value_scale_ptr += stored
     if not HAS_DESCRIPTORS:
         key_ptr += kv_head.to(tl.int64) * stride_key_head
         value_ptr += kv_head.to(tl.int64) * stride_value_head
@@ -170,6 +171,13 @@ def split_kv_kernel(
     begin = positions_begin + split * share
     end = tl.minimum(begin + share, positions_end)
 
+    place = batch
+    next_place = batch
+    if IS_8_BIT and PAGE_SIZE != 0:
+        # A block ahead: loads are not begun early whose place is loaded in the same turn.
+        table_ptr += batch.to(tl.int64) * stride_table
+        next_place = tl.load(table_ptr + begin // CACHE_BLOCK, mask=begin < end, other=0)
+
     maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     # Per key of a block, and summed at the end: a sum over warps would make them wait each time.
     totals = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -193,7 +201,20 @@ def split_kv_kernel(
             HAS_INDICES,
             PAGE_SIZE,
         )
-        if HAS_DESCRIPTORS:
+        if IS_8_BIT:
+            block = first // CACHE_BLOCK
+            inside = first - block * CACHE_BLOCK
+            if PAGE_SIZE == 0:
+                key_row, value_row, scale_places = first, block * v_dim, positions
+            else:
+                place = next_place
+                next_block = (first + BLOCK_N) // CACHE_BLOCK
+                next_place = tl.load(table_ptr + next_block, mask=first + BLOCK_N < end, other=0)
+                key_row, value_row = inside, 0
+                scale_places = (place.to(tl.int64) * kv_heads + kv_head) * CACHE_BLOCK
+                scale_places += inside + tl.arange(0, BLOCK_N)
+            key = key_ptr.load([place, kv_head, key_row, 0]).reshape(BLOCK_N, BLOCK_D)
+        elif HAS_DESCRIPTORS:
             key = key_ptr.load([batch, kv_head, first, 0]).reshape(BLOCK_N, BLOCK_D)
         else:
             key_rows = first_axis * stride_key_first + slots * stride_key_token
@@ -214,7 +235,7 @@ def split_kv_kernel(
             scores = matmul(query_tail, tl.trans(key_tail), scores)
         scores = matmul(query, tl.trans(key), scores)
         if IS_8_BIT:
-            key_scales = tl.load(key_scale_ptr + positions)
+            key_scales = tl.load(key_scale_ptr + scale_places)
             scores = scores * row_scales[:, None] * key_scales[None, :] + row_offsets[:, None]
         else:
             scores *= scale * LOG2_E
@@ -246,7 +267,7 @@ def split_kv_kernel(
             scores += tl.where(is_seen, 0.0, float("-inf"))
         scores = tl.where(is_valid[None, :], scores, float("-inf"))
         if IS_8_BIT:
-            value_scales = tl.load(value_scale_ptr + positions, mask=is_valid, other=1.0)
+            value_scales = tl.load(value_scale_ptr + scale_places, mask=is_valid, other=1.0)
             largest = tl.max(scores + exponent(value_scales)[None, :], axis=1)
         else:
             largest = tl.max(scores, axis=1)
@@ -254,9 +275,7 @@ def split_kv_kernel(
         totals = totals * rescale[:, None] + weights
 
         if IS_8_BIT:
-            block = first // CACHE_BLOCK
-            inside = first - block * CACHE_BLOCK
-            value = value_ptr.load([batch, kv_head, block * v_dim, inside])
+            value = value_ptr.load([place, kv_head, value_row, inside])
             value = to_float16(tl.trans(value.reshape(BLOCK_DV, BLOCK_N)))
             weights *= value_scales[None, :]
         elif HAS_DESCRIPTORS:

@@ -19,7 +19,7 @@ from replay.accuracy.reference import attention
 from replay.kernels.registry import find
 from replay.kernels.triton import split_kv
 from replay.kernels.triton.quantised_cache import CACHE_BLOCK, QuantisedCache, quantise_cache
-from replay.kernels.triton.quantised_decode import quantised_decode
+from replay.kernels.triton.quantised_decode import quantised_decode, random_pages
 from replay.kernels.triton.split_kv_plan import Tiling
 from replay.workloads.random_calls import Spec
 from tests import factories
@@ -195,6 +195,31 @@ def test_tiles_change_nothing_but_rounding(tiles: Tiling, dtype: torch.dtype) ->
     torch.testing.assert_close(
         split_kv.attend(call.query, cache, tiles=tiles), expected, rtol=0, atol=2e-3
     )
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    ("fields", "lengths"),
+    [
+        ({}, None),
+        ({"q_len": 5, "is_causal": True, "variant": Variant(True, (150, None))}, [300, 130]),
+        ({"head_dim": 40, "v_head_dim": 72, "dtype": torch.bfloat16}, [1, 257]),
+    ],
+    ids=["plain", "window", "odd"],
+)
+def test_pages_change_no_bit(
+    fields: dict[str, Any], lengths: list[int] | None, dtype: torch.dtype
+) -> None:
+    call = call_of(batch=2, **fields)
+    if lengths is not None:
+        call = replace(call, seqused_k=torch.tensor(lengths, dtype=torch.int32, device=DEVICE))
+    table = random_pages(call.key)
+    assert not torch.equal(table.flatten(), torch.arange(6, device=DEVICE).int())
+    expected = find(NAMES[dtype]).attention(**call.arguments())
+    paged = find(NAMES[dtype].replace("decode", "paged-decode"))
+    assert paged.prepare is not None
+    for output in (paged.attention(**call.arguments()), paged.prepare(call)()):
+        assert torch.equal(output, expected)
 
 
 @each_dtype
