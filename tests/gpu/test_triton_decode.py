@@ -27,6 +27,7 @@ Sizes = tuple[int, int, int, int, int, int, int]
 SMALL: Sizes = (8, 64, 16, 1, 1024, 64, 64)
 LONG: Sizes = (4, 32, 8, 1, 32000, 256, 256)
 IN_8_BITS = ("triton-decode-int8", "triton-decode-fp8")
+IN_PAGES = ("triton-paged-decode-int8", "triton-paged-decode-fp8")
 
 call_of = functools.partial(sized_call, dtype=torch.bfloat16, device="cuda")
 
@@ -126,7 +127,7 @@ def test_sparse(name: str) -> None:
     assert_kernel_right(f"{name}[keep=1]", short)
 
 
-@pytest.mark.parametrize("name", IN_8_BITS)
+@pytest.mark.parametrize("name", [*IN_8_BITS, *IN_PAGES])
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -141,7 +142,7 @@ def test_a_cache_in_8_bits(name: str, sizes: Sizes) -> None:
     assert_kernel_right(name, call_of(sizes))
 
 
-@pytest.mark.parametrize("name", IN_8_BITS)
+@pytest.mark.parametrize("name", [*IN_8_BITS, *IN_PAGES])
 def test_a_cache_in_8_bits_beyond_plain_attention(name: str) -> None:
     call = call_of((2, 8, 2, 5, 4250, 128, 128), is_causal=True)
     window = Variant(True, (1000, None), 20.0)
