@@ -64,6 +64,8 @@ class Stratum:
     calls: dict[int, Kept] = field(default_factory=dict)
     """The kept ones, by index."""
     worst: _Worst | None = None
+    worst_at: int = -1
+    """The sampler's `changes` when that was found."""
 
 
 @dataclass(eq=False, slots=True)
@@ -387,8 +389,9 @@ class SpreadSampler(_Limited):
         """Return the call to drop for a new one; None if that would be the new one itself."""
         stratum = place.stratum
         worst = stratum.worst
-        if worst is None:
+        if worst is None or stratum.worst_at != self.changes:
             worst = stratum.worst = self._worst(stratum)
+            stratum.worst_at = self.changes
         beside = self._modules.get(place.module, 0) + self._steps.get(step, 0)
         rank = worst.beside(place.module, step) if beside else worst.overall
         if not worst.or_new:
@@ -402,10 +405,11 @@ class SpreadSampler(_Limited):
     def _worst(self, stratum: Stratum) -> _Worst:
         """Return the highest ranks in the largest strata, were there one more call of `stratum`."""
         size = len(stratum.calls) + 1
-        largest = max(size, *(len(other.calls) for other in self.strata.values()))
+        kept = {call.place.stratum for call in self._calls.values()}  # there may be many more
+        largest = max([size, *(len(other.calls) for other in kept)])
         calls = [
             call
-            for other in self.strata.values()
+            for other in kept
             if len(other.calls) == largest or (other is stratum and size == largest)
             for call in other.calls.values()
         ]
@@ -437,8 +441,6 @@ class SpreadSampler(_Limited):
     def _changed(self) -> None:
         self.changes += 1
         self._grid = len(self._steps) / (self._last_step + 1)
-        for stratum in self.strata.values():
-            stratum.worst = None
 
 
 def _priority(place: Place, step: int) -> float:

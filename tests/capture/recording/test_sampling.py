@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from typing import NoReturn
 
 import pytest
 from hypothesis import example, given, settings
@@ -16,6 +17,7 @@ from capture.recording.sampling import (
     FirstSampler,
     Sampler,
     SpreadSampler,
+    Stratum,
     make_sampler,
 )
 
@@ -261,6 +263,22 @@ def test_many_shapes_are_spread_over_the_steps(steps: int, max_calls: int) -> No
     thirds = Counter(call.step * 3 // steps for call in kept)
     if steps >= max(max_calls, 8):
         assert min(thirds[third] for third in range(3)) >= max_calls // 3 - 1
+
+
+def test_shapes_without_kept_calls_cost_nothing() -> None:
+    """A run may meet thousands, of which `max` at most have kept calls."""
+    sampler = SpreadSampler(2)
+    for index in range(5):
+        offer(sampler, index, Offered(f"shape.{index}", "layer", index))
+    sampler.strata = Unvisited(sampler.strata)
+    for index in range(5, 20):
+        offer(sampler, index, Offered(f"shape.{index}", "layer", index))
+    assert sampler.kept == 2
+
+
+class Unvisited(dict[Hashable, Stratum]):
+    def values(self) -> NoReturn:
+        raise AssertionError("all were visited")
 
 
 @given(
