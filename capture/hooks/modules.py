@@ -138,6 +138,10 @@ class ModuleTracker:
         stack = self.running.stack
         return stack[-1][1] if stack else outside()
 
+    def forget(self) -> None:
+        """Let go of the modules, which nobody will ask for any more."""
+        self._watched, self._unhooked = {}, set()
+
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
         """Hook every module, and unhook on exit.

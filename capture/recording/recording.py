@@ -99,6 +99,8 @@ class Recording:
         self._writer: Writer | None = None
         self._copier = HostCopier()
         self._kept: dict[int, Count] = {}
+        self._gone_past: list[GonePast] | None = None
+        """None until the end: then nothing holds the model any more."""
         self.fused = FusedLayers(tracker)
         self.audit: Audit | None = None
         """What an audit counted; None without one."""
@@ -128,6 +130,8 @@ class Recording:
     @property
     def gone_past(self) -> list[GonePast]:
         """Attention that ran without a call being seen: the census lacks it."""
+        if self._gone_past is not None:
+            return self._gone_past
         return gone_past(self._tracker, self.fused, self.audit)
 
     @property
@@ -412,7 +416,9 @@ class Recording:
             self.capture.complete = complete and not self.lost
             self.capture.census = self.census.to_json()
             self.capture.calls_seen = self.census.calls
-            self.capture.gone_past = [each.to_json() for each in self.gone_past]
+            self._gone_past = self.gone_past
+            self._tracker.forget()
+            self.capture.gone_past = [each.to_json() for each in self._gone_past]
             for problem in self._target.end(self.capture):
                 self.tell(problem)
         except Exception as error:

@@ -64,13 +64,14 @@ class Writer:
         failed: Callable[[int, Exception], None],
     ) -> None:
         self.pool = BufferPool()
-        self.completed: set[int] = set()
-        """The calls whose files are complete."""
+        self.completed: dict[int, int] = {}
+        """The calls whose files are complete, and the sizes of these."""
         self.waited_seconds = 0.0
         """Time that the model waited for memory."""
         self.written_bytes = 0
         """Of all files, also of those that were dropped later."""
         self._journal = journal
+        self._directory = os.stat(journal.path.parent)
         self._buffer_bytes = buffer_bytes
         self._at_once = final or durable
         self._durable = durable
@@ -162,17 +163,22 @@ class Writer:
                 self._closing = self._dropped = True
                 self._changed.notify_all()
             raise
-        for index in sorted(self.completed):
-            if not self.path(index).is_file():
-                self.completed.remove(index)
+        for index, nbytes in sorted(self.completed.items()):
+            if fault := _fault(self.path(index), nbytes):
+                del self.completed[index]
                 self._journal.append(dropped=[index])
-                self._failed(index, FileNotFoundError(errno.ENOENT, "its file is gone"))
+                self._failed(index, OSError(errno.EIO, fault))
         if self.completed:
             _sync_file_system(self._journal.path.parent)
 
     def path(self, index: int) -> Path:
         """Where a call's file is, if it is complete."""
         return self._journal.path.with_name(f"{self._journal.stem}-{index:06d}.safetensors")
+
+    def _require_directory(self) -> None:
+        """Raise OSError if the directory is gone, or another is in its place."""
+        if not os.path.samestat(os.stat(self._journal.path.parent), self._directory):
+            raise OSError(errno.ENOENT, "the directory was replaced meanwhile")
 
     @property
     def _is_busy(self) -> bool:
@@ -188,8 +194,9 @@ class Writer:
             self.release(held.copy.buffer)
         self._dropped = self._dropped or self._writing == index
         if index in self.completed:
-            self.completed.remove(index)
+            del self.completed[index]
             with contextlib.suppress(OSError):  # it is not listed, and goes when the capture ends
+                self._require_directory()
                 self.path(index).unlink()
 
     def _next(self) -> Waiting | None:
@@ -224,6 +231,7 @@ class Writer:
     def _write(self, call: Waiting) -> None:
         call.copy.wait()
         path = self.path(call.index)
+        self._require_directory()
         entry = PackedCall.with_values(call.header, call.copy.values).write(path)
         self.written_bytes += entry.nbytes
         try:
@@ -236,13 +244,22 @@ class Writer:
                         path.unlink()
                     return
                 self._journal.append(**entry.to_json())
-                self.completed.add(call.index)
+                self.completed[call.index] = entry.nbytes
         except BaseException:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
             raise
         if self._durable:
             self._journal.sync()
+
+
+def _fault(path: Path, nbytes: int) -> str:
+    """Say what happened to a file that was complete; empty if nothing did."""
+    try:
+        found = path.lstat().st_size
+    except OSError:
+        return "its file is gone"
+    return "" if found == nbytes else f"its file has {found} bytes, not {nbytes}"
 
 
 def _sync_file_system(directory: Path) -> None:

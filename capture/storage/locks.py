@@ -15,6 +15,8 @@ except ImportError:  # not a Unix
     fcntl = None  # type: ignore[assignment]
 
 PATIENCE_SECONDS = 30.0
+PATIENCE_AT_THE_END_SECONDS = 5.0
+"""Where a model waits, and what is not done now, whoever holds the lock or comes later does."""
 _UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 
@@ -41,14 +43,17 @@ def try_lock(descriptor: int) -> bool:
     return True
 
 
-def wait_for_lock(descriptor: int, path: Path) -> None:
+def wait_for_lock(descriptor: int, path: Path, seconds: float | None = None) -> None:
     """Lock an open file that nobody locks for long.
+
+    Args:
+        seconds: how long to wait; by default half a minute.
 
     Raises:
         LocksUnsupported: nothing can be locked here.
-        TimeoutError: another process has held the lock for half a minute.
+        TimeoutError: another process has held the lock all the while.
     """
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + (PATIENCE_SECONDS if seconds is None else seconds)
     while not try_lock(descriptor):
         if time.monotonic() > deadline:
             raise TimeoutError(errno.ETIMEDOUT, "another process keeps it locked", str(path))
@@ -78,18 +83,21 @@ def is_locked(path: Path) -> bool | None:
 
 
 @contextlib.contextmanager
-def locked(directory: Path) -> Iterator[None]:
+def locked(directory: Path, seconds: float | None = None) -> Iterator[None]:
     """Hold a directory's lock, which nobody holds for longer than writing a manifest takes.
 
     Does nothing where there are no locks.
 
+    Args:
+        seconds: how long to wait; by default half a minute.
+
     Raises:
-        TimeoutError: another process has held it for half a minute.
+        TimeoutError: another process has held it all the while.
     """
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         with contextlib.suppress(LocksUnsupported):
-            wait_for_lock(descriptor, directory)
+            wait_for_lock(descriptor, directory, seconds)
         try:
             yield
         finally:

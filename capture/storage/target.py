@@ -8,12 +8,13 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from capture.errors import CaptureError, DatasetError
+from capture.storage import locks
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
 from capture.storage.journal import Journal, journals, stems
@@ -36,6 +37,8 @@ class Target:
     overwrite: bool
     _journal: Journal | None = None
     _replaced: bool = False
+    _begun: dict[Path, os.stat_result] = field(default_factory=dict)
+    """The directory and the journal, which the model may replace with others."""
 
     @classmethod
     def check(cls, out: str | Path, model: str, *, overwrite: bool) -> Target:
@@ -86,6 +89,7 @@ class Target:
                 path = self.directory / f"{stem}{JOURNAL}"
                 self._replaced = self._replaces(dataset)
                 self._journal = Journal.begin(path, capture.to_json(), replaces=self._replaced)
+                self._begun = {each: os.stat(each) for each in (self.directory, path)}
         except OSError as error:
             raise CaptureError(_cannot_write(self.directory, error)) from error
         return self._journal
@@ -116,8 +120,16 @@ class Target:
             problems.append(f"the manifest will lack the census: {error.strerror}")
         self._journal.close()
         try:
-            with locked(self.directory):
+            for path, begun in self._begun.items():
+                if not os.path.samestat(os.stat(path), begun):
+                    return [*problems, f"{path} was replaced meanwhile: the calls are not listed"]
+            with locked(self.directory, locks.PATIENCE_AT_THE_END_SECONDS):
                 told = finish(self.directory, ended=self._journal.stem)
+                if self._journal.path.exists():
+                    problems.append(
+                        f"{self._journal.path} was damaged meanwhile: list its calls with "
+                        f"`capture --repair {self.directory}`"
+                    )
         except (OSError, DatasetError) as error:
             reason = (error.strerror if isinstance(error, OSError) else None) or error
             problems.append(

@@ -457,7 +457,7 @@ def test_without_locks_nobody_touches_another_s_capture(
 def test_a_process_that_keeps_the_directory_locked_costs_the_manifest_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(locks, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(locks, "PATIENCE_AT_THE_END_SECONDS", 0.05)
     descriptor = os.open(tmp_path, os.O_RDONLY)
 
     with pytest.warns(RecordingWarning, match="another process keeps it locked"):
@@ -466,6 +466,30 @@ def test_a_process_that_keeps_the_directory_locked_costs_the_manifest_only(
     os.close(descriptor)
     repair(tmp_path)
     assert load(tmp_path).note == ""
+
+
+def test_a_file_that_is_cut_in_mid_run_is_told(tmp_path: Path) -> None:
+    def cut() -> None:
+        os.truncate(tmp_path / "model-000000.safetensors", 100)
+
+    with pytest.warns(RecordingWarning, match="its file has 100 bytes, not "):
+        recording = recorded(tmp_path, int, cut, durable=True)
+    assert (recording.kept, recording.lost) == (kept_in(tmp_path), 1) == (1, 1)
+
+
+def test_a_link_in_place_of_the_directory_is_not_followed(tmp_path: Path) -> None:
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+
+    def replace() -> None:
+        out.rename(tmp_path / "before")
+        out.symlink_to(elsewhere)
+
+    with pytest.warns(RecordingWarning, match="the directory was replaced meanwhile"):
+        recording = recorded(out, int, replace, int)
+    assert (recording.kept, recording.lost) == (0, 3)
+    assert recording.problems[1] == f"{out} was replaced meanwhile: the calls are not listed"
+    assert not any(elsewhere.iterdir())
 
 
 def test_ranks_share_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

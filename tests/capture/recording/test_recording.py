@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import signal
 import threading
 import time
+import weakref
 from collections import Counter
 from pathlib import Path
 from types import FrameType, FunctionType
@@ -266,3 +268,16 @@ def test_an_error_without_a_text_stays_out_of_the_model(tmp_path: Path) -> None:
     with pytest.warns(RecordingWarning, match="Rude$"), record(model, tmp_path) as recording:
         model(attend(tensor, tensor, tensor))
     assert recording.problems == ["an attention call could not be recorded: Rude"]
+
+
+def test_a_recording_that_is_over_does_not_hold_the_model(
+    make_layers: MakeLayers, states: Tensor, tmp_path: Path
+) -> None:
+    model = make_layers()
+    held = weakref.ref(model)
+    with record(model, tmp_path) as recording:
+        model(states)
+    del model
+    gc.collect()
+    assert held() is None
+    assert (recording.kept, recording.summary, recording.gone_past) == (2, "", [])

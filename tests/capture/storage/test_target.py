@@ -255,6 +255,19 @@ def test_a_manifest_that_cannot_be_written_is_told_and_the_calls_stay(
     assert load(tmp_path).captures[0].complete
 
 
+def test_a_journal_that_was_damaged_or_is_gone_is_told(tmp_path: Path, started: Started) -> None:
+    target, journal = started(tmp_path, "gone", range(2))
+    journal.path.unlink()
+    [told] = target.end(ended("gone"))
+    assert re.search(r"could not write the manifest \(No such file.*capture --repair", told)
+    target, journal = started(tmp_path, "damaged", range(2))
+    os.truncate(journal.path, 0)
+    [told] = target.end(ended("damaged"))
+    assert re.search(r"damaged.journal was damaged .*capture --repair", told)
+    repair(tmp_path)
+    assert calls(tmp_path) == {"damaged": [0, 1], "gone": [0, 1]}
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
