@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from replay.kernels.registry import Kernel, find
 from replay.kernels.triton import quantised_prefill as quantised_prefill_module
 from replay.kernels.triton.quantise import quantise_key_value
 from replay.kernels.triton.quantised_prefill import attend, describable, quantised_prefill
+from tests.replay.kernels.pairwise import pairwise
 from tests.replay.kernels.triton import eager
 from tests.replay.kernels.triton.test_quantise import dequantised_key, dequantised_value
 
@@ -145,11 +147,12 @@ def test_its_operands_say(
     check(random_call(*shape, device=device, is_causal=is_causal), kind)
 
 
-@each_kind
-@pytest.mark.parametrize("smooth_k", [True, False])
-@pytest.mark.parametrize("name", BEYOND)
+@pytest.mark.parametrize(
+    ("name", "kind", "smooth_k"),
+    pairwise(product(BEYOND, ["sage", "fp8", "sage-fp8"], [True, False])),
+)
 def test_its_operands_say_beyond_sdpa(
-    device: torch.device, kind: str, name: str, smooth_k: bool
+    device: torch.device, name: str, kind: str, smooth_k: bool
 ) -> None:
     """The keys share an offset, so that the mean that was subtracted changes caps and sinks."""
     shape, is_causal, variant, has_sinks = BEYOND[name]
