@@ -6,9 +6,11 @@ import argparse
 import importlib.metadata
 import math
 import platform
+import sys
 from typing import Any, NoReturn
 
 from attention_replay import __version__
+from capture.cli.standard_streams import give_up_stdout
 from capture.printable import printable
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -53,7 +55,10 @@ class _Version(argparse.Action):
         # Read from package metadata: importing torch takes seconds.
         others = " · ".join(f"{package} {_version(package)}" for package in ("torch", "triton"))
         python = platform.python_version()
-        print(f"attention-replay {__version__} · {others} · Python {python}")
+        try:
+            print(f"attention-replay {__version__} · {others} · Python {python}", flush=True)
+        except OSError as error:
+            sys.exit(give_up_stdout(parser.prog, error))
         parser.exit()
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from attention_replay import Error
 from capture.cli.arguments import OneSentenceParser, natural, positive
 from capture.cli.models_package import import_models
-from capture.cli.standard_streams import make_usable
+from capture.cli.standard_streams import exit_with, give_up_stdout, is_of_stdout, make_usable
 from capture.cli.verbosity import add_verbosity, narrated
 from capture.counted import counted
 from capture.large_imports import import_for_good
@@ -49,7 +49,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Entry point; exits 0 on success, 1 if a check failed, 2 on invalid usage."""
     make_usable()
     parser = _parser()
-    arguments = parser.parse_args(argv)
+    try:
+        arguments = parser.parse_args(argv)
+    except SystemExit as stopped:
+        exit_with("capture", stopped.code)
     try:
         with narrated(arguments.verbose):
             code = _dispatch(arguments, parser)
@@ -62,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if arguments.debug:
             raise
         code = _explain(error)
-    sys.exit(code)
+    exit_with("capture", code)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -372,6 +375,8 @@ def _explain(error: Exception) -> int:
     if isinstance(error, Error):
         print(f"capture: {printable(_with_flags(str(error)))}", file=sys.stderr)
         return 2
+    if isinstance(error, OSError) and is_of_stdout(error):
+        return give_up_stdout("capture", error)
     text = printable(str(error))
     print(
         f"capture: failed with {type(error).__name__}: {text} (traceback with --debug)",

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import codecs
+import errno
 import io
 import os
+import select
 import sys
+from typing import Any, NoReturn
 
 PLAIN = str.maketrans("×·µ…–−²√→", "x-u.--2v>")
 """What is printed for a character that the encoding lacks: as wide, so that tables stay aligned."""
 
+_STDOUT = 1
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
 
 def make_usable() -> None:
     """Open streams that are closed, and let none fail at a character that its encoding lacks.
+
+    No terminal is 0 columns wide, as `COLUMNS` may say.
 
     Where a stream is closed, as a service's may be, the next file or pipe takes its number, and
     what is printed ends up there. A terminal or a variable (`PYTHONIOENCODING`) may want ASCII.
@@ -27,10 +35,42 @@ def make_usable() -> None:
             mode = "w" if descriptor else "r"
             opened = open(descriptor, mode, encoding="utf-8", closefd=False)  # noqa: SIM115
             setattr(sys, name, opened)
+    if not os.environ.get("COLUMNS", "").strip("0"):
+        os.environ.pop("COLUMNS", None)
     codecs.register_error("attention-replay", _plain)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="attention-replay")
+
+
+def is_of_stdout(error: Exception) -> bool:
+    """Whether an exception says that stdout cannot be written."""
+    if not isinstance(error, OSError) or error.filename is not None:
+        return False
+    if not isinstance(error, BrokenPipeError):
+        return error.errno in _FULL
+    poll = select.poll()  # the pipe of another process may be the broken one
+    poll.register(_STDOUT, 0)
+    return bool(poll.poll(0))
+
+
+def give_up_stdout(command: str, error: OSError) -> int:
+    """Say that stdout cannot be written, unless its reader has gone, and return the exit code."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, _STDOUT)  # where what is still in the buffer goes
+    os.close(nowhere)
+    if not isinstance(error, BrokenPipeError):
+        print(f"{command}: cannot write to stdout: {error.strerror}", file=sys.stderr)
+    return 1
+
+
+def exit_with(command: str, code: Any) -> NoReturn:
+    """Exit, once stdout is written."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        code = give_up_stdout(command, error)
+    sys.exit(code)
 
 
 def _plain(error: UnicodeError) -> tuple[str, int]:

@@ -16,6 +16,11 @@ _CAREFULLY = (
     getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 )
 
+_OF_THE_SHELL = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
+"""Where `<(command)` and `command |` are."""
+LONGEST_GIVEN = 4 << 30
+"""Bytes. Rows of a million calls have fewer."""
+
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[int]:
@@ -50,6 +55,33 @@ def read(path: Path, limit: int) -> bytes:
             raise DatasetError(f"{nbytes} bytes long, and at most {limit} are read", path)
         with os.fdopen(os.dup(descriptor), "rb") as file:
             return file.read(limit)
+
+
+def given_text(path: str | os.PathLike[str]) -> str:
+    """Read a file that a user named, as UTF-8: also a link to one, or a pipe that the shell made.
+
+    Raises:
+        OSError: it cannot be read, is something else, or is longer than any of ours.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    # Asked first as well, because opening a device can do something.
+    _require_given(path, os.stat(path))
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    with open(descriptor, encoding="utf-8") as file:
+        _require_given(path, os.fstat(descriptor))
+        os.set_blocking(descriptor, True)
+        return file.read()
+
+
+def _require_given(path: str | os.PathLike[str], found: os.stat_result) -> None:
+    name = os.fspath(path)
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
+    is_shell_s = stat.S_ISFIFO(found.st_mode) and name.startswith(_OF_THE_SHELL)
+    if not (stat.S_ISREG(found.st_mode) or is_shell_s):
+        raise OSError(errno.EINVAL, "not a regular file", name)
+    if found.st_size > LONGEST_GIVEN:
+        raise OSError(errno.EFBIG, f"longer than {LONGEST_GIVEN} bytes", name)
 
 
 def create(path: Path) -> int:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from attention_replay import Error
+from capture.storage.plain_files import given_text
 from replay.rows.accuracy import AccuracyClass
 
 
@@ -115,7 +116,7 @@ class Thresholds:
         else:
             import tomli as tomllib
         try:
-            tables = tomllib.loads(path.read_text("utf-8"))
+            tables = tomllib.loads(given_text(path))
         except OSError as error:
             raise ThresholdsError(f"cannot read {path}: {error.strerror}") from error
         except ValueError as error:

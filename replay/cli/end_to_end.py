@@ -18,6 +18,7 @@ from capture.printable import printable
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
 from capture.storage.joined_calls import is_part, model_of
+from capture.storage.plain_files import given_text
 from replay.bench.settings import Settings
 from replay.end_to_end.check import Checked, check
 from replay.end_to_end.model_process import OWN, ModelProcess, ModelRefused, Variant, import_path
@@ -133,7 +134,7 @@ def _text(path: str | None, captures: Sequence[CaptureRecord]) -> str | None:
             "leave it out, or capture the model by directory or name"
         )
     try:
-        text = Path(path).read_text("utf-8")
+        text = given_text(path)
     except OSError as error:
         raise CheckError(f"cannot read --text {path}: {error.strerror}") from error
     except ValueError as error:

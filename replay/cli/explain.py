@@ -16,6 +16,7 @@ from rich.text import Text
 from capture.cli.arguments import OneSentenceParser
 from capture.printable import printable
 from capture.storage.json_data import parsed
+from capture.storage.plain_files import given_text
 from replay.cli.files import UsageError
 from replay.report.explanation import PHASES, explanation
 from replay.rows.files import RowsError, rebuilt
@@ -82,7 +83,7 @@ def read_checks(path: Path) -> list[Checked]:
         RowsError: it cannot be read, or something else wrote it.
     """
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = given_text(path).splitlines()
     except OSError as error:
         raise RowsError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

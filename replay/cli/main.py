@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from attention_replay import Error
-from capture.cli.standard_streams import make_usable
+from capture.cli.standard_streams import exit_with, give_up_stdout, is_of_stdout, make_usable
 from capture.cli.verbosity import narrated
 from capture.printable import printable
 from replay.cli import profiling, watch
@@ -71,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _subcommand(given)()
+    except SystemExit as stopped:
+        exit_with("replay", stopped.code)
     except KeyboardInterrupt:
         print("replay: interrupted", file=sys.stderr)
         code = 130
@@ -78,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if "--debug" in given:
             raise
         code = _explain(error)
-    sys.exit(code)
+    exit_with("replay", code)
 
 
 def _subcommand(given: list[str]) -> Callable[[], int]:
@@ -440,6 +442,8 @@ def _explain(error: Exception) -> int:
             file=sys.stderr,
         )
         return 2
+    if isinstance(error, BrokenPipeError) and is_of_stdout(error):
+        return give_up_stdout("replay", error)
     print(
         f"replay: unexpected {type(error).__name__}: {text} (traceback with --debug)",
         file=sys.stderr,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from capture.cli.arguments import OneSentenceParser
 from capture.printable import printable
 from capture.storage.json_data import parsed
+from capture.storage.plain_files import given_text
 from replay.cli.files import UsageError, check_place, shared_file
 from replay.rows.files import RowsError, read_jsonl
 
@@ -149,7 +150,7 @@ def draw(rows: Sequence[Row], directory: Path) -> None:
 
 def _read_checks(path: Path) -> list[dict[str, Any]]:
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = given_text(path).splitlines()
         checks = [parsed(line) for line in lines]
     except OSError as error:
         raise RowsError(f"cannot read {path}: {error.strerror}") from error

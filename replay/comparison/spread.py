@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from capture.storage.json_data import parsed
+from capture.storage.plain_files import given_text
 from replay.comparison.baselines import as_run
 from replay.comparison.comparison import measured_spread
 from replay.comparison.conditions import read_share
@@ -41,15 +42,16 @@ def read_spread(given: str | None, before: Run, basis: Basis | None = None) -> S
 
 def _begins_like_rows(path: Path) -> bool:
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            return file.read(len(BEGINNING)) == BEGINNING
+        return given_text(path).startswith(BEGINNING)
+    except UnicodeDecodeError:
+        return False
     except OSError as error:
         raise ComparisonError(f"cannot read {path}: {error.strerror}") from error
 
 
 def _of_selftest(given: str, path: Path, before: Run) -> Spread:
     try:
-        found = parsed(path.read_text("utf-8"))
+        found = parsed(given_text(path))
         checks = {check["name"]: check for check in found["checks"]}
         device = str(found["machine"]["device"])
         share = float(checks[CHECK]["figures"]["spread"]) if CHECK in checks else None

@@ -14,6 +14,7 @@ from typing import Any
 
 from attention_replay import Error
 from capture.storage.json_data import parsed, shown
+from capture.storage.plain_files import given_text
 from replay.rows.files import rebuilt
 from replay.rows.meaning import COSINE_NOISE
 
@@ -186,7 +187,7 @@ class Plan:
             PlanError: the file does not exist, or is not a plan that this version reads.
         """
         try:
-            data = parsed(Path(path).read_bytes())
+            data = parsed(given_text(path))
         except OSError as error:
             raise PlanError(f"cannot read the plan {path} ({error.strerror}): {HOW}") from error
         except ValueError as error:

@@ -19,6 +19,7 @@ from typing import (
     TextIO,
     TypeVar,
     Union,
+    cast,
     get_args,
     get_origin,
     get_type_hints,
@@ -27,6 +28,7 @@ from typing import (
 from attention_replay import Error
 from capture.printable import printable
 from capture.storage.json_data import parsed, shown, typed
+from capture.storage.plain_files import given_text
 from replay.rows.fields import FIELDS, SCHEMA, leaf
 from replay.rows.formulas import no_formula
 from replay.rows.row import Row
@@ -83,12 +85,12 @@ def rebuilt(kind: type[T], data: dict[str, Any]) -> T:
         KeyError: a field that it does not have.
         ValueError, TypeError, AttributeError: a value is not of its field's type.
     """
-    hints = _hints(kind)
+    hints = _hints(cast("type", kind))
     return kind(**{name: _value(hints[name], value, name) for name, value in data.items()})
 
 
 @functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
+def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
@@ -164,7 +166,7 @@ def read_jsonl(path: Path) -> StoredRows:
     """
     try:
         # Not `splitlines`, which also splits at characters that JSON may contain.
-        *lines, last = path.read_text("utf-8").split("\n")
+        *lines, last = given_text(path).split("\n")
     except FileNotFoundError:
         raise
     except OSError as error:

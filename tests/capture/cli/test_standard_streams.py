@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 import capture
+from capture import load
+from capture.cli.standard_streams import make_usable
 from replay.cli.main import main
 
 REPOSITORY = Path(capture.__file__).resolve().parents[1]
@@ -21,7 +23,9 @@ REPLAY = "replay --random -hq 1 -sq 8 -d 8 --kernels torch-math --rounds 3 --dev
 def run(command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[bytes]:
     """Run a line of shell, with our packages."""
     variables = {**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "200", **environment}
-    return subprocess.run(command, shell=True, cwd=cwd, env=variables, capture_output=True)
+    return subprocess.run(
+        command, shell=True, executable="bash", cwd=cwd, env=variables, capture_output=True
+    )
 
 
 # One after another the closed ones' numbers go to pipes of the worker and the judge.
@@ -55,6 +59,40 @@ def test_reports_in_ascii(monkeypatch: pytest.MonkeyPatch, options: str) -> None
         assert len(list(map(json.loads, written.getvalue().splitlines()))) == 2
     else:
         assert b"random - synthetic - 1x1x8x8 - bfloat16" in written.getvalue()
+
+
+@pytest.mark.parametrize("given", ["capture --version", "replay --version"])
+def test_a_stdout_that_is_full(tmp_path: Path, given: str) -> None:
+    done = run(f"exec {sys.executable} -m {given} >/dev/full", tmp_path, PYTHONUNBUFFERED="1")
+    told = f"{given.split()[0]}: cannot write to stdout: No space left on device\n"
+    assert (done.returncode, done.stderr.decode()) == (1, told)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("capture --model llama >/dev/full", "cannot write to stdout: No space left on device"),
+        ("capture --show captured_inputs >/dev/full", "cannot write to stdout: No space left"),
+        (f"{REPLAY} --json - | true", ""),
+    ],
+)
+def test_what_cannot_be_printed_is_a_sentence(tmp_path: Path, command: str, told: str) -> None:
+    if "--show" in command:
+        run(f"{sys.executable} -m capture --model llama", tmp_path)
+    done = run(f"set -o pipefail; {sys.executable} -m {command}", tmp_path)
+    assert told in done.stderr.decode()
+    assert b"OSError" not in done.stderr
+    assert b"BrokenPipeError" not in done.stderr
+    if "capture" in command:
+        assert done.returncode == 1
+        assert len(load(tmp_path / "captured_inputs")) == 10
+
+
+def test_no_terminal_is_0_columns_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    make_usable()
+    assert "COLUMNS" not in os.environ
 
 
 @pytest.mark.parametrize("given", ["--help", "--show …"])

@@ -6,7 +6,7 @@ import copy
 import functools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import getitem
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from replay.rows.files import (
     save_jsonl,
 )
 from tests.factories import full_row, row
+
+RunCli = Callable[..., tuple[int, str, str]]
 
 
 def test_saving_follows_links_and_leaves_nothing_else(tmp_path: Path) -> None:
@@ -82,6 +84,48 @@ def test_a_time_has_samples(tmp_path: Path, samples: list[float]) -> None:
     path.write_text(json.dumps(data) + "\n")
     with pytest.raises(RowsError, match="line 1: not a row of `replay --json`"):
         read_jsonl(path)
+
+
+@pytest.mark.timeout(20)
+def test_only_files_and_pipes_of_the_shell_are_read(tmp_path: Path) -> None:
+    path, fifo = tmp_path / "rows.jsonl", tmp_path / "fifo"
+    save_jsonl([row("a")], path)
+    os.mkfifo(fifo)
+    (tmp_path / "link").symlink_to(path)
+    assert read_jsonl(tmp_path / "link").rows == [row("a")]
+    reading, writing = os.pipe()
+    os.write(writing, path.read_bytes())
+    os.close(writing)
+    assert read_jsonl(Path(f"/dev/fd/{reading}")).rows == [row("a")]
+    os.close(reading)
+    for refused in (fifo, Path("/dev/zero")):
+        with pytest.raises(RowsError, match=f"cannot read {refused}: not a regular file"):
+            read_jsonl(refused)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "given",
+    [
+        "report fifo -o x.html",
+        "report rows.jsonl -o x.html --e2e-json fifo",
+        "explain fifo",
+        "devices fifo",
+        "compare rows.jsonl fifo",
+        "compare rows.jsonl other.jsonl --spread fifo",
+        "--random --tolerances fifo",
+    ],
+)
+def test_no_command_waits_for_a_fifo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli: RunCli, given: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("fifo")
+    for name in ("rows.jsonl", "other.jsonl"):
+        save_jsonl([row("a")], Path(name))
+    code, _, err = run_cli(*given.split())
+    assert code == 2
+    assert "cannot read fifo: not a regular file" in err
 
 
 def test_a_pipe_is_written_to_not_replaced(tmp_path: Path) -> None:
