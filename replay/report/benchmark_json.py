@@ -12,7 +12,8 @@ from typing import TypedDict
 from capture.counted import counted
 from capture.printable import printable
 from replay.report.cells import speedup_text
-from replay.report.groups import group_rows, pooled_speedup, told_apart, typical_time
+from replay.report.groups import group_rows, told_apart
+from replay.report.pooled import pooled_speedup, typical_time
 from replay.rows.row import Row
 
 

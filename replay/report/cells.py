@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from replay.report.groups import Group, pooled_speedup, statuses, typical_time, worst
+from replay.report.groups import Group
+from replay.report.pooled import pooled_speedup, statuses, typical_time, worst
 from replay.rows.fields import COLUMNS
 from replay.rows.row import KernelId, Row, Speedup
 from replay.timing.statistics import percentile

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from replay.report.groups import Group, pooled_speedup, typical_time
+from replay.report.groups import Group
+from replay.report.pooled import pooled_speedup, typical_time
 from replay.rows.accuracy import AccuracyClass
 from replay.rows.row import KernelId, Speedup
 

@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from replay.report.cells import cell, speedup_text
-from replay.report.groups import Group, group_rows, joined, place, told_apart, worst
+from replay.report.groups import Group, group_rows, joined, place, told_apart
+from replay.report.pooled import worst
 from replay.report.ranking import Fastest, fastest, is_correct, rank
 from replay.rows.accuracy import Errors
 from replay.rows.fields import COLUMNS

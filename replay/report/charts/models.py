@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from capture.printable import printable
 from replay.report.charts.chart import CLASS_COLOURS, Chart, Spec, chart
-from replay.report.groups import Group, group_rows, joined, pooled_speedup
+from replay.report.groups import Group, group_rows, joined
+from replay.report.pooled import pooled_speedup
 from replay.rows.accuracy import AccuracyClass
 from replay.rows.row import Row
 

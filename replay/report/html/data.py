@@ -14,15 +14,8 @@ import torch
 from torch.nn.functional import adaptive_max_pool2d
 
 from replay.plan.plan import Budget
-from replay.report.groups import (
-    Group,
-    joined,
-    place,
-    pooled_speedup,
-    told_apart,
-    typical_time,
-    worst,
-)
+from replay.report.groups import Group, joined, place, told_apart
+from replay.report.pooled import pooled_speedup, typical_time, worst
 from replay.report.ranking import is_correct
 from replay.rows.fields import COLUMNS, FIELDS, leaf
 from replay.rows.files import row_to_json

@@ -14,7 +14,8 @@ from rich.console import Console
 
 from replay.accuracy.errors import compare
 from replay.report.cells import cell, speedup_text
-from replay.report.groups import group_rows, pooled_speedup
+from replay.report.groups import group_rows
+from replay.report.pooled import pooled_speedup
 from replay.report.table import print_report
 from replay.rows.accuracy import Errors, Where
 from replay.rows.row import CallFacts, Energy, GpuState, KernelId, Mask, Row, Status

@@ -17,7 +17,8 @@ from replay.report.charts.layers import layer_charts, layer_labels
 from replay.report.charts.models import model_charts
 from replay.report.charts.sweeps import sweep_charts
 from replay.report.charts.write import PlotError, charts, write_plots
-from replay.report.groups import group_rows, pooled_speedup
+from replay.report.groups import group_rows
+from replay.report.pooled import pooled_speedup
 from replay.rows.row import CallFacts, KernelId, Machine, Row
 from replay.timing.statistics import summarize
 from tests.factories import accuracy, call_facts, errors, row, speedup, speedup_over
