@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -69,4 +70,10 @@ def blocks(
         seen = key.shape[2] if left is None else left + (right or 0)
         is_short = seen < 8192
         return Blocks(64, 64, 4, 3) if is_short else Blocks(128, 64, 8, 2, 128)
-    return Blocks(128, 64, 8, 2)
+    return Blocks(64, 32, 4, 2) if _has_little_memory(query.device) else Blocks(128, 64, 8, 2)
+
+
+@functools.cache
+def _has_little_memory(device: torch.device) -> bool:
+    """Whether a program can have 99 KiB of shared memory, and not 227, of GPUs that have TMA."""
+    return device.type != "cpu" and torch.cuda.get_device_capability(device) >= (12, 0)
