@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 from torch.jit._trace import TopLevelTracedModule
 
 from capture.hooks.attention_modules import is_attention
@@ -63,18 +64,60 @@ class Running(threading.local):
 class _Hook:
     """A forward hook, which is no part of a model that is copied, pickled or exported."""
 
-    __slots__ = ("_method", "_watched")
+    __slots__ = ("_running", "_watched")
 
-    def __init__(self, method: Callable[..., None], watched: Watched) -> None:
-        self._method, self._watched = method, watched
-
-    def __call__(self, module: nn.Module, args: Any, kwargs_or_output: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._method(self._watched, module, args, kwargs_or_output)
+    def __init__(self, running: Running, watched: Watched) -> None:
+        self._running, self._watched = running, watched
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Does nothing with any arguments, and is there where this package is not.
         return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+class _Enter(_Hook):
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if is_compiling():
+            return
+        watched, stack = self._watched, self._running.stack
+        outer = stack[-1][1] if stack else None
+        if in_backward():
+            site = Site(watched.path, watched.step, RECOMPUTE)
+        else:
+            forwards = watched.forwards
+            watched.forwards = forwards + 1
+            phase = None if outer else "encode"
+            if watched.role is not None:
+                try:
+                    phase = watched.role.phase(outer and outer.phase, args, kwargs, forwards)
+                except Exception as error:  # a model's own classes answer, and may not
+                    if is_meant_for_program(error):
+                        raise
+            if phase is None and outer is not None:
+                site = Site(watched.path, outer.step, outer.phase)
+            else:
+                site = Site(watched.path, forwards, phase or "encode")
+            watched.step = site.step
+        stack.append((module, site, calls_handled() if watched.is_attention else 0))
+
+
+class _Leave(_Hook):
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if is_compiling():
+            return
+        watched, stack = self._watched, self._running.stack
+        if not stack or stack[-1][0] is not module:
+            if not any(entered is module for entered, _, _ in stack):
+                return  # entered before it was hooked
+            while stack[-1][0] is not module:
+                stack.pop()
+        before = stack.pop()[2]
+        # One that raised has no output; a repetition ends as soon as it has what it needs.
+        if watched.is_attention and output is not None and not in_backward():
+            watched.unseen += calls_handled() == before
 
 
 class ModuleTracker:
@@ -155,7 +198,7 @@ class ModuleTracker:
                 if watched.is_script or module in self._unhooked:
                     continue
                 # The hook carries what is known of the module: DataParallel runs replicas.
-                enter, leave = _Hook(self._enter, watched), _Hook(self._leave, watched)
+                enter, leave = _Enter(self.running, watched), _Leave(self.running, watched)
                 handles.append(
                     module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
                 )
@@ -165,43 +208,6 @@ class ModuleTracker:
         finally:
             for handle in handles:
                 handle.remove()
-
-    def _enter(
-        self, watched: Watched, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        stack = self.running.stack
-        outer = stack[-1][1] if stack else None
-        if in_backward():
-            site = Site(watched.path, watched.step, RECOMPUTE)
-        else:
-            forwards = watched.forwards
-            watched.forwards = forwards + 1
-            phase = None if outer else "encode"
-            if watched.role is not None:
-                try:
-                    phase = watched.role.phase(outer and outer.phase, args, kwargs, forwards)
-                except Exception as error:  # a model's own classes answer, and may not
-                    if is_meant_for_program(error):
-                        raise
-            if phase is None and outer is not None:
-                site = Site(watched.path, outer.step, outer.phase)
-            else:
-                site = Site(watched.path, forwards, phase or "encode")
-            watched.step = site.step
-        stack.append((module, site, calls_handled() if watched.is_attention else 0))
-
-    def _leave(
-        self, watched: Watched, module: nn.Module, args: tuple[Any, ...], output: Any
-    ) -> None:
-        stack = self.running.stack
-        if not any(entered is module for entered, _, _ in stack):
-            return  # another thread entered it before it was hooked
-        while stack[-1][0] is not module:
-            stack.pop()
-        before = stack.pop()[2]
-        # One that raised has no output; a repetition ends as soon as it has what it needs.
-        if watched.is_attention and output is not None and not in_backward():
-            watched.unseen += calls_handled() == before
 
 
 def outside() -> Site:

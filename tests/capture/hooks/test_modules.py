@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -164,6 +165,24 @@ def test_a_forward_that_raises_leaves_no_trace(layers: Any, states: Tensor) -> N
     sites = sites_of({"": layers}, run)
     # The two that failed were forwards of the root as well.
     assert [(site.module, site.step) for site in sites] == [("layers.0", 2), ("layers.1", 2)]
+
+
+def test_a_module_that_was_entered_before_it_was_hooked_goes_on(
+    layers: Any, states: Tensor
+) -> None:
+    expected = layers(states)
+    tracker, first = ModuleTracker({"": layers}), layers.layers[0]
+    first.register_forward_hook(lambda *_: None)  # PyTorch looks for hooks where it found one
+    forward = first.forward
+    with contextlib.ExitStack() as stack:
+
+        def begins(states: Tensor) -> Any:
+            stack.enter_context(tracker.watch())
+            return forward(states)
+
+        first.forward = begins
+        assert torch.equal(layers(states), expected)
+    assert tracker.site == Site()
 
 
 def test_a_module_used_twice_keeps_its_first_path(make_layers: Any, states: Tensor) -> None:
