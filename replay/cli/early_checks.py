@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import contextlib
 import re
 from pathlib import Path
 
@@ -10,8 +12,9 @@ from capture.large_imports import import_for_good
 from capture.storage.listing import listed_files
 from capture.storage.locations import directory_of
 from replay.cli.device import device_of
+from replay.cli.files import UsageError
 from replay.cli.report import check_directory, check_report
-from replay.kernels.names import look_known
+from replay.kernels.names import look_known, parts
 from replay.workers.environment_options import interpreters
 from replay.workloads.names import chosen_names
 
@@ -48,8 +51,11 @@ def _check_calls(arguments: argparse.Namespace) -> None:
 def _check_kernels(arguments: argparse.Namespace) -> None:
     special = (arguments.baseline_kernel, arguments.errors_against)
     names = [name for name in special if name not in (None, "reference", "captured")]
-    patterns = filter(None, (arguments.kernels, *names))
-    if look_known(",".join(patterns)):
+    patterns = ",".join(filter(None, (arguments.kernels, *names)))
+    if not (arguments.env or arguments.env_file):  # whose Python may be a later one
+        for name in parts(patterns):
+            _require_python(name)
+    if look_known(patterns):
         return
     import_for_good("torch")
     from replay.kernels.registry import find, select
@@ -57,3 +63,15 @@ def _check_kernels(arguments: argparse.Namespace) -> None:
     select(arguments.kernels)
     for name in names:
         find(name)
+
+
+def _require_python(name: str) -> None:
+    """Raise UsageError if a kernel's own file cannot be parsed; nothing of it is run."""
+    path, _, _ = name.rpartition(":")
+    if not path.endswith(".py"):
+        return
+    try:
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            ast.parse(Path(path).read_bytes())
+    except SyntaxError as error:
+        raise UsageError(f"no kernel {name!r}: {path}, line {error.lineno}: {error.msg}") from error

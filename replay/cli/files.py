@@ -59,6 +59,13 @@ def check_place(path: str | os.PathLike[str] | None) -> None:
         raise UsageError(f"cannot write {path}: create its directory first")
     if not os.access(path if os.path.exists(path) else directory, os.W_OK):
         raise UsageError(f"cannot write {path}: it is write-protected, name another file")
+    if os.path.lexists(path):
+        return
+    try:  # a directory that is a view of something else, a name that is too long
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+        os.unlink(path)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
 
 
 def shared_file(arguments: argparse.Namespace, read: Sequence[str], written: Sequence[str]) -> str:

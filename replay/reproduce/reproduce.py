@@ -18,6 +18,7 @@ import torch
 
 from attention_replay import Error
 from capture.call import AttentionCall
+from capture.printable import printable
 from capture.ranges import parse_ranges, ranges
 from capture.storage.call_file import FileEntry, PackedCall
 from capture.storage.capture_record import CaptureRecord
@@ -287,16 +288,25 @@ def _readme(request: Request, found: Reproduced) -> str:
         how = f"There is no script, for {found.no_script}."
     parts = [
         f"# {request.kernel}: {smallest.outcome.status}",
-        f"{call.origin.derived or request.workload.name}, recorded from {call.origin.model} "
-        f"({call.origin.module}): {call.shape} (batch, heads, length, head dimension; query/key), "
-        f"{str(call.dtype).removeprefix('torch.')}.",
-        f"Seen on {machine.device} with {', '.join(versions)}:\n\n    {smallest.outcome.reason}",
+        f"{_quoted(call.origin.derived or request.workload.name)}, recorded from "
+        f"{_quoted(call.origin.model)} ({_quoted(call.origin.module)}): {call.shape} (batch, heads,"
+        f" length, head dimension; query/key), {str(call.dtype).removeprefix('torch.')}.",
+        f"Seen on {machine.device} with {', '.join(versions)}:\n\n"
+        f"    {printable(smallest.outcome.reason)}",
         how,
         f"With attention-replay, here: `replay --dir . --kernels {shlex.quote(name)}`.",
     ]
     if reason := left_alone(call):
         parts.insert(2, f"In it, {reason}.")
     return "\n\n".join(parts) + "\n"
+
+
+def _quoted(text: str) -> str:
+    """Text of a recording, which must not be Markdown; names are mostly plain."""
+    text = printable(text)
+    if re.fullmatch(r"[\w ,;:×/.-]*", text) and not re.search(r"\b_|_\b|://", text):
+        return text
+    return f"`{text.replace('`', ' ').strip()}`"
 
 
 def _check_place(out: Path) -> None:

@@ -61,6 +61,8 @@ def test_rows_of_an_interrupted_replay(run_cli: RunCli, stored: Path) -> None:
         (("nowhere.jsonl", "-o", "out.html"), "there is no file nowhere.jsonl: write one with"),
         (("ROWS", "-o", "nowhere/out.html"), "cannot write nowhere/out.html: create its directory"),
         (("ROWS", "-o", "."), "cannot write .: it is a directory"),
+        (("ROWS", "-o", "/proc/x.html"), "cannot write /proc/x.html: "),
+        (("ROWS", "-o", "n" * 300), "cannot write nnn"),
         (("ROWS", "-o", "./rows.jsonl"), "-o would overwrite rows.jsonl: name another file"),
         (("ROWS", "-o", "e2e.jsonl", "--e2e-json", "e2e.jsonl"), "-o would overwrite e2e.jsonl"),
         (("e2e.jsonl", "-o", "out.html"), "line 1: not a row of `replay --json`"),

@@ -8,6 +8,7 @@ import site
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -163,6 +164,23 @@ def test_an_adapter_that_compiles_is_brought_along(run_cli: RunCli) -> None:
     assert (code, err) == (0, "")
     assert Path("bug/kernel/replay/kernels/adapters/flex.py").is_file()
     assert run_alone().returncode == 1
+
+
+@pytest.mark.slow
+def test_what_is_written_of_a_recording_is_no_markdown(
+    run_cli: RunCli, recorded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = random_call(kv_len=21, with_output=True, origin={"module": "a\n\n# b\ud800"})
+    call = replace(call, origin=replace(call.origin, model="[x](http://y)"))
+    entry = PackedCall.of(call).write(recorded / "model-000000.safetensors")
+    Dataset(recorded, [entry], []).save_manifest()
+    monkeypatch.setattr("replay.reproduce.reproduce._check_script", lambda *_: None)
+    assert run_cli(*command("planted.py:key_block"))[0] == 0
+    text = Path("bug/README.md").read_text()
+    assert "recorded from `[x](http://y)` (`a  # b`): " in text
+    assert [line for line in text.splitlines() if line.startswith("#")] == [
+        "# planted.py:key_block: inaccurate"
+    ]
 
 
 @pytest.mark.usefixtures("recorded")

@@ -187,6 +187,7 @@ def test_offered_kernels_are_listed(run_cli: RunCli) -> None:
     [
         ("def attend(): pass", "has no function 'atend'; did you mean attend?"),
         ("", "has no function 'atend'; add it"),
+        ("\ndef atend(:", "mine.py, line 2: invalid syntax"),
     ],
 )
 def test_a_function_that_is_not_in_the_file(
