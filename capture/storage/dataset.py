@@ -277,7 +277,9 @@ class Dataset(Sequence[AttentionCall]):
             )
             for model, entry in models.items()
         ]
-        note = f"{why}: read the files instead, without a census or checksums" if models else ""
+        note = why if plain_files.is_there(directory / MANIFEST) else ""
+        if models:
+            note = f"{why}: read the files instead, without a census or checksums"
         return cls(directory, entries, captures, note, damaged)
 
     @property

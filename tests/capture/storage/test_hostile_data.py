@@ -329,6 +329,10 @@ def test_a_manifest_takes_no_memory_that_its_length_does_not_account_for(
     again = load(dataset.directory)
     assert f"{manifest} is damaged ({sentence}" in again.note
     assert len(again) == 2
+    for entry in again.entries:
+        entry.path.unlink()
+    with pytest.raises(DatasetError, match=f"holds no recorded calls .*is damaged \\({sentence}"):
+        load(dataset.directory)
 
 
 @pytest.mark.parametrize("line", [{"sampled": 1e999}, {"dropped": 1}, {"call": 3}, 7, {}])
