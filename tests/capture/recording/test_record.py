@@ -384,3 +384,14 @@ def test_a_model_is_exported_inside_the_block(
     assert torch.equal(exported.module()(states), expected)
     assert recording.kept == 2
     assert not recording.problems
+
+
+@pytest.mark.slow  # the tracer imports SymPy
+def test_a_trace_for_many_sizes_has_no_values(tmp_path: Path) -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    model, query = Caller(), torch.randn(1, 2, 5, 8)
+    with record(model, tmp_path) as recording:
+        make_fx(lambda each: model(attend(each, each, each)), tracing_mode="symbolic")(query)
+        model(attend(query, query, query))
+    assert (recording.kept, recording.without_values, recording.problems) == (1, 1, [])
