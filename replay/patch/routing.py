@@ -257,7 +257,9 @@ def _at(root: nn.Module, path: str) -> nn.Module | None:
         return root  # what capture calls an unnamed root
     module: nn.Module | None = root
     for name in path.split("."):
-        module = module and module._modules.get(name)
+        if module is None:  # and not falsehood: a module may have a length, or refuse to tell it
+            return None
+        module = module._modules.get(name)
         while module is not None and _is_compiled(module):
             module = module._modules["_orig_mod"]
     return module

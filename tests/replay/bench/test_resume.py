@@ -18,7 +18,7 @@ from capture.shape import Shape
 from capture.storage.dataset import Dataset
 from replay.bench.resume import finished_rows, latest
 from replay.kernels.registry import Kernel
-from replay.rows.accuracy import Accuracy, Errors, Summary
+from replay.rows.accuracy import Accuracy, AccuracyClass, Errors, Summary
 from replay.rows.fields import SCHEMA
 from replay.rows.files import RowsError, row_from_json, row_to_json, write_jsonl
 from replay.rows.row import (
@@ -63,11 +63,13 @@ def rows(figures: st.SearchStrategy[float]) -> st.SearchStrategy[Row]:
     )
     maybe_errors = st.none() | errors
     finite = st.floats(allow_nan=False, allow_infinity=False)
+    positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
     times = st.builds(
         TimeSummary,
-        **dict.fromkeys(("p10", "p50", "p90", "iqr"), finite),
+        **dict.fromkeys(("p10", "p50", "p90"), positive),
+        iqr=finite,
         n=counts,
-        samples=st.lists(finite).map(tuple),
+        samples=st.lists(positive, min_size=1).map(tuple),
     )
     summaries = st.builds(Summary, **dict.fromkeys(("min", "max", "mean", "std"), figures))
     state = st.builds(
@@ -100,7 +102,7 @@ def rows(figures: st.SearchStrategy[float]) -> st.SearchStrategy[Row]:
         process=words,
         ran_on=words,
         host=words,
-        accuracy_class=st.sampled_from(["", "exact", "quantised", "sparse"]),
+        accuracy_class=st.none() | st.sampled_from(get_args(AccuracyClass)),
         tolerances=words,
         restated_as=words,
         flags=st.lists(words).map(tuple),

@@ -176,6 +176,24 @@ def test_a_model_that_is_gone_does_not_answer(transformer: Transformer) -> None:
         gc.enable()
 
 
+class NoLength(nn.Module):
+    """As a compiled graph, which passes the question on."""
+
+    def __len__(self) -> int:
+        raise TypeError("has no length")
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("scaled")
+@pytest.mark.parametrize("other", [NoLength(), nn.ModuleList()], ids=["no length", "empty"])
+def test_other_modules_in_memory_are_not_asked_for_their_length(
+    other: nn.Module, transformer: Transformer
+) -> None:
+    with use_plan(plan_of(*MIXED)) as swap:
+        check_mixed(swap, transformer(STATES, TIMESTEP), transformer)
+    assert not any(hasattr(module, "blocks") for module in other.modules())
+
+
 @torch.no_grad()
 @pytest.mark.usefixtures("scaled")
 def test_paths_of_a_bare_module_fit_a_pipeline(transformer: Transformer) -> None:
