@@ -357,7 +357,8 @@ def in_one_buffer(
     query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
 ) -> Tensor:
     """The last rows of an output that is kept between calls are never written."""
-    output: Tensor = _kept.setdefault(query.shape, torch.empty_like(query))
+    # Not `empty_like`, whose memory may be zeros, as in rows that were written as such.
+    output: Tensor = _kept.setdefault(query.shape, torch.full_like(query, 0.7))
     output[:, :, :-5] = right(query, key, value, *others, **options)[:, :, :-5]
     return output.clone()
 
