@@ -2,8 +2,8 @@
 
     python -m benchmarks.coverage                     on the GPU if there is one
     python -m benchmarks.coverage --device cpu --pairs 400
-    python -m benchmarks.coverage --device cpu --pairs 400 --max-noise 0.05
-    python -m benchmarks.coverage --device cpu --pairs 400 --max-seconds 0.01
+    python -m benchmarks.coverage --device cpu --pairs 400 --max-noise 0.1
+    python -m benchmarks.coverage --device cpu --pairs 400 --max-seconds 0.02
 
 Every pair is a replay of one random call with three kernels: one, the same under a second name, and
 the same with 3 % more work (a wait, calibrated first). The first two must tie, the third must be

@@ -209,6 +209,11 @@ class CudaTimer:
         return gpu_is_lost(self.device)
 
 
+def calls_of_cpu_sample(call_ms: float) -> int:
+    """How many calls a sample on a CPU has, of so many milliseconds each."""
+    return min(int(MINIMUM_CPU_SAMPLE_MS / call_ms) + 1, MAXIMUM_CPU_CALLS)
+
+
 class CpuTimer:
     """Wall time, with all of torch's threads."""
 
@@ -221,7 +226,7 @@ class CpuTimer:
 
     def calibrate(self, candidate: Candidate) -> float:
         call_ms = min(candidate.warm_up_ms)
-        number = min(int(MINIMUM_CPU_SAMPLE_MS / call_ms) + 1, MAXIMUM_CPU_CALLS)
+        number = calls_of_cpu_sample(call_ms)
         self.calls[candidate] = number
         return call_ms * (self.calls_before + number)
 

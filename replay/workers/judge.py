@@ -15,6 +15,7 @@ from replay.bench.settings import Settings
 from replay.kernels.registry import KernelNameError, find
 from replay.rows.accuracy import AccuracyClass
 from replay.rows.row import Row
+from replay.timing.timer import calls_of_cpu_sample
 from replay.workers.process import Process
 from replay.workers.shared_memory import SharedFile
 from replay.workloads.recorded import Workload
@@ -96,8 +97,6 @@ LATENCY_MS = 5.0
 worker then tries longer blocks."""
 
 
-CPU_SAMPLE_MS = 1.0
-"""Of calls, that a sample on a CPU makes (`replay.timing.timer`)."""
 BESIDE_SAMPLE_MS = 50.0
 BESIDE_CALL_MS = 2.0
 """What else may be done for a sample, and for each of its calls, on a busy machine."""
@@ -205,17 +204,17 @@ class Hearing:
 
         Medians of the same samples: what else the machine does is in both.
         """
-        taken = self._taken_ms.get(row.kernel, [])[1:]  # the first is its warm-up
         if (
             self.settings.device.type != "cpu"
             or row.time_ms is None
             or row.core_time_ms is not None
         ):
             return ""
+        taken = self._taken_ms.get(row.kernel, [])[1:]  # the first is its warm-up
         if len(taken) < row.time_ms.n:  # nobody listened
             return ""
         call_ms, found = row.time_ms.p50, statistics.median(taken)
-        calls = int(CPU_SAMPLE_MS / max(call_ms, 1e-6)) + 1
+        calls = calls_of_cpu_sample(call_ms)
         beside = BESIDE_SAMPLE_MS + calls * BESIDE_CALL_MS
         if found - beside <= OTHER_TIMER * calls * call_ms:
             return ""
