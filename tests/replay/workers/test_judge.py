@@ -17,6 +17,7 @@ from replay.bench.referee import Sample
 from replay.bench.settings import Settings
 from replay.bench.variation import Flip, Walk
 from replay.rows.accuracy import AccuracyClass
+from replay.timing import timer
 from replay.timing.statistics import summarize
 from replay.workers import judge, judge_server
 from replay.workers.judge import Hearing, Judge
@@ -176,6 +177,7 @@ def test_a_time_that_samples_did_not_take_is_not_believed(
 ) -> None:
     """On a CPU, and where every sample was announced."""
     hearing, now = hearing_of(judged("ok")), 0.0
+    monkeypatch.setattr(timer, "MINIMUM_CPU_SAMPLE_MS", 1.0)  # less in these tests
     monkeypatch.setattr(judge.time, "perf_counter", lambda: now)
     hearing.hear("mine")  # its check
     now += 99.0
