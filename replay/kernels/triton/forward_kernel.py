@@ -23,7 +23,7 @@ import triton.language as tl
 
 from replay.kernels.triton.masking import mask_bias, may_see, stretches
 from replay.kernels.triton.matmul import matmul
-from replay.kernels.triton.online_softmax import LN_2, LOG2_E, soft_cap, softmax_step
+from replay.kernels.triton.online_softmax import LN_2, LOG2_E, add_sink, soft_cap, softmax_step
 
 
 # What changes from call to call must not compile the kernel again for integers that are 1 or
@@ -150,10 +150,6 @@ def forward_kernel(
         sums_rest = tl.zeros([BLOCK_M, DV_REST if DV_REST > 0 else 16], tl.float32)
         maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        if sinks is not None:
-            sink = tl.load(sinks + head).to(tl.float32)
-            maximum = tl.zeros([BLOCK_M], tl.float32) + sink * LOG2_E
-            total += 1.0
         rows = row + tl.arange(0, BLOCK_M)
 
         ends = stretches(
@@ -169,6 +165,12 @@ def forward_kernel(
                 MASK, IS_CAUSAL, stretch != 1, LENGTHS != "full", HAS_DESCRIPTORS,
             )  # fmt: skip
 
+        if sinks is not None:
+            sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+            rescale, maximum, total = add_sink(sink, maximum, total, 1.0)
+            sums *= rescale[:, None]
+            if DV_REST > 0:
+                sums_rest *= rescale[:, None]
         if HAS_LSE:
             tl.store(
                 lse + wide_batch * stride_lb + wide_head * stride_lh + rows * stride_lm,

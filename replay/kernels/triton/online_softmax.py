@@ -7,7 +7,7 @@ up so far, o, is brought to the new maximum with every block:
     l' = l·2^(m − m') + Σp      o' = o·2^(m − m') + p·v   output = o / l
 
 log₂e is part of the scale (`base_2`), since the GPU has an instruction for 2^x and none for e^x. A
-sink is where maximum and sum begin: m = sink·log₂e, l = 1.
+sink comes last, like a key whose value is 0 (`add_sink`).
 """
 
 from __future__ import annotations
@@ -36,6 +36,24 @@ def softmax_step(scores, largest, maximum, factor):
     weights = tl.math.exp2(scores * factor - origin[:, None])
     rescale = tl.math.exp2(maximum - origin)
     return weights, new_maximum, rescale
+
+
+@triton.jit
+def add_sink(sink, maximum, total, unit):
+    """What is summed so far must be multiplied by, the new maximum and the new sum.
+
+    After the keys, not before them: as the first maximum a large sink would leave weights so small
+    that 8 bits, or even float16, round them away, and the output with them.
+
+    Args:
+        sink: (M,), log₂e times the logit, -inf where there is none.
+        maximum, total: (M,), of the keys; -inf and 0 of a row that sees none.
+        unit: what a weight of 1 has been counted as.
+    """
+    new_maximum = tl.maximum(maximum, sink)
+    origin = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    rescale = tl.math.exp2(maximum - origin)
+    return rescale, new_maximum, total * rescale + unit * tl.math.exp2(sink - origin)
 
 
 @triton.jit

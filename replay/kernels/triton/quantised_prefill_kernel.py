@@ -27,7 +27,7 @@ import triton.language as tl
 
 from replay.kernels.triton.masking import may_see, stretches
 from replay.kernels.triton.matmul import matmul
-from replay.kernels.triton.online_softmax import LOG2_E, soft_cap
+from replay.kernels.triton.online_softmax import LOG2_E, add_sink, soft_cap
 from replay.kernels.triton.quantise import (
     FP8_MAX,
     INT8_MAX,
@@ -113,12 +113,6 @@ def quantised_prefill_kernel(
     output = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + q_head).to(tl.float32)
-        maximum = tl.zeros([BLOCK_M], tl.float32) + sink * LOG2_E
-        if cap is None:
-            maximum -= shift
-        total += tl.exp2(LOG2_FP8_MAX) if FP8_VALUE else 1.0
     diagonal = kv_len - q_len if IS_BOTTOM_RIGHT else 0
     ends = stretches(
         q_block * BLOCK_M + diagonal, 0, kv_len, left, right, BLOCK_M, BLOCK_N, IS_CAUSAL, True
@@ -155,6 +149,13 @@ def quantised_prefill_kernel(
             IN_TENSOR_CORES,
         )
 
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + q_head).to(tl.float32) * LOG2_E
+        if cap is None:
+            sink -= shift
+        unit = tl.exp2(LOG2_FP8_MAX) if FP8_VALUE else 1.0
+        rescale, maximum, total = add_sink(sink, maximum, total, unit)
+        output *= rescale[:, None]
     output /= tl.where(total == 0.0, 1.0, total)[:, None]
     columns = tl.arange(0, BLOCK_DV)
     output_ptr += head.to(tl.int64) * q_len * V_HEAD_DIM

@@ -25,7 +25,7 @@ import triton.language as tl
 from replay.kernels.triton.kv_cache import find_tokens
 from replay.kernels.triton.masking import in_base_2
 from replay.kernels.triton.matmul import matmul
-from replay.kernels.triton.online_softmax import LOG2_E, soft_cap, softmax_step
+from replay.kernels.triton.online_softmax import LOG2_E, add_sink, soft_cap, softmax_step
 from replay.kernels.triton.quantised_cache import CACHE_BLOCK, exponent, fit_query, to_float16
 
 
@@ -181,12 +181,6 @@ def split_kv_kernel(
     maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     # Per key of a block, and summed at the end: a sum over warps would make them wait each time.
     totals = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if sinks_ptr is not None:
-        # As if they were a key of the first part, whose value is 0.
-        counts = has_row & (split == 0)
-        sinks = tl.load(sinks_ptr + q_heads, mask=counts, other=float("-inf")).to(tl.float32)
-        maximum = sinks * LOG2_E
-        totals += tl.where(tl.arange(0, BLOCK_N) == 0, 1.0, 0.0)[None, :]
     output = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     for first in range(begin, end, BLOCK_N):
         positions = first + tl.arange(0, BLOCK_N)
@@ -292,6 +286,12 @@ def split_kv_kernel(
         output = matmul(weights.to(value.dtype), value, output * rescale[:, None])
 
     total = tl.sum(totals, axis=1)
+    if sinks_ptr is not None:
+        # As if they were keys of the first part.
+        counts = has_row & (split == 0)
+        sinks = tl.load(sinks_ptr + q_heads, mask=counts, other=float("-inf")).to(tl.float32)
+        rescale, maximum, total = add_sink(sinks * LOG2_E, maximum, total, 1.0)
+        output *= rescale[:, None]
 
     # (B, Hq, Sq, Dv), contiguous: the rows of a key/value head follow one another.
     output_ptr += tl.program_id(0).to(tl.int64) * q_rows * v_dim

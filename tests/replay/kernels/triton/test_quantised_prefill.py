@@ -157,7 +157,7 @@ def test_its_operands_say_beyond_sdpa(
     """The keys share an offset, so that the mean that was subtracted changes caps and sinks."""
     shape, is_causal, variant, has_sinks = BEYOND[name]
     call = random_call(*shape, device=device, is_causal=is_causal, offset=2.0)
-    sinks = torch.linspace(-3.0, 4.0, shape[1], device=device) if has_sinks else None
+    sinks = torch.linspace(-3.0, 9.0, shape[1], device=device) if has_sinks else None
     call = AttentionCall(**{**call.arguments(), "sinks": sinks}, variant=variant)
     score_dtype, fp8_value = KINDS[kind]
     quantised = quantise_key_value(call.key, call.value, score_dtype, fp8_value, smooth_k, True)
@@ -181,7 +181,8 @@ def test_its_operands_say_beyond_sdpa(
     output = run(call, kind, smooth_k)
     errors = compare(output, attention(stated))
     assert errors.mismatched_nonfinite == 0
-    assert errors.relative_l1 < WEIGHTS_ERROR[fp8_value]
+    # A head's numbers are as small as its sink is large.
+    assert errors.worst_head_relative_l1 < WEIGHTS_ERROR[fp8_value]
     if name == "rows without keys":
         assert not output[:, :, : shape[3] - shape[4]].any()
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from capture.call import AttentionCall
 from capture.variant import Variant, Window
+from replay.accuracy.errors import compare
 from replay.accuracy.judge import Expected, judge
 from replay.kernels.registry import find
 from replay.kernels.triton.prefill import prefill
@@ -103,6 +104,19 @@ def test_a_sink_is_part_of_the_log_sum_exp() -> None:
     nothing = torch.full_like(call.sinks, -math.inf)
     _, lse = prefill(*arguments, sinks=nothing, return_lse=True)
     torch.testing.assert_close(lse, without)
+
+
+@pytest.mark.parametrize(("name", "q_len"), [("triton-fa2", 70), ("triton-decode", 3)])
+def test_a_large_sink_leaves_the_keys_their_digits(name: str, q_len: int) -> None:
+    """It divides the output, and that is all: weights beside it are not rounded away."""
+    call = call_of(q_len, 140)
+    call = call.with_tensors({"value": call.value * 1000})
+    sinks = torch.full((2,), 12.0, device=DEVICE)
+    output = find(name).attention(**replace(call, sinks=sinks).arguments())
+    _, lse = prefill(call.query, call.key, call.value, return_lse=True)
+    share = (lse - torch.logaddexp(lse, sinks[:, None])).exp()
+    expected = find(name).attention(**call.arguments()) * share[..., None]
+    assert compare(output, expected).relative_l1 < 2**-10
 
 
 def test_queries_that_see_only_their_sink_get_zeros() -> None:
