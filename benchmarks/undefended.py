@@ -31,18 +31,22 @@ class Blind:
     """In place of `replay.bench.witness.Witness`."""
 
     def __init__(self, *_: object) -> None:
-        self.faults: dict[str, str] = {}
         self.changed: dict[str, set[str]] = {}
 
     def restore(self, kernel: str) -> None: ...
 
     def before(self, part: object) -> None: ...
 
+    def glance(self, part: object, result: object) -> None: ...
+
     def keep(self, part: object, result: object) -> None: ...
 
     def after(self, part: object) -> None: ...
 
     def close(self) -> None: ...
+
+    def fault(self, kernel: str) -> str:
+        return ""
 
     def drawn_samples(self, kernel: str) -> Sequence[Sample]:
         return ()

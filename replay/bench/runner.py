@@ -299,7 +299,7 @@ def time_together(
             measured.get(Part(name, is_core=True)),
             faults.get(name, ""),
             tuple(witness.drawn_samples(name)),
-            witness.faults.get(name, ""),
+            witness.fault(name),
             tuple(sorted(witness.changed.get(name, ()))),
         )
         for each in checked

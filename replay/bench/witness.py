@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
@@ -21,12 +23,33 @@ COMPARED = 8
 so has the warm-up. Changes that PyTorch makes show in the version of a tensor after each call;
 those of other libraries do not."""
 
+GLIMPSED_ROWS = 4096
+"""Whose numbers are looked at twice, in a microsecond or so of a GPU."""
+
 
 class Part(NamedTuple):
     """A kernel as a model calls it, or its core alone."""
 
     kernel: str
     is_core: bool = False
+
+
+class Glimpse:
+    """A number of each of some rows of an output, spread evenly over all of its heads."""
+
+    def __init__(self, output: Tensor, drawn: int) -> None:
+        *heads, length, width = output.shape
+        step = max(math.prod(heads) * length // GLIMPSED_ROWS, 1)
+        first, column = drawn % min(step, length), drawn // step % width
+        self._places = ..., slice(first, None, step), column
+        self._was = self._bytes(output)
+
+    def differs_from(self, output: Tensor) -> Tensor:
+        """Whether the output is another by now; on its device, without waiting for it."""
+        return (self._was != self._bytes(output)).any()
+
+    def _bytes(self, output: Tensor) -> Tensor:
+        return output[self._places].clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 class Witness:
@@ -52,12 +75,16 @@ class Witness:
         """That the next output is made with."""
         self._kept: Sample | None = None
         """Of the sample under way."""
+        self._glimpse: Glimpse | None = None
+        """Of what the last call returned."""
+        self._changed_after: dict[str, list[Tensor]] = {}
+        """Of some samples, whether the output changed after its call, by kernel."""
         self._calls = 0
         """Of the sample under way."""
         self._look_closer = False
         self._warm: set[Part] = set()
         self._samples: dict[str, list[Sample]] = {}
-        self.faults: dict[str, str] = {}
+        self._faults: dict[str, str] = {}
         """What a timed call returned that is no output at all, by kernel."""
         self.changed: dict[str, set[str]] = {}
         """Inputs that changed while a kernel was timed, by kernel."""
@@ -83,19 +110,29 @@ class Witness:
             self._number, self._flip = variation.next(values_only=values_only)
         self._versions.update(_versions(checked.call))
 
+    def glance(self, part: Part, result: object) -> None:
+        """Take down some numbers of an output right behind its call, on the call's own stream."""
+        self._glimpse = None
+        if not (part.is_core or malformed(result, self._checked[part.kernel].call)):
+            assert isinstance(result, Tensor)
+            self._glimpse = Glimpse(result, self._draw.getrandbits(64))
+
     def keep(self, part: Part, result: object) -> None:
         """Rows of what the last call returned, in place of an earlier one's of the same sample."""
         call, name = self._checked[part.kernel].call, part.kernel
-        if part.is_core or name in self.faults:
+        if part.is_core or name in self._faults:
             return
         if wrong := malformed(result, call):
-            self.faults[name] = f"{wrong} when it was timed"
+            self._faults[name] = f"{wrong} when it was timed"
             return
         assert isinstance(result, Tensor)
         assert self._flip is not None
         drawn = secrets.randbits(64)
         changed, others = (rows.of(result) for rows in self._flip.rows(drawn))
         self._kept = Sample(self._number, drawn, changed, others)
+        if self._glimpse is not None:
+            self._changed_after.setdefault(name, []).append(self._glimpse.differs_from(result))
+            self._glimpse = None
 
     def after(self, part: Part) -> None:
         if self._kept is not None:
@@ -111,6 +148,15 @@ class Witness:
         """Make the inputs what they were before any kernel was timed."""
         for variation in self._variations.values():
             variation.undo()
+
+    def fault(self, kernel: str) -> str:
+        """What was wrong with timed calls whatever they returned; empty for nothing."""
+        if fault := self._faults.get(kernel):
+            return fault
+        changed = self._changed_after.get(kernel)
+        if changed and torch.stack(changed).any():
+            return "its output changes after the call, by work on a stream nobody waits for"
+        return ""
 
     def drawn_samples(self, kernel: str) -> list[Sample]:
         """Some of a kernel's timed samples."""

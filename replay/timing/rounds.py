@@ -41,6 +41,9 @@ class Witness(Protocol[C]):
     def before(self, key: C) -> None:
         """Called right before each timed call."""
 
+    def glance(self, key: C, result: object) -> None:
+        """Given what each timed call on a GPU returned, as soon as the call is enqueued."""
+
     def keep(self, key: C, result: object) -> None:
         """Given what some timed calls of each sample returned, of which the last counts."""
 
@@ -108,6 +111,7 @@ def measure(
     if witness is not None:
         for key, candidate in entered.items():
             candidate.before = partial(witness.before, key)
+            candidate.glance = partial(witness.glance, key)
             candidate.keep = partial(witness.keep, key)
             candidate.after = partial(witness.after, key)
     announce = on_sample or (lambda key: None)

@@ -70,6 +70,8 @@ class Candidate:
     function: Function
     before: Function = lambda: None
     """Called, untimed, right before each timed call."""
+    glance: Callable[[object], None] = lambda result: None
+    """Given what each timed call on a GPU returned, as soon as the call is enqueued."""
     keep: Callable[[object], None] = lambda result: None
     """Given what some timed calls of each sample returned, right after each. The last of them
     counts, and is any call of the sample with the same probability: no call can know."""
@@ -188,6 +190,7 @@ class CudaTimer:
             hooks = python_hooks()
             host_ms = (time.perf_counter() - began) * 1000
             end.record()
+            candidate.glance(result)
             watch.compare(hooks)
             layer_host_ms = host_ms + _wall_ms(self.rest_of_layer)
             candidate.keep(result)
@@ -265,9 +268,10 @@ def work_left(function: Function, device: torch.device, call_ms: float, host_ms:
     """How many milliseconds of work each call leaves behind on other streams; 0 on a CPU.
 
     A call's time ends with the stream that it was made on. What it left on another, without making
-    this one wait, would not be in it. Some calls are made in a row, so that what they leave adds
-    up; then the stream is waited for, and after it the device. The second takes long where work was
-    left, and otherwise no longer than after an equally long wait on the stream alone.
+    this one wait, would not be in it. After a call the stream is waited for, and then the device.
+    The second takes long where work was left, and otherwise no longer than after an equally long
+    wait on the stream alone. Then the same after some calls in a row: what short ones leave adds
+    up, while what long ones leave is done in part beside the next.
 
     Args:
         call_ms: what a call took when it was timed.
@@ -276,6 +280,14 @@ def work_left(function: Function, device: torch.device, call_ms: float, host_ms:
     if device.type != "cuda":
         return 0.0
     number = min(int(ENOUGH_TO_LEAVE_MS / max(call_ms, 1e-3)) + 1, CALLS_TO_LEAVE_WORK)
+    left_ms = _left_by(1, function, device, host_ms)
+    if number == 1 or left_ms:
+        return left_ms
+    return _left_by(number, function, device, host_ms)
+
+
+def _left_by(number: int, function: Function, device: torch.device, host_ms: float) -> float:
+    """What each of `number` calls in a row leaves."""
 
     def calls() -> None:
         for _ in range(number):

@@ -11,7 +11,8 @@ from typing import Protocol
 
 import torch
 
-from replay.bench.failures import classify
+from attention_replay import Error
+from replay.bench.failures import ContextLost, classify
 from replay.bench.runner import replay
 from replay.bench.settings import Settings
 from replay.kernels.registry import Kernel
@@ -30,6 +31,10 @@ Findings = dict[str, dict[str, Found]]
 Assignment = dict[str, list[Kernel]]
 """The kernels to run, by environment."""
 Progress = Callable[[Workload, str], None]
+
+
+class InProcessError(Error):
+    """A kernel left the process that everything runs in unusable."""
 
 
 class Execution(Protocol):
@@ -79,7 +84,20 @@ class InProcess:
         settings: Settings,
         report: Progress,
     ) -> Iterator[Row]:
-        return replay(schedule, assigned[HERE], settings, report)
+        under_way = ""
+
+        def noted(workload: Workload, stage: str) -> None:
+            nonlocal under_way
+            under_way = f"{stage} on {workload.name}"
+            report(workload, stage)
+
+        try:
+            yield from replay(schedule, assigned[HERE], settings, noted)
+        except ContextLost as error:
+            raise InProcessError(
+                f"{under_way}: {error}; this process can run nothing more: without --in-process "
+                "that would cost one row"
+            ) from error
 
 
 class Workers:

@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 _kept: dict[int, Tensor] = {}
 _side = torch.cuda.Stream() if torch.cuda.is_available() else None
 _graphs: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+_copies: list[Tensor] = []
 _calls: dict[tuple[int, ...], int] = {}
 
 
@@ -80,6 +81,7 @@ def replays_a_graph_of_old_inputs(
     place = (-query.data_ptr(), key.data_ptr(), value.data_ptr())
     if place not in _graphs:
         copies = (query.clone(), key.clone(), value.clone())
+        _copies.extend(copies)
         _graphs[place] = _captured(*copies, *others, **options)
     graph, output = _graphs[place]
     graph.replay()

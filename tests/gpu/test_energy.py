@@ -28,5 +28,6 @@ def test_energy_is_power_times_time_and_the_block_is_judged(tmp_path: Path) -> N
         energy = row["energy"]
         assert energy["seconds"] > 0
         assert 20 < energy["power_w"] < 2000
-        # Back to back, a call takes about what it takes alone, from cold caches.
-        assert energy["mj"] / energy["power_w"] == pytest.approx(row["time_ms"]["p50"], rel=0.5)
+        # Of the order of a call alone, wherever else the GPU was busy: a wrong unit is not.
+        ratio = energy["mj"] / energy["power_w"] / row["time_ms"]["p50"]
+        assert 0.05 < ratio < 20

@@ -591,3 +591,15 @@ def test_a_recording_that_cannot_be_had(run_cli: RunCli, where: str) -> None:
     assert (code, out) == (2, "")
     assert err.startswith(f"replay: {where}: ")
     assert err.count("\n") == 1
+
+
+def test_a_kernel_that_leaves_the_process_unusable(
+    run_cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The GPU refuses all work after an illegal memory access."""
+    (tmp_path / "mine.py").write_text("def lost(*_, **__):\n    raise RuntimeError('illegal')\n")
+    monkeypatch.setattr("replay.bench.check.gpu_is_lost", lambda device: True)
+    kernels = f"torch-math,{tmp_path / 'mine.py'}:lost"
+    code, _, err = run_cli("--random", "-sq", "8", "-d", "8", *QUICK, "--kernels", kernels)
+    assert code == 2
+    assert re.search(r"mine.py:lost on random-00: .*illegal; .* without --in-process", err), err
