@@ -59,7 +59,7 @@ def _timed_finding(checker: Checker, timed: Timed) -> Finding:
     return timed.checked.finding
 
 
-def _outlived(checker: Checker, checked: Checked, samples: Samples) -> Finding:
+def _in_a_row(checker: Checker, checked: Checked, samples: Samples) -> Finding:
     return checked.finding
 
 
@@ -76,7 +76,7 @@ replaced: list[tuple[Any, str, Any]] = [
     (runner, "Witness", Blind),
     (Guard, "restore", _restore),
     (Checker, "_timed_finding", _timed_finding),
-    (Checker, "_outlived", _outlived),
+    (Checker, "_in_a_row", _in_a_row),
     (RemoteReferee, "clock", _clock),
 ]
 for owner, name, stub in replaced:

@@ -27,6 +27,10 @@ SLACK = 2.0
 ones: its purpose is to find results that are stale, skipped or of lower precision."""
 
 
+OTHER_TIMER = 3.0
+"""How many times longer than its row says a call may take by another clock: on a GPU in a row of
+them, on a CPU from one message of its sample to the next."""
+
 JUDGED_SAMPLES = 8
 """Of the timed samples of each kernel, drawn after all of them were taken."""
 

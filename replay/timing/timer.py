@@ -45,18 +45,6 @@ CYCLES_PER_MS = 2_000_000
 MAXIMUM_WAIT_MS = 5.0
 """Longest wait for the host. A kernel that synchronises inside cannot be hidden anyway."""
 
-LONGEST_HEAD_START_MS = 100.0
-"""Of the host before the GPU, when work is looked for that outlives a call."""
-
-TRIES = 3
-CALLS_TO_LEAVE_WORK = 20
-"""In a row at most, so that what each leaves behind adds up."""
-ENOUGH_TO_LEAVE_MS = 5.0
-"""Of calls in a row: what goes unnoticed whatever they take is then a hundredth of them."""
-UNNOTICED_MS = 0.05
-UNNOTICED_SHARE = 0.1
-"""What may be left without being noticed: asking takes as long, and varies as much."""
-
 MINIMUM_CPU_SAMPLE_MS = 1.0
 LONGEST_CPU_SAMPLE_MS = 20.0
 """After which it ends: calls were much faster while they warmed up."""
@@ -262,78 +250,6 @@ class CpuTimer:
     def is_lost(self) -> bool:
         """A processor survives what it raises."""
         return False
-
-
-def work_left(function: Function, device: torch.device, call_ms: float, host_ms: float) -> float:
-    """How many milliseconds of work each call leaves behind on other streams; 0 on a CPU.
-
-    A call's time ends with the stream that it was made on. What it left on another, without making
-    this one wait, would not be in it. After a call the stream is waited for, and then the device.
-    The second takes long where work was left, and otherwise no longer than after an equally long
-    wait on the stream alone. Then the same after some calls in a row: what short ones leave adds
-    up, while what long ones leave is done in part beside the next.
-
-    Args:
-        call_ms: what a call took when it was timed.
-        host_ms: what the host took to enqueue it.
-    """
-    if device.type != "cuda":
-        return 0.0
-    number = min(int(ENOUGH_TO_LEAVE_MS / max(call_ms, 1e-3)) + 1, CALLS_TO_LEAVE_WORK)
-    left_ms = _left_by(1, function, device, host_ms)
-    if number == 1 or left_ms:
-        return left_ms
-    return _left_by(number, function, device, host_ms)
-
-
-def _left_by(number: int, function: Function, device: torch.device, host_ms: float) -> float:
-    """What each of `number` calls in a row leaves."""
-
-    def calls() -> None:
-        for _ in range(number):
-            function()
-
-    # The host must be done with all calls before the GPU begins; else what they leave is over
-    # before the stream is.
-    ahead_ms = min(MAXIMUM_WAIT_MS + 2 * number * host_ms, LONGEST_HEAD_START_MS)
-    waits = []
-    for _ in range(TRIES):
-        wait = _waits_ms(calls, device, ahead_ms)
-        unnoticed_ms = UNNOTICED_MS + UNNOTICED_SHARE * max(wait.stream - ahead_ms, 0.0)
-        if wait.host_was_ahead and wait.left <= unnoticed_ms:
-            return 0.0
-        waits.append((wait.host_was_ahead, wait.left, unnoticed_ms))
-        if not wait.host_was_ahead:  # it is busy, or the kernel synchronises
-            ahead_ms = min(2 * ahead_ms, LONGEST_HEAD_START_MS)
-    reliable = [each for each in waits if each[0]] or waits
-    _, left_ms, unnoticed_ms = (min(each) for each in zip(*reliable, strict=True))
-    controls = [_waits_ms(lambda: None, device, ahead_ms).left for _ in range(TRIES)]
-    beyond_ms = left_ms - min(controls)
-    return beyond_ms / number if beyond_ms > unnoticed_ms else 0.0
-
-
-class _Wait(NamedTuple):
-    """Milliseconds."""
-
-    stream: float
-    """Until the current stream was done."""
-    left: float
-    """How much longer the device took."""
-    host_was_ahead: bool
-    """Whether all was enqueued before the stream was done."""
-
-
-def _waits_ms(function: Function, device: torch.device, ahead_ms: float) -> _Wait:
-    torch.cuda.synchronize(device)
-    began = time.perf_counter()
-    torch.cuda._sleep(int(ahead_ms * CYCLES_PER_MS))
-    function()
-    end = torch.cuda.Event()
-    end.record(torch.cuda.current_stream(device))
-    was_ahead = not end.query()
-    end.synchronize()
-    stream_ms = (time.perf_counter() - began) * 1000
-    return _Wait(stream_ms, _wall_ms(lambda: torch.cuda.synchronize(device)), was_ahead)
 
 
 def first_call(function: Callable[[], T], device: torch.device | str) -> tuple[T, float]:

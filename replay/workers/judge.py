@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from capture.counted import counted
-from replay.bench.referee import JUDGED_SAMPLES
+from replay.bench.referee import JUDGED_SAMPLES, OTHER_TIMER
 from replay.bench.runner import TIMING
 from replay.bench.settings import Settings
 from replay.kernels.registry import KernelNameError, find
@@ -89,9 +89,6 @@ def _class_of(kernel: str, declared: AccuracyClass) -> AccuracyClass:
 
 OTHER_CLOCK = 2.0
 """How many times longer a block of calls may be by the parent's clock than by the worker's."""
-OTHER_TIMER = 3.0
-"""How many times longer than its row says a call may take on a GPU in a block of them, or a sample
-on a CPU."""
 LATENCY_MS = 5.0
 """What messages between the processes may take of it. They take longer on a busy machine, and the
 worker then tries longer blocks."""

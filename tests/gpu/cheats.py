@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 _kept: dict[int, Tensor] = {}
 _side = torch.cuda.Stream() if torch.cuda.is_available() else None
 _graphs: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+_thread = ThreadPoolExecutor(1)
+"""Always the same: cuDNN's plans are a thread's own, and end with it, after the GPU's work."""
 _copies: list[Tensor] = []
 _calls: dict[tuple[int, ...], int] = {}
 
@@ -62,16 +64,8 @@ def on_two_streams_of_which_one_is_joined(
 
 
 def from_a_thread(query: Tensor, *others: Any, **options: Any) -> Tensor:
-    """A thread launches on its own stream, and only the thread is waited for."""
-    found: list[Tensor] = []
-
-    def launch() -> None:
-        found.append(on_a_stream_that_nobody_joins(query, *others, **options))
-
-    thread = threading.Thread(target=launch)
-    thread.start()
-    thread.join()
-    return found[0]
+    """A thread launches on a stream of its own, and only the thread is waited for."""
+    return _thread.submit(on_a_stream_that_nobody_joins, query, *others, **options).result()
 
 
 def replays_a_graph_of_old_inputs(

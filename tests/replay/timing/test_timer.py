@@ -6,7 +6,6 @@ import contextlib
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -182,46 +181,3 @@ def test_a_sample_on_cuda(
     assert 0 < host_ms < layer_host_ms
     on_cuda.collect()
     assert len(candidate.ms) == 1
-
-
-@pytest.mark.parametrize(
-    ("call_ms", "left_ms", "calls", "found"),
-    [
-        (40.0, [0.01], 1, 0.0),
-        (1.0, [0.01, 0.01], 1 + 6, 0.0),
-        (0.001, [0.01, 0.01], 1 + 20, 0.0),
-        (0.001, [0.01, 9.0, 0.01], 1 + 40, 0.0),
-        # Three times in a row, beyond what the device takes without it.
-        (0.001, [0.01, 9.0, 5.0, 7.0, 1.0, 2.0, 3.0], 1 + 60, 4.0 / 20),
-        (0.001, [0.01, 9.0, 5.0, 7.0, 6.0, 6.0, 6.0], 1 + 60, 0.0),
-        # Negative: the stream was done before the host, and what was left is not known.
-        (0.001, [0.01, -0.01, 5.0, 7.0, 1.0, 2.0, 3.0], 1 + 60, 4.0 / 20),
-        (0.001, [0.01, -0.01, -0.02, -0.03, 0.01, 0.01, 0.01], 1 + 60, 0.0),
-        # After one call: of calls in a row, most is done beside the next.
-        (1.0, [9.0, 5.0, 7.0, 1.0, 2.0, 3.0], 3, 4.0),
-    ],
-)
-def test_work_is_looked_for_in_few_calls_and_again_where_there_seems_to_be_some(
-    monkeypatch: pytest.MonkeyPatch,
-    call_ms: float,
-    left_ms: list[float],
-    calls: int,
-    found: float,
-) -> None:
-    made = 0
-
-    def call() -> None:
-        nonlocal made
-        made += 1
-
-    answers = iter(left_ms)
-
-    def waits_ms(function: Callable[[], object], *_: object) -> timer._Wait:
-        function()
-        left = next(answers)
-        return timer._Wait(0.0, abs(left), host_was_ahead=left > 0)
-
-    monkeypatch.setattr(timer, "_waits_ms", waits_ms)
-    left = timer.work_left(call, torch.device("cuda"), call_ms, host_ms=0.02)
-    assert (made, left) == (calls, pytest.approx(found))
-    assert list(answers) == []
