@@ -250,7 +250,7 @@ class Checker:
         return True
 
     def _in_a_row(self, checked: Checked, samples: Samples) -> Finding:
-        """Whether no work outlives calls in a row, and they are about as fast as the samples say."""
+        """Whether calls in a row leave no work, and are about as fast as the samples say."""
         device, call_ms = self._settings.device, statistics.median(samples.ms)
         limit_ms = OTHER_TIMER * call_ms + BETWEEN_CALLS_MS
         fastest_ms = math.inf
