@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from attention_replay import Error
+from capture.storage.plain_files import given_text
 from replay.rows.row import HERE
 
 
@@ -56,7 +57,7 @@ def _from_toml(path: Path) -> dict[str, str]:
     else:
         import tomli as tomllib
     try:
-        data: dict[str, Any] = tomllib.loads(path.read_text("utf-8"))
+        data: dict[str, Any] = tomllib.loads(given_text(path))
     except OSError as error:
         raise WorkerError(
             f"cannot read {path} ({error.strerror}): give --env-file a TOML file"

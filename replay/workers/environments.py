@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
+from capture.printable import printable
 from replay.bench.runner import DEFAULT_BASELINE, DONE, STAGES, TIMING, Loaded
 from replay.bench.settings import Settings, WorkerOptions
 from replay.kernels.registry import Kernel, catalogue
@@ -327,7 +329,7 @@ class Environment:
                 facts = rebuilt(CallFacts, message["call"])
                 heard.loaded = Loaded(facts, rebuilt(Machine, message["machine"]))
             elif "row" in message:
-                row = rebuilt(Row, message["row"])
+                row = self._received(message["row"], heard.loaded)
                 objection = "" if hearing is None else hearing.objection(row)
                 if objection:
                     row = self._row(row.kernel, heard.loaded, "error", objection)
@@ -356,6 +358,14 @@ class Environment:
             excluded=tuple(sorted(excluded)),
             shared_file="" if self._judge is None else self._judge.shared_file,
         )
+
+    def _received(self, data: dict[str, Any], loaded: Loaded) -> Row:
+        """The row that a worker sent; one that cannot be read costs itself, and no other."""
+        try:
+            return rebuilt(Row, data)
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            reason = f"its worker sent no row: {type(error).__name__}: {error}"
+            return self._row(str(data.get("kernel", "")), loaded, "error", printable(reason))
 
     def _row(self, kernel: str, loaded: Loaded, status: Status, reason: str, log: str = "") -> Row:
         """A row that no worker lived to write."""

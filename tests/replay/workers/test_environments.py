@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import statistics
 import sys
@@ -284,6 +285,13 @@ def test_a_directory_is_no_file_of_interpreters(tmp_path: Path) -> None:
         interpreters([], str(tmp_path))
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names here")
+def test_a_pipe_that_nobody_writes_to_is_no_file_of_interpreters(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "kernels.toml")
+    with pytest.raises(WorkerError, match=r"^cannot read .* \(not a regular file\)"):
+        interpreters([], str(tmp_path / "kernels.toml"))
+
+
 def test_kernels_run_where_their_library_is() -> None:
     kernels = [
         kernel("torch-math", library="torch"),
@@ -412,6 +420,28 @@ def test_a_death_costs_a_row_in_its_place(ask: Ask) -> None:
     assert (rows[1].reason, rows[1].log) == ("gone", "its last words")
     assert rows[1].call.model == "model"
     assert all(row.machine.device == "a GPU" for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"status": "fine"}, "status is 'fine'"),
+        ({"reason": 5}, "reason is 5"),
+        ({"no_such_field": 1}, "KeyError: 'no_such_field'"),
+        ({"time_ms": [1.0]}, "AttributeError"),
+        ({"kernel": ["b"]}, "kernel is "),
+    ],
+    ids=str,
+)
+def test_a_row_that_cannot_be_read_costs_itself(
+    ask: Ask, wrong: dict[str, Any], named: str
+) -> None:
+    sent = {"row": row_of("b")["row"] | wrong}
+    rows, _ = ask([{"at": LOADING}, CALL, row_of("a"), sent, row_of("c")])
+    by_status = {row.status: row for row in rows}
+    assert [row.status for row in rows].count("ok") == 2
+    assert by_status["error"].reason.startswith("its worker sent no row: ")
+    assert named in by_status["error"].reason
 
 
 @pytest.mark.parametrize("stage", [LOADING, REFERENCE, TIMING, ""])
