@@ -163,10 +163,12 @@ class Writer:
                 self._closing = self._dropped = True
                 self._changed.notify_all()
             raise
+        is_here = self._is_directory_here()
         for index, nbytes in sorted(self.completed.items()):
             if fault := _fault(self.path(index), nbytes):
                 del self.completed[index]
-                self._journal.append(dropped=[index])
+                if is_here:  # elsewhere the file may be as it was, and the journal lies beside it
+                    self._journal.append(dropped=[index])
                 self._failed(index, OSError(errno.EIO, fault))
         if self.completed:
             _sync_file_system(self._journal.path.parent)
@@ -175,10 +177,15 @@ class Writer:
         """Where a call's file is, if it is complete."""
         return self._journal.path.with_name(f"{self._journal.stem}-{index:06d}.safetensors")
 
+    def _is_directory_here(self) -> bool:
+        """Whether the directory is still there, and no other in its place."""
+        with contextlib.suppress(OSError):
+            return os.path.samestat(os.stat(self._journal.path.parent), self._directory)
+        return False
+
     def _require_directory(self) -> None:
-        """Raise OSError if the directory is gone, or another is in its place."""
-        if not os.path.samestat(os.stat(self._journal.path.parent), self._directory):
-            raise OSError(errno.ENOENT, "the directory was replaced meanwhile")
+        if not self._is_directory_here():
+            raise OSError(errno.ENOENT, "the directory was moved, replaced or deleted meanwhile")
 
     @property
     def _is_busy(self) -> bool:

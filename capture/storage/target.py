@@ -122,7 +122,11 @@ class Target:
         try:
             for path, begun in self._begun.items():
                 if not os.path.samestat(os.stat(path), begun):
-                    return [*problems, f"{path} was replaced meanwhile: the calls are not listed"]
+                    problems.append(
+                        f"{path} was replaced meanwhile: the calls are not listed; if it was moved,"
+                        " `capture --repair` lists those that lie there now"
+                    )
+                    return problems
             with locked(self.directory, locks.PATIENCE_AT_THE_END_SECONDS):
                 told = finish(self.directory, ended=self._journal.stem)
                 if self._journal.path.exists():

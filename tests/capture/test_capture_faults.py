@@ -485,11 +485,31 @@ def test_a_link_in_place_of_the_directory_is_not_followed(tmp_path: Path) -> Non
         out.rename(tmp_path / "before")
         out.symlink_to(elsewhere)
 
-    with pytest.warns(RecordingWarning, match="the directory was replaced meanwhile"):
+    with pytest.warns(
+        RecordingWarning, match="the directory was moved, replaced or deleted meanwhile"
+    ):
         recording = recorded(out, int, replace, int)
     assert (recording.kept, recording.lost) == (0, 3)
-    assert recording.problems[1] == f"{out} was replaced meanwhile: the calls are not listed"
+    assert recording.problems[1].startswith(
+        f"{out} was replaced meanwhile: the calls are not listed"
+    )
     assert not any(elsewhere.iterdir())
+
+
+@pytest.mark.parametrize("sample", ["spread", "first"])
+def test_what_was_written_before_the_directory_was_moved_is_repaired(
+    tmp_path: Path, sample: str
+) -> None:
+    out, moved = tmp_path / "out", tmp_path / "moved"
+
+    def move() -> None:
+        out.rename(moved)
+
+    with pytest.warns(RecordingWarning, match="the directory was moved, replaced or deleted"):
+        recording = recorded(out, int, int, move, sample=sample, durable=True)
+    assert (recording.kept, recording.lost) == (0, 3)
+    repair(moved)
+    assert [entry.origin.call_index for entry in load(moved).entries] == [0, 1]
 
 
 def test_ranks_share_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
