@@ -240,7 +240,8 @@ class Dataset(Sequence[AttentionCall]):
             )
             return
         count, lost = len(journalled.files), journalled.in_memory
-        state = f"the capture of {model} was killed: {counted(count, 'complete call')}" + (
+        end = "ended, but is not in the manifest" if journalled.ended else "was killed"
+        state = f"the capture of {model} {end}: {counted(count, 'complete call')}" + (
             f", {lost} more only in memory" if lost else ""
         )
         kept = "; the one that the manifest lists is read" if is_other else ""

@@ -130,6 +130,8 @@ class Journalled:
     replaces: bool = False
     """It was to replace the manifest's capture of the same model."""
     files: list[dict[str, Any]] = field(default_factory=list)
+    ended: bool = False
+    """Its end is written down; what is missing is the manifest."""
     in_memory: int = 0
     """Calls that were chosen and of which no file was completed."""
     active: bool | None = False
@@ -163,6 +165,7 @@ def read(path: Path) -> Journalled | None:
                 found = Journalled(path, dict(data["capture"]), bool(data["replaces"]))
             elif "finished" in data:
                 found.capture = dict(data["finished"])
+                found.ended = True
             elif "file" in data:
                 index = int(data["call"]["origin"]["call_index"])
                 sampled.discard(index)

@@ -464,6 +464,9 @@ def test_a_process_that_keeps_the_directory_locked_costs_the_manifest_only(
         recording = recorded(tmp_path, int, lambda: locks.try_lock(descriptor))
     assert kept_in(tmp_path) == recording.kept == 2
     os.close(descriptor)
+    assert (
+        "model ended, but is not in the manifest: 2 complete calls; finish" in load(tmp_path).note
+    )
     repair(tmp_path)
     assert load(tmp_path).note == ""
 
