@@ -42,13 +42,14 @@ def full_size() -> str:
     return markdown_table(["kernel", *scenes], lines) + machine_line(rows)
 
 
-def by_shape(file: str, *, decode: bool | None = None) -> str:
+def by_shape(file: str, *, decode: bool | None = None, errors: bool = False) -> str:
     """List TFLOPS by shape; memory-bound decode in ms, drop-in time first, then core time.
 
     Every environment times PyTorch's kernels; only those of the replaying one are listed.
 
     Args:
         decode: list only decode shapes (True), only the others (False), or all (None).
+        errors: list the relative L1 of the output as well.
     """
     rows = [
         row
@@ -61,6 +62,9 @@ def by_shape(file: str, *, decode: bool | None = None) -> str:
     for row in rows:
         cells = shapes.setdefault(_shape(row) + (" (ms)" if _is_decode(row) else ""), {})
         cells[row["kernel"]] = _decode_cell(row) if decode else _shape_cell(row)
+        if errors:
+            error = float(row["accuracy.reference.relative_l1"])
+            cells[row["kernel"]] += f" ({100 * error:.2f} %)"
     lines = {
         shape: [cells.get(kernel, "") for kernel in kernels] for shape, cells in shapes.items()
     }
