@@ -1,4 +1,5 @@
-"""Kernels with one fault each, as a user's file may hold them. Run by `test_workers.py`."""
+"""Kernels with one fault each, as a user's file may hold them. Run by `test_workers.py`
+and `test_process.py`."""
 
 from __future__ import annotations
 

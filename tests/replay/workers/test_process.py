@@ -1,0 +1,352 @@
+"""A worker's process: how it starts, dies, is heard and is stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from replay.bench.guard import Guard
+from replay.bench.settings import Settings
+from replay.kernels.compiling import import_compiler
+from replay.kernels.registry import Kernel, catalogue
+from replay.workers import kernel_server
+from replay.workers.environments import Environment
+from replay.workers.process import (
+    LOG_BYTES,
+    CannotStart,
+    Died,
+    Place,
+    Process,
+    Stopped,
+    first_processes,
+    judge_process,
+)
+from replay.workloads.random_calls import Spec
+from replay.workloads.random_calls import workload as synthetic_workload
+from tests import factories
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="counts processes in /proc, and limits memory as Linux does"
+)
+
+
+BAD = Path(__file__).with_name("bad_kernels.py")
+SCRIPTS = {
+    "talks-nonsense": "say(ready=True); receive(); os.write(replies, b'nonsense\\n'); rest()",
+    "dies-idle": "say(ready=True); receive(); say(at='a'); say(done=True); os._exit(4)",
+    "slow-and-partial": (
+        "say(ready=True); receive(); line = b'{\"at\": \"' + 'é'.encode() * 10**6 + b'\"}\\n'\n"
+        "for piece in (line[:7], line[7:100001], line[100001:]):\n"
+        "    time.sleep(0.1)\n"
+        "    while piece: piece = piece[os.write(replies, piece):]\n"
+        "say(done=True); rest()"
+    ),
+    "prints-for-ever": "begin()\nwhile True: os.write(1, b'y' * 65536)",
+    "closes-its-output": (
+        "say(ready=True); receive(); os.close(1); os.close(2); say(at='a'); time.sleep(0.3)\n"
+        "say(done=True); rest()"
+    ),
+    "never-ready": "print('not a worker'); sys.exit(5)",
+    "aborts": "begin(); os.write(1, b'the last words, cut \\xff short'); os.abort()",
+    "real-time-signal": "begin(); os.kill(os.getpid(), signal.SIGRTMIN + 1)",
+    "prints-and-dies": (
+        "begin(); print('x' * 2**20); print('the last words', flush=True); os._exit(1)"
+    ),
+    "shuts-its-mouth": "begin(); os.close(replies); rest()",
+    "leaves-a-child-with-its-pipes": "begin(); os.fork() and os._exit(6); rest()",
+}
+PRELUDE = """
+import json, os, signal, sys, time
+requests, replies = int(sys.argv[-3]), int(sys.argv[-2])
+def say(**message): os.write(replies, json.dumps(message).encode() + b"\\n")
+def receive(): os.read(requests, 65536)
+def rest(): time.sleep(3600)
+def begin(): say(ready=True); receive(); say(at="a")
+"""
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Callable[..., Process]]:
+    """`worker(script)`: a process that runs one of `SCRIPTS` in place of the worker."""
+    started: list[Process] = []
+
+    def make(name: str, timeout: float = 5) -> Process:
+        script = tmp_path / f"{name}.py"
+        script.write_text(PRELUDE + SCRIPTS[name])
+        python = tmp_path / f"an interpreter for {name}"
+        python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "{script}" "$@"\n')
+        python.chmod(0o755)
+        started.append(Process(str(python), timeout))
+        return started[-1]
+
+    yield make
+    for process in started:
+        process.close()
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "reason", "log", "timeout"),
+    [
+        ("talks-nonsense", "crash", "something else wrote into the worker's replies", "", 5),
+        ("prints-for-ever", "timeout", "no sign of life for 0.5 s", "y", 0.5),
+        ("shuts-its-mouth", "crash", "closed its pipe and did not end", "", 5),
+        ("aborts", "crash", "ended by SIGABRT", "the last words, cut � short", 5),
+        ("real-time-signal", "crash", "ended by signal 3", "", 5),
+        ("prints-and-dies", "crash", "exited with code 1", "the last words", 5),
+    ],
+)
+def test_deaths(
+    worker: Callable[..., Process],
+    monkeypatch: pytest.MonkeyPatch,
+    script: str,
+    status: str,
+    reason: str,
+    log: str,
+    timeout: float,
+) -> None:
+    monkeypatch.setattr("replay.workers.process.ENDING_SECONDS", 0.2)
+    process = worker(script, timeout)
+    before = open_descriptors()
+    for _ in range(2):  # it is started again
+        with pytest.raises(Died) as died:
+            list(process.ask(do="something"))
+        assert died.value.status == status
+        assert reason in died.value.reason
+        assert log in died.value.log
+        assert len(died.value.log) <= LOG_BYTES
+    assert open_descriptors() == before
+
+
+@pytest.mark.timeout(60)
+def test_a_death_is_noticed_long_before_the_timeout(worker: Callable[..., Process]) -> None:
+    """The pipes stay open: nothing but a look at the process can tell."""
+    with pytest.raises(Died, match="exited with code 6"):
+        list(worker("leaves-a-child-with-its-pipes", 3600).ask(do="something"))
+
+
+def test_a_death_while_idle_is_nobodys(worker: Callable[..., Process]) -> None:
+    process = worker("dies-idle")
+    for _ in range(3):
+        assert list(process.ask(do="something")) == [{"at": "a"}]
+        time.sleep(0.2)
+
+
+def test_a_long_line_in_pieces(worker: Callable[..., Process]) -> None:
+    (message,) = worker("slow-and-partial").ask(do="something")
+    assert message["at"] == "é" * 10**6
+
+
+def test_a_worker_without_output(worker: Callable[..., Process]) -> None:
+    assert list(worker("closes-its-output").ask(do="something")) == [{"at": "a"}]
+
+
+def test_who_stops_listening_leaves_no_answers_behind(worker: Callable[..., Process]) -> None:
+    process = worker("slow-and-partial")
+    answers = process.ask(do="something")
+    next(answers)
+    answers.close()  # type: ignore[attr-defined]
+    (message,) = process.ask(do="something")
+    assert message["at"].startswith("é")
+
+
+def test_a_worker_that_cannot_start(worker: Callable[..., Process], tmp_path: Path) -> None:
+    before = open_descriptors()
+    for _ in range(2):
+        with pytest.raises(CannotStart, match="exited with code 5: not a worker"):
+            list(worker("never-ready").ask(do="something"))
+        with pytest.raises(CannotStart, match="No such file"):
+            list(Process(str(tmp_path / "nothing"), 5).ask(do="something"))
+        (tmp_path / "text").write_text("no program")
+        (tmp_path / "text").chmod(0o755)
+        with pytest.raises(CannotStart, match="Exec format error"):
+            list(Process(str(tmp_path / "text"), 5).ask(do="something"))
+    assert open_descriptors() == before
+
+
+def test_workers_can_start_before_this_process_imports_torch() -> None:
+    program = "import replay.workers.process, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def environments_of(monkeypatch: pytest.MonkeyPatch, *processes: Process) -> list[dict[str, str]]:
+    """What processes would be started with."""
+    started: list[dict[str, str]] = []
+
+    def popen(*_: object, env: dict[str, str], **__: object) -> None:
+        started.append(env)
+        raise OSError("enough")
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    for process in processes:
+        with pytest.raises(CannotStart):
+            process.start()
+    return started
+
+
+def test_only_the_judge_waits_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How a kernel's threads wait is part of what is timed."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    both = environments_of(monkeypatch, Process(sys.executable, 1.0), judge_process(1.0))
+    assert [env.get("OMP_WAIT_POLICY") for env in both] == [None, "PASSIVE"]
+
+
+def test_torch_compile_does_not_move_tritons_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does where the variable is not set: kernels that come after it are compiled again."""
+    knobs = pytest.importorskip("triton.knobs", reason="an older Triton")
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    (worker,) = environments_of(monkeypatch, Process(sys.executable, 1.0))
+    assert worker["TRITON_CACHE_DIR"] == knobs.cache.dir
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
+    (worker,) = environments_of(monkeypatch, Process(sys.executable, 1.0))
+    assert worker["TRITON_CACHE_DIR"] == "/elsewhere"
+
+
+def test_a_worker_runs_where_it_is_placed() -> None:
+    cpu = max(os.sched_getaffinity(0))
+    place = Place({"CUDA_VISIBLE_DEVICES": "3"}, frozenset({cpu}))
+    for process in (Process(sys.executable, 60, place=place), judge_process(60, place)):
+        for each in (process, process.another()):
+            each.start()
+            try:
+                assert each._child is not None
+                assert os.sched_getaffinity(each._child.pid) == {cpu}
+                environ, variables = Path(f"/proc/{each._child.pid}/environ"), b""
+                while not variables:  # until the new program is there
+                    assert each._child.poll() is None
+                    variables = environ.read_bytes()
+                assert b"CUDA_VISIBLE_DEVICES=3" in variables.split(b"\0")
+            finally:
+                each.close()
+
+
+def test_a_worker_is_usable_or_not() -> None:
+    environment = Environment("this", sys.executable, 60)
+    try:
+        assert environment.works_on(torch.device("cpu"))
+        assert not environment.works_on(torch.device("cuda:7"))
+    finally:
+        environment.close()
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "no such device",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("cpu", "cuda:7", None)),
+    ],
+)
+def test_whatever_comes_of_a_preparation_nobody_hears_of_it(device: str | None) -> None:
+    with first_processes(60) as first:
+        first.prepare(device)
+        for process in first:
+            child = process._child
+            answers = list(process.ask(do="touch", device="cpu"))
+            assert answers == [{"works": True}]
+            assert process._child is child
+
+
+def test_a_worker_imports_what_kernels_need_while_the_judge_is_at_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+
+    def fails() -> None:
+        done.append("failed")
+        raise ImportError
+
+    def kernel(name: str, warm_up: Callable[[], None] | None) -> Kernel:
+        return dataclasses.replace(factories.kernel(name), warm_up=warm_up)
+
+    kernels = [
+        kernel("plain", None),
+        kernel("broken", fails),
+        kernel("needs", lambda: done.append("imported")),
+    ]
+    guard = Guard()
+    monkeypatch.setattr(guard, "restore", lambda name: done.append(f"{name} settled"))
+
+    def hear() -> dict[str, Any]:
+        done.append("heard")
+        return {"answer": 1}
+
+    monkeypatch.setattr(kernel_server, "_warm", set())
+    monkeypatch.setattr(gc, "freeze", lambda: done.append("frozen"))
+    busy = kernel_server._busy_at_first(hear, kernels, guard)
+    assert [busy(), busy()] == [{"answer": 1}] * 2
+    at_first = ["failed", "broken settled", "imported", "needs settled", "frozen"]
+    assert done == [*at_first, "heard", "heard"]
+    kernel_server._busy_at_first(hear, kernels, guard)()
+    assert done == [*at_first, "heard", "heard", "heard"]
+
+
+def test_kernels_that_compile_with_torch_say_so() -> None:
+    compiled = {name for name, kernel in catalogue().items() if kernel.warm_up is import_compiler}
+    assert compiled == {
+        name for name in catalogue() if name == "flex" or name.endswith(("-compiled", "-autotuned"))
+    }
+
+
+def test_a_worker_that_dies_of_its_preparation_is_replaced() -> None:
+    process = Process(sys.executable, 60)
+    request = {
+        "workload": synthetic_workload("a", "b", Spec(1, 1, 1, 4, 4, 8, 8), 0).source,
+        "kernels": [f"{BAD}:segfault"],
+        "settings": Settings(torch.device("cpu"), "warm").to_json(),
+    }
+    process.prepare(do="call", **request)
+    child = process._child
+    try:
+        assert process.answer(do="touch", device="cpu") == {"works": True}
+        assert child is not None
+        assert process._child is not child
+    finally:
+        process.close()
+
+
+def test_what_waits_for_a_worker_can_be_stopped() -> None:
+    place = Place()
+    process = Process(sys.executable, 600, place=place)
+    seen: list[str] = []
+
+    def ask() -> None:
+        request = {
+            "workload": synthetic_workload("a", "b", Spec(1, 1, 1, 4, 4, 8, 8), 0).source,
+            "kernels": [f"{BAD}:hang"],
+            "settings": Settings(torch.device("cpu"), "warm").to_json(),
+        }
+        try:
+            for message in process.ask(do="call", **request):
+                seen.append(message.get("at", ""))
+        except Stopped:
+            seen.append("stopped")
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        while f"{BAD}:hang" not in seen:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        child = process._child
+        assert child is not None
+    finally:
+        place.stopped.set()
+        thread.join(30)
+    assert seen[-1] == "stopped"
+    assert child.poll() is not None
+    with pytest.raises(Stopped):
+        process.start()
