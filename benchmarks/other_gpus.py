@@ -41,7 +41,7 @@ DECODE = (
     "triton-paged-decode-fp8",
     "triton-sparse-decode",
 )
-KERNELS = (*PREFILL, "triton-varlen", *DECODE)
+KERNELS = (*PREFILL, "triton-masked", "triton-varlen", *DECODE)
 HEAD_DIMS = (64, 128, 256)
 COLUMNS = ("compute capability", "kernel", "head_dim", "result", "triton")
 COMPILES = "compiles"
@@ -94,6 +94,9 @@ def call_of(kernel: str, head_dim: int) -> AttentionCall:
     is_causal = kernel in PREFILL
     spec = Spec(1, 8, 2, q_len, kv_len, head_dim, head_dim, is_causal, torch.float16)
     call = spec.without_values()
+    if kernel == "triton-masked":
+        mask = torch.empty((q_len, kv_len), dtype=torch.bool, device="meta")
+        return call.with_tensors({"attn_mask": mask})
     if kernel == "triton-varlen":
         lengths = torch.empty(1, dtype=torch.int32, device="meta")
         return replace(call, seqused_k=lengths)

@@ -46,6 +46,7 @@ MASKED = ("padding", "random", "float mask", "mask by head")
 VARIANTS = ("bottom right", "window", "window both ways", "soft cap", "sinks")
 FORMS: dict[str, tuple[str, ...]] = {
     "triton-fa2": (*PLAIN, *MASKED, *VARIANTS),
+    "triton-masked": MASKED,
     "triton-fa3": PLAIN,
     "triton-sage": (*PLAIN, *VARIANTS),
     "triton-fp8": (*PLAIN, *VARIANTS),

@@ -3,7 +3,8 @@
     python -m benchmarks.variants [--env NAME=PYTHON] [--out FILE]
 
 Times a window of 1,024 keys beside the same call without it, at 8k and 32k keys and when decoding,
-soft caps, sinks as in gpt-oss, and packed sequences. Writes `benchmarks/results/variants.csv` and
+soft caps, sinks as in gpt-oss, packed sequences, and masks of documents (an eighth of the keys that
+causality leaves, in tensors of all). Writes `benchmarks/results/variants.csv` and
 prints its table.
 """
 
@@ -50,6 +51,16 @@ def _packed() -> dict[str, Any]:
     return {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "variant": variant}
 
 
+def _documents(*, is_float: bool) -> dict[str, Any]:
+    """Eight documents of 1,024 tokens, each causal, as a mask that does not say so."""
+    position = torch.arange(8192)
+    mask = position[:, None] >= position
+    mask &= position[:, None] // 1024 == position // 1024
+    if is_float:
+        mask = torch.zeros(mask.shape, dtype=torch.bfloat16).masked_fill_(~mask, float("-inf"))
+    return {"attn_mask": mask[None, None], "is_causal": False}
+
+
 SWEEPS: dict[str, dict[str, tuple[Spec, Mapping[str, Any]]]] = {
     f"torch-default,triton-fa2,{LIBRARIES},eager": {
         "8k": (LLAMA_8K, {}),
@@ -62,6 +73,11 @@ SWEEPS: dict[str, dict[str, tuple[Spec, Mapping[str, Any]]]] = {
     f"torch-default,triton-fa2,{LIBRARIES}": {
         "32k": (LLAMA_32K, {}),
         "32k-window-1024": (LLAMA_32K, WINDOW),
+    },
+    "torch-default,torch-efficient,torch-cudnn,triton-fa2,triton-masked,flex": {
+        "8k": (LLAMA_8K, {}),
+        "8k-documents": (LLAMA_8K, _documents(is_float=False)),
+        "8k-documents-float": (LLAMA_8K, _documents(is_float=True)),
     },
     "torch-default,triton-decode,fa2-kvcache,flashinfer-decode,flex,torch-masked": {
         "decode": (DECODE, {}),

@@ -117,6 +117,19 @@ def test_more_elements_than_an_int32_counts() -> None:
     torch.testing.assert_close(output, scaled_dot_product_attention(*close), rtol=0, atol=1e-3)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("is_float", [False, True])
+def test_what_a_mask_hides_is_skipped(head_dim: int, is_float: bool) -> None:
+    """Windows of some width, by head; the last head sees everything."""
+    distance = (
+        torch.arange(2100, device="cuda") - torch.arange(1500, device="cuda")[:, None]
+    ).abs()
+    mask = torch.stack([distance < width for width in (3, 64, 500, 2100)])
+    if is_float:
+        mask = torch.zeros_like(mask, dtype=torch.bfloat16).masked_fill_(~mask, float("-inf"))
+    verify("triton-masked", call_of((2, 4, 2, 1500, 2100, head_dim, head_dim), attn_mask=mask))
+
+
 LENGTHS = (1024, 468, 631, 258, 353, 599, 732, 94)
 
 

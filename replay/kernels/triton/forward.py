@@ -15,6 +15,7 @@ from replay.kernels.triton.forward_tiles import Blocks, blocks, pieces
 from replay.kernels.triton.launch import Kept, Launch, PlannedCall, is_aligned, layout, named
 from replay.kernels.triton.masking import window_sides
 from replay.kernels.triton.online_softmax import base_2
+from replay.kernels.triton.visits import Visits
 
 SECTION_BYTES = 16 * 2**20
 """Keys and values that programs of neighbouring numbers share; a part of the L2 cache."""
@@ -44,6 +45,7 @@ def forward(
     *,
     variant: Variant = PLAIN,
     sinks: Tensor | None = None,
+    visited: Visits | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The output, in memory as the query is (BHSD or BSHD), and the log-sum-exp if asked for.
 
@@ -52,6 +54,8 @@ def forward(
         cut: how to cut up the call; None is `blocks`.
         variant: its longest sequences are not read.
         sinks: (Hq,).
+        visited: what `attn_mask` leaves, of `cut`'s rows and keys; only the mask says then who sees
+            what.
 
     Raises:
         ValueError: the shapes do not fit together, or a head dimension is larger than 256.
@@ -61,7 +65,7 @@ def forward(
         query, scale = (-query, -scale) if scale else (query * 0.0, 1.0)
     shape = (
         query.device,
-        *map(layout, (query, key, value, attn_mask, sinks)),
+        *map(layout, (query, key, value, attn_mask, sinks, *(visited or ()))),
         *map(is_aligned, (query, key, value)),
         is_causal,
         scale,
@@ -73,7 +77,19 @@ def forward(
     )
     planned = _calls.get(shape) or _calls.keep(
         shape,
-        _plan(query, key, value, attn_mask, is_causal, scale, lengths, has_lse, cut, variant),
+        _plan(
+            query,
+            key,
+            value,
+            attn_mask,
+            is_causal,
+            scale,
+            lengths,
+            has_lse,
+            cut,
+            variant,
+            visited,
+        ),
     )
     output = _output(query, value.shape[3])
     lse = query.new_empty(query.shape[:3], dtype=torch.float32) if has_lse else None
@@ -87,6 +103,7 @@ def forward(
         output,
         lse,
         *lengths[3:],
+        *(visited or (None, None)),
     )
     return output, lse
 
@@ -105,6 +122,7 @@ def _plan(
     has_lse: bool,
     cut: Blocks | None,
     variant: Variant,
+    visited: Visits | None,
 ) -> PlannedCall:
     """All of a call but its tensors' addresses; arguments as those of `forward`, scale > 0."""
     _check(query, key, value)
@@ -136,6 +154,7 @@ def _plan(
         | named("stride_k", "bhnd", _strides(key, unit))
         | named("stride_v", "bhnd", _strides(value, unit))
         | named("stride_m", "bhmn", mask.stride() if mask is not None else (0, 0, 0, 0))
+        | named("stride_w", "bh", (None, None) if visited is None else visited.strides())
         | named("stride_o", "bhmd", _strides(output, output_unit))
         | named("stride_l", "bhm", (heads * q_len, q_len, 1) if has_lse else (0, 0, 0))
         | {

@@ -7,6 +7,8 @@ through each stretch of the keys with `_attend`, and stores the output.
 - Blocks that the diagonal, a side of a window or the end of the keys cuts are masked, those between
   are not, and those beyond are not gone through at all: up to three stretches, each a loop of its
   own.
+- Where a mask has been looked through (`visits.py`), the blocks that it leaves take their place:
+  first those in which it changes nothing, then the others.
 - A head dimension that is no power of two is two pieces: 96 is 64 + 32, 72 is 64 + 16.
 - Query heads that share a key head read it in place.
 - Key and value come through tensor descriptors (TMA) where their strides allow it and the GPU has
@@ -32,7 +34,8 @@ from replay.kernels.triton.online_softmax import LN_2, LOG2_E, add_sink, soft_ca
     do_not_specialize=[
         "q_len", "k_len", "tiles", "heads", "group", "batches", "section", "left", "right",
         "stride_qb", "stride_qh", "stride_kb", "stride_kh", "stride_vb", "stride_vh",
-        "stride_mb", "stride_mh", "stride_ob", "stride_oh", "stride_lb", "stride_lh", "stride_lm",
+        "stride_mb", "stride_mh", "stride_wb", "stride_wh", "stride_ob", "stride_oh",
+        "stride_lb", "stride_lh", "stride_lm",
     ]
 )  # fmt: skip
 def forward_kernel(
@@ -46,6 +49,8 @@ def forward_kernel(
     q_offsets,
     k_starts,
     k_lengths,
+    blocks,
+    counts,
     scale,
     cap,
     left,
@@ -73,6 +78,8 @@ def forward_kernel(
     stride_mh,
     stride_mm,
     stride_mn,
+    stride_wb,
+    stride_wh,
     stride_ob,
     stride_oh,
     stride_om,
@@ -99,8 +106,8 @@ def forward_kernel(
 ):
     """A tile of BLOCK_M queries of one head.
 
-    `sinks`, `cap`, `left` and `right` are None where a call has none, and then no arguments of the
-    compiled program.
+    `sinks`, `cap`, `left`, `right`, and `blocks` with all that belongs to it are None where a call
+    has none, and then no arguments of the compiled program.
 
     Strides of query, key and value, but those between the elements of a row, count in UNITs, those
     of the output in OUTPUT_UNITs.
@@ -152,18 +159,33 @@ def forward_kernel(
         total = tl.zeros([BLOCK_M], tl.float32)
         rows = row + tl.arange(0, BLOCK_M)
 
-        ends = stretches(
-            row + diagonal, k_start, k_end, left, right, BLOCK_M, BLOCK_N, IS_CAUSAL, False
-        )
-        for stretch in tl.static_range(1 if left is None else 0, 3):
-            sums, sums_rest, maximum, total = _attend(
-                sums, sums_rest, maximum, total, query_main, query_rest, key, value, attn_mask,
-                batch_in_memory, kv_head, rows, rows + diagonal, q_end, k_end,
-                ends[stretch], ends[stretch + 1], scale, cap, left, right,
-                stride_kn, stride_kd, stride_vn, stride_vd, stride_mm, stride_mn,
-                BLOCK_N, D, D_MAIN, D_REST, DV, DV_MAIN, DV_REST,
-                MASK, IS_CAUSAL, stretch != 1, LENGTHS != "full", HAS_DESCRIPTORS,
-            )  # fmt: skip
+        if blocks is None:
+            ends = stretches(
+                row + diagonal, k_start, k_end, left, right, BLOCK_M, BLOCK_N, IS_CAUSAL, False
+            )
+            for stretch in tl.static_range(1 if left is None else 0, 3):
+                sums, sums_rest, maximum, total = _attend(
+                    sums, sums_rest, maximum, total, query_main, query_rest, key, value, attn_mask,
+                    batch_in_memory, kv_head, rows, rows + diagonal, q_end, k_end,
+                    None, ends[stretch], ends[stretch + 1], scale, cap, left, right,
+                    stride_kn, stride_kd, stride_vn, stride_vd, stride_mm, stride_mn,
+                    BLOCK_N, D, D_MAIN, D_REST, DV, DV_MAIN, DV_REST,
+                    MASK, IS_CAUSAL, stretch != 1, LENGTHS != "full", HAS_DESCRIPTORS,
+                )  # fmt: skip
+        else:
+            place = wide_batch * stride_wb + wide_head * stride_wh + tile
+            width = tl.cdiv(k_len, BLOCK_N)
+            blocks += place * 2 * width
+            for kind in tl.static_range(2):
+                sums, sums_rest, maximum, total = _attend(
+                    sums, sums_rest, maximum, total, query_main, query_rest, key, value, attn_mask,
+                    batch_in_memory, kv_head, rows, rows, q_end, k_end,
+                    blocks + kind * width, 0, tl.load(counts + place * 2 + kind),
+                    scale, cap, left, right,
+                    stride_kn, stride_kd, stride_vn, stride_vd, stride_mm, stride_mn,
+                    BLOCK_N, D, D_MAIN, D_REST, DV, DV_MAIN, DV_REST,
+                    MASK if kind == 1 else "none", False, kind == 1, False, HAS_DESCRIPTORS,
+                )  # fmt: skip
 
         if sinks is not None:
             sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
@@ -269,6 +291,7 @@ def _attend(
     diagonals,
     q_end,
     k_end,
+    blocks,
     first,
     last,
     scale,
@@ -294,14 +317,24 @@ def _attend(
     IS_PART: tl.constexpr,
     HAS_DESCRIPTORS: tl.constexpr,
 ):
-    """Go through the keys [first, last) of a head, a block at a time.
+    """Go through the keys [first, last) of a head, a block at a time; or through that range of
+    `blocks`, of which each entry is a first key.
 
     `rows` and keys count from the tensors' beginnings; `diagonals` are the keys beside the rows.
     `cap`, `left` and `right` are None where there is no soft cap or side of a window; with a cap,
     `scale` is that of the exponent in tanh. IS_BOUNDED: a block may reach past `k_end` or cross the
     diagonal or a side. IS_PART: past `k_end` there may be somebody else's keys.
     """
-    for start in tl.range(first, last, BLOCK_N):
+    STEP: tl.constexpr = BLOCK_N if blocks is None else 1
+    next_start = first
+    if blocks is not None:
+        # A block ahead: loads are not begun early whose place is loaded in the same turn.
+        next_start = tl.load(blocks + first, mask=first < last, other=0)
+    for place in tl.range(first, last, STEP):
+        start = place
+        if blocks is not None:
+            start = tl.multiple_of(next_start, BLOCK_N)
+            next_start = tl.load(blocks + place + 1, mask=place + 1 < last, other=0)
         key_main = _load_block(
             key, batch, kv_head, start, k_end, stride_kn, stride_kd,
             0, D_MAIN, BLOCK_N, D, IS_BOUNDED, HAS_DESCRIPTORS,

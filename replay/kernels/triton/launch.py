@@ -131,6 +131,6 @@ def is_aligned(tensor: Tensor) -> bool:
     return tensor.data_ptr() % 16 == 0
 
 
-def named(prefix: str, axes: Iterable[str], strides: Iterable[int]) -> dict[str, int]:
-    """Strides as arguments, by a kernel's names for them."""
+def named(prefix: str, axes: Iterable[str], strides: Iterable[int | None]) -> dict[str, int | None]:
+    """Strides as arguments, by a kernel's names for them; None where there is nothing."""
     return {f"{prefix}{axis}": stride for axis, stride in zip(axes, strides, strict=True)}

@@ -206,7 +206,7 @@ def key_ranges(keys: Tensor) -> KeyRanges:
 @functools.lru_cache(maxsize=1024)
 def _planned(shape: tuple[int, int], strides: tuple[int, int], device: torch.device) -> Launch:
     batch, length = shape
-    arguments = {"batches": batch, "length": length, "BLOCK": BLOCK_KEYS}
+    arguments: dict[str, int | None] = {"batches": batch, "length": length, "BLOCK": BLOCK_KEYS}
     arguments |= named("stride_", ("batch", "key"), strides)
     return Launch(_key_ranges, (batch, 1, 1), device, arguments)
 

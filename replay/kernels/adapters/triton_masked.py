@@ -1,0 +1,53 @@
+"""Our FlashAttention-2-style kernel in Triton that skips the blocks of keys a mask hides.
+
+The core has looked through the mask before, as a model can that uses one mask in all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from capture.call import AttentionCall
+from replay.kernels.constraints import (
+    AnyCall,
+    mask_or_causal,
+    max_head_dim,
+    no_dropout,
+    up_to_float32,
+)
+from replay.kernels.library import TRITON
+from replay.kernels.registry import register
+from replay.kernels.wrapping import adapt, at_once
+
+
+def _has_mask(call: AnyCall) -> str | None:
+    return "takes calls with an attn_mask only" if call.attn_mask is None else None
+
+
+def _prepare(call: AnyCall) -> Callable[[], Tensor]:
+    from replay.kernels.triton.masked_prefill import masked_prefill, visits_of
+
+    mask = call.attn_mask
+    assert mask is not None
+    visited = visits_of(call.query, call.value, mask)
+    return lambda: masked_prefill(
+        call.query, call.key, call.value, mask, scale=call.scale, visited=visited
+    )
+
+
+def _core(call: AttentionCall) -> Callable[[], Tensor]:
+    return _prepare(call)
+
+
+register(
+    adapt(
+        "triton-masked",
+        TRITON,
+        at_once(_prepare),
+        (no_dropout, up_to_float32, max_head_dim(256), _has_mask, mask_or_causal),
+        "ours: FlashAttention 2 in Triton, which skips the blocks that a mask hides",
+        prepare=_core,
+    )
+)

@@ -1,0 +1,69 @@
+"""FlashAttention-2-style attention that does not go through the blocks of keys a mask hides."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from replay.kernels.triton.forward import Lengths, forward
+from replay.kernels.triton.forward_tiles import Blocks
+from replay.kernels.triton.visits import Visits, visits
+
+
+def tiles_for(query: Tensor, value: Tensor) -> Blocks:
+    """Few rows and keys at a time, of which more blocks are hidden whole; and on sm_90a, where a
+    mask's addresses take registers too, larger tiles spill them (not timed yet)."""
+    head_dim = max(query.shape[3], value.shape[3])
+    if query.dtype == torch.float32:
+        return Blocks(64, 32, 4, 1) if head_dim <= 64 else Blocks(32, 32, 4, 1)
+    if head_dim <= 128:
+        return Blocks(64, 64 if head_dim <= 64 else 32, 4, 3)
+    return Blocks(64, 32, 8, 2)
+
+
+def visits_of(query: Tensor, value: Tensor, attn_mask: Tensor) -> Visits:
+    """What `masked_prefill` looks up, so that it can be made once for calls with the same mask.
+
+    Tensors are those of `masked_prefill`.
+    """
+    shape = (*query.shape[:3], value.shape[2])
+    cut = tiles_for(query, value)
+    return visits(attn_mask.expand(shape), cut.rows, cut.keys)
+
+
+def masked_prefill(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor,
+    *,
+    scale: float | None = None,
+    visited: Visits | None = None,
+) -> Tensor:
+    """softmax(scale · QKᵀ + mask) · V, at the cost of the blocks that the mask leaves.
+
+    What a mask hides in whole blocks is not read: a NaN there reaches nothing.
+
+    Args:
+        query, key, value, scale: as for `replay.kernels.triton.prefill.prefill`.
+        attn_mask: broadcasts to (B, Hq, Sq, Sk): bool (True = attend) or float (added).
+        visited: of `visits_of`; None makes it.
+
+    Raises:
+        ValueError: the shapes do not fit together, or a head dimension is larger than 256.
+    """
+    if visited is None:
+        visited = visits_of(query, value, attn_mask)
+    output, _ = forward(
+        query,
+        key,
+        value,
+        attn_mask,
+        False,
+        scale,
+        Lengths("full", query.shape[0], query.shape[2]),
+        False,
+        tiles_for(query, value),
+        visited=visited,
+    )
+    return output

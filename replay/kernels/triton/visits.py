@@ -1,0 +1,106 @@
+"""Which blocks of keys a mask leaves to each tile of queries, so that the others are not read.
+
+A block is gone through without the mask if it hides nothing and adds nothing there, with it if it
+does so for some, and not at all if it hides all of it. The mask is read once for that. What comes
+out depends on nothing but the mask: a model's layers and steps can share it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class Visits(NamedTuple):
+    """The blocks that each tile goes through. B and H are 1 where the mask is the same for all."""
+
+    blocks: Tensor
+    """(B, H, tiles, 2, blocks) int32, the first key of each: those without the mask, and those with
+    it, in order; what follows them is undefined."""
+    counts: Tensor
+    """(B, H, tiles, 2) int32: how many there are of each."""
+
+    def strides(self) -> tuple[int, int]:
+        """From one batch element to the next, and from one head to the next, in tiles."""
+        batches, heads, tiles = self.counts.shape[:3]
+        return (heads * tiles if batches > 1 else 0), (tiles if heads > 1 else 0)
+
+
+@triton.jit(do_not_specialize=["heads", "q_len", "k_len"])
+def _visits_kernel(
+    mask_ptr,
+    blocks_ptr,
+    counts_ptr,
+    heads,
+    q_len,
+    k_len,
+    stride_b,
+    stride_h,
+    stride_m,
+    stride_n,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    IS_BOOL: tl.constexpr,
+):
+    """One tile of queries."""
+    tile, head = tl.program_id(0), tl.program_id(1)
+    width = tl.cdiv(k_len, BLOCK_N)
+    place = head.to(tl.int64) * tl.num_programs(0) + tile
+    blocks_ptr += place * 2 * width
+    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_row = rows[:, None] < q_len
+    mask_ptr += (head // heads).to(tl.int64) * stride_b + (head % heads).to(tl.int64) * stride_h
+    row_ptrs = mask_ptr + rows[:, None].to(tl.int64) * stride_m
+    whole = 0
+    cut = 0
+    for first in range(0, k_len, BLOCK_N):
+        keys = first + tl.arange(0, BLOCK_N)
+        inside = is_row & (keys[None, :] < k_len)
+        values = tl.load(row_ptrs + keys[None, :].to(tl.int64) * stride_n, mask=inside, other=0)
+        if IS_BOOL:
+            is_seen = values != 0
+            is_plain = is_seen
+        else:
+            is_seen = values != float("-inf")  # NaN is seen
+            is_plain = values == 0
+        is_visited = tl.max((is_seen & inside).to(tl.int32)) == 1
+        is_whole = tl.min((is_plain | ~is_row).to(tl.int32)) == 1
+        is_whole = is_whole & (first + BLOCK_N <= k_len)
+        is_cut = is_visited & (is_whole == 0)
+        tl.store(blocks_ptr + whole, first, mask=is_whole)
+        tl.store(blocks_ptr + width + cut, first, mask=is_cut)
+        whole += is_whole.to(tl.int32)
+        cut += is_cut.to(tl.int32)
+    tl.store(counts_ptr + place * 2, whole)
+    tl.store(counts_ptr + place * 2 + 1, cut)
+
+
+def visits(attn_mask: Tensor, rows: int, keys: int) -> Visits:
+    """What a mask (B, Hq, Sq, Sk), bool or float, any strides, leaves to tiles of `rows` queries,
+    of blocks of `keys` keys."""
+    shared = [dim for dim in (0, 1) if attn_mask.stride(dim) == 0]
+    for dim in shared:
+        attn_mask = attn_mask.narrow(dim, 0, 1)
+    batches, heads, q_len, k_len = attn_mask.shape
+    is_bool = attn_mask.dtype == torch.bool
+    tiles, width = triton.cdiv(q_len, rows), triton.cdiv(k_len, keys)
+    blocks = attn_mask.new_empty((batches, heads, tiles, 2, width), dtype=torch.int32)
+    counts = attn_mask.new_empty((batches, heads, tiles, 2), dtype=torch.int32)
+    _visits_kernel[(tiles, batches * heads)](
+        attn_mask.view(torch.uint8) if is_bool else attn_mask,
+        blocks,
+        counts,
+        heads,
+        q_len,
+        k_len,
+        *attn_mask.stride(),
+        BLOCK_M=rows,
+        BLOCK_N=keys,
+        IS_BOOL=is_bool,
+        num_warps=4,
+    )
+    return Visits(blocks, counts)
