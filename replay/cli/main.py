@@ -120,18 +120,18 @@ def _dispatch(arguments: argparse.Namespace, given: list[str]) -> int:
 def _first_processes(arguments: argparse.Namespace, limit: TimeLimit) -> Iterator[list[First]]:
     """Those of the device, or of each of `--gpus`, which import PyTorch while this one does."""
     from replay.distribution.devices import probable_gpus
-    from replay.workers.process import Place, first_processes
+    from replay.workers.process import Placement, first_processes
 
     with contextlib.ExitStack() as stack:
         if arguments.gpus is None:
-            place = Place(stopped=limit.stopped)
+            place = Placement(stopped=limit.stopped)
             first = stack.enter_context(first_processes(arguments.timeout, place))
             first.prepare(arguments.device)
             yield [first]
             return
         # They use no device before it is known that no other replay does.
         places = [
-            Place(device.variables, device.cpus, limit.stopped)
+            Placement(device.variables, device.cpus, limit.stopped)
             for device in probable_gpus(arguments.gpus)
         ]
         yield [stack.enter_context(first_processes(arguments.timeout, each)) for each in places]
@@ -251,9 +251,9 @@ def _one_device(
     """Say so where another replay measures on it too."""
     from replay.distribution.devices import held_if_free
     from replay.workers.execution import execution
-    from replay.workers.process import Place
+    from replay.workers.process import Placement
 
-    place = Place(stopped=limit.stopped)
+    place = Placement(stopped=limit.stopped)
     with (
         held_if_free(device) as trouble,
         execution(first, pythons, arguments.timeout, place) as where,

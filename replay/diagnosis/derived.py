@@ -16,7 +16,7 @@ UNGATHERED = {"packed", "paged", "key-lengths"}
 """Features whose lengths stand beside the tensors: gathering rows would make these wrong."""
 
 
-class Place(NamedTuple):
+class OutputRows(NamedTuple):
     """Rows of an output."""
 
     batch: int
@@ -75,7 +75,7 @@ def changed(call: AttentionCall) -> AttentionCall:
     return call.with_tensors(found)
 
 
-def part(call: AttentionCall, place: Place) -> AttentionCall:
+def part(call: AttentionCall, place: OutputRows) -> AttentionCall:
     """Some rows of one head as a call (1, 1, R, D): what they see is its mask, if not all keys."""
     call = call.without_pages()
     batch, head, rows = place

@@ -21,7 +21,7 @@ from replay.bench.referee import Judged, LocalReferee
 from replay.bench.settings import Settings, WorkerOptions
 from replay.bench.stages import Checked
 from replay.diagnosis.captured import CAPTURED, examine_captured
-from replay.diagnosis.derived import Place
+from replay.diagnosis.derived import OutputRows
 from replay.diagnosis.hypotheses.lengths import odd_length
 from replay.diagnosis.hypotheses.magnitudes import outlier_channel, overflow
 from replay.diagnosis.hypotheses.memory import flickering, unwritten, zeroed
@@ -171,7 +171,7 @@ def _changed_inputs(checked: Checked, run_on: Run) -> Evidence:
     )
 
 
-def _first_changed(call: AttentionCall, run_on: Run) -> Place | None:
+def _first_changed(call: AttentionCall, run_on: Run) -> OutputRows | None:
     """The first head whose query, key or value another run changes, and the rows that it does."""
     given = call.to(call.device)
     run_on(given)
@@ -181,7 +181,7 @@ def _first_changed(call: AttentionCall, run_on: Run) -> Place | None:
         if bool(rows.any()) and call.page_table is None:
             batch, head, _ = (int(each) for each in rows.nonzero()[0])
             group = 1 if name == "query" else call.shape.q_heads // call.shape.kv_heads
-            return Place(batch, head * group, rows[batch, head].nonzero().flatten())
+            return OutputRows(batch, head * group, rows[batch, head].nonzero().flatten())
     return None
 
 

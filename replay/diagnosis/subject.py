@@ -16,7 +16,7 @@ from replay.accuracy.judge import Expected, judge
 from replay.accuracy.reference import attention
 from replay.accuracy.sparse import restricted
 from replay.accuracy.thresholds import Thresholds
-from replay.diagnosis.derived import Place, part
+from replay.diagnosis.derived import OutputRows, part
 from replay.rows.accuracy import AccuracyClass
 
 Cause = Literal[
@@ -64,10 +64,10 @@ class Evidence:
     """What is wrong and how that was found, without the kernel's name."""
     numbers: dict[str, Any] = field(default_factory=dict)
     """Plain JSON."""
-    place: Place | None = None
+    place: OutputRows | None = None
     """Where, if not where the judge found the worst row."""
 
-    def at(self, place: Place) -> Evidence:
+    def at(self, place: OutputRows) -> Evidence:
         """The same with a place, where it has none."""
         return self if self.place is not None else replace(self, place=place)
 
@@ -103,7 +103,7 @@ class Subject:
     """The form of the call that the kernel ran."""
     output: Tensor
     """(B, Hq, Sq, Dv): what it returned."""
-    place: Place
+    place: OutputRows
     """The rows that are most wrong, of one head."""
     own: Score
     """The score of these rows."""
@@ -142,7 +142,7 @@ class Subject:
         """What the kernel returns for a copy of a call; None where it refuses or fails."""
         return self.run_on(call.to(call.device))
 
-    def score(self, output: Tensor, call: AttentionCall, place: Place | None = None) -> Score:
+    def score(self, output: Tensor, call: AttentionCall, place: OutputRows | None = None) -> Score:
         """How right rows of an output are, by the rule of the kernel's class.
 
         Args:
@@ -151,7 +151,7 @@ class Subject:
         """
         batch, head, rows = place or self.place
         attended = call if self.chosen is None else restricted(call, self.chosen(call))
-        expected = Expected.of(part(attended, Place(batch, head, rows)))
+        expected = Expected.of(part(attended, OutputRows(batch, head, rows)))
         mine = output[batch, head, rows][None, None]
         passes = judge(mine, expected, self.accuracy_class).passed
         found = row_errors(mine, expected.reference)
@@ -162,7 +162,7 @@ class Subject:
         worst = by_row.masked_fill(found.sums[4] == 0, 0.0).max()
         return Score(passes, float((error / size).nan_to_num(0.0)), float(worst))
 
-    def tried(self, call: AttentionCall, place: Place | None = None) -> Score | None:
+    def tried(self, call: AttentionCall, place: OutputRows | None = None) -> Score | None:
         """Run the kernel on another call and score it; None where it refuses or fails."""
         output = self.run(call)
         return None if output is None else self.score(output, call, place)
@@ -183,7 +183,7 @@ class Subject:
         if bool(undefined.all()):
             without = self.tried(replace(other, attn_mask=None, is_causal=False))
             return without is not None and without.passes
-        place = Place(batch, head, rows[~undefined])
+        place = OutputRows(batch, head, rows[~undefined])
         return self.score(self.output, other, place).explains(
             self.own if not bool(undefined.any()) else self.score(self.output, self.call, place)
         )
@@ -200,7 +200,7 @@ class Subject:
 Hypothesis = Callable[[Subject], "Evidence | None"]
 
 
-def most_wrong(output: Tensor, expected: Expected, accuracy_class: AccuracyClass) -> Place:
+def most_wrong(output: Tensor, expected: Expected, accuracy_class: AccuracyClass) -> OutputRows:
     """The head with the worst row, and the rows of it that are most wrong, in order."""
     shares = row_shares(output, expected, accuracy_class)
     batch, head = (int(each) for each in divmod(int(shares.amax(dim=2).argmax()), shares.shape[1]))
@@ -214,7 +214,7 @@ def most_wrong(output: Tensor, expected: Expected, accuracy_class: AccuracyClass
     halves = (_some(worst[:failing], MOST_ROWS), _some(infinite, MOST_ROWS))
     if all(len(each) for each in halves):
         halves = (_some(halves[0], MOST_ROWS // 2), _some(halves[1], MOST_ROWS // 2))
-    return Place(batch, head, torch.cat(halves).unique())
+    return OutputRows(batch, head, torch.cat(halves).unique())
 
 
 def _some(rows: Tensor, most: int) -> Tensor:

@@ -23,7 +23,7 @@ from replay.kernels.registry import Kernel
 from replay.rows.row import KernelId, Machine, Row
 from replay.workers.environment_options import WorkerError
 from replay.workers.execution import Assignment, Execution, Findings, Progress, Workers
-from replay.workers.process import First, Place, first_processes
+from replay.workers.process import First, Placement, first_processes
 from replay.workloads.recorded import Workload
 from replay.workloads.schedule import Schedule
 
@@ -321,7 +321,7 @@ def fleet(
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(held(devices))
-        places = [Place(device.variables, device.cpus, stopped) for device in devices]
+        places = [Placement(device.variables, device.cpus, stopped) for device in devices]
         for first in early:
             if first.worker.place not in places:
                 first.close()

@@ -27,7 +27,7 @@ from replay.rows.row import KernelId, Machine, Row
 from replay.timing.machine import describe
 from replay.workers.environment_options import WorkerError
 from replay.workers.execution import Findings, Workers
-from replay.workers.process import Place, first_processes
+from replay.workers.process import Placement, first_processes
 from replay.workers.sources import workload_of
 from replay.workloads.schedule import Schedule
 
@@ -94,7 +94,7 @@ class Node:
             uuid = f"GPU-{found}" if found else ""
         number, count = self._share
         here = with_own_cores([Device(machine.device, machine.device, uuid)] * count)[number]
-        place = Place(cpus=here.cpus)
+        place = Placement(cpus=here.cpus)
         self._stack.enter_context(held([here]))
         first = self._stack.enter_context(first_processes(self._timeout, place))
         first.prepare(device)

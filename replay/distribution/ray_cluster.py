@@ -71,7 +71,7 @@ class ClusterError(Error):
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeDevice:
     """A device of a node, before anything runs there."""
 
     node_id: str
@@ -93,7 +93,7 @@ class Cluster:
         alive = [node for node in nodes if node["Alive"]]
         self.device = torch.device("cuda" if any(map(_gpus, alive)) else "cpu")
         names = Counter(node["NodeManagerHostname"] for node in alive)
-        self.places: list[Place] = []
+        self.places: list[NodeDevice] = []
         for node in alive:
             host, node_id = node["NodeManagerHostname"], node["NodeID"]
             if names[host] > 1:
@@ -103,7 +103,7 @@ class Cluster:
             if self.device.type == "cpu" and not cpus:
                 continue  # a head node that is there to be asked
             for number in range(count):
-                self.places.append(Place(node_id, host, (number, count), cpus // count))
+                self.places.append(NodeDevice(node_id, host, (number, count), cpus // count))
 
     @contextlib.contextmanager
     def fleet(
@@ -155,7 +155,7 @@ class Cluster:
 
     def _seat(
         self,
-        place: Place,
+        place: NodeDevice,
         workers: RemoteWorkers,
         answer: Any,
         deadline: float,
@@ -447,7 +447,9 @@ def _gpus(node: Mapping[str, Any]) -> int:
     return int(node["Resources"].get("GPU", 0))
 
 
-def _actor(place: Place, device: torch.device, interpreters: dict[str, str], timeout: float) -> Any:
+def _actor(
+    place: NodeDevice, device: torch.device, interpreters: dict[str, str], timeout: float
+) -> Any:
     """A process on the node that alone has the device."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

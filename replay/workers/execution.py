@@ -20,7 +20,7 @@ from replay.rows.row import HERE, KernelId, Machine, Row
 from replay.timing.machine import describe
 from replay.workers.environments import Environment, Found, assign, replay_in_workers
 from replay.workers.judge import Judge
-from replay.workers.process import First, Place, Process
+from replay.workers.process import First, Placement, Process
 from replay.workloads.recorded import Workload
 from replay.workloads.schedule import Schedule
 
@@ -111,7 +111,11 @@ class Workers:
 
     @classmethod
     def around(
-        cls, first: First, interpreters: dict[str, str], timeout: float, place: Place | None = None
+        cls,
+        first: First,
+        interpreters: dict[str, str],
+        timeout: float,
+        place: Placement | None = None,
     ) -> Workers:
         """Those of this Python and of others, which all have one judge.
 
@@ -197,7 +201,7 @@ def execution(
     first: First | None,
     interpreters: dict[str, str],
     timeout: float,
-    place: Place | None = None,
+    place: Placement | None = None,
 ) -> Iterator[Execution]:
     """The way to run kernels; workers end with the `with` block.
 

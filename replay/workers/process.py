@@ -81,7 +81,7 @@ class Stopped(Exception):
 
 
 @dataclass(frozen=True)
-class Place:
+class Placement:
     """Where child processes run: on one of several devices, or wherever this process does."""
 
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -107,10 +107,10 @@ class Process:
         python: str,
         timeout: float,
         handler: str = "replay.workers.kernel_server",
-        place: Place | None = None,
+        place: Placement | None = None,
     ) -> None:
         self.python = python
-        self.place = place or Place()
+        self.place = place or Placement()
         self._handler = handler
         self.timeout = timeout
         self._child: subprocess.Popen[bytes] | None = None
@@ -381,18 +381,18 @@ class First(NamedTuple):
             process.close()
 
 
-def judge_process(timeout: float, place: Place | None = None) -> Process:
+def judge_process(timeout: float, place: Placement | None = None) -> Process:
     """The process that judges, not started yet.
 
     Its threads sleep while they wait: it runs in turns with kernels, on the same processors.
     """
-    place = place or Place()
+    place = place or Placement()
     asleep = replace(place, variables={**place.variables, "OMP_WAIT_POLICY": "PASSIVE"})
     return Process(sys.executable, timeout, "replay.workers.judge_server", asleep)
 
 
 @contextlib.contextmanager
-def first_processes(timeout: float, place: Place | None = None) -> Iterator[First]:
+def first_processes(timeout: float, place: Placement | None = None) -> Iterator[First]:
     """A worker of this Python and the judge, not waited for; both end with the `with` block.
 
     This module imports no torch: a command that has not imported it yet does so meanwhile.

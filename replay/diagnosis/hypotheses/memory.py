@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from replay.bench.inputs import Inputs
-from replay.diagnosis.derived import Place
+from replay.diagnosis.derived import OutputRows
 from replay.diagnosis.subject import Evidence, Subject
 
 POISONS = (1.25, -2.75)
@@ -120,11 +120,11 @@ def _evidence(subject: Subject, differs: Tensor, kept: int) -> Evidence:
     )
 
 
-def _most_of_a_head(rows: Tensor) -> Place:
+def _most_of_a_head(rows: Tensor) -> OutputRows:
     """Where most of some rows (B, Hq, Sq) are."""
     by_head = rows.sum(dim=2)
     batch, head = (int(each) for each in divmod(int(by_head.argmax()), by_head.shape[1]))
-    return Place(batch, head, rows[batch, head].nonzero().flatten())
+    return OutputRows(batch, head, rows[batch, head].nonzero().flatten())
 
 
 def _copied(output: Tensor | None) -> Tensor | None:

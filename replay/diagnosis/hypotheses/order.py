@@ -9,7 +9,7 @@ from torch import Tensor
 
 from capture.call import AttentionCall
 from capture.variant import Variant
-from replay.diagnosis.derived import Place, can_be_gathered, mask_of, part, scores
+from replay.diagnosis.derived import OutputRows, can_be_gathered, mask_of, part, scores
 from replay.diagnosis.subject import Evidence, Subject
 
 BLOCK = 16
@@ -25,7 +25,7 @@ def late_sink(subject: Subject) -> Evidence | None:
         return None
     batch, head, rows = subject.place
     for row in _worst_first(subject, rows)[:MOST_TRIED]:
-        if found := _of_row(subject, Place(batch, head, row[None])):
+        if found := _of_row(subject, OutputRows(batch, head, row[None])):
             return found
     return None
 
@@ -34,14 +34,14 @@ def _worst_first(subject: Subject, rows: Tensor) -> Tensor:
     batch, head, _ = subject.place
     errors = torch.tensor(
         [
-            subject.score(subject.output, subject.call, Place(batch, head, row[None])).error
+            subject.score(subject.output, subject.call, OutputRows(batch, head, row[None])).error
             for row in rows
         ]
     )
     return rows[errors.argsort(descending=True, stable=True).to(rows.device)]
 
 
-def _of_row(subject: Subject, place: Place) -> Evidence | None:
+def _of_row(subject: Subject, place: OutputRows) -> Evidence | None:
     """The row alone: every query is its own, and sees the keys that it sees."""
     call = subject.call
     small = part(call, place)
@@ -54,7 +54,7 @@ def _of_row(subject: Subject, place: Place) -> Evidence | None:
         return None
     score = score[keys]
     as_recorded = _alone(call, place, keys)
-    where = Place(place.batch, place.head, torch.arange(1, device=call.device))
+    where = OutputRows(place.batch, place.head, torch.arange(1, device=call.device))
     before = subject.tried(as_recorded, where)
     if before is None or before.passes or before.is_cure_of(subject.own):
         return None
@@ -89,7 +89,7 @@ def _of_row(subject: Subject, place: Place) -> Evidence | None:
     )
 
 
-def _alone(call: AttentionCall, place: Place, keys: Tensor) -> AttentionCall:
+def _alone(call: AttentionCall, place: OutputRows, keys: Tensor) -> AttentionCall:
     """A call without causality whose queries are all that row and see these keys, in this order.
 
     It has no mask but for an additive one's numbers.

@@ -17,7 +17,15 @@ from torch import Tensor
 from capture.call import AttentionCall
 from capture.structure import structure_of
 from capture.variant import PLAIN
-from replay.diagnosis.derived import Place, can_be_gathered, gathered, mask_of, part, scores, seen
+from replay.diagnosis.derived import (
+    OutputRows,
+    can_be_gathered,
+    gathered,
+    mask_of,
+    part,
+    scores,
+    seen,
+)
 from replay.diagnosis.subject import Cause, Evidence, Subject
 
 LOG2_E = math.log2(math.e)
@@ -53,7 +61,7 @@ def misread(subject: Subject) -> Evidence | None:
 IGNORES_CAUSAL = "the output equals attention without the causal mask"
 
 
-def readings(call: AttentionCall, place: Place) -> Iterator[Reading]:
+def readings(call: AttentionCall, place: OutputRows) -> Iterator[Reading]:
     """What a kernel may take the call for, the most common first.
 
     Args:
@@ -156,7 +164,7 @@ def _features(call: AttentionCall) -> Iterator[Reading]:
         )
 
 
-def _of_mask(call: AttentionCall, place: Place) -> Iterator[tuple[str, Cause, Tensor | None]]:
+def _of_mask(call: AttentionCall, place: OutputRows) -> Iterator[tuple[str, Cause, Tensor | None]]:
     shape = call.shape
     assert call.attn_mask is not None
     full = call.attn_mask.expand(shape.batch, shape.q_heads, shape.q_len, shape.kv_len)
@@ -229,7 +237,7 @@ def _moved(mask: Tensor) -> Iterator[tuple[str, Tensor]]:
     yield "the mask is read from the last query to the first", mask.flip(0)
 
 
-def _of_others(full: Tensor, place: Place) -> Iterator[tuple[str, Tensor]]:
+def _of_others(full: Tensor, place: OutputRows) -> Iterator[tuple[str, Tensor]]:
     """The masks (B, Hq, Sq, Sk) of other heads and batches."""
     batch, head, _ = place
     batches, heads = full.shape[:2]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from capture.call import AttentionCall
 from capture.strides import narrow_expanded
-from replay.diagnosis.derived import Place, changed
+from replay.diagnosis.derived import OutputRows, changed
 from replay.diagnosis.subject import COLLAPSE, EXPLAINED, Evidence, Run, Score, Subject
 from replay.rows.accuracy import AccuracyClass
 
@@ -102,7 +102,7 @@ def _judged(probe: Probe, output: Tensor, last: Tensor | None, trial: _Trial) ->
             {"where": trial.where, "same_bits": True, "stale": ["query", "key", "value"]},
         )
     rows = torch.linspace(0, output.shape[2] - 1, min(ROWS, output.shape[2])).long()
-    place = Place(0, 0, rows.to(output.device))
+    place = OutputRows(0, 0, rows.to(output.device))
     blank = Score(False, 0.0)
     subject = Subject(
         trial.right,

@@ -31,7 +31,7 @@ from replay.rows.row import HERE, CallFacts, KernelId, Machine, Row
 from replay.workers.environment_options import WorkerError
 from replay.workers.environments import Found
 from replay.workers.execution import Assignment
-from replay.workers.process import First, Place, Process, judge_process
+from replay.workers.process import First, Placement, Process, judge_process
 from replay.workloads.random_calls import Spec, workload
 from replay.workloads.recorded import Workload
 from replay.workloads.schedule import Schedule
@@ -441,7 +441,7 @@ def test_workers_that_started_early_are_those_of_their_devices(
     stopped = Event()
 
     def first(number: str) -> First:
-        place = Place({"N": number}, frozenset({0}), stopped)
+        place = Placement({"N": number}, frozenset({0}), stopped)
         return First(Process(sys.executable, 60, place=place), judge_process(60, place))
 
     @contextlib.contextmanager

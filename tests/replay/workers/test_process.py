@@ -26,7 +26,7 @@ from replay.workers.process import (
     LOG_BYTES,
     CannotStart,
     Died,
-    Place,
+    Placement,
     Process,
     Stopped,
     first_processes,
@@ -218,7 +218,7 @@ def test_torch_compile_does_not_move_tritons_cache(monkeypatch: pytest.MonkeyPat
 
 def test_a_worker_runs_where_it_is_placed() -> None:
     cpu = max(os.sched_getaffinity(0))
-    place = Place({"CUDA_VISIBLE_DEVICES": "3"}, frozenset({cpu}))
+    place = Placement({"CUDA_VISIBLE_DEVICES": "3"}, frozenset({cpu}))
     for process in (Process(sys.executable, 60, place=place), judge_process(60, place)):
         for each in (process, process.another()):
             each.start()
@@ -319,7 +319,7 @@ def test_a_worker_that_dies_of_its_preparation_is_replaced() -> None:
 
 
 def test_what_waits_for_a_worker_can_be_stopped() -> None:
-    place = Place()
+    place = Placement()
     process = Process(sys.executable, 600, place=place)
     seen: list[str] = []
 
