@@ -42,7 +42,8 @@ def masked_prefill(
 ) -> Tensor:
     """softmax(scale · QKᵀ + mask) · V, at the cost of the blocks that the mask leaves.
 
-    What a mask hides in whole blocks is not read: a NaN there reaches nothing.
+    What a mask hides in whole blocks (False, -inf, or -1e30 and less in rows that have more) is not
+    read: a NaN there reaches nothing.
 
     Args:
         query, key, value, scale: as for `replay.kernels.triton.prefill.prefill`.

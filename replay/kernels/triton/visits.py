@@ -14,6 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+HIDDEN = tl.constexpr(-1e30)
+"""A key to which no more is added has no weight beside any of its row with more: some models add
+-finfo.max where others add -inf. A row of such keys alone is an ordinary row."""
+
 
 class Visits(NamedTuple):
     """The blocks that each tile goes through. B and H are 1 where the mask is the same for all."""
@@ -55,6 +59,15 @@ def _visits_kernel(
     is_row = rows[:, None] < q_len
     mask_ptr += (head // heads).to(tl.int64) * stride_b + (head % heads).to(tl.int64) * stride_h
     row_ptrs = mask_ptr + rows[:, None].to(tl.int64) * stride_m
+    largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    if not IS_BOOL:
+        for first in range(0, k_len, BLOCK_N):
+            keys = first + tl.arange(0, BLOCK_N)
+            inside = is_row & (keys[None, :] < k_len)
+            places = row_ptrs + keys[None, :].to(tl.int64) * stride_n
+            values = tl.load(places, mask=inside, other=float("-inf"))
+            largest = tl.maximum(largest, tl.max(values.to(tl.float32), axis=1))
+    has_more = largest[:, None] > HIDDEN
     whole = 0
     cut = 0
     for first in range(0, k_len, BLOCK_N):
@@ -65,7 +78,8 @@ def _visits_kernel(
             is_seen = values != 0
             is_plain = is_seen
         else:
-            is_seen = values != float("-inf")  # NaN is seen
+            is_hidden = (values <= HIDDEN) & (has_more | (values == float("-inf")))
+            is_seen = is_hidden == 0  # NaN too
             is_plain = values == 0
         is_visited = tl.max((is_seen & inside).to(tl.int32)) == 1
         is_whole = tl.min((is_plain | ~is_row).to(tl.int32)) == 1

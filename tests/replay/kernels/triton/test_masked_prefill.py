@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -38,6 +39,11 @@ def additive(mask: Tensor) -> Tensor:
     return torch.where(mask, 0.0, -math.inf)
 
 
+def finite(mask: Tensor) -> Tensor:
+    """What some models add: rows in which all is hidden are then rows in which nothing is."""
+    return torch.where(mask, 0.0, torch.finfo(torch.bfloat16).min).bfloat16()
+
+
 def by_head(mask: Tensor) -> Tensor:
     """One head sees what the others do not."""
     return torch.stack([mask, mask, ~mask, mask])
@@ -52,6 +58,8 @@ MASKS = {
     "nothing is seen": lambda: torch.zeros(70, 130, dtype=torch.bool, device=DEVICE),
     "everything is seen": lambda: torch.ones(70, 130, dtype=torch.bool, device=DEVICE),
     "keys alone": lambda: torch.arange(300, device=DEVICE).expand(70, -1) % 190 < 60,
+    "finite": lambda: finite(band(150, 300, 40)),
+    "finite, rows of nothing else": lambda: finite(band(300, 150, 20)),
     "bias": lambda: normal(70, 200, dtype=torch.float16),
     "bias of a part": lambda: additive(band(70, 200, 30)).half() + normal(70, 200).half(),
     "elements apart": lambda: band(200, 150, 40).mT,
@@ -70,7 +78,8 @@ def verify(call: AttentionCall) -> None:
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name: str) -> None:
     mask = MASKS[name]()
-    verify(call_of(mask, batch=mask.shape[0] if name == "by batch" else 1))
+    dtype = mask.dtype if mask.is_floating_point() else torch.float16
+    verify(call_of(mask, dtype=dtype, batch=mask.shape[0] if name == "by batch" else 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -79,8 +88,9 @@ def test_types_and_head_dims(dtype: torch.dtype, head_dim: int) -> None:
     verify(call_of(band(70, 140, 30), head_dim, dtype=dtype))
 
 
-def test_what_is_hidden_in_whole_blocks_is_not_read() -> None:
-    call = call_of(band(64, 640, 60))
+@pytest.mark.parametrize("form", [torch.clone, additive, finite])
+def test_what_is_hidden_in_whole_blocks_is_not_read(form: Callable[[Tensor], Tensor]) -> None:
+    call = call_of(form(band(64, 640, 60)), dtype=torch.bfloat16)
     expected = find("triton-masked").attention(**call.arguments())
     call.key[:, :, 128:] = call.value[:, :, 128:] = math.nan
     output = find("triton-masked").attention(**call.arguments())
