@@ -7,12 +7,15 @@ out depends on nothing but the mask: a model's layers and steps can share it.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from replay.kernels.triton.launch import Launch, named
 
 HIDDEN = tl.constexpr(-1e30)
 """A key to which no more is added has no weight beside any of its row with more: some models add
@@ -101,20 +104,38 @@ def visits(attn_mask: Tensor, rows: int, keys: int) -> Visits:
         attn_mask = attn_mask.narrow(dim, 0, 1)
     batches, heads, q_len, k_len = attn_mask.shape
     is_bool = attn_mask.dtype == torch.bool
-    tiles, width = triton.cdiv(q_len, rows), triton.cdiv(k_len, keys)
-    blocks = attn_mask.new_empty((batches, heads, tiles, 2, width), dtype=torch.int32)
-    counts = attn_mask.new_empty((batches, heads, tiles, 2), dtype=torch.int32)
-    _visits_kernel[(tiles, batches * heads)](
-        attn_mask.view(torch.uint8) if is_bool else attn_mask,
-        blocks,
-        counts,
-        heads,
-        q_len,
-        k_len,
-        *attn_mask.stride(),
-        BLOCK_M=rows,
-        BLOCK_N=keys,
-        IS_BOOL=is_bool,
+    numbers = attn_mask.view(torch.uint8) if is_bool else attn_mask
+    tiles = triton.cdiv(q_len, rows), triton.cdiv(k_len, keys)
+    blocks = attn_mask.new_empty((batches, heads, tiles[0], 2, tiles[1]), dtype=torch.int32)
+    counts = attn_mask.new_empty((batches, heads, tiles[0], 2), dtype=torch.int32)
+    plan = _planned(numbers.shape, numbers.stride(), attn_mask.dtype, numbers.device, rows, keys)
+    plan(numbers, blocks, counts)
+    return Visits(blocks, counts)
+
+
+@functools.lru_cache(maxsize=1024)
+def _planned(
+    shape: tuple[int, int, int, int],
+    strides: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    rows: int,
+    keys: int,
+) -> Launch:
+    """The launch for masks of one shape; `dtype` is theirs before bool became bytes."""
+    batches, heads, q_len, k_len = shape
+    return Launch(
+        _visits_kernel,
+        (triton.cdiv(q_len, rows), batches * heads, 1),
+        device,
+        named("stride_", "bhmn", strides)
+        | {
+            "heads": heads,
+            "q_len": q_len,
+            "k_len": k_len,
+            "BLOCK_M": rows,
+            "BLOCK_N": keys,
+            "IS_BOOL": dtype == torch.bool,
+        },
         num_warps=4,
     )
-    return Visits(blocks, counts)
