@@ -55,7 +55,11 @@ def look(function: Function, device: torch.device, call_ms: float, host_ms: floa
     alone = _look_at(1, function, device, host_ms)
     if number == 1 or alone.left_ms:
         return alone
-    return _look_at(number, function, device, host_ms)
+    row = _look_at(number, function, device, host_ms)
+    if alone.gpu_ms is None or row.gpu_ms is None:
+        return row
+    # Other processes that use the GPU get their turns amid a row; marks are long beside one call.
+    return row._replace(gpu_ms=min(alone.gpu_ms, row.gpu_ms))
 
 
 def _look_at(number: int, function: Function, device: torch.device, host_ms: float) -> InARow:

@@ -93,6 +93,19 @@ def test_work_on_another_stream_that_waits_for_this_one(gpu: Gpu, here_ms: float
     assert seen.left_ms == pytest.approx(0.2, abs=10 * STEP_MS)
 
 
+def test_turns_of_other_processes_are_no_part_of_a_call(gpu: Gpu) -> None:
+    """They come every few milliseconds: amid a row, and seldom amid a call."""
+    calls = 0
+
+    def call() -> None:
+        nonlocal calls
+        calls += 1
+        gpu.enqueue(0.4 if calls % 5 else 20.0)
+
+    seen = in_a_row.look(call, CUDA, 0.4, host_ms=0.01)
+    assert seen.gpu_ms == pytest.approx(0.4, abs=5 * STEP_MS)
+
+
 def test_a_call_that_waits_inside(gpu: Gpu) -> None:
     def call() -> None:
         gpu.enqueue(0.4)
