@@ -359,13 +359,14 @@ class Environment:
             shared_file="" if self._judge is None else self._judge.shared_file,
         )
 
-    def _received(self, data: dict[str, Any], loaded: Loaded) -> Row:
+    def _received(self, data: Any, loaded: Loaded) -> Row:
         """The row that a worker sent; one that cannot be read costs itself, and no other."""
         try:
             return rebuilt(Row, data)
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             reason = f"its worker sent no row: {type(error).__name__}: {error}"
-            return self._row(str(data.get("kernel", "")), loaded, "error", printable(reason))
+            kernel = str(data.get("kernel", "")) if isinstance(data, dict) else ""
+            return self._row(kernel, loaded, "error", printable(reason))
 
     def _row(self, kernel: str, loaded: Loaded, status: Status, reason: str, log: str = "") -> Row:
         """A row that no worker lived to write."""

@@ -430,13 +430,14 @@ def test_a_death_costs_a_row_in_its_place(ask: Ask) -> None:
         ({"no_such_field": 1}, "KeyError: 'no_such_field'"),
         ({"time_ms": [1.0]}, "AttributeError"),
         ({"kernel": ["b"]}, "kernel is "),
+        ({}, "AttributeError"),
     ],
     ids=str,
 )
 def test_a_row_that_cannot_be_read_costs_itself(
     ask: Ask, wrong: dict[str, Any], named: str
 ) -> None:
-    sent = {"row": row_of("b")["row"] | wrong}
+    sent: dict[str, Any] = {"row": row_of("b")["row"] | wrong if wrong else ["b"]}
     rows, _ = ask([{"at": LOADING}, CALL, row_of("a"), sent, row_of("c")])
     by_status = {row.status: row for row in rows}
     assert [row.status for row in rows].count("ok") == 2
