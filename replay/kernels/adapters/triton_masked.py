@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from capture.call import AttentionCall
 from replay.kernels.constraints import (
     AnyCall,
     mask_or_causal,
@@ -37,10 +36,6 @@ def _prepare(call: AnyCall) -> Callable[[], Tensor]:
     )
 
 
-def _core(call: AttentionCall) -> Callable[[], Tensor]:
-    return _prepare(call)
-
-
 register(
     adapt(
         "triton-masked",
@@ -48,6 +43,6 @@ register(
         at_once(_prepare),
         (no_dropout, up_to_float32, max_head_dim(256), _has_mask, mask_or_causal),
         "ours: FlashAttention 2 in Triton, which skips the blocks that a mask hides",
-        prepare=_core,
+        prepare=_prepare,
     )
 )

@@ -15,7 +15,7 @@ from torch import Tensor
 from capture.call import AttentionCall
 from replay.accuracy.judge import Expected, judge
 from replay.kernels.registry import find
-from replay.kernels.triton.masked_prefill import masked_prefill, tiles_for, visits_of
+from replay.kernels.triton.masked_prefill import masked_prefill, visits_of
 from replay.kernels.triton.visits import visits
 from tests import factories
 
@@ -145,4 +145,5 @@ def test_calls_that_are_not_for_it() -> None:
     kernel = find("triton-masked")
     plain = factories.random_call(device=DEVICE, dtype=torch.float16)
     assert kernel.refuses(plain) == "takes calls with an attn_mask only"
-    assert tiles_for(plain.query, plain.value).rows == 64
+    both = call_of(band(30, 30, 5), is_causal=True)
+    assert kernel.refuses(both) == "attn_mask and is_causal together"
