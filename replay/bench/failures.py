@@ -31,6 +31,10 @@ class ContextLost(Exception):
         self.status = status
 
 
+class CannotJudge(Exception):
+    """The judge failed, with an output or with a call; its message says at what."""
+
+
 def classify(error: BaseException) -> Finding:
     """The status and one printable line of what a kernel raised, be it `SystemExit`.
 
@@ -42,6 +46,8 @@ def classify(error: BaseException) -> Finding:
     first = _message(error).strip().partition("\n")[0]
     # It is shown in a terminal: no escape codes, no surrogates, no megabytes.
     text = printable(first[:LONGEST_REASON]).strip() or type(error).__name__
+    if isinstance(error, CannotJudge):
+        return Finding("error", f"cannot be judged: {text}")
     out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
     if out_of_memory or "not enough memory" in text or "can't allocate memory" in text:
         return Finding("out-of-memory", _shortage(text))

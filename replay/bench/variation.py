@@ -1,8 +1,9 @@
 """Inputs that change from sample to sample, so that what is timed can be judged.
 
-Before every timed call the signs of some values are flipped in place, in every head, and some keys
-and queries change places: the same pointers and shapes, other pairs. A result kept from an earlier
-call, by pointer or by checksum, is then wrong or useless. Keys and queries stay what they were as a
+Before every timed call the signs of a quarter of the values are flipped in place, in every head, and
+some keys and queries of one head change places: the same pointers and shapes, other pairs. A result
+kept from an earlier call, by pointer or by checksum, is then wrong or useless, and so is that of some
+heads alone. Keys and queries stay what they were as a
 set, with their means and their outlier channels, on which quantised kernels rely. A flip is a
 function of a seed and a number, so that another process can make the same inputs and judge a few
 rows of the output by them. Which rows is drawn after the call, since a kernel can read all that was
@@ -26,7 +27,7 @@ from capture.strides import narrow_expanded
 from capture.variant import Variant
 
 VALUE_SHARE = 4
-"""One value in four of a head is flipped, which moves every output that attends to them."""
+"""One value in four is flipped, which moves every output that attends to them."""
 REVERSED_ROWS = 16
 """Of query, and of key at least, which follow each other in reverse order."""
 REVERSED_SHARE = 4
@@ -39,6 +40,9 @@ JUDGED_ROWS = 8
 ONE_THREAD = 2**15
 """Numbers from which on PyTorch shares an operation among threads. On a busy processor these wait
 for one another, ten milliseconds before every call, where one thread flips in 15 µs."""
+MOST_VALUES = 2**17
+"""Numbers that are flipped on a CPU: what a thread flips in 60 µs. A GPU flips any in less than the
+call reads them."""
 
 WALK_BLOCKS = 20
 """Of value and of key, that a `Walk` flips in turn."""
@@ -89,8 +93,7 @@ class Flip:
         if call.page_table is None:
             keys = max(call.key.shape[2] // REVERSED_SHARE, REVERSED_ROWS)
             keys_of, keys = batch, min(keys, _most_rows(call.key))
-        values = min(max(call.value.shape[2] // VALUE_SHARE, 1), _most_rows(call.value))
-        self._changes = [partial(_negate, _part(draw, call.value, keys_of, kv_head, values))]
+        self._changes = [partial(_negate, values) for values in _values(draw, call.value)]
         if not values_only:
             parts = (
                 _part(draw, call.key, keys_of, kv_head, keys),
@@ -98,13 +101,11 @@ class Flip:
             )
             self._changes += [partial(_reverse, part) for part in parts]
         self._call, self._batch, self._heads, self._group = call, batch, heads, group
-        every_value = narrow_expanded(call.value)
-        place = draw.randrange(every_value.shape[2])
-        # In every head, so that no head's inputs are those of an earlier call.
-        self._changes.append(partial(_negate, every_value[:, :, place : place + 1]))
+        # There are few such quarters, and each would come back soon.
+        self._changes.append(partial(_negate, _one_more(draw, call.value)))
 
     def rows(self, drawn: int) -> tuple[Rows, Rows]:
-        """Rows of the head that changed most, and of any head, of which little changed.
+        """Rows of the head whose keys and queries changed, and of any head.
 
         Args:
             drawn: after the call, what decides which.
@@ -216,6 +217,32 @@ def _most_rows(tensor: Tensor) -> int:
     if tensor.device.type != "cpu":
         return tensor.shape[2]
     return max((ONE_THREAD - 1) // tensor.shape[3], 1)
+
+
+def _values(draw: random.Random, tensor: Tensor) -> list[Tensor]:
+    """The same rows of every head, as they lie in memory; on a CPU in blocks for one thread each."""
+    memory = narrow_expanded(tensor)
+    batch, heads, length, width = memory.shape
+    rows = max(length // VALUE_SHARE, 1)
+    if tensor.device.type == "cpu":
+        rows = max(min(rows, _most_rows(tensor), MOST_VALUES // (batch * heads * width)), 1)
+    first = draw.randrange(length - rows + 1)
+    values = memory[:, :, first : first + rows]
+    if tensor.device.type != "cpu":
+        return [values]
+    at_once = max((ONE_THREAD - 1) // (rows * width), 1)
+    if at_once >= heads:
+        return list(values.split(at_once // heads))
+    return [block for sequence in values for block in sequence.split(at_once)]
+
+
+def _one_more(draw: random.Random, tensor: Tensor) -> Tensor:
+    """A row of every head; of some where they have one row each, which is flipped already."""
+    memory = narrow_expanded(tensor)
+    _, heads, length, _ = memory.shape
+    place = draw.randrange(length)
+    first = draw.randint(1, heads) if length == 1 else 0
+    return memory[:, first:, place : place + 1]
 
 
 def _negate(rows: Tensor) -> None:

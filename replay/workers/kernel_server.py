@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from capture.errors import DatasetError
-from replay.bench.failures import classify
+from replay.bench.failures import CannotJudge, classify
 from replay.bench.first_calls import first_calls
 from replay.bench.guard import Guard
 from replay.bench.runner import Loaded, replay
@@ -137,6 +137,8 @@ def _replay(request: dict[str, Any], say: Say, hear: Hear, guard: Guard) -> None
         say(disturbing=guard.disturbing())
     except DatasetError as error:
         say(unreadable=str(error))
+    except CannotJudge as error:
+        say(unreadable=classify(error).reason)
     if settings.device.type == "cuda":
         torch.cuda.empty_cache()  # the worker of another environment needs the memory next
 

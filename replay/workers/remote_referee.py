@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
+from replay.bench.failures import CannotJudge
 from replay.bench.referee import BLOCK_MS, MOST_CALLS, Judged, Referee, Sample, block_of_calls
 from replay.bench.runner import Referees
 from replay.bench.settings import Settings
@@ -27,7 +28,7 @@ SHORT_MS = 5.0
 
 
 class RemoteReferee:
-    """Asks the parent, which asks its judge.
+    """Asks the parent, which asks its judge. Every method raises `CannotJudge` if the judge fails.
 
     Args:
         outbox: where the judge finds tensors; it has read them when it answers.
@@ -40,7 +41,7 @@ class RemoteReferee:
 
     @classmethod
     def factory(cls, say: Say, hear: Hear, outbox: Outbox) -> Referees:
-        """What makes the referee of each call."""
+        """What makes the referee of each call; it raises `CannotJudge` too."""
 
         def open_referee(
             call: AttentionCall, seed: int, settings: Settings, compared: Tensor | None
@@ -119,7 +120,10 @@ class RemoteReferee:
 
     def _ask(self, **question: Any) -> dict[str, Any]:
         self._say(judge=question)
-        return self._hear()
+        answer = self._hear()
+        if "failed" in answer:
+            raise CannotJudge(answer["failed"])
+        return answer
 
 
 def _optional(name: str, tensor: Tensor | None) -> dict[str, Tensor]:

@@ -54,10 +54,44 @@ def test_one_thread_flips_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     for name in ("_negate", "_reverse"):
         monkeypatch.setattr(variation, name, lambda rows: sizes.append(rows.numel()))
-    Flip(random_call(kv_len=5000, head_dim=64), 3, 0).apply()
-    assert len(sizes) == 4
+    call = random_call(q_heads=4, kv_heads=4, kv_len=5000, head_dim=64)
+    Flip(call, 3, 0).apply()
     assert max(sizes) < 2**15
-    assert sorted(sizes)[-2:] == [511 * 64] * 2  # a quarter would be 80,000
+    assert sorted(sizes) == [4 * 64, 9 * 64] + [511 * 64] * 5  # a quarter of a head: 80,000
+
+
+@pytest.mark.parametrize(
+    ("sizes", "blocks"),
+    [
+        ({"batch": 2, "q_heads": 4, "kv_heads": 4, "kv_len": 64, "head_dim": 16}, 1),
+        ({"batch": 40, "q_heads": 4, "kv_heads": 4, "kv_len": 64, "head_dim": 16}, 2),
+        ({"batch": 2, "q_heads": 12, "kv_heads": 12, "kv_len": 256, "head_dim": 64}, 4),
+        ({"batch": 64, "q_heads": 32, "kv_heads": 32, "kv_len": 3, "head_dim": 64}, 5),
+    ],
+    ids=str,
+)
+def test_values_of_every_head_are_flipped_at_every_number(
+    sizes: dict[str, int], blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = random_call(**sizes)
+    before, sizes_seen = call.value.clone(), []
+
+    def negate(rows: torch.Tensor) -> None:
+        sizes_seen.append(rows.numel())
+        rows.neg_()
+
+    monkeypatch.setattr(variation, "_negate", negate)
+    for number in range(5):
+        sizes_seen.clear()
+        flip = Flip(call, 3, number, values_only=True)
+        flip.apply()
+        flipped = (call.value != before).all(-1).sum(-1)  # by sequence and head
+        assert flipped.min() == flipped.max() >= call.value.shape[2] // 4 - 1
+        *in_blocks, _one_more = sizes_seen
+        assert len(in_blocks) == blocks
+        assert max(in_blocks) < 2**15
+        flip.apply()
+    assert torch.equal(call.value, before)
 
 
 def test_no_head_has_the_inputs_of_an_earlier_sample() -> None:

@@ -23,6 +23,7 @@ MODES: dict[str, list[str]] = {"workers": [], "one process": ["--in-process"]}
 CAUGHT = (
     "caches.by_address_cloned",
     "caches.by_few_elements",
+    "caches.of_half_of_the_heads",
     "timers.names_like_a_benchmark",
     "timers.in_calls_two_to_four",
     "lazy.on_dispatch",

@@ -1,0 +1,71 @@
+"""A judge that fails costs a row or a call, and the replay goes on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from replay.bench.settings import Settings
+from replay.kernels.registry import find
+from replay.rows.row import Row
+from replay.workers.environments import Environment
+from replay.workers.judge import Judge
+from replay.workers.process import judge_process
+from replay.workloads.random_calls import Spec
+from replay.workloads.random_calls import workload as synthetic_workload
+
+FAILED = {"failed": "OutOfMemoryError: CUDA out of memory", "traceback": "of the judge"}
+
+
+class Failing(Judge):
+    """Fails at some questions."""
+
+    def __init__(self, fails: Callable[[dict[str, Any]], bool]) -> None:
+        super().__init__(judge_process(60))
+        self._fails = fails
+
+    def answer(self, question: dict[str, Any], *others: Any) -> dict[str, Any]:
+        return FAILED if self._fails(question) else super().answer(question, *others)
+
+
+Rows = Callable[[Callable[[dict[str, Any]], bool]], list[list[Row]]]
+
+
+@pytest.fixture
+def rows_of(quick: Settings) -> Iterator[Rows]:
+    """The rows of two calls, where the judge fails at some questions."""
+    closing: list[Judge | Environment] = []
+
+    def run(fails: Callable[[dict[str, Any]], bool]) -> list[list[Row]]:
+        judge = Failing(fails)
+        environment = Environment("this", sys.executable, 60, judge=judge)
+        closing.extend((environment, judge))
+        kernels = [find(name) for name in ("torch-default", "torch-math")]
+        calls = [
+            synthetic_workload(name, "random", Spec(1, 2, 2, 16, 16, 8, 8), 0) for name in "ab"
+        ]
+        return [environment.replay(call, kernels, quick, lambda stage: None) for call in calls]
+
+    yield run
+    for each in closing:
+        each.close()
+
+
+@pytest.mark.parametrize("at", ["judge", "samples"])
+def test_an_output_that_cannot_be_judged_costs_its_row(rows_of: Rows, at: str) -> None:
+    found = rows_of(lambda asked: (asked["do"], asked.get("kernel")) == (at, "torch-math"))
+    said = "cannot be judged: OutOfMemoryError: CUDA out of memory"
+    for rows in found:
+        assert [row.status for row in rows] == ["ok", "error"]
+        assert rows[1].reason == said
+
+
+def test_a_call_whose_reference_cannot_be_computed_costs_its_rows(rows_of: Rows) -> None:
+    opened = iter([True, False])
+    first, second = rows_of(lambda asked: asked["do"] == "open" and next(opened))
+    said = "cannot be judged: OutOfMemoryError: CUDA out of memory"
+    assert [(row.kernel, row.status, row.reason) for row in first] == [("", "error", said)]
+    assert [row.status for row in second] == ["ok", "ok"]
