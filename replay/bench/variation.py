@@ -1,13 +1,12 @@
 """Inputs that change from sample to sample, so that what is timed can be judged.
 
-Before every timed call the signs of a quarter of the values are flipped in place, in every head, and
-some keys and queries of one head change places: the same pointers and shapes, other pairs. A result
-kept from an earlier call, by pointer or by checksum, is then wrong or useless, and so is that of some
-heads alone. Keys and queries stay what they were as a
-set, with their means and their outlier channels, on which quantised kernels rely. A flip is a
-function of a seed and a number, so that another process can make the same inputs and judge a few
-rows of the output by them. Which rows is drawn after the call, since a kernel can read all that was
-in its process before.
+Before every timed call the signs of a quarter of the values are flipped in place, in every head,
+and some keys and queries of one head change places: the same pointers and shapes, other pairs. A
+result kept from an earlier call, by pointer or by checksum, is then wrong or useless, and so is
+that of some heads alone. Keys and queries stay what they were as a set, with their means and their
+outlier channels, on which quantised kernels rely. A flip is a function of a seed and a number, so
+that another process can make the same inputs and judge a few rows of the output by them. Which rows
+is drawn after the call, since a kernel can read all that was in its process before.
 """
 
 from __future__ import annotations
@@ -220,7 +219,7 @@ def _most_rows(tensor: Tensor) -> int:
 
 
 def _values(draw: random.Random, tensor: Tensor) -> list[Tensor]:
-    """The same rows of every head, as they lie in memory; on a CPU in blocks for one thread each."""
+    """The same rows of every head, as they lie in memory; on a CPU in blocks for one thread."""
     memory = narrow_expanded(tensor)
     batch, heads, length, width = memory.shape
     rows = max(length // VALUE_SHARE, 1)
