@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from capture.call import AttentionCall
 from replay.accuracy.reference import weights
@@ -106,13 +107,10 @@ def to_fp8(tensor: Tensor, largest: Tensor) -> Tensor:
 
 def _in_groups(tensor: Tensor) -> Tensor:
     """INT8 with a scale per `GROUP` rows of a head."""
-    return torch.cat(
-        [
-            to_int8(part, part.abs().amax(dim=(2, 3), keepdim=True))
-            for part in tensor.split(GROUP, 2)
-        ],
-        dim=2,
-    )
+    length = tensor.shape[2]
+    groups = pad(tensor, (0, 0, 0, -length % GROUP)).unflatten(2, (-1, GROUP))
+    rounded = to_int8(groups, groups.abs().amax(dim=(3, 4), keepdim=True))
+    return rounded.flatten(2, 3)[:, :, :length]
 
 
 class Way(NamedTuple):
