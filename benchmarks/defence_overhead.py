@@ -20,6 +20,7 @@ import time
 from collections import defaultdict
 from pathlib import Path
 from statistics import median
+from unittest import mock
 
 import torch
 
@@ -30,7 +31,7 @@ from replay.rows.row import Row
 from replay.timing.defaults import CPU_SECONDS, SECONDS
 from replay.timing.machine import describe
 from replay.workers.environments import Environment
-from replay.workers.judge import Judge
+from replay.workers.judge import Hearing, Judge
 from replay.workers.process import Process, judge_process
 from replay.workloads.random_calls import Spec, workloads
 from replay.workloads.recorded import Workload, from_directory
@@ -94,7 +95,7 @@ def main() -> None:
     names = arguments.kernels or KERNELS[device.type]
     kernels = [find(name) for name in names.split(",")]
     taken: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    load, timed = [], 0
+    load, timed = [], {}
     replay_once(ARMS[0], calls, kernels, settings)  # compilers keep what they make
     for repetition in range(arguments.repetitions):
         for place in range(len(ARMS)):
@@ -102,8 +103,9 @@ def main() -> None:
             load.append(os.getloadavg()[0])
             wall, cpu, rows = replay_once(arm, calls, kernels, settings)
             taken[arm].append((wall, cpu))
-            timed = sum(row.time_ms is not None for row in rows)
-            print(f"{arm}: {wall:.1f} s, {cpu:.1f} s of CPU, {timed} rows with times", flush=True)
+            timed[arm] = sum(row.time_ms is not None for row in rows)
+            said = f"{wall:.1f} s, {cpu:.1f} s of CPU, {timed[arm]} rows with times"
+            print(f"{arm}: {said}", flush=True)
     machine = describe(device)
     lines = []
     for arm in ARMS:
@@ -115,7 +117,7 @@ def main() -> None:
                 "device": machine.device,
                 "threads": machine.threads,
                 "calls": len(calls),
-                "rows": timed,
+                "rows": timed[arm],
                 "repetitions": arguments.repetitions,
                 "arm": arm,
                 "wall_s": median(walls),
@@ -147,7 +149,10 @@ def replay_once(
         worker = Process(sys.executable, TIMEOUT, "benchmarks.undefended")
     judge = None if arm == "without" else Judge(judges)
     environment = Environment("this", sys.executable, TIMEOUT, judge=judge, worker=worker)
+    believing = mock.patch.object(Hearing, "objection", return_value="")
     try:
+        if arm == "without, and a judge":  # which is shown no timed sample
+            believing.start()
         worker.start()
         if judge is not None:
             judges.start()
@@ -155,6 +160,7 @@ def replay_once(
         for call in calls:
             rows += environment.replay(call, kernels, settings, lambda stage: None)
     finally:
+        mock.patch.stopall()
         if judge is not None:
             judge.close()
         environment.close()

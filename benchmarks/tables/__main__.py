@@ -39,6 +39,7 @@ def with_tables(text: str) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "distributions": declared.distributions,
     "demo": quoted.demo,
+    "energy": quoted.energy,
     "misleading_inputs": inputs.misleading_inputs,
     "power_limit": speed.power_limit,
     "coverage": trials.coverage,

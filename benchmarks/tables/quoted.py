@@ -19,6 +19,12 @@ def end_to_end_printed() -> str:
     return "\n".join(("```", *(line.rstrip() for line in printed[start:end]), "```", ""))
 
 
+def energy() -> str:
+    """Quote the energies that `replay --metric energy` printed."""
+    printed = (results.DIRECTORY / "energy.txt").read_text().split("\n\nfastest")[0]
+    return f"```\n{printed}\n```\n"
+
+
 def attention_structure() -> str:
     """List the mean over the layers of each built-in model; the file has a line per layer."""
     text = (results.DIRECTORY / "attention_structure.md").read_text()

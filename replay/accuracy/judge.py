@@ -58,9 +58,13 @@ class Expected:
 
     @classmethod
     def of_heads(cls, call: AttentionCall) -> list[Expected]:
-        """What `of` gives of each head of a call alone; no two heads share a key head."""
-        output, spread = attention_and_spread(call, reference_dtype(call.device, call.dtype))
-        eager = same_dtype(call)
+        """What `of` gives of each head of a call alone, on the CPU; no two heads share a key head.
+
+        For a few rows: a GPU would be waited for many times over for what a CPU has at hand.
+        """
+        computed = attention_and_spread(call, reference_dtype(call.device, call.dtype))
+        output, spread = (each.cpu() for each in computed)
+        eager = [each.cpu() for each in same_dtype(call)]
         found = []
         for head in range(call.shape.q_heads):
             place = slice(head, head + 1)

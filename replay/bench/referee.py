@@ -251,7 +251,8 @@ def _wrong_rows(
     factors: ExactThresholds | QuantisedThresholds,
 ) -> str:
     """Why rows (n, Dv) of a timed sample are wrong, given the tolerance of the whole output too."""
-    right = expected.reference[0, 0].to(rows.device)
+    right = expected.reference[0, 0]
+    rows = rows.to(right.device)
     error = rows.to(torch.float64) - right.to(torch.float64)
     odd = ~rows.isfinite() & right.isfinite()
     if odd.any():
