@@ -53,6 +53,18 @@ class CallsSeen:
         self._places: dict[Count, Place | None] = {}
         self._tracker, self._sampler, self._capture = tracker, sampler, capture
         self._lock = lock
+        self._visits: dict[str, list[int]] = {}
+        """By module: the step of its latest call, and that call's position in the step."""
+
+    def visit(self, site: Site) -> None:
+        """Count a call of a module in its step, by which ranks' calls are matched."""
+        latest = self._visits.setdefault(site.module, [-1, 0])
+        latest[1] = latest[1] + 1 if latest[0] == site.step else 0
+        latest[0] = site.step
+
+    def position(self, site: Site) -> int:
+        """The position of a module's latest call in its step, from 0; it was visited."""
+        return self._visits[site.module][1]
 
     def find(
         self,

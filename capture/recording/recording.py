@@ -9,35 +9,27 @@ import threading
 import time
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from capture.call import Origin
-from capture.counted import counted
 from capture.errors import CaptureError, RecordingWarning
 from capture.hooks.audit import Audit
 from capture.hooks.autocast import autocast_dtype, cast, is_any_enabled
-from capture.hooks.backends import disabled_backends, function_or_backend
-from capture.hooks.census import Census, Count
+from capture.hooks.census import Census
 from capture.hooks.gone_past import FusedLayers, GonePast, gone_past
 from capture.hooks.interceptor import TORCH_SDPA, Arguments, Observer, bind
 from capture.hooks.modes import outside_of_modes
-from capture.hooks.modules import ModuleTracker, Site, outside
+from capture.hooks.modules import ModuleTracker, outside
 from capture.hooks.signals import is_meant_for_program
-from capture.recording.attention_call import as_call, can_be_copied, has_symbolic_sizes
+from capture.recording.attention_call import has_symbolic_sizes
+from capture.recording.calls_kept import CallsKept, reason_of
 from capture.recording.calls_seen import CallsSeen
-from capture.recording.copies import HostCopier, buffer_size, stored_bytes
-from capture.recording.difficulty import with_difficulty
-from capture.recording.heads import kv_heads_of, pick
-from capture.recording.parts import WHOLE, Part, as_local, is_distributed, of_weights
-from capture.recording.sampling import Place, Sampler
-from capture.recording.writer import Waiting, Writer
+from capture.recording.parts import Part
+from capture.recording.sampling import Sampler
+from capture.recording.writer import Writer
 from capture.storage.capture_record import CaptureRecord
-from capture.storage.header import Header, stored_tensors
 from capture.storage.target import Target
 
 _live: weakref.WeakSet[Recording] = weakref.WeakSet()
@@ -76,46 +68,46 @@ class Recording:
         durable: bool,
     ) -> None:
         self.capture = capture
-        self.without_values = 0
-        """Calls that cannot be stored: meta, fake or nested tensors, inside `vmap` or a trace."""
         self.problems: list[str] = []
         """What went wrong with the recording, a sentence each; the same reason only once."""
-        self.lost = 0
-        """Calls that were chosen and could not be stored."""
         self.buffer_bytes = buffer_bytes
         """Host memory for calls that wait to be written."""
         self.flush_seconds = 0.0
         """How long it took, after the model had returned, until everything was on the disk."""
-        self.without_heads = 0
-        """Calls that cannot be stored because there is no call of just the wanted heads."""
-        self._seed, self._rank, self._part = seed, rank, part
-        self._visits: dict[str, list[int]] = {}
-        """By module: the step of its latest call, and that call's position in the step."""
-        self._keeps_output, self._heads = keeps_output, heads
+        self._has_ranks = rank is not None
         self._durable = durable
         self._tracker = tracker
         self._sampler = sampler
         self._target = target
         self._writer: Writer | None = None
-        self._copier = HostCopier()
-        self._kept: dict[int, Count] = {}
         self._gone_past: list[GonePast] | None = None
         """None until the end: then nothing holds the model any more."""
         self.fused = FusedLayers(tracker)
         self.audit: Audit | None = None
         """What an audit counted; None without one."""
         self._next_index = itertools.count().__next__
-        self._failed: deque[int] = deque()
-        """Calls that the writer's thread could not write; it must not wait for our lock."""
         self._told = itertools.count()
         self._lock = threading.RLock()
-        self._calls = CallsSeen(tracker, sampler, capture, self._lock)
+        self._calls_seen = CallsSeen(tracker, sampler, capture, self._lock)
+        self._calls_kept = CallsKept(
+            self._calls_seen,
+            tracker,
+            sampler,
+            capture,
+            target.directory,
+            self.tell,
+            seed=seed,
+            rank=rank,
+            part=part,
+            keeps_output=keeps_output,
+            heads=heads,
+        )
         self._closed = True
 
     @property
     def census(self) -> Census:
         """Counts of all calls, stored or not."""
-        return self._calls.census
+        return self._calls_seen.census
 
     @property
     def seen(self) -> int:
@@ -125,7 +117,22 @@ class Recording:
     @property
     def kept(self) -> int:
         """Calls that are stored, or in memory and to be stored."""
-        return len(self._kept)
+        return len(self._calls_kept)
+
+    @property
+    def lost(self) -> int:
+        """Calls that were chosen and could not be stored."""
+        return self._calls_kept.lost
+
+    @property
+    def without_values(self) -> int:
+        """Calls that cannot be stored: meta, fake or nested tensors, inside `vmap` or a trace."""
+        return self._calls_kept.without_values
+
+    @property
+    def without_heads(self) -> int:
+        """Calls that cannot be stored because there is no call of just the wanted heads."""
+        return self._calls_kept.without_heads
 
     @property
     def gone_past(self) -> list[GonePast]:
@@ -140,7 +147,7 @@ class Recording:
 
         Empty for one component whose calls were all eligible, of which `kept` and `seen` tell.
         """
-        return self._calls.summary
+        return self._calls_seen.summary
 
     @property
     def nbytes(self) -> int:
@@ -180,7 +187,7 @@ class Recording:
                 buffer_bytes=self.buffer_bytes,
                 final=self._sampler.is_final,
                 durable=self._durable,
-                failed=self._call_failed,
+                failed=self._calls_kept.failed,
             )
         except CaptureError:
             self._target.withdraw()
@@ -188,7 +195,8 @@ class Recording:
         if journal.note:
             self.tell(journal.note)
         with self._lock:
-            self._writer, self._closed = writer, False
+            self._writer = self._calls_kept.writer = writer
+            self._closed = False
         _live.add(self)
 
     def observer(self) -> Observer:
@@ -198,9 +206,9 @@ class Recording:
         in a dictionary. They take no lock: the GIL is not released within `+= 1`, and what the
         sampler refused stays refused until it changes.
         """
-        alike, running, sampler = self._calls.alike, self._tracker.running, self._sampler
+        alike, running, sampler = self._calls_seen.alike, self._tracker.running, self._sampler
         wants, lock, next_index = sampler.wants, self._lock, self._next_index
-        visit = None if self._rank is None else self._visit
+        visit = self._calls_seen.visit if self._has_ranks else None
         is_tracing = torch._C._is_tracing
 
         def observe(
@@ -220,7 +228,7 @@ class Recording:
                 return
             # What we do would become part of the trace, of torch.jit or torch.fx.
             if is_tracing() or not isinstance(output, Tensor):
-                self.without_values += 1
+                self._calls_kept.without_values += 1
                 return
             try:
                 stack = running.stack
@@ -251,7 +259,7 @@ class Recording:
                     like = known = None  # not every tensor has a shape to compare
                 if known is None:
                     if has_symbolic_sizes(query, key, value):
-                        self.without_values += 1
+                        self._calls_kept.without_values += 1
                         return
                     arguments = bind(
                         query,
@@ -263,7 +271,7 @@ class Recording:
                         scale=scale,
                         enable_gqa=enable_gqa,
                     )
-                    known = self._calls.find(like, site, arguments, dtype)
+                    known = self._calls_seen.find(like, site, arguments, dtype)
                 index = next_index()
                 count, place = known.count, known.place
                 count.calls += 1
@@ -292,11 +300,13 @@ class Recording:
                         )
                         with outside_of_modes():
                             arguments = cast(arguments, dtype)
-                            self._store(index, site, place, count, arguments, output, sdpa)
+                            self._calls_kept.store(
+                                index, site, place, count, arguments, output, sdpa
+                            )
             except Exception as error:
                 if is_meant_for_program(error):
                     raise
-                self.tell(f"an attention call could not be recorded: {_reason(error)}")
+                self.tell(f"an attention call could not be recorded: {reason_of(error)}")
 
         return observe
 
@@ -311,11 +321,11 @@ class Recording:
         if self._closed:
             return output
         if torch._C._is_tracing() or not isinstance(output, Tensor):
-            self.without_values += 1
+            self._calls_kept.without_values += 1
             return output
         try:
             if has_symbolic_sizes(*arguments[:3]):
-                self.without_values += 1
+                self._calls_kept.without_values += 1
                 return output
             site = self._tracker.site
             mask, packed, table = (
@@ -335,28 +345,26 @@ class Recording:
                 arguments[5:8],
                 *arguments[-5:],
             )
-            known = self._calls.alike.get(like) or self._calls.find(like, site, arguments, None)
+            known = self._calls_seen.alike.get(like) or self._calls_seen.find(
+                like, site, arguments, None
+            )
             index = self._next_index()
             known.count.calls += 1
             known.count.last_step = site.step
-            if self._rank is not None:
-                self._visit(site)
+            if self._has_ranks:
+                self._calls_seen.visit(site)
             with self._lock:
                 place = known.place
                 if place and self._sampler.wants(place, site.step) and not self._closed:
                     with outside_of_modes():
-                        self._store(index, site, place, known.count, arguments, output, function)
+                        self._calls_kept.store(
+                            index, site, place, known.count, arguments, output, function
+                        )
         except Exception as error:
             if is_meant_for_program(error):
                 raise
-            self.tell(f"an attention call could not be recorded: {_reason(error)}")
+            self.tell(f"an attention call could not be recorded: {reason_of(error)}")
         return output
-
-    def _visit(self, site: Site) -> None:
-        """Count a call of a module in its step, by which ranks' calls are matched."""
-        latest = self._visits.setdefault(site.module, [-1, 0])
-        latest[1] = latest[1] + 1 if latest[0] == site.step else 0
-        latest[0] = site.step
 
     def tell(self, problem: str) -> None:
         """Add to `problems`; the first is warned of at once."""
@@ -392,7 +400,7 @@ class Recording:
         except Exception as error:
             if is_meant_for_program(error):
                 raise
-            self.tell(f"{self._target.directory} may not be on the disk yet: {_reason(error)}")
+            self.tell(f"{self._target.directory} may not be on the disk yet: {reason_of(error)}")
         finally:  # also after Ctrl-C, once more
             self._end(self._writer, complete=complete)
             self.flush_seconds = time.perf_counter() - began
@@ -407,12 +415,7 @@ class Recording:
     def _end(self, writer: Writer, *, complete: bool) -> None:
         """Put what is stored into the manifest."""
         try:
-            self._forget_failed(writer)
-            if given_up := [index for index in self._kept if index not in writer.completed]:
-                self.tell(f"gave up {counted(len(given_up), 'call')}, only in memory so far")
-                self.lost += len(given_up)
-                for index in given_up:
-                    self._forget(index)
+            self._calls_kept.give_up()
             self.capture.complete = complete and not self.lost
             self.capture.census = self.census.to_json()
             self.capture.calls_seen = self.census.calls
@@ -425,135 +428,6 @@ class Recording:
             if is_meant_for_program(error):
                 raise
             self.tell(
-                f"could not end the recording in {self._target.directory}: {_reason(error)}; "
+                f"could not end the recording in {self._target.directory}: {reason_of(error)}; "
                 f"finish it with `capture --repair {self._target.directory}`"
             )
-
-    def _store(
-        self,
-        index: int,
-        site: Site,
-        place: Place,
-        count: Count,
-        arguments: Arguments,
-        result: Tensor,
-        sdpa: Callable[..., Tensor],
-    ) -> None:
-        """Store a call that the sampler wants, unless it has no values or does not fit."""
-        assert self._writer is not None
-        self._forget_failed(self._writer)
-        part = self._part
-        if is_distributed(arguments):
-            found = as_local(arguments, result)
-            if found is None:
-                self.tell(
-                    f"{site.module} splits its tensors by something else than batch and heads: its "
-                    "calls are counted and not stored"
-                )
-                return
-            arguments, result, part = found
-        if not can_be_copied(arguments):
-            self.without_values += 1
-            return
-        if part is None:
-            stack = self._tracker.running.stack
-            part = WHOLE if self._rank is None else of_weights(stack[-1][0], *arguments[:2])
-        if self._heads is not None:
-            part = WHOLE  # some of a part's heads are not to be joined with anything
-        output = result if self._keeps_output else None
-        call = as_call(arguments, output, self._origin(index, site, arguments, sdpa, part))
-        if self._heads is not None:
-            kv_heads = kv_heads_of(self._heads, call.shape.q_heads, call.shape.kv_heads)
-            if kv_heads is None:
-                self.without_heads += 1
-                return
-            call = pick(call, self._heads, kv_heads)
-        if self._sampler.by_difficulty:
-            call = with_difficulty(call)
-        tensors, header = stored_tensors(call), Header.of(call)
-        nbytes = stored_bytes(tensors)
-        if fault := header.fault() or header.excess(nbytes):  # nobody could load it
-            self.tell(f"a call cannot be stored: {fault}")
-            return
-        difficulty = call.origin.difficulty
-        decision = self._sampler.offer(index, place, site.step, nbytes, difficulty)
-        if not decision.keep:
-            return
-        try:
-            pinned = call.device.type == "cuda"
-            buffer = self._writer.reserve(buffer_size(tensors), pinned=pinned)
-            try:
-                copy = self._copier.copy(tensors, buffer)
-            except BaseException:
-                self._writer.release(buffer)
-                raise
-            self._kept[index] = count
-            count.kept += 1
-            waiting = Waiting(replace(header, layouts=copy.layouts), copy)
-            for dropped in self._writer.put(waiting, decision.drop):
-                self._forget(dropped)
-        except Exception as error:
-            self._call_failed(index, error)
-            if is_meant_for_program(error):
-                raise
-
-    def _call_failed(self, index: int, error: Exception) -> None:
-        """Note a call that could not be stored; also called by the writer's thread."""
-        self._failed.append(index)
-        self.tell(f"could not store a call in {self._target.directory}: {_reason(error)}")
-
-    def _forget_failed(self, writer: Writer) -> None:
-        while self._failed:
-            index = self._failed.popleft()
-            if index not in writer.completed:
-                self.lost += 1
-                self._forget(index)
-
-    def _forget(self, index: int) -> None:
-        if count := self._kept.pop(index, None):
-            count.kept -= 1
-
-    def _origin(
-        self,
-        index: int,
-        site: Site,
-        arguments: Arguments,
-        sdpa: Callable[..., Tensor],
-        part: Part,
-    ) -> Origin:
-        device = arguments.query.device
-        described = device.type
-        if device.type == "cuda":
-            described = f"cuda ({torch.cuda.get_device_name(device)})"
-        self.capture.device = described
-        return Origin(
-            model=self.capture.model,
-            weights=self.capture.weights,
-            module=site.module,
-            call_index=index,
-            step=site.step,
-            phase=site.phase,
-            device=described,
-            seed=self._seed,
-            rank=self._rank,
-            road=arguments.road,
-            backend=arguments.backend or function_or_backend(arguments, sdpa),
-            disabled_backends=disabled_backends(),
-            heads=self.capture.heads or part.heads,
-            split=part.split,
-            split_ranks=[*part.ranks],
-            call_in_step=0 if self._rank is None else self._visits[site.module][1],
-            versions=self.capture.versions,
-        )
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    name = type(error).__name__
-    try:
-        return f"{name}: {error}".partition("\n")[0]
-    except Exception as another:  # a model's own class need not have a text
-        if is_meant_for_program(another):
-            raise
-        return name

@@ -20,7 +20,12 @@ from replay.accuracy.quantised import QuantisedNoise
 from replay.accuracy.reference import attention_and_spread, reference_dtype, same_dtype
 from replay.accuracy.sparse import kept_share, restricted
 from replay.accuracy.thresholds import ExactThresholds, QuantisedThresholds, Thresholds
-from replay.accuracy.tolerance import RowTolerance, Tolerance, tolerance
+from replay.accuracy.tolerance import (
+    RowTolerance,
+    Tolerance,
+    tolerance,
+    tolerances_of_heads,
+)
 from replay.rows.accuracy import AccuracyClass, Errors, Where
 
 
@@ -65,17 +70,8 @@ class Expected:
         computed = attention_and_spread(call, reference_dtype(call.device, call.dtype))
         output, spread = (each.cpu() for each in computed)
         eager = [each.cpu() for each in same_dtype(call)]
-        found = []
-        for head in range(call.shape.q_heads):
-            place = slice(head, head + 1)
-            alone = {
-                name: tensor[place] if name == "sinks" else tensor[:, place]
-                for name, tensor in call.tensors().items()
-            }
-            own = [each[:, place] for each in eager]
-            parts = own, output[:, place], spread[:, place]
-            found.append(cls(output[:, place], tolerance(call.with_tensors(alone), *parts)))
-        return found
+        allowed = tolerances_of_heads(call, eager, output, spread)
+        return [cls(output[:, n : n + 1], each) for n, each in enumerate(allowed)]
 
     @cached_property
     def quantised(self) -> QuantisedNoise | None:

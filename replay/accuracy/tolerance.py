@@ -139,6 +139,36 @@ def tolerance(
     return Tolerance(max(errors), rounding, per_element, rows_allowed)
 
 
+def tolerances_of_heads(
+    call: AttentionCall, same_dtype_outputs: Sequence[Tensor], reference: Tensor, spread: Tensor
+) -> list[Tolerance]:
+    """`tolerance` of each head of a call alone, without what it allows each row.
+
+    All heads at once, for a few rows of many: of one head it is some fifty small operations.
+
+    Args:
+        same_dtype_outputs, reference, spread: as those of `tolerance`; no two heads share a key
+            head.
+    """
+    exact = reference.to(torch.float64)
+    rounding = _largest_finite_of_heads(exact.to(call.dtype).to(torch.float64) - exact)
+    lengths = torch.linalg.vector_norm(exact, dim=-1)
+    noise = rounding_noise(lengths, spread, call, exact.shape[3])
+    if call.dtype.itemsize >= 4:
+        query_norm, key_norm = (
+            _largest_finite_of_heads(torch.linalg.vector_norm(each, dim=-1)).to(exact)
+            for each in (call.query, call.key)
+        )
+        terms = math.sqrt(call.shape.kv_len) + abs(call.softmax_scale) * query_norm * key_norm
+        noise *= terms[:, None]
+        values = _largest_finite_of_heads(call.value).to(exact)
+        rounding += torch.finfo(call.dtype).eps / 2 * values * terms
+    errors = [_largest_finite_of_heads(each.to(exact) - exact) for each in same_dtype_outputs]
+    per_element = _largest_finite_of_heads(noise) / math.sqrt(exact.shape[3])
+    of_heads = torch.stack((_largest(errors), rounding, per_element), dim=1).tolist()
+    return [Tolerance(*each) for each in of_heads]
+
+
 def _eager_errors(
     same_dtype_output: Tensor, reference: Tensor, noise: Tensor, weight: Tensor
 ) -> tuple[float, Tensor, Tensor]:
@@ -201,6 +231,12 @@ def _terms_of_a_sum(call: AttentionCall) -> float:
         _largest_finite(torch.linalg.vector_norm(each, dim=-1)) for each in (call.query, call.key)
     )
     return math.sqrt(call.shape.kv_len) + abs(call.softmax_scale) * query_norm * key_norm
+
+
+def _largest_finite_of_heads(tensor: Tensor) -> Tensor:
+    """The largest finite magnitude of each head of (B, H, …), (H,); 0 where there is none."""
+    magnitudes = tensor.abs()
+    return magnitudes.masked_fill_(~magnitudes.isfinite(), 0.0).transpose(0, 1).flatten(1).amax(1)
 
 
 def _largest_finite(tensor: Tensor) -> float:

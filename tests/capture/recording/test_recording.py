@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from capture import load, record
 from capture.errors import RecordingWarning
 from capture.hooks.interceptor import TORCH_SDPA
-from capture.recording import recording as recorder
+from capture.recording import calls_kept
 from capture.recording.recording import Recording
 from tests.capture.hooks.test_modules import Denoiser
 from tests.capture.recording.callers import Caller, MakeLayers, assert_good, attend, recorded
@@ -188,7 +188,7 @@ def test_a_full_disk_is_told_once_and_the_model_goes_on(
     "function",
     [
         "capture.hooks.census.Census.count_of",
-        "capture.recording.recording.as_call",
+        "capture.recording.calls_kept.as_call",
         "capture.recording.copies.HostCopier.copy",
         "capture.recording.writer.Writer.put",
         "capture.hooks.phases.Role.phase",
@@ -241,10 +241,10 @@ def test_what_another_thread_raises_in_the_program_reaches_it(
         ident = ctypes.c_ulong(threading.get_ident())
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(Limit))
 
-    raised_in_ours = FunctionType(now.__code__, vars(recorder), closure=now.__closure__)
-    monkeypatch.setitem(vars(recorder), "ctypes", ctypes)
-    monkeypatch.setitem(vars(recorder), "Limit", Limit)
-    monkeypatch.setattr(recorder, function, raised_in_ours)
+    raised_in_ours = FunctionType(now.__code__, vars(calls_kept), closure=now.__closure__)
+    for name, needed in {"ctypes": ctypes, "threading": threading, "Limit": Limit}.items():
+        monkeypatch.setitem(vars(calls_kept), name, needed)
+    monkeypatch.setattr(calls_kept, function, raised_in_ours)
     with pytest.raises(Limit), record(layers, tmp_path):
         layers(states)
 
