@@ -19,12 +19,16 @@ def add_verbosity(parser: argparse._ActionsContainer) -> None:
     """Add the two options, which exclude each other."""
     either = parser.add_mutually_exclusive_group()
     either.add_argument(
+        "-q",
         "--quiet",
         action="store_true",
         help="no progress and no hints; results, warnings and errors remain",
     )
     either.add_argument(
-        "--verbose", action="store_true", help="say what happens and where the time goes"
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="say what happens and where the time goes",
     )
 
 

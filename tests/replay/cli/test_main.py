@@ -496,7 +496,7 @@ def test_the_closing_line_is_for_people(run_cli: RunCli, recorded: Path) -> None
 
 
 def test_quiet_leaves_results_and_warnings(run_cli: RunCli, recorded: Path) -> None:
-    arguments = ("--dir", str(recorded), *QUICK, "--kernels", "torch-math", "--quiet")
+    arguments = ("--dir", str(recorded), *QUICK, "--kernels", "torch-math", "-q")
     code, out, err = run_cli(*arguments, "--metric", "all")
     assert (code, err) == (0, "")
     assert "torch-math" in out
@@ -512,7 +512,7 @@ def test_quiet_leaves_results_and_warnings(run_cli: RunCli, recorded: Path) -> N
 
 def test_verbose_says_where_the_time_goes(run_cli: RunCli, recorded: Path) -> None:
     arguments = ("--dir", str(recorded), *QUICK, "--kernels", "torch-math")
-    told = run_cli(*arguments, "--verbose", "--json=-")[2]
+    told = run_cli(*arguments, "-v", "--json=-")[2]
     assert "in this: torch-math" in told
     assert len(re.findall(r"first call of torch-math: [\d.]+ ms", told)) == 3
     assert len(re.findall(r"^ +[\d.]+ s  model-\d+ took ", told, re.MULTILINE)) == 3
@@ -520,7 +520,7 @@ def test_verbose_says_where_the_time_goes(run_cli: RunCli, recorded: Path) -> No
     assert run_cli(*arguments, "--json=-")[2] == "", "the next command narrates too"
     code, _, err = run_cli(*arguments, "--verbose", "--quiet")
     assert code == 2
-    assert "not allowed with argument --verbose" in err
+    assert "not allowed with argument -v/--verbose" in err
 
 
 def test_list_kernels(run_cli: RunCli, kernels: Callable[..., Kernel]) -> None:
