@@ -32,7 +32,7 @@ class ContextLost(Exception):
 
 
 class CannotJudge(Exception):
-    """The judge failed, with an output or with a call; its message says at what."""
+    """The judge failed, with an output or with a call; its message is the whole sentence."""
 
 
 def classify(error: BaseException) -> Finding:
@@ -47,7 +47,7 @@ def classify(error: BaseException) -> Finding:
     # It is shown in a terminal: no escape codes, no surrogates, no megabytes.
     text = printable(first[:LONGEST_REASON]).strip() or type(error).__name__
     if isinstance(error, CannotJudge):
-        return Finding("error", f"cannot be judged: {text}")
+        return Finding("error", text)
     out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
     if out_of_memory or "not enough memory" in text or "can't allocate memory" in text:
         return Finding("out-of-memory", _shortage(text))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from capture.call import AttentionCall
+from replay.bench.failures import CannotJudge
 from replay.bench.referee import LocalReferee, Sample
 from replay.bench.settings import Settings
 from replay.timing.machine import usual_device
@@ -33,6 +34,7 @@ def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
 
     Raises:
         DatasetError: the call cannot be read.
+        CannotJudge: this process has begun since the call was opened.
     """
     if request["do"] == "touch":
         _touch(request["device"] or usual_device())
@@ -47,6 +49,8 @@ def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
         _open(request, settings)
         say(opened=True)
         return
+    if not _referees:
+        raise CannotJudge("the judge's process ended, and another was started amid this call")
     (referee,) = _referees.values()
     tensors = _inbox(settings.device).take(request["handed"])
     kernel, accuracy_class = request["kernel"], request["accuracy_class"]

@@ -122,7 +122,7 @@ class RemoteReferee:
         self._say(judge=question)
         answer = self._hear()
         if "failed" in answer:
-            raise CannotJudge(answer["failed"])
+            raise CannotJudge(f"cannot be judged: {answer['failed']}")
         return answer
 
 

@@ -31,16 +31,30 @@ class Failing(Judge):
         return FAILED if self._fails(question) else super().answer(question, *others)
 
 
-Rows = Callable[[Callable[[dict[str, Any]], bool]], list[list[Row]]]
+class Ending(Judge):
+    """Its process ends before it judges the timed samples of a kernel, on the first call."""
+
+    def __init__(self) -> None:
+        super().__init__(judge_process(60))
+        self._ended = False
+
+    def answer(self, question: dict[str, Any], *others: Any) -> dict[str, Any]:
+        wanted = (question["do"], question.get("kernel")) == ("samples", "torch-math")
+        if wanted and not self._ended:
+            self._ended = True
+            self._process.close()
+        return super().answer(question, *others)
+
+
+Rows = Callable[[Judge], list[list[Row]]]
 
 
 @pytest.fixture
-def rows_of(quick: Settings) -> Iterator[Rows]:
-    """The rows of two calls, where the judge fails at some questions."""
+def rows_by(quick: Settings) -> Iterator[Rows]:
+    """The rows of two calls with a judge."""
     closing: list[Judge | Environment] = []
 
-    def run(fails: Callable[[dict[str, Any]], bool]) -> list[list[Row]]:
-        judge = Failing(fails)
+    def run(judge: Judge) -> list[list[Row]]:
         environment = Environment("this", sys.executable, 60, judge=judge)
         closing.extend((environment, judge))
         kernels = [find(name) for name in ("torch-default", "torch-math")]
@@ -55,17 +69,25 @@ def rows_of(quick: Settings) -> Iterator[Rows]:
 
 
 @pytest.mark.parametrize("at", ["judge", "samples"])
-def test_an_output_that_cannot_be_judged_costs_its_row(rows_of: Rows, at: str) -> None:
-    found = rows_of(lambda asked: (asked["do"], asked.get("kernel")) == (at, "torch-math"))
+def test_an_output_that_cannot_be_judged_costs_its_row(rows_by: Rows, at: str) -> None:
+    found = rows_by(Failing(lambda asked: (asked["do"], asked.get("kernel")) == (at, "torch-math")))
     said = "cannot be judged: OutOfMemoryError: CUDA out of memory"
     for rows in found:
         assert [row.status for row in rows] == ["ok", "error"]
         assert rows[1].reason == said
 
 
-def test_a_call_whose_reference_cannot_be_computed_costs_its_rows(rows_of: Rows) -> None:
+def test_a_call_whose_reference_cannot_be_computed_costs_its_rows(rows_by: Rows) -> None:
     opened = iter([True, False])
-    first, second = rows_of(lambda asked: asked["do"] == "open" and next(opened))
+    first, second = rows_by(Failing(lambda asked: asked["do"] == "open" and next(opened)))
     said = "cannot be judged: OutOfMemoryError: CUDA out of memory"
     assert [(row.kernel, row.status, row.reason) for row in first] == [("", "error", said)]
     assert [row.status for row in second] == ["ok", "ok"]
+
+
+def test_a_judge_that_ends_amid_a_call_costs_no_later_one(rows_by: Rows) -> None:
+    first, second = rows_by(Ending())
+    assert [row.status for row in first + second] == ["ok", "error", "ok", "ok"]
+    assert first[1].reason == (
+        "cannot be judged: the judge's process ended, and another was started amid this call"
+    )
