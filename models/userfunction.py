@@ -98,7 +98,7 @@ def _import(path: Path, file: str) -> ModuleType:
 
 def _function(module: ModuleType, name: str, file: str) -> Callable[..., Any]:
     function: Callable[..., Any] | None = getattr(module, name, None)
-    if function is None:
+    if not callable(function):
         own = [
             other
             for other, value in vars(module).items()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,15 +59,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         with narrated(arguments.verbose):
             code = _dispatch(arguments, parser)
     except KeyboardInterrupt:
-        print(
-            f"capture: interrupted; calls already in {arguments.out} are readable", file=sys.stderr
-        )
+        print(f"capture: interrupted{_left_by(arguments)}", file=sys.stderr)
         code = 130
     except Exception as error:
         if arguments.debug:
             raise
         code = _explain(error)
     exit_with("capture", code)
+
+
+def _left_by(arguments: argparse.Namespace) -> str:
+    """What an interrupted recording leaves; nothing is said of what only reads."""
+    if arguments.show or arguments.verify or arguments.repair:
+        return ""
+    if Path(arguments.out).is_dir():  # without a call it is not left there
+        return f"; calls already in {printable(arguments.out)} are readable"
+    return "; nothing was recorded"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -207,13 +216,13 @@ def _capture(arguments: argparse.Namespace) -> int:
     from rich.text import Text
 
     from capture.cli.show import human_bytes, share
-    from capture.errors import CaptureError
+    from capture.errors import CaptureError, RecordingWarning
     from capture.recording.parts import declared
     from capture.recording.record import record
     from capture.storage.target import Target, current_rank, rank_name
 
     name = _capture_name(arguments.model)
-    progress, warnings = Console(stderr=True, quiet=arguments.quiet), Console(stderr=True)
+    progress, notices = Console(stderr=True, quiet=arguments.quiet), Console(stderr=True)
     # A full-size model takes minutes to load, so fail early.
     rank = current_rank() if arguments.rank is None else arguments.rank
     declared(arguments.split, None, rank, arguments.heads)
@@ -236,27 +245,30 @@ def _capture(arguments: argparse.Namespace) -> int:
         progress.print(Text(f"{name}: {runnable.note}"))
     options = {each: getattr(arguments, each) for each in ("prompt", "steps", "dtype")}
     given = {each: value for each, value in options.items() if value is not None}
-    with record(
-        runnable.roots,
-        out=arguments.out,
-        max=arguments.max,
-        name=name,
-        sample=arguments.sample,
-        phase=arguments.phase,
-        heads=arguments.heads,
-        modules=arguments.modules,
-        weights=runnable.weights,
-        seed=arguments.seed,
-        rank=rank,
-        split=arguments.split,
-        settings={"model": arguments.model, "given": given, **runnable.settings},
-        max_bytes=arguments.max_bytes,
-        buffer_bytes=arguments.buffer_bytes,
-        durable=arguments.durable,
-        output=not arguments.no_output,
-        overwrite=arguments.overwrite,
-        audit=arguments.audit,
-    ) as recording:
+    with (
+        _without_warnings(RecordingWarning),
+        record(
+            runnable.roots,
+            out=arguments.out,
+            max=arguments.max,
+            name=name,
+            sample=arguments.sample,
+            phase=arguments.phase,
+            heads=arguments.heads,
+            modules=arguments.modules,
+            weights=runnable.weights,
+            seed=arguments.seed,
+            rank=rank,
+            split=arguments.split,
+            settings={"model": arguments.model, "given": given, **runnable.settings},
+            max_bytes=arguments.max_bytes,
+            buffer_bytes=arguments.buffer_bytes,
+            durable=arguments.durable,
+            output=not arguments.no_output,
+            overwrite=arguments.overwrite,
+            audit=arguments.audit,
+        ) as recording,
+    ):
         _run_with_progress(runnable, recording, progress)
         logger.info("ran %s: %d calls seen, %d kept", name, recording.seen, recording.kept)
     logger.info("stored %s", human_bytes(recording.nbytes))
@@ -264,15 +276,15 @@ def _capture(arguments: argparse.Namespace) -> int:
         raise CaptureError("; ".join(recording.problems))
     if recording.without_heads:
         without = counted(recording.without_heads, "call")
-        warnings.print(f"{without} not stored: there is none of just these heads")
+        notices.print(f"{without} not stored: there is none of just these heads")
     if recording.refused_for_bytes:
-        warnings.print("reached --max-bytes: fewer calls are stored, less evenly spread")
+        notices.print("reached --max-bytes: fewer calls are stored, less evenly spread")
     count = share(recording.kept, recording.seen, recording.nbytes)
     print(f"recorded {count} in {arguments.out}/")
     if recording.summary:
         progress.print(Text(recording.summary))
     if recording.audit:
-        warnings.print(Text(str(recording.audit)))
+        notices.print(Text(str(recording.audit)))
     for each in recording.gone_past:
         print(f"note: not seen, and not in the census: {printable(str(each))}", file=sys.stderr)
     for problem in recording.problems:
@@ -283,6 +295,14 @@ def _capture(arguments: argparse.Namespace) -> int:
             f"next: replay these calls through every kernel: {printable(command)}", file=sys.stderr
         )
     return 1 if recording.problems else 0
+
+
+@contextlib.contextmanager
+def _without_warnings(category: type[Warning]) -> Iterator[None]:
+    """What they say is said at the end, with the names of options."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", category)
+        yield
 
 
 def _run_with_progress(runnable: Any, recording: Recording, console: Any) -> None:

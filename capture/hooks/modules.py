@@ -181,6 +181,14 @@ class ModuleTracker:
         stack = self.running.stack
         return stack[-1][1] if stack else outside()
 
+    @property
+    def may_have_run(self) -> bool:
+        """Whether a watched module has run, or one that takes no hooks is among them."""
+        return any(
+            each.forwards or each.is_script or each.module in self._unhooked
+            for each in self.watched
+        )
+
     def forget(self) -> None:
         """Let go of the modules, which nobody will ask for any more."""
         self._watched, self._unhooked = {}, set()

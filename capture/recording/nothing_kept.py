@@ -57,6 +57,8 @@ def _other_attention(recording: Recording) -> str:
         )
     if past:
         return f"attention is computed in its own code, which no road sees: {past[0]}"
+    if not recording.may_have_run:
+        return "the model did not run while it was recorded"
     return (
         "none of its modules is known to compute attention; if one does, with matmul and softmax "
         "or with a kernel of its own, no road sees that"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import os
+import sys
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -43,6 +46,14 @@ def _abandon_all() -> None:
 def _close_all() -> None:
     for recording in list(_live):
         recording.close(complete=False)
+
+
+def _level_outside() -> int:
+    """The `stacklevel` at which its caller's warning points at code that is not ours."""
+    ours, level, frame = (str(Path(__file__).parents[1]), contextlib.__file__), 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 os.register_at_fork(after_in_child=_abandon_all)
@@ -80,6 +91,8 @@ class Recording:
         self._sampler = sampler
         self._target = target
         self._writer: Writer | None = None
+        self.may_have_run = True
+        """False after the end, where no watched module ran."""
         self._gone_past: list[GonePast] | None = None
         """None until the end: then nothing holds the model any more."""
         self.fused = FusedLayers(tracker)
@@ -376,7 +389,7 @@ class Recording:
         # Neither an exception, if the user turned warnings into them, nor what the user's own way
         # of showing them raises, must reach the model or the thread that writes.
         try:
-            warnings.warn(f"recording: {problem}", RecordingWarning, stacklevel=2)
+            warnings.warn(f"recording: {problem}", RecordingWarning, stacklevel=_level_outside())
         except Exception as error:
             if is_meant_for_program(error):
                 raise
@@ -420,6 +433,7 @@ class Recording:
             self.capture.census = self.census.to_json()
             self.capture.calls_seen = self.census.calls
             self._gone_past = self.gone_past
+            self.may_have_run = self._tracker.may_have_run
             self._tracker.forget()
             self.capture.gone_past = [each.to_json() for each in self._gone_past]
             for problem in self._target.end(self.capture):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import errno
 import importlib
 import logging
@@ -87,6 +88,10 @@ def _subcommand(given: list[str]) -> Callable[[], int]:
     """What the arguments ask for, once they are parsed."""
     if given and given[0] in SUBCOMMANDS:
         return partial(importlib.import_module(SUBCOMMANDS[given[0]]).run, given[1:])
+    if given and not given[0].startswith("-"):
+        near = difflib.get_close_matches(given[0], SUBCOMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(SUBCOMMANDS)}"
+        parser().error(f"no sub-command {given[0]!r}: {hint}")
     arguments = parser().parse_args(given)
     return narrated(arguments.verbose)(partial(_dispatch, arguments, given))
 

@@ -104,7 +104,8 @@ class TritonLibrary(Library):
         """As for any library, but for TRITON_INTERPRET=1, which must be set before we start."""
         if not is_interpreted():
             if device.type != "cuda" or not torch.cuda.is_available():
-                return "needs a CUDA GPU, or TRITON_INTERPRET=1 to be checked on the CPU"
+                also = "" if version(self.package) else "pip install triton and "
+                return f"needs a CUDA GPU, or {also}TRITON_INTERPRET=1 to be checked on the CPU"
             if reason := self.wrong_device(device):
                 return reason
         found = _import(self.module)

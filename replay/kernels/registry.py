@@ -256,29 +256,55 @@ def _from_file(target: str) -> Kernel:
         attention = getattr(sys.modules[name], function, None)
         if not callable(attention):
             raise KernelNameError(f"{path} has no function {function!r}")
+        if not _takes_a_call(attention):
+            raise KernelNameError(
+                f"{path}: {function} must take SDPA's arguments by SDPA's names, query, key and "
+                "value first, and need no others"
+            )
         found: Attention = attention
         return found
 
     return _foreign(target, load, f"your {function}")
 
 
+_LITERALS = (ast.Constant, ast.JoinedStr, ast.List, ast.Tuple, ast.Set, ast.Dict)
+
+
 def _names_in(path: Path) -> set[str] | None:
-    """Names that a file's source binds; None if only running it would tell."""
+    """Names that a file's source binds, but for literals; None if only running it would tell."""
     try:
         nodes = list(ast.walk(ast.parse(path.read_bytes())))
     except (OSError, SyntaxError, ValueError, RecursionError):
         return None
     names: set[str] = set()
+    literals = {
+        id(target)
+        for node in nodes
+        if isinstance(node, ast.Assign) and isinstance(node.value, _LITERALS)
+        for target in node.targets
+    }
     for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
+            if id(node) not in literals:
+                names.add(node.id)
         elif isinstance(node, ast.alias):
             names.add(node.asname or node.name.partition(".")[0])
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             names.add(node.value)  # globals()["name"] = …
     return None if "*" in names or "__getattr__" in names else names
+
+
+def _takes_a_call(function: Callable[..., Any]) -> bool:
+    """Whether a function can be called with query, key and value by name, as far as it tells."""
+    try:
+        inspect.signature(function).bind(query=None, key=None, value=None)
+    except TypeError:
+        return False
+    except ValueError:  # of C, without a signature
+        return True
+    return True
 
 
 def _foreign(name: str, load: Callable[[], Attention], about: str) -> Kernel:
@@ -304,12 +330,21 @@ def _foreign(name: str, load: Callable[[], Attention], about: str) -> Kernel:
     return Kernel(name, attend, about=about, load=loaded)
 
 
+_NO_NAME = (
+    "a kernel is named by a string, not {}: a registered name or 'file.py:function' "
+    "(`register_kernel` gives a function a name)"
+)
+
+
 def find(name: str) -> Kernel:
     """The kernel of that name: a registered one, or a user's `file.py:function`.
 
     Raises:
         KernelNameError: there is none.
+        TypeError: `name` is no string.
     """
+    if not isinstance(name, str):
+        raise TypeError(_NO_NAME.format(type(name).__name__))
     if name in _kernels:  # to see what is installed takes milliseconds
         return _kernels[name]
     kernels = catalogue()
@@ -385,7 +420,10 @@ def select(patterns: str | None, variants: bool = False) -> tuple[list[Kernel], 
 
     Raises:
         KernelNameError: a name or glob fits no kernel.
+        TypeError: `patterns` is no string.
     """
+    if not isinstance(patterns, str | None):
+        raise TypeError(_NO_NAME.format(type(patterns).__name__))
     kernels = catalogue()
     if patterns is None:
         defaults = {name: kernel for name, kernel in kernels.items() if kernel.default}

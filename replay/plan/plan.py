@@ -66,6 +66,8 @@ def parse_budget(text: str) -> Budget:
             f"unknown metric {metric!r} in the budget: choose from {', '.join(METRICS)}, "
             "e.g. cosine=0.998"
         )
+    if not limit:
+        raise PlanError(f"{metric} has no limit: write the budget as {metric}={METRICS[metric]}")
     try:
         value = float(limit)
     except ValueError as error:

@@ -67,6 +67,7 @@ def test_steps_and_prompt_are_passed_only_when_given(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("def other(): ...", r"has no function 'make': choose from other"),
+        ("make = 3", r"has no function 'make': add it"),
         ("make = ", r"could not be imported: SyntaxError"),
         ("import no_such_package_anywhere", r"could not be imported: ModuleNotFoundError"),
         ("def make(): raise RuntimeError('two\\nlines')", r"make in .* failed: RuntimeError: two$"),

@@ -246,6 +246,7 @@ function roofline() {
     const [peak, bandwidth] = [column("roof.tflops")[at], column("roof.gb_per_s")[at]];
     if (peak) lines.set(column("call.dtype")[at], { peak, bandwidth });
   }
+  $("roof-note").hidden = !lines.size;
   const roof = [...lines].flatMap(([dtype, { peak, bandwidth }]) => {
     const ridge = (peak / bandwidth) * 1e3;
     const at = [from, ...(ridge > from && ridge < to ? [ridge] : []), to];
@@ -472,11 +473,13 @@ async function drawAll() {
   fillKernels();
   fillCalls();
   const random = "These calls come from no layer of a model.";
-  await draw("tradeoff", tradeoff(), "No kernel has both a time and an error.");
+  await draw("tradeoff", tradeoff(), "No kernel has both a speed-up and an error.");
   await draw("layer-error", layerError(), random);
   await draw("layer-saved", layerSaved(), "No time can be compared.");
   await draw("times", times(), "Nothing was timed.");
-  await draw("shapes", shapes(), "");
+  const byShape = shapes();
+  $("shapes-note").hidden = !byShape;
+  await draw("shapes", byShape, "");
   await draw("roofline", roofline(), "Nothing was timed.");
   await draw("where", where(), "This kernel has no output that was compared.");
 }

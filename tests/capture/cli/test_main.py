@@ -14,6 +14,7 @@ import pytest
 
 from capture import load
 from capture.cli.verify import verify
+from capture.errors import RecordingWarning
 
 Run = Callable[..., tuple[int, str, str]]
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -67,6 +68,14 @@ def slow():
             time.sleep(0.002)
 
     return attention, run
+
+
+def early():
+    def run():
+        print("RUNNING", flush=True)
+        time.sleep(60)
+
+    return Attention(), run
 
 
 def broken():
@@ -270,6 +279,7 @@ def test_max_bytes_is_said_to_be_reached(run_cli: Run, tmp_path: Path, model_fil
     [
         ("build", ["--modules", "attn*"], 2, "no module matches 'attn*'"),
         ("build", ["--max-bytes", "1k"], 2, "no call fits in --max-bytes; increase it"),
+        ("build", ["--heads", "99"], 2, "choose others with --heads"),
         ("silent", [], 2, "no attention call was seen"),
         ("broken", [], 1, "ZeroDivisionError: by nought (traceback with --debug)"),
         ("absent", [], 2, "has no function 'absent'"),
@@ -283,9 +293,11 @@ def test_runs_that_keep_nothing(
     options: list[str],
     code: int,
     said: str,
+    recwarn: pytest.WarningsRecorder,
 ) -> None:
     out = tmp_path / "out"
     result = run_cli("--model", f"{model_file}:{function}", "--out", str(out), *options)
+    assert not [each for each in recwarn if each.category is RecordingWarning]  # it is said once
     assert said in sentence_of(result, code)
     assert not out.exists()
 
@@ -355,8 +367,9 @@ Stop = Callable[..., Stopped]
 def stopped(start_python: Start, model_file: Path, tmp_path: Path) -> Stop:
     """`stopped(signal, options)`: a capture that gets the signal while its model runs."""
 
-    def stop(sent: signal.Signals, options: Sequence[str] = ()) -> Stopped:
-        arguments = ("-m", "capture", "--model", f"{model_file}:slow", "--out", "out", *options)
+    def stop(sent: signal.Signals, options: Sequence[str] = (), function: str = "slow") -> Stopped:
+        model = f"{model_file}:{function}"
+        arguments = ("-m", "capture", "--model", model, "--out", "out", *options)
         process = start_python(*arguments, cwd=tmp_path)
         assert process.stdout is not None
         for line in process.stdout:
@@ -375,6 +388,13 @@ def test_control_c_leaves_a_readable_dataset(stopped: Stop) -> None:
     assert "capture: interrupted; calls already in out are readable" in errors
     assert "Traceback" not in errors
     assert_whole_but_not_complete(out)
+
+
+def test_control_c_before_the_first_call(stopped: Stop) -> None:
+    out, code, errors = stopped(signal.SIGINT, function="early")
+    assert code == 130
+    assert errors.splitlines()[-1] == "capture: interrupted; nothing was recorded"
+    assert not out.exists()
 
 
 @pytest.mark.slow

@@ -46,16 +46,24 @@ def test_calls_outside_the_watched_modules_are_said_to_be_outside(
         F.scaled_dot_product_attention(query, query, query)
 
 
-def test_a_model_that_made_no_call_is_told_what_to_look_for(
-    layers: nn.Module, tmp_path: Path
-) -> None:
+def test_a_model_that_made_no_call_is_told_what_to_look_for(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
     with (
         pytest.warns(
             RecordingWarning, match="no attention call was seen: none of its modules is known"
         ),
+        record(model, tmp_path),
+    ):
+        model(torch.ones(1, 2))
+
+
+def test_a_model_that_did_not_run(layers: nn.Module, tmp_path: Path) -> None:
+    with (
+        pytest.warns(RecordingWarning, match="seen: the model did not run while") as warned,
         record(layers, tmp_path),
     ):
         pass
+    assert [each.filename for each in warned] == [__file__]  # of whom it is to be told
 
 
 def test_what_has_no_values_is_counted_and_never_kept(tmp_path: Path) -> None:

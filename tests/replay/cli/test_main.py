@@ -112,6 +112,8 @@ def test_random_shape(run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "sentences"),
     [
         ((), ("nothing to replay", "--random")),
+        (("doktor",), ("no sub-command 'doktor'", "did you mean doctor")),
+        (("zz", "--random"), ("no sub-command 'zz'", "choose from compare, devices, doctor")),
         ((*SHAPE, "--kernels", "torch-mth"), ("no kernel 'torch-mth'", "did you mean torch-math")),
         ((*SHAPE, "--kernels", "torch-cudnn"), ("torch-cudnn cannot run on cpu", "GPUs only")),
         ((*SHAPE, "--baseline-kernel", "nope"), ("no kernel 'nope'",)),

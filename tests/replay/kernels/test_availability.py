@@ -86,6 +86,12 @@ def test_our_own_kernels(
         assert unavailable(torch.device("cpu")) == (
             "needs a CUDA GPU, or TRITON_INTERPRET=1 to be checked on the CPU"
         )
+        with monkeypatch.context() as without:
+            without.setattr(library, "version", lambda package: "")
+            assert unavailable(torch.device("cpu")) == (
+                "needs a CUDA GPU, or pip install triton and TRITON_INTERPRET=1 to be checked on "
+                "the CPU"
+            )
         assert unavailable(gpu(7, 5)) == (
             "needs compute capability 8.0 or higher (this GPU has 7.5)"
         )

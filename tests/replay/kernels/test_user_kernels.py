@@ -88,7 +88,7 @@ def test_constraints_from_the_decorator(run: Run, folder: Path) -> None:
 
 
 def test_nothing_is_imported_until_asked(folder: Path) -> None:
-    (folder / "loud.py").write_text("raise RuntimeError('loud')\nattention = 1\n")
+    (folder / "loud.py").write_text("raise RuntimeError('loud')\nattention = print\n")
     kernel = find("loud.py:attention")
     assert (kernel.name, kernel.about) == ("loud.py:attention", "your attention")
     with pytest.raises(RuntimeError, match="loud"):
@@ -100,11 +100,24 @@ def test_what_is_not_there(run: Run, run_cli: RunCli, folder: Path) -> None:
         find("no.py:a")
     code, _, err = run_cli(*SHAPE, *QUICK, "--kernels", "no.py:a")
     assert (code, err) == (2, "replay: no kernel 'no.py:a': there is no file no.py\n")
-    (folder / "later.py").write_text("if False:\n    nothing = 1\n")
+    (folder / "later.py").write_text("if False:\n    nothing = print\n")
     row = run("later.py:nothing")["later.py:nothing"]
     assert (row["status"], row["reason"]) == (
         "error",
         "KernelNameError: later.py has no function 'nothing'",
+    )
+
+
+@pytest.mark.parametrize("arguments", ["q, k, v, **others", "query, key, value, window"])
+def test_a_function_that_cannot_be_called_as_sdpa_is(
+    run: Run, folder: Path, arguments: str
+) -> None:
+    (folder / "mine.py").write_text(f"def attend({arguments}): ...\n")
+    row = run("mine.py:attend")["mine.py:attend"]
+    assert row["status"] == "error"
+    assert row["reason"] == (
+        "KernelNameError: mine.py: attend must take SDPA's arguments by SDPA's names, query, key "
+        "and value first, and need no others"
     )
 
 
@@ -187,6 +200,8 @@ def test_offered_kernels_are_listed(run_cli: RunCli) -> None:
     [
         ("def attend(): pass", "has no function 'atend'; did you mean attend?"),
         ("", "has no function 'atend'; add it"),
+        ("atend = 3", "has no function 'atend'; add it"),
+        ("atend = [print]", "has no function 'atend'; add it"),
         ("\ndef atend(:", "mine.py, line 2: invalid syntax"),
     ],
 )

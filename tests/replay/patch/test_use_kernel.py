@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import models
 from replay import use_kernel, use_plan
-from replay.kernels.registry import KernelNameError
+from replay.kernels.registry import KernelNameError, find, select
 from replay.plan.plan import Budget, Choice, Plan
 
 
@@ -37,6 +37,12 @@ def test_a_training_step_keeps_its_own_attention(doubling: str) -> None:
         Attend()(query).sum().backward()
     assert query.grad is not None
     assert (swap.hits, swap.fallbacks) == (0, {"gradients are needed": 1})
+
+
+def test_a_kernel_is_given_by_its_name() -> None:
+    for gives in (lambda function: use_kernel(function).__enter__(), select, find):
+        with pytest.raises(TypeError, match=r"named by a string, not function: .*register_kernel"):
+            gives(lambda query, key, value: query)  # type: ignore[arg-type, operator]
 
 
 def test_a_kernel_that_cannot_run_here_is_refused() -> None:

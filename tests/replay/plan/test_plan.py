@@ -51,7 +51,7 @@ def test_budgets(text: str, budget: Budget) -> None:
         ("cosin=0.9", "'cosin' in the budget: choose from cosine, relative_l1, rmse"),
         ("0.998", "unknown metric '0.998'"),
         ("cosine=high", "'high' is not a number: write the budget as cosine=0.998"),
-        ("rmse", "'' is not a number: write the budget as rmse=0.01"),
+        ("rmse", "rmse has no limit: write the budget as rmse=0.01"),
         ("cosine=1.2", "cosine must be between -1 and 1"),
         ("rmse=-1", "out of range"),
         ("rmse=nan", "out of range"),
