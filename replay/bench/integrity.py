@@ -125,7 +125,8 @@ class Functions:
             value
             for standing in self._standing.values()
             for value in standing.values
-            if isinstance(value, FunctionType) and value.__module__.startswith(MEASURING)
+            # What others put in the place of a function need not name a module.
+            if isinstance(value, FunctionType) and (value.__module__ or "").startswith(MEASURING)
         ]
         self._made_of = {part: list(map(attrgetter(part), self._measuring)) for part in MADE_OF}
 

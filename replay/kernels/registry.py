@@ -299,7 +299,8 @@ def _names_in(path: Path) -> set[str] | None:
 def _takes_a_call(function: Callable[..., Any]) -> bool:
     """Whether a function can be called with query, key and value by name, as far as it tells."""
     try:
-        inspect.signature(function).bind(query=None, key=None, value=None)
+        own = inspect.signature(function, follow_wrapped=False)
+        own.bind(query=None, key=None, value=None)
     except TypeError:
         return False
     except ValueError:  # of C, without a signature

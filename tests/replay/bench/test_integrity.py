@@ -92,3 +92,14 @@ def test_what_a_function_does_by_default_is_put_back() -> None:
     run_rounds.__kwdefaults__ = {**before, "synchronous": True}
     assert functions.restore() == ["replay.timing.rounds.run_rounds"]
     assert run_rounds.__kwdefaults__ is before
+
+
+def test_a_function_that_somebody_replaced_before_need_not_name_a_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def equal(one: Tensor, other: Tensor) -> bool:
+        return bool((one == other).all())
+
+    equal.__module__ = None  # type: ignore[assignment]
+    monkeypatch.setattr(torch, "equal", equal)
+    assert Functions().restore() == []

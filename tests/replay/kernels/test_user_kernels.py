@@ -121,6 +121,18 @@ def test_a_function_that_cannot_be_called_as_sdpa_is(
     )
 
 
+def test_a_wrapped_function_is_called_by_its_wrapper_s_arguments(run: Run, folder: Path) -> None:
+    (folder / "mine.py").write_text(
+        "import functools\n"
+        "from torch.nn.functional import scaled_dot_product_attention\n"
+        "def inner(q, k, v, window): ...\n"
+        "@functools.wraps(inner)\n"
+        "def attend(*arguments, **options):\n"
+        "    return scaled_dot_product_attention(*arguments, **options)\n"
+    )
+    assert run("mine.py:attend")["mine.py:attend"]["status"] == "ok"
+
+
 def test_two_files_of_one_name(run: Run, folder: Path) -> None:
     for name, factor in (("one", 1), ("two", 2)):
         (folder / name).mkdir()
