@@ -36,6 +36,9 @@ MADE_OF = ("__code__", "__defaults__", "__kwdefaults__")
 CONSTANTS = (int, float, str, tuple, frozenset, type(None))
 """What names in capitals stand for that must keep their values."""
 
+OF_DYNAMO = ("__compiled_fn_", "__resume_at_")
+"""What `torch.compile` puts into modules that it traces through, and takes away when it likes."""
+
 ABSENT = object()
 """In place of what a class only inherits."""
 
@@ -125,7 +128,7 @@ class Functions:
             value
             for standing in self._standing.values()
             for value in standing.values
-            # What others put in the place of a function need not name a module.
+            # Of somebody's, in the place of another, it may be None.
             if isinstance(value, FunctionType) and (value.__module__ or "").startswith(MEASURING)
         ]
         self._made_of = {part: list(map(attrgetter(part), self._measuring)) for part in MADE_OF}
@@ -167,6 +170,8 @@ def _names() -> Iterator[tuple[Any, str]]:
         if not isinstance(module, ModuleType) or module.__name__.partition(".")[0] not in OURS:
             continue
         for name, value in list(vars(module).items()):
+            if name.startswith(OF_DYNAMO):
+                continue
             if isinstance(value, FunctionType | type) or (
                 name.isupper() and isinstance(value, CONSTANTS)
             ):

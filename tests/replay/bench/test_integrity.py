@@ -103,3 +103,13 @@ def test_a_function_that_somebody_replaced_before_need_not_name_a_module(
     equal.__module__ = None  # type: ignore[assignment]
     monkeypatch.setattr(torch, "equal", equal)
     assert Functions().restore() == []
+
+
+def test_what_torch_compile_puts_into_our_modules_may_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It compiles what a plan chooses kernels with, and forgets it when it is reset."""
+    for name in ("__compiled_fn_83_8571608c", "__resume_at_12_4"):
+        monkeypatch.setitem(vars(variation), name, lambda: None)
+    functions = Functions()
+    for name in ("__compiled_fn_83_8571608c", "__resume_at_12_4"):
+        monkeypatch.delitem(vars(variation), name)
+    assert functions.restore() == []
