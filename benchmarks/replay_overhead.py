@@ -5,8 +5,8 @@
 
 Loads every call of a recording with and without checksums and reads the same files plainly, in
 shuffled rounds, cold (out of the page cache) and warm. Then replays the recording with the command
-(`benchmarks.marked_replay`), and compares the whole with its timed rounds and their warm-up. Writes
-`benchmarks/results/replay_overhead.csv`, one line per figure.
+(`benchmarks.marked_replay`), and compares the whole with its timed rounds and their warm-up.
+Replaces the figures it measured in `benchmarks/results/replay_overhead.csv`, one line each.
 """
 
 from __future__ import annotations
@@ -71,7 +71,10 @@ def main() -> None:
             loading(directory, arguments.rounds, figures)
         rows = arguments.rows or Path(scratch) / "rows.jsonl"
         whole(directory, arguments.kernels or KERNELS[device.type], device, rows, figures)
-    results.write_lines(figures.lines, COLUMNS, arguments.out)
+    measured = {line["figure"] for line in figures.lines}
+    written = results.read(arguments.out) if arguments.out.exists() else []
+    others = [line for line in written if line["figure"] not in measured]
+    results.write_lines([*others, *figures.lines], COLUMNS, arguments.out)
 
 
 class Attention(nn.Module):

@@ -55,11 +55,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         arguments = parser.parse_args(argv)
     except SystemExit as stopped:
         exit_with("capture", stopped.code)
+    out = Path(arguments.out).absolute()  # a model may change the directory
     try:
         with narrated(arguments.verbose):
             code = _dispatch(arguments, parser)
     except KeyboardInterrupt:
-        print(f"capture: interrupted{_left_by(arguments)}", file=sys.stderr)
+        print(f"capture: interrupted{_left_by(arguments, out)}", file=sys.stderr)
         code = 130
     except Exception as error:
         if arguments.debug:
@@ -68,12 +69,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     exit_with("capture", code)
 
 
-def _left_by(arguments: argparse.Namespace) -> str:
+def _left_by(arguments: argparse.Namespace, out: Path) -> str:
     """What an interrupted recording leaves; nothing is said of what only reads."""
     if arguments.show or arguments.verify or arguments.repair:
         return ""
-    if Path(arguments.out).is_dir():  # without a call it is not left there
-        return f"; calls already in {printable(arguments.out)} are readable"
+    if out.is_dir():  # without a call it is not left there
+        return f"; calls already in {printable(str(out))} are readable"
     return "; nothing was recorded"
 
 
@@ -246,7 +247,7 @@ def _capture(arguments: argparse.Namespace) -> int:
     options = {each: getattr(arguments, each) for each in ("prompt", "steps", "dtype")}
     given = {each: value for each, value in options.items() if value is not None}
     with (
-        _without_warnings(RecordingWarning),
+        _problems_at_once(RecordingWarning) as told,
         record(
             runnable.roots,
             out=arguments.out,
@@ -272,8 +273,11 @@ def _capture(arguments: argparse.Namespace) -> int:
         _run_with_progress(runnable, recording, progress)
         logger.info("ran %s: %d calls seen, %d kept", name, recording.seen, recording.kept)
     logger.info("stored %s", human_bytes(recording.nbytes))
+    untold = [problem for problem in recording.problems if problem not in told]
     if not recording.kept and not recording.lost:
-        raise CaptureError("; ".join(recording.problems))
+        if untold:
+            raise CaptureError("; ".join(untold))
+        return 2
     if recording.without_heads:
         without = counted(recording.without_heads, "call")
         notices.print(f"{without} not stored: there is none of just these heads")
@@ -287,7 +291,7 @@ def _capture(arguments: argparse.Namespace) -> int:
         notices.print(Text(str(recording.audit)))
     for each in recording.gone_past:
         print(f"note: not seen, and not in the census: {printable(str(each))}", file=sys.stderr)
-    for problem in recording.problems:
+    for problem in untold:
         print(f"capture: {_with_flags(problem)}", file=sys.stderr)
     if recording.kept and not arguments.quiet:
         command = shlex.join(["replay", "--dir", arguments.out])
@@ -298,11 +302,22 @@ def _capture(arguments: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _without_warnings(category: type[Warning]) -> Iterator[None]:
-    """What they say is said at the end, with the names of options."""
+def _problems_at_once(category: type[Warning]) -> Iterator[list[str]]:
+    """Print what a recording warns of when it does, with the names of options; what was printed."""
+    told: list[str] = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", category)
-        yield
+        warnings.simplefilter("always", category)
+        show = warnings.showwarning
+
+        def shown(message: Warning | str, kind: type[Warning], *where: Any) -> None:
+            if not issubclass(kind, category):
+                show(message, kind, *where)
+                return
+            told.append(str(message).removeprefix("recording: "))
+            print(f"capture: {printable(_with_flags(told[-1]))}", file=sys.stderr, flush=True)
+
+        warnings.showwarning = shown  # type: ignore[assignment]
+        yield told
 
 
 def _run_with_progress(runnable: Any, recording: Recording, console: Any) -> None:

@@ -50,7 +50,8 @@ def _close_all() -> None:
 
 def _level_outside() -> int:
     """The `stacklevel` at which its caller's warning points at code that is not ours."""
-    ours, level, frame = (str(Path(__file__).parents[1]), contextlib.__file__), 1, sys._getframe(1)
+    ours = (str(Path(__file__).parents[1]) + os.sep, contextlib.__file__)
+    level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):
         level, frame = level + 1, frame.f_back
     return level

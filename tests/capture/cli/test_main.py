@@ -20,6 +20,7 @@ Run = Callable[..., tuple[int, str, str]]
 Start = Callable[..., "subprocess.Popen[str]"]
 
 USER_MODEL = """
+import sys
 import time
 import torch
 import torch.nn.functional as F
@@ -66,6 +67,36 @@ def slow():
             if index == 50:
                 print("RUNNING", flush=True)
             time.sleep(0.002)
+
+    return attention, run
+
+
+class Refused(nn.Module):
+    def forward(self, x):
+        F.scaled_dot_product_attention(x, x, x, scale=float("inf"))
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+def refused():
+    model = Refused()
+
+    def run():
+        model(torch.randn(1, 2, 5, 8))
+        print("AFTER", file=sys.stderr)
+
+    return model, run
+
+
+def wanders():
+    attention = Attention()
+
+    def run():
+        import os, tempfile
+
+        attention(torch.randn(1, 2, 5, 8))
+        os.chdir(tempfile.mkdtemp())
+        print("RUNNING", flush=True)
+        time.sleep(60)
 
     return attention, run
 
@@ -302,6 +333,14 @@ def test_runs_that_keep_nothing(
     assert not out.exists()
 
 
+def test_a_problem_is_told_once_and_at_once(run_cli: Run, tmp_path: Path, model_file: Path) -> None:
+    out = tmp_path / "out"
+    code, _, err = run_cli("--model", f"{model_file}:refused", "--out", str(out))
+    told = [line for line in err.splitlines() if "scale inf" in line]
+    assert (code, len(told)) == (1, 1)
+    assert err.index(told[0]) < err.index("AFTER")
+
+
 def test_debug_shows_the_traceback(model_file: Path, tmp_path: Path) -> None:
     from capture.cli.main import main
 
@@ -385,9 +424,16 @@ def stopped(start_python: Start, model_file: Path, tmp_path: Path) -> Stop:
 def test_control_c_leaves_a_readable_dataset(stopped: Stop) -> None:
     out, code, errors = stopped(signal.SIGINT)
     assert code == 130
-    assert "capture: interrupted; calls already in out are readable" in errors
+    assert f"capture: interrupted; calls already in {out} are readable" in errors
     assert "Traceback" not in errors
     assert_whole_but_not_complete(out)
+
+
+def test_control_c_in_another_directory(stopped: Stop) -> None:
+    _, code, errors = stopped(signal.SIGINT, function="wanders")
+    assert code == 130
+    assert "capture: interrupted; calls already in " in errors
+    assert errors.splitlines()[-1].endswith("/out are readable")
 
 
 def test_control_c_before_the_first_call(stopped: Stop) -> None:
