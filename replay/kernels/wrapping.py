@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
-from capture.hooks.interceptor import Arguments
+from capture.hooks.interceptor import Arguments, bind
 from capture.variant import FEATURES, VARIANT_TENSORS, Variant
 from replay.kernels.constraints import ASKED_AT_EVERY_CALL, Constraint, all_of
 from replay.kernels.library import Library
@@ -50,7 +50,9 @@ def drop_in(
         enable_gqa: bool = False,
         **beyond: Any,
     ) -> Tensor:
-        call = Arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        call = bind(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
         if beyond:
             call = _extended(call, beyond)
             if unknown := set(call.features) - known:

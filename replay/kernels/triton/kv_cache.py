@@ -109,13 +109,15 @@ def find_tokens(
     indices_ptr,
     table_ptr,
     stride_table,
-    HAS_INDICES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
 ):
     """Tokens at `positions` (N,), whether there is one, and its place on a cache's token axis and
-    on its first axis, which is of batch elements or of pages."""
+    on its first axis, which is of batch elements or of pages.
+
+    `indices_ptr` is None where all tokens count.
+    """
     tokens = positions
-    if HAS_INDICES:
+    if indices_ptr is not None:
         tokens = tl.load(indices_ptr + positions, mask=is_valid, other=-1)
         is_valid = (tokens >= 0) & (tokens < length)
         tokens = tl.where(is_valid, tokens, 0)

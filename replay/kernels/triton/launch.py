@@ -2,19 +2,26 @@
 
 At each call Triton looks at every argument to find the program that was compiled for its types,
 values and alignment. Two calls of one shape differ in where their tensors lie, and in nothing else
-that Triton asks about: the program found for the first is launched again with other addresses.
+that Triton asks about: the program found for the first is launched again with other addresses, and
+as nobody listens to launches, by the driver's own function (as PyTorch's Inductor does).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
 from replay.kernels.triton.descriptors import at
+
+try:
+    from triton.knobs import runtime as _knobs
+except ImportError:  # Triton before 3.4
+    _knobs = None
 
 Planned = TypeVar("Planned")
 
@@ -60,36 +67,42 @@ class Launch:
         tensors = len(kernel.arg_names) - len(arguments)
         self._rest = tuple(arguments[name] for name in kernel.arg_names[tensors:])
         self._kernel, self._grid, self._options = kernel, grid, options
-        self._index = device.index
-        self._compiled: dict[tuple[bool, ...] | None, Any] = {}
+        self._index = device.index or 0
+        self._may_be_elsewhere = device.type == "cuda" and torch.cuda.device_count() > 1
+        self._programs: dict[tuple[bool, ...] | None, _Program] = {}
 
     def __call__(self, *tensors: Any) -> None:
         """Launch it with tensors, tensor descriptors or None, each of the same kind at each call.
 
         Shapes, strides and types must be those of the first call; addresses may be any.
         """
-        if self._index is not None and self._index != torch.cuda.current_device():
+        if self._may_be_elsewhere and self._index != torch.cuda.current_device():
             with torch.cuda.device(self._index):
                 self._launch(tensors)
         else:
             self._launch(tensors)
 
     def _launch(self, tensors: tuple[Any, ...]) -> None:
-        addresses, together = [], 0
-        for tensor in tensors:
+        addresses, together = list(tensors), 0
+        for place, tensor in enumerate(tensors):
             if isinstance(tensor, Tensor):
-                tensor = tensor.data_ptr()
-                together |= tensor
-            addresses.append(tensor)
+                addresses[place] = address = tensor.data_ptr()
+                together |= address
         # Triton compiles for addresses that are multiples of 16, and for others.
         alignment = None
         if together % 16:
             alignment = tuple(isinstance(each, int) and each % 16 == 0 for each in addresses)
-        compiled = self._compiled.get(alignment)
-        if compiled is None:  # as always in the interpreter
-            self._compiled[alignment] = self._first(tensors)
+        program = self._programs.get(alignment)
+        if program is None:
+            compiled = self._first(tensors)
+            if compiled is not None:  # as it is in the interpreter
+                self._programs[alignment] = _Program.of(compiled)
+        elif _is_listened_to():
+            program.compiled[self._grid](*addresses, *self._rest)
         else:
-            compiled[self._grid](*addresses, *self._rest)
+            stream = program.stream_of(self._index)
+            known = program.function, program.metadata, None, None, None
+            program.run(*self._grid, stream, *known, *addresses, *self._rest)
 
     def _first(self, tensors: tuple[Any, ...]) -> Any:
         """Launch what Triton compiles for the tensors, and return it.
@@ -104,6 +117,30 @@ class Launch:
                 if error.name != "shared memory" or stages == 1:
                     raise
                 self._options["num_stages"] = stages - 1
+
+
+class _Program(NamedTuple):
+    """A compiled kernel, and what its launcher is called with when nobody is told of launches."""
+
+    compiled: Any
+    run: Callable[..., None]
+    function: Any
+    metadata: Any
+    stream_of: Callable[[int], int]
+    """The current stream of a device."""
+
+    @classmethod
+    def of(cls, compiled: Any) -> _Program:
+        stream_of = driver.active.get_current_stream
+        return cls(compiled, compiled.run, compiled.function, compiled.packed_metadata, stream_of)
+
+
+def _is_listened_to() -> bool:
+    """Whether somebody wants to be told of launches, as profilers do."""
+    if _knobs is None:
+        return True  # who listens is not known
+    enter, leave = _knobs.launch_enter_hook, _knobs.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 class PlannedCall(NamedTuple):

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from capture.variant import PLAIN, Variant
-from replay.kernels.triton.counters import counters
 from replay.kernels.triton.kv_cache import Cache
 from replay.kernels.triton.launch import Kept, Launch, PlannedCall, layout, named
 from replay.kernels.triton.masking import window_sides
@@ -17,6 +16,7 @@ from replay.kernels.triton.online_softmax import LOG2_E
 from replay.kernels.triton.quantised_cache import QuantisedCache
 from replay.kernels.triton.split_kv_kernel import split_kv_kernel
 from replay.kernels.triton.split_kv_plan import Tiling, plan
+from replay.kernels.triton.workspace import workspace
 
 
 def attend(
@@ -43,9 +43,8 @@ def attend(
         variant: bottom right, window and soft cap. Not with indices.
         tiles: how to cut the work, by default `tiling`.
     """
-    output = query.new_empty((*query.shape[:3], cache.sizes[2]))
-    if output.numel() == 0:
-        return output
+    if query.numel() == 0:
+        return query.new_empty((*query.shape[:3], cache.sizes[2]))
     aligned = (cache.key.data_ptr() | cache.value.data_ptr()) % 16 == 0
     shape = (
         query.device,
@@ -63,19 +62,19 @@ def attend(
     planned = _calls.get(shape) or _calls.keep(
         shape, _plan_call(query, cache, attn_mask, is_causal, scale, variant, tiles)
     )
-    parts = arrivals = output  # not touched
+    output = torch.empty(planned.output_shape, dtype=query.dtype, device=query.device)
+    parts = arrivals = None
     if planned.parts_numbers:
-        parts = torch.empty(planned.parts_numbers, dtype=torch.float32, device=query.device)
-        arrivals = counters(planned.arrivals, query.device)
+        parts, arrivals = workspace(planned.parts_numbers, planned.arrivals, query.device)
     planned.call.launch(
         query,
         *planned.call.operands(cache.key, cache.value),
         *cache.scales,
-        output if attn_mask is None else attn_mask,
+        attn_mask,
         None if sinks is None else sinks.contiguous(),
-        output if cache.lengths is None else cache.lengths,
-        output if cache.indices is None else cache.indices,
-        output if cache.block_table is None else cache.block_table,
+        cache.lengths,
+        cache.indices,
+        cache.block_table,
         output,
         parts,
         arrivals,
@@ -87,6 +86,7 @@ class _PlannedCall(NamedTuple):
     """What calls of one shape share."""
 
     call: PlannedCall
+    output_shape: tuple[int, int, int, int]
     parts_numbers: int
     """Room for the parts; 0 where there is one part only."""
     arrivals: int
@@ -163,11 +163,8 @@ def _plan_call(
             "IS_CAUSAL": is_causal,
             "IS_BOTTOM_RIGHT": variant.bottom_right,
             "MASK": mask_kind,
-            "HAS_LENGTHS": cache.lengths is not None,
-            "HAS_INDICES": cache.indices is not None,
             "PAGE_SIZE": cache.page_size,
             "HAS_DESCRIPTORS": has_descriptors,
-            "HAS_SPLITS": splits > 1,
             "BLOCK_M": cut.block_m,
             "BLOCK_N": tiles.block_n,
             "BLOCK_D": cut.block_d,
@@ -185,6 +182,7 @@ def _plan_call(
         descriptors = cache.descriptors(tiles.block_n, cut.block_d, cut.block_dv)
     return _PlannedCall(
         PlannedCall(launch, descriptors),
+        (batch, heads, q_len, v_dim),
         batch * heads * q_len * splits * (v_dim + 2) if splits > 1 else 0,
         batch * kv_heads * cut.row_blocks,
     )

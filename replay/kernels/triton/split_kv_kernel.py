@@ -83,11 +83,8 @@ def split_kv_kernel(
     IS_CAUSAL: tl.constexpr,
     IS_BOTTOM_RIGHT: tl.constexpr,
     MASK: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
-    HAS_INDICES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HAS_DESCRIPTORS: tl.constexpr,
-    HAS_SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -97,10 +94,12 @@ def split_kv_kernel(
     ROW_CHUNKS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):
-    """`sinks_ptr`, `cap`, `left` and `right` are None where a call has none, and the scales and the
-    mean where the cache is in 16 bits: they are then no arguments of the compiled program. `cap` is
-    in base 2, and with one `scale` is that of the exponent in tanh. With a BLOCK_TAIL, `head_dim`
-    is what the key has before its tail: Dv.
+    """What a call lacks is None, and no argument of the compiled program: the mask, sinks, lengths,
+    indices, table, `cap`, `left` and `right`; the parts and their counters where keys are not
+    split; the scales and the mean where the cache is in 16 bits.
+
+    `cap` is in base 2, and with one `scale` is that of the exponent in tanh. With a BLOCK_TAIL,
+    `head_dim` is what the key has before its tail: Dv.
     """
     IS_8_BIT: tl.constexpr = key_scale_ptr is not None
     split = tl.program_id(1)
@@ -147,17 +146,16 @@ def split_kv_kernel(
         value_ptr += kv_head.to(tl.int64) * stride_value_head
     key_dims = dims.to(tl.int64) * stride_key_dim
     value_dims = columns.to(tl.int64) * stride_value_dim
-    indices_ptr += tl.program_id(0).to(tl.int64) * kept
-
     length = kv_len
-    if HAS_LENGTHS:
+    if lengths_ptr is not None:
         length = tl.load(lengths_ptr + batch)
     diagonal = 0
     if IS_BOTTOM_RIGHT:
         diagonal = length - q_len
     positions_begin = 0
     positions_end = length
-    if HAS_INDICES:
+    if indices_ptr is not None:
+        indices_ptr += tl.program_id(0).to(tl.int64) * kept
         positions_end = kept
     if IS_CAUSAL:
         positions_end = tl.minimum(length, q_len + diagonal)
@@ -192,7 +190,6 @@ def split_kv_kernel(
             indices_ptr,
             table_ptr,
             stride_table,
-            HAS_INDICES,
             PAGE_SIZE,
         )
         if IS_8_BIT:
@@ -295,7 +292,7 @@ def split_kv_kernel(
 
     # (B, Hq, Sq, Dv), contiguous: the rows of a key/value head follow one another.
     output_ptr += tl.program_id(0).to(tl.int64) * q_rows * v_dim
-    if HAS_SPLITS:
+    if parts_ptr is not None:
         # The parts as (B · Hkv, splits, M, Dv), and behind them their maxima and sums.
         sums_ptr = parts_ptr + tl.num_programs(0).to(tl.int64) * splits * q_rows * v_dim
         sums_ptr += tl.program_id(0).to(tl.int64) * splits * q_rows * 2

@@ -46,8 +46,6 @@ def _score_kernel(
     stride_allowed_batch,
     stride_allowed_token,
     stride_table,
-    HAS_ALLOWED: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -60,7 +58,7 @@ def _score_kernel(
     dims = tl.arange(0, BLOCK_D)
     has_dim = dims < head_dim
     length = kv_len
-    if HAS_LENGTHS:
+    if lengths_ptr is not None:
         length = tl.load(lengths_ptr + batch)
     positions = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens, is_valid, slots, first_axis = find_tokens(
@@ -68,10 +66,9 @@ def _score_kernel(
         positions < length,
         batch,
         length,
-        table_ptr,
+        None,
         table_ptr,
         stride_table,
-        False,
         PAGE_SIZE,
     )
     key_rows = first_axis * stride_key_first + slots * stride_key_token
@@ -97,7 +94,7 @@ def _score_kernel(
         scores = matmul(query, tl.trans(key), nothing) * scale
         scores = tl.where(has_row[:, None], scores, float("-inf"))
         best = tl.maximum(best, tl.max(scores, axis=0), propagate_nan=tl.PropagateNan.ALL)
-    if HAS_ALLOWED:
+    if allowed_ptr is not None:
         place = allowed_ptr + batch.to(tl.int64) * stride_allowed_batch
         place += tokens.to(tl.int64) * stride_allowed_token
         is_valid = is_valid & (tl.load(place, mask=is_valid, other=0) != 0)
@@ -153,14 +150,7 @@ def _scores(query: Tensor, cache: Cache, allowed: Tensor | None, scale: float | 
     launch = _launches.get(shape) or _launches.keep(
         shape, _score_launch(query, cache, allowed, scale)
     )
-    launch(
-        query,
-        cache.key,
-        scores if allowed is None else allowed,
-        scores if cache.lengths is None else cache.lengths,
-        scores if cache.block_table is None else cache.block_table,
-        scores,
-    )
+    launch(query, cache.key, allowed, cache.lengths, cache.block_table, scores)
     return scores
 
 
@@ -190,8 +180,6 @@ def _score_launch(
             "kv_len": kv_len,
             "head_dim": head_dim,
             "stride_table": 0 if cache.block_table is None else cache.block_table.stride(0),
-            "HAS_ALLOWED": allowed is not None,
-            "HAS_LENGTHS": cache.lengths is not None,
             "PAGE_SIZE": cache.page_size,
             "BLOCK_M": 16,
             "BLOCK_N": BLOCK_N,

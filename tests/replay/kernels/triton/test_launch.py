@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
+from replay.kernels.triton import launch as launch_module
 from replay.kernels.triton.descriptors import at, described, nowhere
 from replay.kernels.triton.launch import MOST_KEPT, Kept, Launch, layout
 
 DEVICE = torch.device("cpu")
 GRID = (3, 2, 1)
+STREAM = 17
+
+
+@pytest.fixture(autouse=True)
+def _current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton has no driver where there is no GPU."""
+    active = SimpleNamespace(get_current_stream=lambda device: STREAM + device)
+    monkeypatch.setattr(launch_module, "driver", SimpleNamespace(active=active))
 
 
 class Kernel:
@@ -24,6 +35,8 @@ class Kernel:
     def __init__(self) -> None:
         self.compiled: list[tuple[Any, ...]] = []
         self.launched: list[tuple[Any, ...]] = []
+        self.told: list[tuple[Any, ...]] = []
+        """Launches by Triton itself, which tells who listens."""
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Any:
         assert grid == GRID
@@ -37,12 +50,20 @@ class Kernel:
 
 
 class _Compiled:
+    function, packed_metadata = object(), object()
+
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Any:
         assert grid == GRID
-        return lambda *arguments: self._kernel.launched.append(arguments)
+        return lambda *arguments: self._kernel.told.append(arguments)
+
+    def run(self, *arguments: Any) -> None:
+        """Triton's launcher: the grid, the stream, the program, who is told, and its arguments."""
+        assert arguments[:3] == GRID
+        assert arguments[3:9] == (STREAM, self.function, self.packed_metadata, None, None, None)
+        self._kernel.launched.append(arguments[9:])
 
 
 def launch_of(kernel: Any) -> Launch:
@@ -72,6 +93,26 @@ def test_addresses_that_are_no_multiples_of_16_have_programs_of_their_own() -> N
         for _ in range(2):
             launch(query, None, output)
     assert len(kernel.compiled) == len(kernel.launched) == 4
+
+
+def test_who_listens_is_told_of_every_launch() -> None:
+    """A profiler, or `replay --resources`."""
+    hooks = triton.knobs.runtime.launch_enter_hook
+    kernel = Kernel()
+    launch = launch_of(kernel)
+    launch(aligned(), None, aligned())
+
+    def listener(metadata: Any) -> None:
+        pass
+
+    hooks.add(listener)
+    try:
+        launch(aligned(), None, aligned())
+    finally:
+        hooks.remove(listener)
+    assert (len(kernel.told), len(kernel.launched)) == (1, 0)
+    launch(aligned(), None, aligned())
+    assert (len(kernel.told), len(kernel.launched)) == (1, 1)
 
 
 def test_descriptors_are_passed_as_they_are() -> None:
