@@ -59,7 +59,7 @@ def _timed_finding(checker: Checker, timed: Timed) -> Finding:
     return timed.checked.finding
 
 
-def _in_a_row(checker: Checker, checked: Checked, samples: Samples) -> Finding:
+def _in_a_row(checker: Checker, checked: Checked, samples: Samples, last: list[Any]) -> Finding:
     return checked.finding
 
 

@@ -2,9 +2,9 @@
 
     output = softmax(cap(scale · QKᵀ) + mask) · V,    cap(s) = softcap · tanh(s / softcap)
 
-computed a block of query rows at a time, so that a score matrix of 75,600 × 75,600 never exists.
-Kernels are judged by this file and therefore share nothing with it: they do not import it, and it
-does not import them.
+computed a block of query rows at a time, so that a score matrix of 75,600 × 75,600 never exists;
+of short calls several heads at a time. Kernels are judged by this file and therefore share nothing
+with it: they do not import it, and it does not import them.
 
 Semantics are those of torch's math backend: `is_causal` is aligned top left; a bool mask means True
 = attend; a float mask is added to the scores; a query whose keys are all masked gets zeros; a
@@ -129,21 +129,21 @@ def attention_and_spread(
     for block in weights(call, dtype, block_elements):
         place = (block.batch, block.heads, block.rows)
         output[place] = block.weights @ block.value
-        lengths = torch.linalg.vector_norm(block.value, dim=-1)
-        spread[place] = (block.weights.square_() @ lengths.square_()).sqrt_()
+        lengths = torch.linalg.vector_norm(block.value, dim=-1, keepdim=True)
+        spread[place] = (block.weights.square_() @ lengths.square_()).sqrt_().squeeze(-1)
     return output, spread
 
 
 class Block(NamedTuple):
-    """Probabilities of some rows of the query heads that share one key/value head."""
+    """Probabilities of some rows of H query heads that share one key/value head, or of several."""
 
     batch: int
     heads: slice
     rows: slice
     weights: Tensor
-    """(G, rows, keys); the reader may change them."""
+    """(H, rows, keys); the reader may change them."""
     value: Tensor
-    """(keys, Dv), of the keys that these rows may attend to."""
+    """(H or 1, keys, Dv), of the keys that these rows may attend to."""
 
 
 def weights(
@@ -173,10 +173,16 @@ def weights(
         return
     span = call.spans if call.is_causal or call.features else None
     most = scores_at_a_time(call.device) if block_elements is None else block_elements
+    at_once = 1
+    if shape.q_heads == shape.kv_heads:  # else keys would have to be copied
+        # Of short calls several heads at a time: as many as there is room for with their keys.
+        widest = max(shape.q_len, shape.head_dim, shape.v_head_dim, 1)
+        at_once = max(1, most // (shape.kv_len * widest))
     with torch.no_grad(), _full_precision_float32():
         for batch in range(shape.batch):
-            for kv_head in range(shape.kv_heads):
-                yield from _weights_of_group(call, span, batch, kv_head, dtype, most, scale_scores)
+            for first in range(0, shape.kv_heads, at_once):
+                kv_heads = slice(first, min(first + at_once, shape.kv_heads))
+                yield from _weights_of_heads(call, span, batch, kv_heads, dtype, most, scale_scores)
 
 
 def _empty_output(call: AttentionCall, dtype: torch.dtype) -> Tensor:
@@ -185,28 +191,28 @@ def _empty_output(call: AttentionCall, dtype: torch.dtype) -> Tensor:
     return torch.zeros(sizes, dtype=dtype, device=call.device)
 
 
-def _weights_of_group(
+def _weights_of_heads(
     call: AttentionCall,
     span: Span | None,
     batch: int,
-    kv_head: int,
+    kv_heads: slice,
     dtype: torch.dtype,
     block_elements: int,
     scale_scores: bool,
 ) -> Iterator[Block]:
-    """The blocks of the G query heads that share one key/value head.
+    """The blocks of the query heads that share these key/value heads.
 
     Args:
         span: the keys that each query sees; None for all.
     """
     kv_len, q_len = call.shape.kv_len, call.shape.q_len
     group = call.shape.q_heads // call.shape.kv_heads
-    heads = slice(kv_head * group, (kv_head + 1) * group)
+    heads = slice(kv_heads.start * group, kv_heads.stop * group)
+    count = heads.stop - heads.start
     # The scale is split between Q and K, as torch does, so that float16 scores do not overflow.
     root = math.sqrt(abs(call.softmax_scale))
-    key = call.key[batch, kv_head].to(dtype)
+    key, value = (each[batch, kv_heads].to(dtype) for each in (call.key, call.value))
     key = key if scale_scores else key * root
-    value = call.value[batch, kv_head].to(dtype)
     signed_root = math.copysign(root, call.softmax_scale)
     softcap = call.variant.softcap
     sinks = None if call.sinks is None else call.sinks[heads].to(dtype)
@@ -215,7 +221,7 @@ def _weights_of_group(
     added = call.is_causal and not call.features
     reaches = added and not bool(key.isfinite().all() and value.isfinite().all())
 
-    rows_per_block = max(1, block_elements // (group * kv_len))
+    rows_per_block = max(1, block_elements // (count * kv_len))
     for begin in range(0, q_len, rows_per_block):
         rows = slice(begin, min(begin + rows_per_block, q_len))
         keys = slice(0, kv_len)
@@ -224,7 +230,7 @@ def _weights_of_group(
             keys = keys if reaches else _union(firsts, ends)
         query = call.query[batch, heads, rows].to(dtype)
         query = query if scale_scores else query * signed_root
-        scores = _product(query, key[keys].mT)
+        scores = _product(query, key[:, keys].mT)
         if scale_scores:
             overflows = scores.amax(-1, keepdim=True).isinf() | scores.amin(-1, True).isinf()
             scores.mul_(call.softmax_scale)
@@ -242,7 +248,7 @@ def _weights_of_group(
             else:
                 scores.masked_fill_(outside, -math.inf)
         is_masked = span is not None or call.attn_mask is not None
-        yield Block(batch, heads, rows, _softmax(scores, sinks, is_masked), value[keys])
+        yield Block(batch, heads, rows, _softmax(scores, sinks, is_masked), value[:, keys])
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
@@ -266,7 +272,7 @@ def _union(firsts: Tensor, ends: Tensor) -> slice:
 def _mask_block(
     attn_mask: Tensor, batch: int, heads: slice, rows: slice, keys: slice, dtype: torch.dtype
 ) -> Tensor:
-    """The part of a mask that broadcasts to (G, rows, keys), as numbers to add to the scores."""
+    """The part of a mask that broadcasts to (H, rows, keys), as numbers to add to the scores."""
     mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
     wanted = (slice(batch, batch + 1), heads, rows, keys)
     block = mask[
@@ -284,8 +290,8 @@ def _softmax(scores: Tensor, sinks: Tensor | None, is_masked: bool) -> Tensor:
     """Softmax over the keys, and a head's sink; zeros, not NaN, where every key is masked.
 
     Args:
-        scores: (G, rows, keys).
-        sinks: (G,).
+        scores: (H, rows, keys).
+        sinks: (H,).
     """
     if sinks is not None:
         column = sinks[:, None, None].expand(*scores.shape[:2], 1)
