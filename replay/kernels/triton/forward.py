@@ -12,7 +12,7 @@ from capture.variant import PLAIN, Variant
 from replay.kernels.triton.descriptors import can_be_described, described, nowhere
 from replay.kernels.triton.forward_kernel import forward_kernel
 from replay.kernels.triton.forward_tiles import Blocks, blocks, pieces
-from replay.kernels.triton.launch import Kept, Launch, PlannedCall, is_aligned, layout, named
+from replay.kernels.triton.launch import Kept, Launch, PlannedCall, alignments, layout, named
 from replay.kernels.triton.masking import window_sides
 from replay.kernels.triton.online_softmax import base_2
 from replay.kernels.triton.visits import Visits
@@ -65,12 +65,19 @@ def forward(
         query, scale = (-query, -scale) if scale else (query * 0.0, 1.0)
     shape = (
         query.device,
-        *map(layout, (query, key, value, attn_mask, sinks, *(visited or ()))),
-        *map(is_aligned, (query, key, value)),
+        layout(query),
+        layout(key),
+        layout(value),
+        layout(attn_mask),
+        layout(sinks),
+        visited and tuple(map(layout, visited)),
+        alignments(query, key, value),
         is_causal,
         scale,
-        *lengths[:3],
-        *map(layout, lengths[3:]),
+        lengths.kind,
+        lengths.batches,
+        lengths.longest_query,
+        lengths.kind == "full" or tuple(map(layout, lengths[3:])),
         has_lse,
         cut,
         variant,
@@ -91,13 +98,13 @@ def forward(
             visited,
         ),
     )
-    output = _output(query, value.shape[3])
+    output = _allocated(query, *planned.output)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32) if has_lse else None
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = attn_mask.view(torch.uint8)
-    planned.launch(
+    planned.call.launch(
         query,
-        *planned.operands(key, value),
+        *planned.call.operands(key, value),
         attn_mask,
         None if sinks is None else sinks.contiguous(),
         output,
@@ -108,7 +115,15 @@ def forward(
     return output, lse
 
 
-_calls: Kept[PlannedCall] = Kept()
+class _PlannedCall(NamedTuple):
+    """What calls of one shape share."""
+
+    call: PlannedCall
+    output: tuple[tuple[int, ...], tuple[int, ...]]
+    """Its sizes and strides."""
+
+
+_calls: Kept[_PlannedCall] = Kept()
 
 
 def _plan(
@@ -123,12 +138,12 @@ def _plan(
     cut: Blocks | None,
     variant: Variant,
     visited: Visits | None,
-) -> PlannedCall:
+) -> _PlannedCall:
     """All of a call but its tensors' addresses; arguments as those of `forward`, scale > 0."""
     _check(query, key, value)
     memory, heads, q_len, head_dim = query.shape
     kv_heads, k_len, v_head_dim = key.shape[1], key.shape[2], value.shape[3]
-    output = _output(query, v_head_dim)
+    output = _output_of(query, v_head_dim)
     unit, output_unit = _unit(query, key, value), _unit(output)
     main, rest = pieces(head_dim, unit > 1)
     v_main, v_rest = pieces(v_head_dim, unit > 1)
@@ -190,10 +205,11 @@ def _plan(
         num_stages=cut.stages,
         maxnreg=cut.registers,
     )
-    if not has_descriptors:
-        return PlannedCall(launch)
-    of_key, of_value = described(key, cut.keys, main), described(value, cut.keys, v_main)
-    return PlannedCall(launch, (nowhere(of_key), nowhere(of_value)))
+    descriptors = None
+    if has_descriptors:
+        of_key, of_value = described(key, cut.keys, main), described(value, cut.keys, v_main)
+        descriptors = nowhere(of_key), nowhere(of_value)
+    return _PlannedCall(PlannedCall(launch, descriptors), (tuple(output.shape), output.stride()))
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -210,11 +226,17 @@ def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise ValueError(f"head_dim {max(head_dim, value.shape[3])}: at most 256")
 
 
-def _output(query: Tensor, v_head_dim: int) -> Tensor:
+def _allocated(query: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    return torch.empty_strided(sizes, strides, dtype=query.dtype, device=query.device)
+
+
+def _output_of(query: Tensor, v_head_dim: int) -> Tensor:
+    """Without memory."""
     batch, heads, q_len, _ = query.shape
     if query.stride(1) < query.stride(2):
-        return query.new_empty(batch, q_len, heads, v_head_dim).transpose(1, 2)
-    return query.new_empty(batch, heads, q_len, v_head_dim)
+        sizes = batch, q_len, heads, v_head_dim
+        return torch.empty(sizes, dtype=query.dtype, device="meta").transpose(1, 2)
+    return torch.empty((batch, heads, q_len, v_head_dim), dtype=query.dtype, device="meta")
 
 
 def _as_numbers(

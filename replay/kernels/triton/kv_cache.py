@@ -13,9 +13,9 @@ from capture.strides import is_leading_part
 from replay.kernels.triton.descriptors import can_be_described, described, nowhere
 from replay.kernels.triton.launch import layout
 
-WORTH_DESCRIBING = 2**23
-"""Numbers in keys and values from which on descriptors save the GPU more than they cost the host,
-which is some microseconds each."""
+WORTH_DESCRIBING = 2**26
+"""Numbers in keys and values from which on a call keeps the GPU busy for as long as it does the
+host, to which descriptors cost some microseconds. They save an H200 half of one."""
 
 Access = Literal["described", "direct", "indirect", "quantised"]
 """Through tensor descriptors, through pointers, to tokens that have to be looked up first, or to 8

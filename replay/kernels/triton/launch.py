@@ -163,9 +163,13 @@ def layout(tensor: Tensor | None) -> Hashable:
     return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype)
 
 
-def is_aligned(tensor: Tensor) -> bool:
-    """Whether it begins at a multiple of 16 bytes, which wide loads and descriptors need."""
-    return tensor.data_ptr() % 16 == 0
+def alignments(*tensors: Tensor) -> Hashable:
+    """Which of them begin at a multiple of 16 bytes, which wide loads and descriptors need."""
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    together = 0
+    for address in addresses:
+        together |= address
+    return together % 16 == 0 or tuple([address % 16 == 0 for address in addresses])
 
 
 def named(prefix: str, axes: Iterable[str], strides: Iterable[int | None]) -> dict[str, int | None]:

@@ -104,16 +104,17 @@ def prefill_hopper(
         raise ValueError(f"head_dim {head_dim}: needs a multiple of 8, at most {LARGEST_HEAD_DIM}")
     if scale < 0:
         raise ValueError(f"scale {scale}: must not be negative")
-    query, key, value = (
-        each if _is_loadable(each) else each.contiguous() for each in (query, key, value)
-    )
+    if not _are_loadable(query, key, value):
+        query, key, value = (
+            each if _are_loadable(each) else each.contiguous() for each in (query, key, value)
+        )
     output = torch.empty_like(query)
-    if not _is_loadable(output):
+    if output.stride() != query.stride() and not _are_loadable(output):
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     tensors = (query, key, value, output)
     launch, descriptors = _planned(
-        tuple(each.shape for each in tensors),
-        tuple(each.stride() for each in tensors),
+        (query.shape, key.shape, value.shape, output.shape),
+        (query.stride(), key.stride(), value.stride(), output.stride()),
         query.dtype,
         query.device,
         is_causal,
@@ -182,15 +183,21 @@ def _planned(
     return launch, descriptors
 
 
-def _is_loadable(tensor: Tensor) -> bool:
-    """Whether TMA can address it."""
-    return tensor.data_ptr() % 16 == 0 and _are_loadable(tensor.stride(), tensor.dtype.itemsize)
+def _are_loadable(*tensors: Tensor) -> bool:
+    """Whether TMA can address them."""
+    together = 0
+    for tensor in tensors:
+        together |= tensor.data_ptr()
+    strides = tuple([tensor.stride() for tensor in tensors])
+    return together % 16 == 0 and _can_be_strides(strides, tensors[0].dtype.itemsize)
 
 
 @functools.lru_cache(maxsize=1024)
-def _are_loadable(strides: Sizes, size: int) -> bool:
-    *others, last = strides
-    return last == 1 and all(stride > 0 and stride * size % 16 == 0 for stride in others)
+def _can_be_strides(of_tensors: tuple[Sizes, ...], size: int) -> bool:
+    return all(
+        last == 1 and all(stride > 0 and stride * size % 16 == 0 for stride in others)
+        for *others, last in of_tensors
+    )
 
 
 @functools.lru_cache

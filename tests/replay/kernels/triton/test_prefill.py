@@ -266,7 +266,8 @@ def test_nothing_is_read_or_written_out_of_bounds(
         outputs.append(inside(query.new_zeros(*query.shape[:3], v_head_dim)))
         return outputs[-1]
 
-    monkeypatch.setattr(forward, "_output", output_inside)
+    monkeypatch.setattr(forward, "_output_of", output_inside)
+    monkeypatch.setattr(forward, "_allocated", lambda query, sizes, strides: outputs[-1])
     tensors = {name: inside(tensor) for name, tensor in call.tensors().items()}
     verify(call.with_tensors({**tensors, "attn_mask": mask}))
     around = outputs[0]._base

@@ -14,7 +14,7 @@ from replay.kernels.registry import find
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from replay.kernels.triton import prefill_hopper
 from replay.kernels.triton.hopper_pipeline import LOADER_REGISTERS
-from replay.kernels.triton.prefill_hopper import _is_loadable, schedule
+from replay.kernels.triton.prefill_hopper import _are_loadable, schedule
 
 COMPILE = """
 import triton
@@ -102,12 +102,12 @@ def test_refuses_a_negative_scale() -> None:
 
 def test_what_tma_can_address() -> None:
     tensor = torch.zeros(2, 8, 3, 64, dtype=torch.float16)
-    assert _is_loadable(tensor)
-    assert _is_loadable(tensor.transpose(1, 2))
-    assert not _is_loadable(tensor.mT), "elements of a head must be adjacent"
-    assert not _is_loadable(tensor.flatten()[1:-63].view(-1, 1, 1, 64)[:4]), "16 bytes aligned"
-    assert not _is_loadable(tensor[:, :, :1].expand(2, 8, 3, 64)), "a stride of 0"
-    assert not _is_loadable(torch.zeros(1, 1, 4, 68, dtype=torch.float16)[..., :64]), "odd rows"
+    assert _are_loadable(tensor)
+    assert _are_loadable(tensor.transpose(1, 2))
+    assert not _are_loadable(tensor.mT), "elements of a head must be adjacent"
+    assert not _are_loadable(tensor.flatten()[1:-63].view(-1, 1, 1, 64)[:4]), "16 bytes aligned"
+    assert not _are_loadable(tensor[:, :, :1].expand(2, 8, 3, 64)), "a stride of 0"
+    assert not _are_loadable(torch.zeros(1, 1, 4, 68, dtype=torch.float16)[..., :64]), "odd rows"
 
 
 def test_says_why_it_cannot_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
