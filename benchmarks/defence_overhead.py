@@ -18,6 +18,7 @@ import resource
 import sys
 import time
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from unittest import mock
@@ -96,7 +97,8 @@ def main() -> None:
     kernels = [find(name) for name in names.split(",")]
     taken: dict[str, list[tuple[float, float]]] = defaultdict(list)
     load, timed = [], {}
-    replay_once(ARMS[0], calls, kernels, settings)  # compilers keep what they make
+    # Compilers keep what they make.
+    replay_once(ARMS[0], calls, kernels, replace(settings, rounds=1))
     for repetition in range(arguments.repetitions):
         for place in range(len(ARMS)):
             arm = ARMS[(repetition + place) % len(ARMS)]

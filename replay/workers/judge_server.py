@@ -14,6 +14,7 @@ from replay.bench.failures import CannotJudge
 from replay.bench.referee import LocalReferee, Sample
 from replay.bench.settings import Settings
 from replay.timing.machine import usual_device
+from replay.workers.device_memory import give_back
 from replay.workers.shared_memory import Inbox
 from replay.workers.sources import workload_of
 from replay.workers.worker import Hear, Say
@@ -70,8 +71,7 @@ def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
             for place, (number, drawn, of_walk) in enumerate(request["numbers"])
         ]
         say(wrong=referee.judge_samples(kernel, accuracy_class, samples, chosen))
-    if settings.device.type == "cuda":
-        torch.cuda.empty_cache()  # the kernels need the memory next
+    give_back(settings.device)
 
 
 def _touch(device: str) -> None:

@@ -22,6 +22,7 @@ from replay.bench.runner import Loaded, replay
 from replay.bench.settings import Settings, WorkerOptions
 from replay.kernels.registry import Kernel, find
 from replay.timing.machine import available_bytes, usual_device
+from replay.workers.device_memory import give_back
 from replay.workers.remote_referee import RemoteReferee
 from replay.workers.shared_memory import Outbox
 from replay.workers.sources import workload_of
@@ -109,8 +110,7 @@ def _call(request: dict[str, Any], say: Say, guard: Guard) -> None:
         ):
             say(called=kernel, first_call_ms=milliseconds)
     say(disturbing=guard.disturbing())
-    if settings.device.type == "cuda":
-        torch.cuda.empty_cache()
+    give_back(settings.device)
 
 
 def _replay(request: dict[str, Any], say: Say, hear: Hear, guard: Guard) -> None:
@@ -139,8 +139,7 @@ def _replay(request: dict[str, Any], say: Say, hear: Hear, guard: Guard) -> None
         say(unreadable=str(error))
     except CannotJudge as error:
         say(unreadable=classify(error).reason)
-    if settings.device.type == "cuda":
-        torch.cuda.empty_cache()  # the worker of another environment needs the memory next
+    give_back(settings.device)  # the worker of another environment needs it next
 
 
 def _busy_at_first(hear: Hear, kernels: Sequence[Kernel], guard: Guard) -> Hear:
