@@ -22,6 +22,7 @@ import importlib.util
 import os
 import pkgutil
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -36,6 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
 
     if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
+        if "triton.language" in sys.modules:  # by another conftest, or a plugin
+            raise pytest.UsageError("Triton was imported before it could be told to interpret")
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TRITON_INTERPRET", "1")
             package = importlib.import_module("replay.kernels.triton")
