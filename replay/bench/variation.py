@@ -191,12 +191,21 @@ class Variation:
         self._seed = seed
         self._numbers = iter(range(2**62))
         self._flip: Flip | None = None
+        self._ready: dict[bool, tuple[int, Flip]] = {}
+        """The next ones, by `values_only`."""
+
+    def get_ready(self, *, values_only: bool = False) -> None:
+        """Undo the last flip and choose another, while a GPU is at work: `next` is waited for."""
+        self.undo()
+        if values_only not in self._ready:
+            number = next(self._numbers)
+            flip = Flip(self._call, self._seed, number, values_only=values_only)
+            self._ready[values_only] = number, flip
 
     def next(self, *, values_only: bool = False) -> tuple[int, Flip]:
         """Undo the last flip and apply another; its number comes with it."""
-        self.undo()
-        number = next(self._numbers)
-        self._flip = Flip(self._call, self._seed, number, values_only=values_only)
+        self.get_ready(values_only=values_only)
+        number, self._flip = self._ready.pop(values_only)
         self._flip.apply()
         return number, self._flip
 

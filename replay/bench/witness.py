@@ -139,10 +139,15 @@ class Witness:
             self._samples.setdefault(part.kernel, []).append(self._kept)
             self._kept = None
         look_closer = self._look_closer or part not in self._warm
+        checked = self._checked[part.kernel]
         self._guard.restore(part.kernel)
-        self._compare_inputs(self._checked[part.kernel], in_full=look_closer)
+        self._compare_inputs(checked, in_full=look_closer)
         self._warm.add(part)
         self._calls = 0
+        if not checked.changed_inputs:
+            variation = self._variations[id(checked.call.query)]
+            variation.get_ready(values_only=checked.kernel.chosen is not None)
+            self._versions.update(_versions(checked.call))
 
     def close(self) -> None:
         """Make the inputs what they were before any kernel was timed."""
