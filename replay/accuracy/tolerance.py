@@ -235,8 +235,13 @@ def _terms_of_a_sum(call: AttentionCall) -> float:
 
 def _largest_finite_of_heads(tensor: Tensor) -> Tensor:
     """The largest finite magnitude of each head of (B, H, …), (H,); 0 where there is none."""
-    magnitudes = tensor.abs()
-    return magnitudes.masked_fill_(~magnitudes.isfinite(), 0.0).transpose(0, 1).flatten(1).amax(1)
+    heads = tensor.transpose(0, 1).flatten(1)
+    lowest, highest = heads.aminmax(dim=1)  # in one look, which a NaN does not get through
+    largest = torch.maximum(-lowest, highest)
+    if bool(largest.isfinite().all()):
+        return largest
+    magnitudes = heads.abs()
+    return magnitudes.masked_fill_(~magnitudes.isfinite(), 0.0).amax(1)
 
 
 def _largest_finite(tensor: Tensor) -> float:

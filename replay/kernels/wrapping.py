@@ -14,7 +14,7 @@ from torch import Tensor
 
 from capture.call import AttentionCall
 from capture.hooks.interceptor import Arguments, bind
-from capture.variant import FEATURES, VARIANT_TENSORS, Variant
+from capture.variant import FEATURES, PLAIN, VARIANT_TENSORS, Variant
 from replay.kernels.constraints import ASKED_AT_EVERY_CALL, Constraint, all_of
 from replay.kernels.library import Library
 from replay.kernels.registry import Attention, Kernel
@@ -55,8 +55,8 @@ def drop_in(
         )
         if beyond:
             call = _extended(call, beyond)
-            if unknown := set(call.features) - known:
-                raise NotImplementedError(f"has no {FEATURES[min(unknown)]}")
+        if (beyond or call.variant is not PLAIN) and (unknown := set(call.features) - known):
+            raise NotImplementedError(f"has no {FEATURES[min(unknown)]}")
         for constraint in asked:
             if (reason := constraint(call)) is not None:
                 raise NotImplementedError(reason)

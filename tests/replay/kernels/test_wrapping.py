@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from capture.call import AttentionCall
 from capture.hooks.interceptor import Arguments, bind
@@ -60,6 +61,28 @@ def test_limits_hold_where_nobody_asked(make_call: MakeCall) -> None:
     # dtypes and head dimensions are the library's to refuse; nobody ignores them.
     call = make_call(kv_len=9, is_causal=True)
     assert attention(**call.arguments()) is call.query
+
+
+def test_a_causal_bias_is_what_it_says_and_no_mask(make_call: MakeCall) -> None:
+    """Its own memory holds nothing."""
+    seen: list[Arguments] = []
+
+    def attend(arguments: Arguments) -> Tensor:
+        seen.append(arguments)
+        return arguments.query
+
+    call = make_call(q_len=5, kv_len=9)
+    tensors = (call.query, call.key, call.value)
+    knows = drop_in(attend, (no_mask,), ("bottom-right",))
+    knows(*tensors, causal_upper_left(5, 9))
+    knows(*tensors, causal_lower_right(5, 9))
+    assert [each.attn_mask for each in seen] == [None, None]
+    assert [(each.is_causal, each.variant.bottom_right) for each in seen] == [
+        (True, False),
+        (True, True),
+    ]
+    with pytest.raises(NotImplementedError, match="bottom right"):
+        drop_in(attend, (no_mask,))(*tensors, causal_lower_right(5, 9))
 
 
 def test_at_once_prepares_each_call_anew(make_call: MakeCall) -> None:
