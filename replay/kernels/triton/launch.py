@@ -2,8 +2,8 @@
 
 At each call Triton looks at every argument to find the program that was compiled for its types,
 values and alignment. Two calls of one shape differ in where their tensors lie, and in nothing else
-that Triton asks about: the program found for the first is launched again with other addresses, and
-as nobody listens to launches, by the driver's own function (as PyTorch's Inductor does).
+that Triton asks about: the program found for the first is launched again with other addresses, by
+the driver's own function (as in PyTorch's Inductor) where nobody listens to launches.
 """
 
 from __future__ import annotations
