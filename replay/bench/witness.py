@@ -144,10 +144,9 @@ class Witness:
         self._compare_inputs(checked, in_full=look_closer)
         self._warm.add(part)
         self._calls = 0
-        if not checked.changed_inputs:
-            variation = self._variations[id(checked.call.query)]
-            variation.get_ready(values_only=checked.kernel.chosen is not None)
-            self._versions.update(_versions(checked.call))
+        variation = self._variations[id(checked.call.query)]
+        variation.get_ready(values_only=checked.kernel.chosen is not None)
+        self._versions.update(_versions(checked.call))
 
     def close(self) -> None:
         """Make the inputs what they were before any kernel was timed."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
 from replay.accuracy.judge import Expected
-from replay.bench.variation import Flip, side_by_side, some_rows
+from replay.bench.variation import Flip, Rows, side_by_side, some_rows
 from replay.workloads.random_calls import Spec
 
 
@@ -26,3 +27,16 @@ def test_each_keeps_what_is_expected_of_it_alone(dtype: torch.dtype, has_sinks: 
         alone = Expected.of(part)
         assert torch.equal(found.reference, alone.reference)
         assert found.tolerance == alone.tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_what_is_not_finite_gives_nothing_to_allow(dtype: torch.dtype) -> None:
+    call = Spec(1, 4, 4, 9, 70, 32, 32, dtype=dtype).call("cpu", torch.Generator().manual_seed(0))
+    call.value[0, 1, 3] = math.nan
+    call.value[0, 2, :, 5] = math.inf
+    query_of_each = [Rows([0], [head], [7]) for head in range(4)]
+    parts = [some_rows(call, rows) for rows in query_of_each]
+    together = Expected.of_heads(side_by_side(*parts))
+    for part, found in zip(parts, together, strict=True):
+        assert found.tolerance == Expected.of(part).tolerance
+        assert math.isfinite(found.tolerance.rounding)
