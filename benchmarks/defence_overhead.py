@@ -155,17 +155,19 @@ def replay_once(
     try:
         if arm == "without, and a judge":  # which is shown no timed sample
             believing.start()
-        worker.start()
+        worker.prepare(do="touch", device=str(settings.device))  # as the command does
         if judge is not None:
-            judges.start()
+            judges.prepare(do="touch", device=str(settings.device))
         rows: list[Row] = []
         for call in calls:
             rows += environment.replay(call, kernels, settings, lambda stage: None)
     finally:
         mock.patch.stopall()
         if judge is not None:
-            judge.close()
+            judge.end()  # the processes end side by side, as those of the command
         environment.close()
+        if judge is not None:
+            judge.close()
     return time.perf_counter() - began, _cpu_seconds() - began_cpu, rows
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -64,7 +63,7 @@ def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
             chosen,
             with_accuracy=request["with_accuracy"],
         )
-        say(judged=asdict(judged))
+        say(judged=judged)
     else:
         samples = [
             Sample(number, drawn, tensors[f"changed.{place}"], tensors[f"others.{place}"], of_walk)

@@ -8,7 +8,6 @@ import gc
 import importlib.metadata
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +120,7 @@ def _replay(request: dict[str, Any], say: Say, hear: Hear, guard: Guard) -> None
         say(at=stage)
 
     def tell(loaded: Loaded) -> None:
-        say(call=asdict(loaded.facts), machine=asdict(loaded.machine))
+        say(call=loaded.facts, machine=loaded.machine)
 
     try:
         if settings.device.type == "cpu":
@@ -133,7 +132,7 @@ def _replay(request: dict[str, Any], say: Say, hear: Hear, guard: Guard) -> None
             outbox = _outbox(options.shared_file, settings.device)
             referees = RemoteReferee.factory(say, _busy_at_first(hear, kernels, guard), outbox)
         for row in replay([wanted], kernels, settings, report, tell, options, referees, guard):
-            say(row=asdict(row))
+            say(row=row)
         say(disturbing=guard.disturbing())
     except DatasetError as error:
         say(unreadable=str(error))

@@ -19,13 +19,14 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, TextIO
 
 from replay.bench.failures import ContextLost, classify
 from replay.bench.streams import keep_open
 
 Say = Callable[..., None]
-"""`say(name=value, …)` sends one line to the parent."""
+"""`say(name=value, …)` sends one line to the parent; dataclasses as objects of their fields."""
 
 
 Hear = Callable[[], dict[str, Any]]
@@ -92,4 +93,14 @@ def _end_with_parent(replies_fd: int) -> None:
 
 def _say(replies: TextIO, **message: Any) -> None:
     os.set_blocking(replies.fileno(), True)
-    replies.write(json.dumps(message) + "\n")
+    replies.write(line_of(message))
+
+
+def line_of(message: dict[str, Any]) -> str:
+    """What is sent; dataclasses are objects of their fields."""
+    return json.dumps(message, default=_fields_of) + "\n"
+
+
+def _fields_of(record: Any) -> dict[str, Any]:
+    """Those `asdict` has, which copies all in them as well: thousands of errors of a row."""
+    return {each.name: getattr(record, each.name) for each in fields(record)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from replay.workers.judge import Hearing, Judge
 from replay.workers.process import Process
 from replay.workers.remote_referee import RemoteReferee
 from replay.workers.shared_memory import Outbox, SharedFile
+from replay.workers.worker import Say, line_of
 from replay.workloads.random_calls import Spec
 from replay.workloads.random_calls import workload as synthetic_workload
 from replay.workloads.recorded import Workload
@@ -233,6 +235,11 @@ def test_the_only_call_of_a_block_can_be_judged(agree: list[bool], calls: int) -
 CALL = synthetic_workload("call", "random", Spec(1, 2, 2, 16, 90, 32, 32, dtype=torch.float32), 0)
 
 
+def into(answers: list[dict[str, Any]]) -> Say:
+    """Gets what a parent reads."""
+    return lambda **answer: answers.append(json.loads(line_of(answer)))
+
+
 @pytest.fixture
 def court() -> Iterator[Callable[..., RemoteReferee]]:
     """A worker's referee that asks the judge's process, all in this one."""
@@ -243,7 +250,7 @@ def court() -> Iterator[Callable[..., RemoteReferee]]:
 
         def say(*, judge: dict[str, Any]) -> None:
             request = {**judge, "workload": CALL.source, "settings": settings.to_json()}
-            judge_server.handle(request, lambda **answer: answers.append(answer), answers.pop)
+            judge_server.handle(request, into(answers), answers.pop)
 
         factory = RemoteReferee.factory(say, answers.pop, Outbox(shared.path, CPU))
         referee = factory(CALL.load(settings.device), seed, settings, None)
@@ -295,7 +302,7 @@ def test_a_call_that_is_expected_is_loaded_once(
     request = {"do": "expect", "workload": CALL.source, "settings": settings().to_json()}
     answers: list[dict[str, Any]] = []
     for _ in range(2):  # its worker dies and begins again
-        judge_server.handle(request, lambda **answer: answers.append(answer), answers.pop)
+        judge_server.handle(request, into(answers), answers.pop)
         assert answers.pop() == {"expecting": True}
         output = scaled_dot_product_attention(**CALL.load(CPU).arguments())
         assert court(settings()).judge("mine", "exact", output, None).finding.status == "ok"
