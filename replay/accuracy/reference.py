@@ -34,6 +34,9 @@ from capture.variant import Span
 CPU_BLOCK = 2**20
 """Scores held at a time on a CPU: 8 MiB in float64, which its cache may hold, and about three times
 that at the peak."""
+CPU_KEYS = 2**18
+"""Elements of the keys of several heads on a CPU: of larger copies, memory that the allocator gets
+anew each time takes longer than the products do."""
 GPU_BLOCK = 2**24
 """On a GPU: 128 MiB, and three times that at the peak."""
 LARGE_GPU_BLOCK = 2**26
@@ -176,8 +179,9 @@ def weights(
     at_once = 1
     if shape.q_heads == shape.kv_heads:  # else keys would have to be copied
         # Of short calls several heads at a time: as many as there is room for with their keys.
-        widest = max(shape.q_len, shape.head_dim, shape.v_head_dim, 1)
-        at_once = max(1, most // (shape.kv_len * widest))
+        widest = max(shape.head_dim, shape.v_head_dim, 1)
+        keys = min(CPU_KEYS, most) if call.device.type == "cpu" else most
+        at_once = max(1, min(most // max(shape.q_len, 1), keys // widest) // shape.kv_len)
     with torch.no_grad(), _full_precision_float32():
         for batch in range(shape.batch):
             for first in range(0, shape.kv_heads, at_once):

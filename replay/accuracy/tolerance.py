@@ -236,8 +236,8 @@ def _terms_of_a_sum(call: AttentionCall) -> float:
 def _largest_finite_of_heads(tensor: Tensor) -> Tensor:
     """The largest finite magnitude of each head of (B, H, …), (H,); 0 where there is none."""
     heads = tensor.transpose(0, 1).flatten(1)
-    lowest, highest = heads.aminmax(dim=1)  # in one look, which a NaN does not get through
-    largest = torch.maximum(-lowest, highest)
+    # NaN stays NaN. On a CPU, `aminmax` of a dimension takes twenty times as long.
+    largest = torch.maximum(-heads.amin(1), heads.amax(1))
     if bool(largest.isfinite().all()):
         return largest
     magnitudes = heads.abs()
