@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import results
+from capture.call import AttentionCall
+from capture.storage.call_file import PackedCall
 from replay.bench.settings import Settings
 from replay.kernels.registry import select
 from replay.rows.files import row_to_json
@@ -18,8 +21,13 @@ from replay.timing.timer import Cache
 from replay.workers.environment_options import interpreters
 from replay.workers.execution import execution
 from replay.workers.process import first_processes
-from replay.workloads.recorded import Workload
+from replay.workloads.random_calls import Spec
+from replay.workloads.recorded import Workload, recorded_call
 from replay.workloads.schedule import Schedule
+
+Sweeps = dict[str, dict[str, tuple[Spec, Mapping[str, Any]]]]
+"""Calls by name, each with fields of `AttentionCall` that a `Spec` has none for, under the kernels
+that are timed on them."""
 
 
 def parser(
@@ -70,3 +78,24 @@ def sweep(
 
 def cold(calls: Sequence[Workload]) -> list[tuple[Workload, Cache]]:
     return [(call, "cold") for call in calls]
+
+
+def sweep_all(sweeps: Sweeps, arguments: argparse.Namespace) -> None:
+    """Run the kernels of each sweep, or those of `--kernels`, on its calls with random values."""
+    rows: list[dict[str, Any]] = []
+    for kernels, calls in sweeps.items():
+        with tempfile.TemporaryDirectory() as directory:
+            workloads = [
+                _written(Path(directory), arguments.out.stem, name, spec, beyond)
+                for name, (spec, beyond) in calls.items()
+            ]
+            sweep(cold(workloads), arguments.kernels or kernels, arguments, rows)
+
+
+def _written(
+    directory: Path, model: str, name: str, spec: Spec, beyond: Mapping[str, Any]
+) -> Workload:
+    """A file of the call, which workers can load."""
+    call = spec.call("cpu", torch.Generator().manual_seed(0), model)
+    call = AttentionCall(**{**vars(call), **beyond})
+    return recorded_call(PackedCall.of(call).write(directory / f"{name}.safetensors"))

@@ -3,27 +3,20 @@
     python -m benchmarks.variants [--env NAME=PYTHON] [--out FILE]
 
 Times a window of 1,024 keys beside the same call without it, at 8k and 32k keys and when decoding,
-soft caps, sinks as in gpt-oss, packed sequences, and masks of documents (an eighth of the keys that
-causality leaves, in tensors of all). Writes `benchmarks/results/variants.csv` and
+soft caps, sinks as in gpt-oss, and packed sequences. Writes `benchmarks/results/variants.csv` and
 prints its table.
 """
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.sweep import cold, parser, sweep
+from benchmarks.sweep import Sweeps, parser, sweep_all
 from benchmarks.tables.speed import by_call
-from capture.call import AttentionCall
-from capture.storage.call_file import PackedCall
 from capture.variant import Variant
 from replay.workloads.random_calls import Spec
-from replay.workloads.recorded import Workload, recorded_call
 
 WINDOW = {"variant": Variant(bottom_right=True, window=(1023, None))}
 SHORT_WINDOW = {"variant": Variant(bottom_right=True, window=(127, None))}
@@ -51,17 +44,7 @@ def _packed() -> dict[str, Any]:
     return {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "variant": variant}
 
 
-def _documents(*, is_float: bool) -> dict[str, Any]:
-    """Eight documents of 1,024 tokens, each causal, as a mask that does not say so."""
-    position = torch.arange(8192)
-    mask = position[:, None] >= position
-    mask &= position[:, None] // 1024 == position // 1024
-    if is_float:
-        mask = torch.zeros(mask.shape, dtype=torch.bfloat16).masked_fill_(~mask, float("-inf"))
-    return {"attn_mask": mask[None, None], "is_causal": False}
-
-
-SWEEPS: dict[str, dict[str, tuple[Spec, Mapping[str, Any]]]] = {
+SWEEPS: Sweeps = {
     f"torch-default,triton-fa2,{LIBRARIES},eager": {
         "8k": (LLAMA_8K, {}),
         "8k-window-1024": (LLAMA_8K, WINDOW),
@@ -73,11 +56,6 @@ SWEEPS: dict[str, dict[str, tuple[Spec, Mapping[str, Any]]]] = {
     f"torch-default,triton-fa2,{LIBRARIES}": {
         "32k": (LLAMA_32K, {}),
         "32k-window-1024": (LLAMA_32K, WINDOW),
-    },
-    "torch-default,torch-efficient,torch-cudnn,triton-fa2,triton-masked,flex": {
-        "8k": (LLAMA_8K, {}),
-        "8k-documents": (LLAMA_8K, _documents(is_float=False)),
-        "8k-documents-float": (LLAMA_8K, _documents(is_float=True)),
     },
     "torch-default,triton-decode,fa2-kvcache,flashinfer-decode,flex,torch-masked": {
         "decode": (DECODE, {}),
@@ -97,23 +75,9 @@ SWEEPS: dict[str, dict[str, tuple[Spec, Mapping[str, Any]]]] = {
 """Calls by name, under the kernels that are timed on them."""
 
 
-def _workload(directory: Path, name: str, spec: Spec, beyond: Mapping[str, Any]) -> Workload:
-    """A file of the call, which workers can load."""
-    call = spec.call("cpu", torch.Generator().manual_seed(0), "variants")
-    call = AttentionCall(**{**vars(call), **beyond})
-    return recorded_call(PackedCall.of(call).write(directory / f"{name}.safetensors"))
-
-
 def main() -> None:
     arguments = parser(__doc__, "", "variants.csv", seconds=0.5).parse_args()
-    rows: list[dict[str, Any]] = []
-    for kernels, calls in SWEEPS.items():
-        with tempfile.TemporaryDirectory() as directory:
-            workloads = [
-                _workload(Path(directory), name, spec, beyond)
-                for name, (spec, beyond) in calls.items()
-            ]
-            sweep(cold(workloads), arguments.kernels or kernels, arguments, rows)
+    sweep_all(SWEEPS, arguments)
     print(by_call(arguments.out))
 
 

@@ -57,17 +57,22 @@ def verify(name: str, call: AttentionCall) -> None:
         ((2, 4, 2, 7, 1, 64, 64), False, torch.bfloat16),
         ((2, 4, 2, 1, 7, 256, 256), False, torch.bfloat16),
         ((1, 4, 2, 1000, 1000, 192, 128), True, torch.bfloat16),
+        # Few enough scores for pointers.
+        ((1, 16, 4, 300, 512, 128, 128), True, torch.bfloat16),
+        ((2, 16, 16, 77, 77, 64, 64), False, torch.float16),
+        ((2, 10, 10, 3000, 77, 64, 128), False, torch.bfloat16),
     ],
 )
 def test_prefill(sizes: Sizes, is_causal: bool, dtype: torch.dtype) -> None:
     verify("triton-fa2", call_of(sizes, dtype=dtype, is_causal=is_causal))
 
 
+@pytest.mark.parametrize("lengths", [(1100, 900), (110, 90)])
 @pytest.mark.parametrize(
     ("head_dim", "is_causal"), [(40, True), (72, False), (72, True), (80, True), (96, False)]
 )
-def test_head_dims(head_dim: int, is_causal: bool) -> None:
-    verify("triton-fa2", call_of((1, 4, 2, 1100, 900, head_dim, head_dim), is_causal=is_causal))
+def test_head_dims(head_dim: int, is_causal: bool, lengths: tuple[int, int]) -> None:
+    verify("triton-fa2", call_of((1, 4, 2, *lengths, head_dim, head_dim), is_causal=is_causal))
 
 
 @pytest.mark.parametrize("head_dim", [64, 256])
@@ -82,14 +87,19 @@ def test_float32(head_dim: int) -> None:
         (64, (2, 4, 300, 700)),
         (64, (2, 1, 1, 700)),
         (64, (300, 1)),
+        (64, (300, 400)),
         (80, (1, 4, 300, 700)),
+        (96, (300, 700)),
+        (128, (300, 700)),
+        (256, (300, 700)),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16])
 def test_masks(head_dim: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     values = torch.randn(shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
     mask = values > 0.3 if dtype == torch.bool else values.to(dtype)
-    verify("triton-fa2", call_of((2, 4, 2, 300, 700, head_dim, head_dim), attn_mask=mask))
+    keys = max(shape[-1], 400)
+    verify("triton-fa2", call_of((2, 4, 2, 300, keys, head_dim, head_dim), attn_mask=mask))
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])

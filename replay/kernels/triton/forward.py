@@ -11,7 +11,7 @@ from torch import Tensor
 from capture.variant import PLAIN, Variant
 from replay.kernels.triton.descriptors import can_be_described, described, nowhere
 from replay.kernels.triton.forward_kernel import forward_kernel
-from replay.kernels.triton.forward_tiles import Blocks, blocks, pieces
+from replay.kernels.triton.forward_tiles import Blocks, blocks, is_small, pieces
 from replay.kernels.triton.launch import Kept, Launch, PlannedCall, alignments, layout, named
 from replay.kernels.triton.masking import window_sides
 from replay.kernels.triton.online_softmax import base_2
@@ -154,10 +154,19 @@ def _plan(
         and v_head_dim == v_main
         and can_be_described(key)
         and can_be_described(value)
+        and not (cut is None and is_small(query, key, value))
     )
-    cut = cut or blocks(query, key, value, is_causal, has_descriptors, variant)
-    tiles = triton.cdiv(lengths.longest_query, cut.rows)
     mask, kind = _as_numbers(attn_mask, (memory, heads, q_len, k_len))
+    cut = cut or blocks(
+        query,
+        key,
+        value,
+        is_causal,
+        has_descriptors,
+        variant,
+        has_mask=kind in ("bool", "float"),
+    )
+    tiles = triton.cdiv(lengths.longest_query, cut.rows)
     is_causal, left, right = window_sides(is_causal, variant, q_len, k_len)
     scale, cap = base_2(scale, variant.softcap)
     kv_bytes = k_len * (head_dim + v_head_dim) * key.element_size() * kv_heads // max(1, heads)

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from replay.kernels.triton.forward import Lengths, forward
-from replay.kernels.triton.forward_tiles import Blocks
+from replay.kernels.triton.forward_tiles import blocks_of_mask
 from replay.kernels.triton.visits import Visits, visits
-
-
-def tiles_for(query: Tensor, value: Tensor) -> Blocks:
-    """Few rows and keys at a time, of which more blocks are hidden whole; and on sm_90a, where a
-    mask's addresses take registers too, larger tiles spill them (not timed yet)."""
-    head_dim = max(query.shape[3], value.shape[3])
-    if query.dtype == torch.float32:
-        return Blocks(64, 32, 4, 1) if head_dim <= 64 else Blocks(32, 32, 4, 1)
-    if head_dim <= 128:
-        return Blocks(64, 64 if head_dim <= 64 else 32, 4, 3)
-    return Blocks(64, 32, 8, 2)
 
 
 def visits_of(query: Tensor, value: Tensor, attn_mask: Tensor) -> Visits:
@@ -27,7 +15,7 @@ def visits_of(query: Tensor, value: Tensor, attn_mask: Tensor) -> Visits:
     Tensors are those of `masked_prefill`.
     """
     shape = (*query.shape[:3], value.shape[2])
-    cut = tiles_for(query, value)
+    cut = blocks_of_mask(query, value)
     return visits(attn_mask.expand(shape), cut.rows, cut.keys)
 
 
@@ -64,7 +52,7 @@ def masked_prefill(
         scale,
         Lengths("full", query.shape[0], query.shape[2]),
         False,
-        tiles_for(query, value),
+        blocks_of_mask(query, value),
         visited=visited,
     )
     return output

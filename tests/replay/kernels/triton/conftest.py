@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -38,3 +38,16 @@ def assert_right() -> Callable[..., None]:
         assert verdict.passed, verdict.sentence
 
     return check
+
+
+@pytest.fixture(scope="module", params=["as small", "as large"])
+def size(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Calls of few scores are loaded as such, through pointers, or as larger ones are."""
+    from replay.kernels.triton import forward
+    from replay.kernels.triton.launch import Kept
+
+    with pytest.MonkeyPatch.context() as patched:
+        if request.param == "as large":
+            patched.setattr(forward, "is_small", lambda *tensors: False)
+            patched.setattr(forward, "_calls", Kept())
+        yield

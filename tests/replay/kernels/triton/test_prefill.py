@@ -67,6 +67,7 @@ def call_of(
     )
 
 
+@pytest.mark.usefixtures("size")
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("head_dim", [8, 16, 40, 64, 72, 80, 96, 128, 160, 256])
 def test_head_dims(verify: Verify, head_dim: int, is_causal: bool) -> None:
@@ -84,6 +85,7 @@ def test_value_head_dims(
 LENGTHS = [1, 7, 127, 300]
 
 
+@pytest.mark.usefixtures("size")
 @pytest.mark.parametrize(
     ("q_len", "kv_len", "is_causal"), pairwise(product(LENGTHS, LENGTHS, [False, True]))
 )
@@ -91,6 +93,7 @@ def test_lengths(verify: Verify, q_len: int, kv_len: int, is_causal: bool) -> No
     verify(call_of((2, 2, 1, q_len, kv_len, 64, 64), BRAIN, is_causal=is_causal))
 
 
+@pytest.mark.usefixtures("size")
 def test_many_tiles(verify: Verify) -> None:
     verify(call_of((1, 1, 1, 1700, 300, 64, 64)))
     verify(call_of((1, 1, 1, 300, 1700, 72, 72), is_causal=True))
@@ -141,6 +144,7 @@ def mask_of(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return values.masked_fill(values > 1.2, -math.inf).to(dtype)
 
 
+@pytest.mark.usefixtures("size")
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("dtype", [torch.bool, HALF, SINGLE])
 def test_masks(verify: Verify, kind: str, dtype: torch.dtype) -> None:
@@ -148,6 +152,7 @@ def test_masks(verify: Verify, kind: str, dtype: torch.dtype) -> None:
     verify(call_of((2, 4, 2, 70, 140, 64, 64), attn_mask=mask))
 
 
+@pytest.mark.usefixtures("size")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("head_dim", [64, 80])
 def test_strides(verify: Verify, layout: str, head_dim: int) -> None:
@@ -155,6 +160,7 @@ def test_strides(verify: Verify, layout: str, head_dim: int) -> None:
     verify(call.with_tensors({name: LAYOUTS[layout](x) for name, x in call.tensors().items()}))
 
 
+@pytest.mark.usefixtures("size")
 @pytest.mark.slow
 @settings(
     max_examples=60,
@@ -253,6 +259,7 @@ def inside(tensor: Tensor) -> Tensor:
     return view
 
 
+@pytest.mark.usefixtures("size")
 @pytest.mark.parametrize("head_dim", [64, 72])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_nothing_is_read_or_written_out_of_bounds(

@@ -57,6 +57,7 @@ WINDOWS: list[Window] = [(0, 0), (5, None), (130, 0), (None, 20), (70, 300), (10
 SIZES = [(300, 300), (100, 420), (420, 100), (1, 200)]
 
 
+@pytest.mark.usefixtures("size")
 @pytest.mark.parametrize(
     ("sizes", "window", "bottom_right"), pairwise(product(SIZES, WINDOWS, [False, True]))
 )
@@ -71,6 +72,7 @@ def test_bottom_right(sizes: tuple[int, int]) -> None:
     verify("triton-fa2", call_of(*sizes, is_causal=True, variant=Variant(bottom_right=True)))
 
 
+@pytest.mark.usefixtures("size")
 @pytest.mark.parametrize("softcap", [0.3, 30.0])
 @pytest.mark.parametrize("scale", [None, -4.0])
 def test_soft_caps(softcap: float, scale: float | None) -> None:
@@ -85,6 +87,7 @@ def test_a_soft_cap_stands_before_the_mask() -> None:
         verify("triton-fa2", call_of(100, 200, attn_mask=mask, variant=variant))
 
 
+@pytest.mark.usefixtures("size")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("head_dim", [64, 80])
 def test_sinks(dtype: torch.dtype, head_dim: int) -> None:
@@ -128,6 +131,7 @@ def test_queries_that_see_only_their_sink_get_zeros() -> None:
     assert output[:, :, 200:].any()
 
 
+@pytest.mark.usefixtures("size")
 def test_keys_outside_the_window_are_not_read() -> None:
     """Not masked: a NaN would reach the output, since 0 · NaN is NaN."""
     call = call_of(700, 700, is_causal=True, variant=Variant(window=(100, None)))
@@ -152,6 +156,7 @@ PACKED_VARIANTS = [
 ]
 
 
+@pytest.mark.usefixtures("size")
 @pytest.mark.parametrize(
     ("variant", "is_causal", "head_dim"),
     pairwise(product(PACKED_VARIANTS, [False, True], [64, 80])),

@@ -54,6 +54,7 @@ def assert_packed(
         torch.testing.assert_close(lse[None, :, own_q].double(), expected.lse, rtol=1e-4, atol=2e-4)
 
 
+@pytest.mark.usefixtures("size")
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 72])
 def test_packed(is_causal: bool, head_dim: int) -> None:
@@ -70,6 +71,7 @@ def test_packed_elements_without_queries_or_keys() -> None:
     assert_packed([], [])
 
 
+@pytest.mark.usefixtures("size")
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_packed_batch(data: st.DataObject) -> None:
@@ -85,6 +87,7 @@ def test_any_packed_batch(data: st.DataObject) -> None:
     )
 
 
+@pytest.mark.usefixtures("size")
 def test_what_another_element_holds_reaches_nobody_else() -> None:
     """A block may reach past an element's end, into the next one's keys."""
     query, key, value = (normal(150, 2, 64, seed=seed) for seed in range(3))
@@ -119,6 +122,7 @@ def assert_padded(
     torch.testing.assert_close(lse.double(), expected.lse, rtol=1e-4, atol=2e-4)
 
 
+@pytest.mark.usefixtures("size")
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 80])
 def test_padded(is_causal: bool, head_dim: int) -> None:

@@ -1,0 +1,73 @@
+"""Compares kernels on calls with masks, on random values (needs a GPU).
+
+    python -m benchmarks.masks [--out FILE]
+
+Times a mask that hides every third pair, and one that adds a number to each, beside the same call
+without it, at two head dimensions and in a small call; and masks of documents, each causal (an
+eighth of the pairs that causality leaves, in tensors of all). Writes
+`benchmarks/results/masks.csv` and prints its table.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from benchmarks.sweep import Sweeps, parser, sweep_all
+from benchmarks.tables.speed import by_call
+from replay.workloads.random_calls import Spec
+
+KERNELS = "torch-default,torch-efficient,torch-cudnn,triton-fa2,triton-masked,flex"
+
+WIDE = Spec(1, 24, 24, 4096, 4096, 128, 128)
+NARROW = Spec(1, 24, 24, 4096, 4096, 64, 64)
+SMALL = Spec(1, 16, 16, 400, 500, 64, 64)
+CAUSAL = Spec(1, 32, 8, 8192, 8192, 128, 128, is_causal=True)
+
+
+def _hiding(spec: Spec) -> dict[str, Any]:
+    hidden = torch.rand(spec.q_len, spec.kv_len, generator=torch.Generator().manual_seed(1)) < 1 / 3
+    return {"attn_mask": ~hidden[None, None]}
+
+
+def _adding(spec: Spec) -> dict[str, Any]:
+    bias = torch.randn(spec.q_len, spec.kv_len, generator=torch.Generator().manual_seed(1))
+    return {"attn_mask": bias[None, None].to(torch.bfloat16)}
+
+
+def _documents(spec: Spec, *, is_float: bool) -> dict[str, Any]:
+    """Eight documents of the same length, as a mask that does not say what it is for."""
+    position = torch.arange(spec.q_len)
+    mask = position[:, None] >= position
+    mask &= position[:, None] * 8 // spec.q_len == position * 8 // spec.q_len
+    if is_float:
+        mask = torch.zeros(mask.shape, dtype=torch.bfloat16).masked_fill_(~mask, float("-inf"))
+    return {"attn_mask": mask[None, None], "is_causal": False}
+
+
+SWEEPS: Sweeps = {
+    KERNELS: {
+        "4k-128": (WIDE, {}),
+        "4k-128-hiding": (WIDE, _hiding(WIDE)),
+        "4k-128-adding": (WIDE, _adding(WIDE)),
+        "4k-64": (NARROW, {}),
+        "4k-64-hiding": (NARROW, _hiding(NARROW)),
+        "4k-64-adding": (NARROW, _adding(NARROW)),
+        "small": (SMALL, {}),
+        "small-hiding": (SMALL, _hiding(SMALL)),
+        "8k-causal": (CAUSAL, {}),
+        "8k-documents": (CAUSAL, _documents(CAUSAL, is_float=False)),
+        "8k-documents-adding": (CAUSAL, _documents(CAUSAL, is_float=True)),
+    },
+}
+
+
+def main() -> None:
+    arguments = parser(__doc__, "", "masks.csv", seconds=0.5).parse_args()
+    sweep_all(SWEEPS, arguments)
+    print(by_call(arguments.out))
+
+
+if __name__ == "__main__":
+    main()
