@@ -13,7 +13,7 @@ from replay.kernels.triton.descriptors import can_be_described, described, nowhe
 from replay.kernels.triton.forward_kernel import forward_kernel
 from replay.kernels.triton.forward_tiles import Blocks, blocks, is_small, pieces
 from replay.kernels.triton.launch import Kept, Launch, PlannedCall, alignments, layout, named
-from replay.kernels.triton.masking import window_sides
+from replay.kernels.triton.masking import mask_unit, window_sides
 from replay.kernels.triton.online_softmax import base_2
 from replay.kernels.triton.visits import Visits
 
@@ -157,6 +157,7 @@ def _plan(
         and not (cut is None and is_small(query, key, value))
     )
     mask, kind = _as_numbers(attn_mask, (memory, heads, q_len, k_len))
+    of_mask = 1 if mask is None else mask_unit(mask)
     cut = cut or blocks(
         query,
         key,
@@ -164,7 +165,7 @@ def _plan(
         is_causal,
         has_descriptors,
         variant,
-        has_mask=kind in ("bool", "float"),
+        mask if kind in ("bool", "float") else None,
     )
     tiles = triton.cdiv(lengths.longest_query, cut.rows)
     is_causal, left, right = window_sides(is_causal, variant, q_len, k_len)
@@ -177,7 +178,7 @@ def _plan(
         named("stride_q", "bhmd", _strides(query, unit))
         | named("stride_k", "bhnd", _strides(key, unit))
         | named("stride_v", "bhnd", _strides(value, unit))
-        | named("stride_m", "bhmn", mask.stride() if mask is not None else (0, 0, 0, 0))
+        | named("stride_m", "bhmn", (0, 0, 0, 0) if mask is None else _strides(mask, of_mask))
         | named("stride_w", "bh", (None, None) if visited is None else visited.strides())
         | named("stride_o", "bhmd", _strides(output, output_unit))
         | named("stride_l", "bhm", (heads * q_len, q_len, 1) if has_lse else (0, 0, 0))
@@ -194,6 +195,7 @@ def _plan(
             "batches": lengths.batches,
             "section": max(1, SECTION_BYTES // max(1, kv_bytes)) if is_causal else 1,
             "UNIT": unit,
+            "MASK_UNIT": of_mask,
             "OUTPUT_UNIT": output_unit,
             "BLOCK_M": cut.rows,
             "BLOCK_N": cut.keys,

@@ -88,6 +88,7 @@ def forward_kernel(
     stride_lh,
     stride_lm,
     UNIT: tl.constexpr,
+    MASK_UNIT: tl.constexpr,
     OUTPUT_UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -110,7 +111,8 @@ def forward_kernel(
     has none, and then no arguments of the compiled program.
 
     Strides of query, key and value, but those between the elements of a row, count in UNITs, those
-    of the output in OUTPUT_UNITs.
+    of the mask in MASK_UNITs, of which its keys are a multiple, and those of the output in
+    OUTPUT_UNITs.
     """
     # A row of 72 numbers is a multiple of 16 bytes, which Triton sees in the product only.
     stride_qb = tl.cast(stride_qb, tl.int64) * UNIT
@@ -122,6 +124,9 @@ def forward_kernel(
     stride_vb = tl.cast(stride_vb, tl.int64) * UNIT
     stride_vh = tl.cast(stride_vh, tl.int64) * UNIT
     stride_vn = tl.cast(stride_vn, tl.int64) * UNIT
+    stride_mb = tl.cast(stride_mb, tl.int64) * MASK_UNIT
+    stride_mh = tl.cast(stride_mh, tl.int64) * MASK_UNIT
+    stride_mm = tl.cast(stride_mm, tl.int64) * MASK_UNIT
     stride_ob = tl.cast(stride_ob, tl.int64) * OUTPUT_UNIT
     stride_oh = tl.cast(stride_oh, tl.int64) * OUTPUT_UNIT
     stride_om = tl.cast(stride_om, tl.int64) * OUTPUT_UNIT
@@ -168,7 +173,7 @@ def forward_kernel(
                     sums, sums_rest, maximum, total, query_main, query_rest, key, value, attn_mask,
                     batch_in_memory, kv_head, rows, rows + diagonal, q_end, k_end,
                     None, ends[stretch], ends[stretch + 1], scale, cap, left, right,
-                    stride_kn, stride_kd, stride_vn, stride_vd, stride_mm, stride_mn,
+                    stride_kn, stride_kd, stride_vn, stride_vd, stride_mm, stride_mn, MASK_UNIT,
                     BLOCK_N, D, D_MAIN, D_REST, DV, DV_MAIN, DV_REST,
                     MASK, IS_CAUSAL, stretch != 1, LENGTHS != "full", HAS_DESCRIPTORS,
                 )  # fmt: skip
@@ -182,7 +187,7 @@ def forward_kernel(
                     batch_in_memory, kv_head, rows, rows, q_end, k_end,
                     blocks + kind * width, 0, tl.load(counts + place * 2 + kind),
                     scale, cap, left, right,
-                    stride_kn, stride_kd, stride_vn, stride_vd, stride_mm, stride_mn,
+                    stride_kn, stride_kd, stride_vn, stride_vd, stride_mm, stride_mn, MASK_UNIT,
                     BLOCK_N, D, D_MAIN, D_REST, DV, DV_MAIN, DV_REST,
                     MASK if kind == 1 else "none", False, kind == 1, False, HAS_DESCRIPTORS,
                 )  # fmt: skip
@@ -304,6 +309,7 @@ def _attend(
     stride_vd,
     stride_mm,
     stride_mn,
+    MASK_UNIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     D: tl.constexpr,
     D_MAIN: tl.constexpr,
@@ -358,7 +364,7 @@ def _attend(
             scores = scores * scale
         if MASK != "none":
             scores = scores + mask_bias(
-                attn_mask, rows, keys, q_end, k_end, stride_mm, stride_mn,
+                attn_mask, rows, keys, q_end, k_end, stride_mm, stride_mn, MASK_UNIT,
                 MASK == "bool" or MASK == "bool keys", IS_BOUNDED,
                 MASK == "bool" or MASK == "float",
             )  # fmt: skip

@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from capture.variant import PLAIN, Variant
+from replay.kernels.triton.masking import mask_unit
 
 
 def pieces(head_dim: int, are_aligned: bool) -> tuple[int, int]:
@@ -66,18 +67,19 @@ def blocks(
     is_causal: bool,
     has_descriptors: bool,
     variant: Variant = PLAIN,
-    *,
-    has_mask: bool = False,
+    mask: Tensor | None = None,
 ) -> Blocks:
     """The fastest found on an H200; other GPUs, and other ways to load, get what fits them.
 
     Args:
-        has_mask: one with a row of its own for each query.
+        mask: (B, Hq, Sq, Sk), or None for one that all queries of a head share.
     """
     left, right = variant.window
     head_dim = max(query.shape[-1], value.shape[-1])
-    if has_mask or query.dtype == torch.float32:
-        return blocks_of_mask(query, value)
+    if query.dtype == torch.float32:
+        return _blocks_of_float32(head_dim)
+    if mask is not None:
+        return blocks_of_mask(query, value, mask, is_small=is_small(query, key, value))
     if not has_descriptors:
         if is_small(query, key, value):
             return Blocks(64, 32 if key.shape[2] < 128 else 64, 4, 3)
@@ -96,18 +98,33 @@ def blocks(
     return Blocks(64, 32, 4, 2) if _has_little_memory(query.device) else Blocks(128, 64, 8, 2)
 
 
-def blocks_of_mask(query: Tensor, value: Tensor) -> Blocks:
-    """Those of calls with a mask, whose addresses take the registers that larger blocks would.
+def blocks_of_mask(
+    query: Tensor, value: Tensor, mask: Tensor, *, skips: bool = False, is_small: bool = False
+) -> Blocks:
+    """Those of calls with a mask that has a row of its own for each query.
 
-    The plain call's blocks keep them in memory: an H200 took 3 to 17 times as long with them. No
-    tensor core multiplies float32 exactly, with a mask or without.
+    Of a mask whose rows are no multiples of 16 bytes, addresses take the registers that larger
+    blocks would: an H200 took 3 to 17 times as long with those of plain calls.
+
+    Args:
+        mask: (B, Hq, Sq, Sk).
+        skips: what it hides is not gone through, for which small blocks of rows do.
     """
     head_dim = max(query.shape[-1], value.shape[-1])
     if query.dtype == torch.float32:
-        return Blocks(64, 32, 4, 1) if head_dim <= 64 else Blocks(32, 32, 4, 1)
-    if head_dim <= 128:
+        return _blocks_of_float32(head_dim)
+    if head_dim > 128:
+        return Blocks(64, 32, 8, 2)
+    if mask_unit(mask) == 1:
         return Blocks(64, 64 if head_dim <= 96 else 32, 4, 3)
-    return Blocks(64, 32, 8, 2)
+    if head_dim <= 96 or is_small:
+        return Blocks(64, 64, 4, 3, 168 if head_dim <= 64 else None)
+    return Blocks(64, 128, 4, 2) if skips else Blocks(128, 64, 8, 2, 128)
+
+
+def _blocks_of_float32(head_dim: int) -> Blocks:
+    """For exact products, which no tensor core does."""
+    return Blocks(64, 32, 4, 1) if head_dim <= 64 else Blocks(32, 32, 4, 1)
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import triton
 from torch import Tensor
 
 from replay.kernels.triton.forward import Lengths, forward
@@ -14,9 +15,9 @@ def visits_of(query: Tensor, value: Tensor, attn_mask: Tensor) -> Visits:
 
     Tensors are those of `masked_prefill`.
     """
-    shape = (*query.shape[:3], value.shape[2])
-    cut = blocks_of_mask(query, value)
-    return visits(attn_mask.expand(shape), cut.rows, cut.keys)
+    mask = attn_mask.expand(*query.shape[:3], value.shape[2])
+    cut = blocks_of_mask(query, value, mask, skips=True)
+    return visits(mask, cut.rows, cut.keys)
 
 
 def masked_prefill(
@@ -39,10 +40,15 @@ def masked_prefill(
         visited: of `visits_of`; None makes it.
 
     Raises:
-        ValueError: the shapes do not fit together, or a head dimension is larger than 256.
+        ValueError: the shapes do not fit together, or a head dimension is larger than 256;
+            `visited` is of a mask with other strides.
     """
+    mask = attn_mask.expand(*query.shape[:3], value.shape[2])
+    cut = blocks_of_mask(query, value, mask, skips=True)
     if visited is None:
-        visited = visits_of(query, value, attn_mask)
+        visited = visits(mask, cut.rows, cut.keys)
+    elif visited.blocks.shape[-1] != triton.cdiv(value.shape[2], cut.keys):
+        raise ValueError("`visited` is of a mask with other strides, which is cut up otherwise")
     output, _ = forward(
         query,
         key,
@@ -52,7 +58,7 @@ def masked_prefill(
         scale,
         Lengths("full", query.shape[0], query.shape[2]),
         False,
-        blocks_of_mask(query, value),
+        cut,
         visited=visited,
     )
     return output

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from capture.variant import Variant
 from replay.kernels.triton.online_softmax import LOG2_E
@@ -83,18 +84,22 @@ def mask_bias(
     k_end,
     stride_row,
     stride_key,
+    UNIT: tl.constexpr,
     IS_BOOL: tl.constexpr,
     IS_BOUNDED: tl.constexpr,
     HAS_ROWS: tl.constexpr,
 ):
-    """What a mask adds to scores in base 2: (M, N), or (1, N) where all rows share it."""
-    inside = keys[None, :] < k_end
+    """What a mask adds to scores in base 2: (M, N), or (1, N) where all rows share it.
+
+    Triton loads 16 bytes at once only if it can tell that they are asked for together: rows past
+    the end take the last one's, and keys end at a multiple of UNIT (`mask_unit`). What is found for
+    those that are nobody's means nothing.
+    """
     pointers = attn_mask + keys.to(tl.int64)[None, :] * stride_key
     if HAS_ROWS:
-        pointers += rows.to(tl.int64)[:, None] * stride_row
-        inside = inside & (rows[:, None] < q_end)
-        values = tl.load(pointers, mask=inside, other=0).to(tl.float32)
-    elif IS_BOUNDED:
+        pointers += tl.minimum(rows, q_end - 1).to(tl.int64)[:, None] * stride_row
+    if IS_BOUNDED:
+        inside = keys[None, :] < tl.cdiv(k_end, UNIT) * UNIT
         values = tl.load(pointers, mask=inside, other=0).to(tl.float32)
     else:
         values = tl.load(pointers).to(tl.float32)
@@ -121,3 +126,11 @@ def window_sides(
     if is_causal or right == 0:
         return True, left, None
     return False, left, right
+
+
+def mask_unit(mask: Tensor) -> int:
+    """How many elements of a mask (B, Hq, Sq, Sk) are 16 bytes, which are loaded at once where its
+    rows are a multiple long and apart; else 1."""
+    unit = 16 // mask.element_size()
+    fits = all(number % unit == 0 for number in (*mask.stride()[:3], mask.shape[3]))
+    return unit if fits and mask.stride(3) == 1 else 1

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from replay.kernels.triton.launch import Launch, named
+from replay.kernels.triton.masking import mask_unit
 
 HIDDEN = tl.constexpr(-1e30)
 """A key to which no more is added has no weight beside any of its row with more: some models add
@@ -49,11 +50,12 @@ def _visits_kernel(
     stride_h,
     stride_m,
     stride_n,
+    UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     IS_BOOL: tl.constexpr,
 ):
-    """One tile of queries."""
+    """One tile of queries; loads as those of `masking.mask_bias`."""
     tile, head = tl.program_id(0), tl.program_id(1)
     width = tl.cdiv(k_len, BLOCK_N)
     place = head.to(tl.int64) * tl.num_programs(0) + tile
@@ -61,22 +63,22 @@ def _visits_kernel(
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     is_row = rows[:, None] < q_len
     mask_ptr += (head // heads).to(tl.int64) * stride_b + (head % heads).to(tl.int64) * stride_h
-    row_ptrs = mask_ptr + rows[:, None].to(tl.int64) * stride_m
+    row_ptrs = mask_ptr + tl.minimum(rows, q_len - 1)[:, None].to(tl.int64) * stride_m
+    end = tl.cdiv(k_len, UNIT) * UNIT
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     if not IS_BOOL:
         for first in range(0, k_len, BLOCK_N):
             keys = first + tl.arange(0, BLOCK_N)
-            inside = is_row & (keys[None, :] < k_len)
             places = row_ptrs + keys[None, :].to(tl.int64) * stride_n
-            values = tl.load(places, mask=inside, other=float("-inf"))
+            values = tl.load(places, mask=keys[None, :] < end, other=float("-inf"))
             largest = tl.maximum(largest, tl.max(values.to(tl.float32), axis=1))
     has_more = largest[:, None] > HIDDEN
     whole = 0
     cut = 0
     for first in range(0, k_len, BLOCK_N):
         keys = first + tl.arange(0, BLOCK_N)
-        inside = is_row & (keys[None, :] < k_len)
-        values = tl.load(row_ptrs + keys[None, :].to(tl.int64) * stride_n, mask=inside, other=0)
+        places = row_ptrs + keys[None, :].to(tl.int64) * stride_n
+        values = tl.load(places, mask=keys[None, :] < end, other=0)
         if IS_BOOL:
             is_seen = values != 0
             is_plain = is_seen
@@ -84,6 +86,7 @@ def _visits_kernel(
             is_hidden = (values <= HIDDEN) & (has_more | (values == float("-inf")))
             is_seen = is_hidden == 0  # NaN too
             is_plain = values == 0
+        inside = is_row & (keys[None, :] < k_len)
         is_visited = tl.max((is_seen & inside).to(tl.int32)) == 1
         is_whole = tl.min((is_plain | ~is_row).to(tl.int32)) == 1
         is_whole = is_whole & (first + BLOCK_N <= k_len)
@@ -108,7 +111,10 @@ def visits(attn_mask: Tensor, rows: int, keys: int) -> Visits:
     tiles = triton.cdiv(q_len, rows), triton.cdiv(k_len, keys)
     blocks = attn_mask.new_empty((batches, heads, tiles[0], 2, tiles[1]), dtype=torch.int32)
     counts = attn_mask.new_empty((batches, heads, tiles[0], 2), dtype=torch.int32)
-    plan = _planned(numbers.shape, numbers.stride(), attn_mask.dtype, numbers.device, rows, keys)
+    unit = mask_unit(numbers)
+    plan = _planned(
+        numbers.shape, numbers.stride(), attn_mask.dtype, numbers.device, unit, rows, keys
+    )
     plan(numbers, blocks, counts)
     return Visits(blocks, counts)
 
@@ -119,6 +125,7 @@ def _planned(
     strides: tuple[int, int, int, int],
     dtype: torch.dtype,
     device: torch.device,
+    unit: int,
     rows: int,
     keys: int,
 ) -> Launch:
@@ -133,6 +140,7 @@ def _planned(
             "heads": heads,
             "q_len": q_len,
             "k_len": k_len,
+            "UNIT": unit,
             "BLOCK_M": rows,
             "BLOCK_N": keys,
             "IS_BOOL": dtype == torch.bool,

@@ -105,6 +105,14 @@ def test_what_was_looked_up_serves_other_calls_with_the_same_mask() -> None:
     assert judge(output, Expected.of(second), "exact").passed
 
 
+def test_what_was_looked_up_in_another_layout_is_refused() -> None:
+    mask = band(128, 256, 40)
+    call = call_of(mask, 128)
+    visited = visits_of(call.query, call.value, mask.mT.contiguous().mT)
+    with pytest.raises(ValueError, match="other strides"):
+        masked_prefill(call.query, call.key, call.value, mask, visited=visited)
+
+
 @given(data=st.data())
 @settings(max_examples=25, deadline=None)
 def test_every_block_is_visited_that_the_mask_leaves(data: st.DataObject) -> None:

@@ -146,10 +146,18 @@ def mask_of(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.usefixtures("size")
 @pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("dtype", [torch.bool, HALF, SINGLE])
-def test_masks(verify: Verify, kind: str, dtype: torch.dtype) -> None:
-    mask = mask_of(MASKS[kind](2, 4, 70, 140), dtype)
-    verify(call_of((2, 4, 2, 70, 140, 64, 64), attn_mask=mask))
+@pytest.mark.parametrize(("dtype", "kv_len"), [(torch.bool, 144), (HALF, 144), (SINGLE, 141)])
+def test_masks(verify: Verify, kind: str, dtype: torch.dtype, kv_len: int) -> None:
+    """With rows of so many times 16 bytes, and of other lengths."""
+    mask = mask_of(MASKS[kind](2, 4, 70, kv_len), dtype)
+    verify(call_of((2, 4, 2, 70, kv_len, 64, 64), attn_mask=mask))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_mask_with_others_numbers_behind_its_rows(verify: Verify, head_dim: int) -> None:
+    around = torch.full((2, 2, 160, 192), math.nan, dtype=HALF, device=DEVICE)
+    mask = around[..., :150, :176].copy_(mask_of((2, 2, 150, 176), HALF))
+    verify(call_of((2, 2, 1, 150, 176, head_dim, head_dim), attn_mask=mask))
 
 
 @pytest.mark.usefixtures("size")
