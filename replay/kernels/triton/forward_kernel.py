@@ -12,8 +12,8 @@ through each stretch of the keys with `_attend`, and stores the output.
 - A head dimension that is no power of two is two pieces: 96 is 64 + 32, 72 is 64 + 16.
 - Query heads that share a key head read it in place.
 - Key and value come through tensor descriptors (TMA) where their strides allow it and the GPU has
-  them, else through pointers, of any strides. Triton overlaps these loads with the products: it
-  keeps `num_stages` blocks in flight.
+  them, else, and in small calls, through pointers, of any strides. Triton overlaps these loads with
+  the products: it keeps `num_stages` blocks in flight.
 
 Triton decides here what runs beside what. The kernels for Hopper, in Gluon, decide it themselves.
 """
