@@ -335,12 +335,12 @@ def _attend(
     next_start = first
     if blocks is not None:
         # A block ahead: loads are not begun early whose place is loaded in the same turn.
-        next_start = tl.load(blocks + first, mask=first < last, other=0)
+        next_start = _first_key(blocks, first, last, BLOCK_N)
     for place in tl.range(first, last, STEP):
         start = place
         if blocks is not None:
-            start = tl.multiple_of(next_start, BLOCK_N)
-            next_start = tl.load(blocks + place + 1, mask=place + 1 < last, other=0)
+            start = next_start
+            next_start = _first_key(blocks, place + 1, last, BLOCK_N)
         key_main = _load_block(
             key, batch, kv_head, start, k_end, stride_kn, stride_kd,
             0, D_MAIN, BLOCK_N, D, IS_BOUNDED, HAS_DESCRIPTORS,
@@ -392,6 +392,12 @@ def _attend(
             sums_rest = sums_rest * rescale[:, None]
             sums_rest = matmul(weights, value_rest, sums_rest)
     return sums, sums_rest, maximum, total
+
+
+@triton.jit
+def _first_key(blocks, place, last, BLOCK_N: tl.constexpr):
+    """Of a block, as a number that Triton knows to be a multiple; 0 past the last one."""
+    return tl.multiple_of(tl.load(blocks + place, mask=place < last, other=0), BLOCK_N)
 
 
 @triton.jit
