@@ -74,6 +74,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "features": declared.features,
     "other_gpus": trials.other_gpus,
     "variants": partial(speed.by_call, results.DIRECTORY / "variants.csv"),
+    "masks": partial(speed.by_call, results.DIRECTORY / "masks.csv"),
     "peers_from_source": partial(speed.by_shape, "peers_from_source.csv"),
 }
 
