@@ -32,7 +32,7 @@ from capture.storage import plain_files
 from capture.storage.call_file import FORMAT, FileEntry, file_path
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.joined_calls import JoinedCalls
-from capture.storage.journal import Journalled, call_files, journals
+from capture.storage.journal import Journalled, is_call_file, journals
 from capture.storage.json_data import parsed, required, shown
 from capture.storage.locations import source_of
 from capture.storage.names import LONGEST_MANIFEST, MANIFEST
@@ -257,12 +257,11 @@ class Dataset(Sequence[AttentionCall]):
         cls, directory: Path, why: str, unfinished: Sequence[Journalled] | None
     ) -> Dataset:
         entries, damaged = [], []
-        elsewhere = {
-            path
-            for journalled in (journals(directory) if unfinished is None else unfinished)
-            for path in call_files(directory, journalled.stem)
-        }
-        for path in sorted({*directory.glob("[!.]*.safetensors")} - elsewhere):
+        # Listed once, before journals are read: captures write files meanwhile.
+        paths = sorted(directory.glob("[!.]*.safetensors"))
+        for journalled in journals(directory) if unfinished is None else unfinished:
+            paths = [each for each in paths if not is_call_file(each, journalled.stem)]
+        for path in paths:
             try:
                 entries.append(FileEntry.read(path))
             except DatasetError as error:

@@ -188,8 +188,12 @@ def read(path: Path) -> Journalled | None:
 
 def call_files(directory: Path, stem: str) -> list[Path]:
     """The files of a capture's calls, complete or not."""
-    pattern = re.compile(rf"{re.escape(stem)}-\d+\.safetensors")
-    return sorted(path for path in directory.iterdir() if pattern.fullmatch(path.name))
+    return sorted(path for path in directory.iterdir() if is_call_file(path, stem))
+
+
+def is_call_file(path: Path, stem: str) -> bool:
+    """Whether a file's name is that of a call of the capture."""
+    return re.fullmatch(rf"{re.escape(stem)}-\d+\.safetensors", path.name) is not None
 
 
 def stems(directory: Path, slug: str) -> list[str]:

@@ -24,8 +24,11 @@ class LocksUnsupported(OSError):
     """The file system, usually a network one, has no locks."""
 
 
-def try_lock(descriptor: int) -> bool:
+def try_lock(descriptor: int, *, shared: bool = False) -> bool:
     """Lock an open file for this process until it is closed; False if another one holds it.
+
+    Args:
+        shared: others may hold it likewise, and nobody otherwise.
 
     Raises:
         LocksUnsupported: nothing can be locked here.
@@ -33,7 +36,7 @@ def try_lock(descriptor: int) -> bool:
     if fcntl is None:
         raise LocksUnsupported(errno.ENOSYS, "this system has no flock")
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
@@ -68,13 +71,16 @@ def unlock(descriptor: int) -> None:
 
 
 def is_locked(path: Path) -> bool | None:
-    """Whether a process holds the lock of a file; None where nothing can be locked."""
+    """Whether a process holds the lock of a file; None where nothing can be locked.
+
+    Others who ask at the same time do not count.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False
     try:
-        return not try_lock(descriptor)
+        return not try_lock(descriptor, shared=True)
     except LocksUnsupported:
         return None
     finally:

@@ -118,16 +118,18 @@ class Target:
             self._journal.append(finished=capture.to_json())
         except OSError as error:
             problems.append(f"the manifest will lack the census: {error.strerror}")
-        self._journal.close()
         try:
-            for path, begun in self._begun.items():
-                if not os.path.samestat(os.stat(path), begun):
-                    problems.append(
-                        f"{path} was replaced meanwhile: the calls are not listed; if it was moved,"
-                        " `capture --repair` lists those that lie there now"
-                    )
-                    return problems
+            # Until then the journal is locked, lest another capture that ends puts this one into
+            # the manifest.
             with locked(self.directory, locks.PATIENCE_AT_THE_END_SECONDS):
+                self._journal.close()
+                for path, begun in self._begun.items():
+                    if not os.path.samestat(os.stat(path), begun):
+                        problems.append(
+                            f"{path} was replaced meanwhile: the calls are not listed; if it was"
+                            " moved, `capture --repair` lists those that lie there now"
+                        )
+                        return problems
                 told = finish(self.directory, ended=self._journal.stem)
                 if self._journal.path.exists():
                     problems.append(
@@ -143,6 +145,8 @@ class Target:
         else:
             if self._replaced and self._journal.stem in told:
                 problems.append(told[self._journal.stem])
+        finally:
+            self._journal.close()
         return problems
 
     def abandon(self) -> None:

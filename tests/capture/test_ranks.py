@@ -86,6 +86,7 @@ def test_a_key_head_that_every_rank_holds_is_one(recordings: Path) -> None:
 def test_ranks_that_differ_in_their_calls(recordings: Path) -> None:
     """A call more before or after moves no other; what one rank alone has is told."""
     parts = load(recordings / "parts" / "differing_calls")
+    assert parts.note == ""
     joined = parts.joined()
     assert [call.origin.module for call in joined] == ["own", "shared", "shared"]
     assert [call.shape.q_heads for call in joined] == [2, 4, 4]

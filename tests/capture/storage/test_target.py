@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 from capture import load
 from capture.call import AttentionCall
 from capture.errors import CaptureError
+from capture.storage import locks
 from capture.storage.call_file import PackedCall
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import MANIFEST
@@ -236,6 +238,61 @@ def test_models_whose_names_begin_alike_keep_their_files(tmp_path: Path, started
     started(tmp_path, "llama", range(1), overwrite=True)[0].end(ended("llama"))
     assert calls(tmp_path) == {"llama": [0], "llama-3": [0, 1], "llama-3.2": [0, 1]}
     assert len(list(tmp_path.glob("*.safetensors"))) == 5
+
+
+def test_a_capture_that_ends_leaves_those_in_progress_alone(
+    tmp_path: Path, started: Started, make_call: MakeCall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where another writes a call each time that somebody looks at the directory."""
+    slow, journal = started(tmp_path, "model.rank1", range(1))
+    quick, _ = started(tmp_path, "model.rank0", range(2))
+    written = [0]
+
+    def meanwhile(look: Callable[..., Iterable[Path]]) -> Callable[..., Iterable[Path]]:
+        def looked(directory: Path, *arguments: str) -> Iterable[Path]:
+            written.append(len(written))
+            path = directory / f"{journal.stem}-{written[-1]:06d}.safetensors"
+            call = PackedCall.of(make_call(model="model.rank1", call_index=written[-1]))
+            journal.append(sampled=written[-1])
+            journal.append(**call.write(path).to_json())
+            return look(directory, *arguments)
+
+        return looked
+
+    with monkeypatch.context() as patch:
+        for name in ("glob", "iterdir"):
+            patch.setattr(Path, name, meanwhile(getattr(Path, name)))
+        assert quick.end(ended("model.rank0")) == []
+    assert len(written) > 1
+    assert slow.end(ended("model.rank1")) == []
+    assert calls(tmp_path) == {"model.rank0": [0, 1], "model.rank1": written}
+
+
+def test_a_capture_is_ended_by_itself_alone(
+    tmp_path: Path, started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, journal = started(tmp_path, "model", range(2))
+
+    @contextlib.contextmanager
+    def after_another(directory: Path, seconds: float) -> Iterator[None]:
+        assert repair(directory) == []
+        assert journal.path.exists()
+        with locks.locked(directory, seconds):
+            yield
+
+    monkeypatch.setattr("capture.storage.target.locked", after_another)
+    assert target.end(ended("model")) == []
+    assert calls(tmp_path) == {"model": [0, 1]}
+
+
+def test_a_reader_holds_nobody_up(tmp_path: Path, started: Started) -> None:
+    _, journal = started(tmp_path, "model", range(2))
+    journal.close()
+    with journal.path.open() as file:
+        assert locks.try_lock(file.fileno(), shared=True)
+        assert not locks.is_locked(journal.path)
+        assert len(repair(tmp_path)) == 1
+    assert calls(tmp_path) == {"model": [0, 1]}
 
 
 def test_a_manifest_that_cannot_be_written_is_told_and_the_calls_stay(
