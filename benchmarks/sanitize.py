@@ -15,6 +15,7 @@ import fnmatch
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 # Read by PyTorch when it first allocates.
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
@@ -22,6 +23,7 @@ os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 import torch
 
 from capture.call import AttentionCall
+from capture.variant import Variant
 from replay.kernels.registry import Kernel, catalogue
 from replay.workloads.random_calls import Spec
 
@@ -31,7 +33,10 @@ LENGTHS = ((1, 1), (1, 127), (7, 127), (127, 7), (127, 127))
 
 
 def calls(device: torch.device) -> Iterator[AttentionCall]:
-    """Yield every head_dim at every length, plain, causal and padded; and one long call."""
+    """Yield every head_dim at every length, plain, causal and padded; then what else is asked for.
+
+    Windows with a soft cap and sinks, numbers of keys, packed sequences, pages, one long call.
+    """
     generator = torch.Generator(device).manual_seed(0)
     for head_dim in HEAD_DIMS:
         for q_len, kv_len in LENGTHS:
@@ -42,8 +47,39 @@ def calls(device: torch.device) -> Iterator[AttentionCall]:
             lengths = torch.tensor([kv_len, (kv_len + 1) // 2], device=device)
             keys = torch.arange(kv_len, device=device) < lengths[:, None]
             yield plain.with_tensors({"attn_mask": keys[:, None, None]})
+            yield replace(plain, seqused_k=lengths.int())
+            yield replace(plain, variant=Variant(True, (5, 3), 20.0), sinks=keys.new_ones(4) * 0.5)
+            yield packed(head_dim, q_len, kv_len, generator)
+            yield in_pages(head_dim, q_len, kv_len, generator)
     # Long enough for decode to read it through tensor descriptors.
     yield Spec(1, 8, 8, 1, 4099, 128, 128).call(device, generator)
+
+
+def packed(head_dim: int, q_len: int, kv_len: int, generator: torch.Generator) -> AttentionCall:
+    """Make a call of three sequences: of these lengths, of one query and key, of these again."""
+
+    def starts(length: int) -> torch.Tensor:
+        ends = [0, length, length + 1, 2 * length + 1]
+        return torch.tensor(ends, device=generator.device, dtype=torch.int32)
+
+    spec = Spec(1, 4, 2, 2 * q_len + 1, 2 * kv_len + 1, head_dim, head_dim)
+    call = spec.call(generator.device, generator)
+    variant = Variant(max_seqlen_q=q_len, max_seqlen_k=kv_len)
+    return replace(call, cu_seqlens_q=starts(q_len), cu_seqlens_k=starts(kv_len), variant=variant)
+
+
+def in_pages(head_dim: int, q_len: int, kv_len: int, generator: torch.Generator) -> AttentionCall:
+    """Make a call of two sequences whose keys lie in pages of 16, in no order."""
+    device, each = generator.device, -(-kv_len // 16)
+    spec = Spec(2, 4, 2, q_len, kv_len, head_dim, head_dim)
+    of_pages = replace(spec, batch=2 * each, kv_len=16).call(device, generator)
+    pages = torch.randperm(2 * each, device=device, generator=generator).int()
+    return replace(
+        of_pages,
+        query=spec.call(device, generator).query,
+        page_table=pages.view(2, each),
+        seqused_k=torch.tensor([kv_len, 1], device=device, dtype=torch.int32),
+    )
 
 
 def run(kernel: Kernel, device: torch.device) -> tuple[int, int]:
