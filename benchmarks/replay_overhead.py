@@ -5,8 +5,8 @@
 
 Loads every call of a recording with and without checksums and reads the same files plainly, in
 shuffled rounds, cold (out of the page cache) and warm. Then replays the recording with the command
-(`benchmarks.marked_replay`), and compares the whole with its timed rounds and their warm-up.
-Replaces the figures it measured in `benchmarks/results/replay_overhead.csv`, one line each.
+(`benchmarks.marked_replay`), and compares the whole with its timed rounds and their warm-up; on a
+GPU again with `--metric all`, which times blocks of calls for their energy too. Replaces the figures it measured in `benchmarks/results/replay_overhead.csv`, one line each.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from replay.timing.machine import describe
 START = "start of the command and its workers"
 CHECKS = "checking outputs"
 ROUNDS = "timed rounds and warm-up"
+ENERGY = "blocks of calls, for their energy"
 AGAIN = "checking what was timed"
 END = "tables and the end of workers"
 
@@ -70,7 +71,10 @@ def main() -> None:
         if arguments.rounds:
             loading(directory, arguments.rounds, figures)
         rows = arguments.rows or Path(scratch) / "rows.jsonl"
-        whole(directory, arguments.kernels or KERNELS[device.type], device, rows, figures)
+        kernels = arguments.kernels or KERNELS[device.type]
+        whole(directory, kernels, device, rows, figures, with_energy=False)
+        if device.type == "cuda":
+            whole(directory, kernels, device, rows, figures, with_energy=True)
     measured = {line["figure"] for line in figures.lines}
     written = results.read(arguments.out) if arguments.out.exists() else []
     others = [line for line in written if line["figure"] not in measured]
@@ -149,40 +153,53 @@ def drop(paths: list[Path]) -> None:
 
 
 def whole(
-    directory: Path, kernels: str, device: torch.device, json_file: Path, figures: Figures
+    directory: Path,
+    kernels: str,
+    device: torch.device,
+    json_file: Path,
+    figures: Figures,
+    *,
+    with_energy: bool,
 ) -> None:
     """Time the command, and its stages."""
+    name = "replay --metric all" if with_energy else "replay"
     with tempfile.TemporaryDirectory() as scratch:
         said = Path(scratch) / "marks.json"
         command = [sys.executable, "-m", "benchmarks.marked_replay", str(said)]
         command += ["--dir", str(directory), "--device", str(device)]
         command += [] if kernels == "default" else ["--kernels", kernels]
+        command += ["--metric", "all"] if with_energy else []
         begin = time.perf_counter()
         subprocess.run([*command, "--json", str(json_file)], check=True, stdout=subprocess.DEVNULL)
         seconds = time.perf_counter() - begin
         marks = json.loads(said.read_text())
         rows = list(results.read_jsonl(json_file))
-    stages = by_stage(begin, marks, rows)
+    stages = by_stage(begin, marks, rows, with_energy=with_energy)
     samples = [row["time_ms"] for row in rows if row["time_ms"]]
     timed = max(len(samples), 1)
-    figures.add("replay: the command", "s", [seconds])
+    figures.add(f"{name}: the command", "s", [seconds])
     for stage, spent in stages.items():
-        figures.add(f"replay: {stage}", "s", [spent])
+        figures.add(f"{name}: {stage}", "s", [spent])
     in_samples = sum(each["n"] * each["p50"] for each in samples) / 1e3
-    figures.add("replay: samples in these rounds", "s", [in_samples])
-    figures.add(f"replay: {END}", "s", [seconds - sum(stages.values())])
-    figures.add("replay: the command / timed rounds and warm-up", "×", [seconds / stages[ROUNDS]])
+    figures.add(f"{name}: samples in these rounds", "s", [in_samples])
+    figures.add(f"{name}: {END}", "s", [seconds - sum(stages.values())])
+    own = stages[ROUNDS] + stages.get(ENERGY, 0.0)
+    figures.add(f"{name}: the command / timed work and warm-up", "×", [seconds / own])
     # What compiles, and what a library sets up for its first call, is work of the kernels too.
     first_calls = sum(row["first_call_ms"] or 0.0 for row in rows) / 1e3
-    figures.add("replay: first calls of kernels, in these checks", "s", [first_calls])
-    own = stages[ROUNDS] + first_calls
-    figures.add("replay: the command / first calls, timed rounds and warm-up", "×", [seconds / own])
+    figures.add(f"{name}: first calls of kernels, in these checks", "s", [first_calls])
+    own += first_calls
+    figures.add(f"{name}: the command / first calls, timed work and warm-up", "×", [seconds / own])
     beside = seconds - own - stages[START]
-    figures.add("replay: beside all of these and the start, for each row", "s", [beside / timed])
+    figures.add(f"{name}: beside all of these and the start, for each row", "s", [beside / timed])
 
 
 def by_stage(
-    begin: float, marks: list[tuple[float, str, str]], rows: list[dict[str, Any]]
+    begin: float,
+    marks: list[tuple[float, str, str]],
+    rows: list[dict[str, Any]],
+    *,
+    with_energy: bool = False,
 ) -> dict[str, float]:
     """Return the seconds of each stage of a command until its last row.
 
@@ -194,27 +211,36 @@ def by_stage(
     of_calls = [list(each) for _, each in itertools.groupby(marks, key=lambda mark: mark[1])]
     for seen, after in itertools.pairwise(of_calls):
         timed = sum(row["call"]["name"] == seen[0][1] and bool(row["time_ms"]) for row in rows)
-        for stage, spent in _spent([(at, stage) for at, _, stage in seen], after[0][0], timed):
+        reports = [(at, stage) for at, _, stage in seen]
+        for stage, spent in _spent(reports, after[0][0], timed, with_energy):
             stages[stage] += spent
     return dict(stages)
 
 
-def _spent(seen: list[tuple[float, str]], end: float, timed: int) -> list[tuple[str, float]]:
-    """Name the stage of each report of one call: kernels' names come in three of them.
+def _spent(
+    seen: list[tuple[float, str]], end: float, timed: int, with_energy: bool
+) -> list[tuple[str, float]]:
+    """Name the stage of each report of one call: kernels' names come in three of them, or four.
 
     Args:
         timed: kernels that were timed, each of which is reported once more at the end.
+        with_energy: every kernel is also reported before that.
     """
     times = [at for at, _ in seen] + [end]
-    timing = next((place for place, (_, stage) in enumerate(seen) if stage == TIMING), len(seen))
+    names = [stage for _, stage in seen]
+    timing = names.index(TIMING) if TIMING in names else len(names)
+    again = len(names) - timed
+    energy = again - len({*names[:timing]} - {LOADING, REFERENCE}) if with_energy else again
     found: list[tuple[str, float]] = []
-    for place, (_, stage) in enumerate(seen):
+    for place, stage in enumerate(names):
         if stage in (LOADING, REFERENCE):
             named = stage
         elif place < timing:
             named = CHECKS
+        elif place < energy:
+            named = ROUNDS
         else:
-            named = ROUNDS if place < len(seen) - timed else AGAIN
+            named = ENERGY if place < again else AGAIN
         found.append((named, times[place + 1] - times[place]))
     return found
 

@@ -95,14 +95,19 @@ class QuantisedNoise:
 
 def to_int8(tensor: Tensor, largest: Tensor) -> Tensor:
     """A round trip through INT8 with the scale that makes `largest` 127."""
-    scale = largest.clamp_min(torch.finfo(torch.float32).tiny) / INT8_MAX
+    scale = _scale(largest, INT8_MAX)
     return (tensor / scale).round_().mul_(scale)
 
 
 def to_fp8(tensor: Tensor, largest: Tensor) -> Tensor:
     """A round trip through e4m3 with the scale that makes `largest` its largest number."""
-    scale = largest.clamp_min(torch.finfo(torch.float32).tiny) / FP8_MAX
+    scale = _scale(largest, FP8_MAX)
     return (tensor / scale).to(FP8).to(tensor.dtype).mul_(scale)
+
+
+def _scale(largest: Tensor, most: float) -> Tensor:
+    """What to divide by, so that `largest` becomes `most`."""
+    return largest.clamp_min(torch.finfo(torch.float32).tiny) / most
 
 
 def _in_groups(tensor: Tensor) -> Tensor:
@@ -114,24 +119,27 @@ def _in_groups(tensor: Tensor) -> Tensor:
 
 
 class Way(NamedTuple):
-    """How a call of one key head is rounded: each takes a float32 tensor through 8 bits."""
+    """How a call of one key head is rounded: each function takes float32 through 8 bits."""
 
     query_and_key: Callable[[Tensor], Tensor]
     value: Callable[[Tensor], Tensor]
-    weights: Callable[[Tensor], Tensor]
-    """Probabilities (G, rows, keys)."""
+    rounded: Callable[[Tensor], Tensor]
+    """Probabilities (G, rows, keys), of which the largest of a row is `most`; may change them."""
+    most: float
 
 
 WAYS = (
     Way(
         _in_groups,
         lambda value: to_int8(value, value.abs().amax(dim=2, keepdim=True)),
-        lambda weights: to_int8(weights, weights.amax(dim=-1, keepdim=True)),
+        Tensor.round_,
+        INT8_MAX,
     ),
     Way(
         lambda tensor: to_fp8(tensor, tensor.abs().amax()),
         lambda value: to_fp8(value, value.abs().amax()),
-        lambda weights: to_fp8(weights, weights.amax(dim=-1, keepdim=True)),
+        lambda weights: weights.to(FP8).to(weights.dtype),
+        FP8_MAX,
     ),
 )
 
@@ -154,7 +162,9 @@ def _errors(call: AttentionCall, reference: Tensor, way: Way) -> tuple[Tensor, T
                 }
             )
             for block in weights(part, torch.float32):
-                found = (way.weights(block.weights) @ block.value).to(call.dtype).to(torch.float64)
+                scale = _scale(block.weights.amax(dim=-1, keepdim=True), way.most)
+                levels = way.rounded(block.weights.div_(scale))
+                found = (levels @ block.value).mul_(scale).to(call.dtype).to(torch.float64)
                 error = found - reference[batch, heads, block.rows]
                 absolute[batch, heads, block.rows] = error.abs().sum(-1)
                 lengths[batch, heads, block.rows] = torch.linalg.vector_norm(error, dim=-1)

@@ -132,6 +132,8 @@ def _first_processes(arguments: argparse.Namespace, limit: TimeLimit) -> Iterato
             place = Placement(stopped=limit.stopped)
             first = stack.enter_context(first_processes(arguments.timeout, place))
             first.prepare(arguments.device)
+            if not arguments.list_kernels:
+                first.warm_up(arguments.kernels)
             yield [first]
             return
         # They use no device before it is known that no other replay does.
@@ -139,7 +141,10 @@ def _first_processes(arguments: argparse.Namespace, limit: TimeLimit) -> Iterato
             Placement(device.variables, device.cpus, limit.stopped)
             for device in probable_gpus(arguments.gpus)
         ]
-        yield [stack.enter_context(first_processes(arguments.timeout, each)) for each in places]
+        early = [stack.enter_context(first_processes(arguments.timeout, each)) for each in places]
+        for first in early:
+            first.warm_up(arguments.kernels)
+        yield early
 
 
 def _profile(arguments: argparse.Namespace, given: list[str]) -> int:

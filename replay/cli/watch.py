@@ -113,6 +113,7 @@ def watch(
         # The next processes import PyTorch while nothing happens.
         with first_processes(arguments.timeout) as first:
             first.prepare(arguments.device)
+            first.warm_up(arguments.kernels)
             if not is_first:
                 print("\nwaiting for a change (Ctrl-C ends)", file=sys.stderr)
                 changed = ", ".join(files.wait())

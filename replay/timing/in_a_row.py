@@ -82,7 +82,9 @@ def _look_at(number: int, function: Function, device: torch.device, host_ms: flo
     ahead = [each for each in tries if each[0]]
     columns = zip(*(ahead or tries), strict=True)
     _, left_ms, unnoticed_ms, stream_ms = (min(each) for each in columns)
-    beyond_ms = left_ms - min(_waits(lambda: None, device, ahead_ms).left_ms for _ in range(TRIES))
+    beyond_ms = left_ms
+    if left_ms > unnoticed_ms:  # else nothing is left, however long an idle device is waited for
+        beyond_ms -= min(_waits(lambda: None, device, ahead_ms).left_ms for _ in range(TRIES))
     return InARow(
         beyond_ms / number if beyond_ms > unnoticed_ms else 0.0,
         stream_ms / number if ahead else None,

@@ -19,7 +19,7 @@ from replay.bench.first_calls import first_calls
 from replay.bench.guard import Guard
 from replay.bench.runner import Loaded, replay
 from replay.bench.settings import Settings, WorkerOptions
-from replay.kernels.registry import Kernel, find
+from replay.kernels.registry import Kernel, KernelNameError, find, select
 from replay.timing.machine import available_bytes, usual_device
 from replay.workers.device_memory import give_back
 from replay.workers.remote_referee import RemoteReferee
@@ -30,8 +30,8 @@ from replay.workloads.recorded import Workload
 
 
 def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
-    """Answer `{"do": "probe", …}`, `{"do": "touch", …}`, `{"do": "call", …}` or
-    `{"do": "replay", …}`.
+    """Answer `{"do": "probe", …}`, `{"do": "touch", …}`, `{"do": "warm up", …}`,
+    `{"do": "call", …}` or `{"do": "replay", …}`.
 
     Raises:
         ContextLost: a kernel left this process unusable.
@@ -44,6 +44,9 @@ def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
             device = request["device"] or usual_device()
             torch.zeros(1, device=device).add_(1).item()
             say(works=True)
+        elif request["do"] == "warm up":
+            with contextlib.suppress(KernelNameError):  # the command says so
+                _warm_up(select(request["kernels"])[0], guard)
         elif request["do"] == "call":
             _call(request, say, guard)
         else:

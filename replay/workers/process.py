@@ -118,8 +118,8 @@ class Process:
         self._replies = -1
         self._selector: selectors.BaseSelector | None = None
         self._is_ready = False
-        self._is_preparing = False
-        """Whether it still answers what `prepare` sent."""
+        self._preparing = 0
+        """How many requests of `prepare` it still answers."""
         self._unread = b""
         self._log = b""
         self._at = ""
@@ -172,7 +172,7 @@ class Process:
             self._start()
 
     def prepare(self, **request: Any) -> None:
-        """Send a child its first request, of which only the time it takes matters.
+        """Send a child one of its first requests, of which only the time it takes matters.
 
         Nobody waits for what it answers, nor hears of it.
 
@@ -180,7 +180,7 @@ class Process:
             CannotStart, Stopped: as `start`.
         """
         self.start()
-        self._is_preparing = True
+        self._preparing += 1
         with contextlib.suppress(Died):  # whoever asks first starts another
             self._send(request)
 
@@ -219,7 +219,7 @@ class Process:
         os.close(self._requests)
         os.close(self._replies)
         self._child, self._selector = None, None
-        self._is_preparing = False
+        self._preparing = 0
         self._unread = self._log = b""
 
     def _start(self) -> None:
@@ -282,8 +282,8 @@ class Process:
     def _wait_until_prepared(self) -> None:
         """Pass over what the child answers to its preparation; start another if it dies of that."""
         try:
-            while self._is_preparing:
-                self._is_preparing = not self._receive(STARTING_SECONDS).get("done")
+            while self._preparing:
+                self._preparing -= bool(self._receive(STARTING_SECONDS).get("done"))
         except Died:
             self.start()
             self._wait_until_ready()
@@ -374,6 +374,14 @@ class First(NamedTuple):
         """Let them start the device they will work on, None for the usual one; nobody waits."""
         for process in self:
             process.prepare(do="touch", device=device)
+
+    def warm_up(self, kernels: str | None) -> None:
+        """Let the worker import what these kernels compile with; nobody waits.
+
+        Args:
+            kernels: names and globs, None for the default ones.
+        """
+        self.worker.prepare(do="warm up", kernels=kernels)
 
     def close(self) -> None:
         """End both."""

@@ -69,14 +69,24 @@ def before_torch(driver: Path, *arguments: str) -> tuple[list[Any], str]:
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
-@pytest.mark.parametrize("source", ["--random", "--list-kernels"])
-def test_worker_and_judge_start_before_torch_is_imported(tmp_path: Path, source: str) -> None:
-    events, _ = before_torch(tmp_path, source, "--device", "cpu")
+@pytest.mark.parametrize(
+    ("arguments", "imported"),
+    [
+        (("--random",), [None]),
+        (("--random", "--kernels", "flex,torch-*"), ["flex,torch-*"]),
+        (("--list-kernels",), []),
+    ],
+)
+def test_worker_and_judge_start_before_torch_is_imported(
+    tmp_path: Path, arguments: tuple[str, ...], imported: list[str | None]
+) -> None:
+    events, _ = before_torch(tmp_path, *arguments, "--device", "cpu")
     assert events == [
         ["start", None, {}],
         ["start", None, {}],
         ["prepare", None, {"do": "touch", "device": "cpu"}],
         ["prepare", None, {"do": "touch", "device": "cpu"}],
+        *(["prepare", None, {"do": "warm up", "kernels": each}] for each in imported),
         "torch",
     ]
 
@@ -86,7 +96,8 @@ def test_those_of_several_gpus_start_too_and_use_none_yet(tmp_path: Path) -> Non
     for name in ("nvidia0", "nvidia1", "nvidiactl"):
         (tmp_path / name).touch()
     events, _ = before_torch(tmp_path, "--random", "--gpus", "all")
-    assert events == [["start", gpu, {}] for gpu in "0011"] + ["torch"]
+    warm_up = [["prepare", gpu, {"do": "warm up", "kernels": None}] for gpu in "01"]
+    assert events == [["start", gpu, {}] for gpu in "0011"] + warm_up + ["torch"]
 
 
 @pytest.mark.parametrize(
@@ -140,10 +151,10 @@ def test_names_that_look_wrong_are_looked_up_before_anything_starts(
 )
 def test_what_may_be_starts(recorded: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
     events, _ = before_torch(tmp_path, "--dir", str(recorded), *options)
-    assert [event[0] for event in events] == ["start", "start", "prepare", "prepare", "t"]
+    assert [event[0] for event in events] == ["start"] * 2 + ["prepare"] * 3 + ["t"]
 
 
 def test_a_recording_that_goes_on_may_have_more_calls(recorded: Path, tmp_path: Path) -> None:
     (recorded / "other.journal").write_text("")
     events, _ = before_torch(tmp_path, "--dir", str(recorded), "--call", "other-000007")
-    assert len(events) == 5
+    assert len(events) == 6

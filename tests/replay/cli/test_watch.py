@@ -18,7 +18,9 @@ from replay.rows.row import Row
 from replay.workers import process
 from tests.factories import row
 
-_NO_PROCESSES = nullcontext(SimpleNamespace(prepare=lambda device: None))
+_NO_PROCESSES = nullcontext(
+    SimpleNamespace(prepare=lambda device: None, warm_up=lambda kernels: None)
+)
 
 RunCli = Callable[..., tuple[int, str, str]]
 

@@ -133,7 +133,9 @@ def test_nothing_is_known_on_a_cpu() -> None:
         (0.001, [0.01, 9.0, 5.0, 7.0, 6.0, 6.0, 6.0], 1 + 60, 0.0),
         # Negative: the stream was done before the host, and what was left is not known.
         (0.001, [0.01, -0.01, 5.0, 7.0, 1.0, 2.0, 3.0], 1 + 60, 4.0 / 20),
-        (0.001, [0.01, -0.01, -0.02, -0.03, 0.01, 0.01, 0.01], 1 + 60, 0.0),
+        # The host is never ahead, as where calls wait inside, and little is left.
+        (0.001, [0.01, -0.01, -0.02, -0.03], 1 + 60, 0.0),
+        (0.001, [0.01, -9.0, -5.0, -7.0, 1.0, 2.0, 3.0], 1 + 60, 4.0 / 20),
         # After one call: of calls in a row, most is done beside the next.
         (1.0, [9.0, 5.0, 7.0, 1.0, 2.0, 3.0], 3, 4.0),
     ],

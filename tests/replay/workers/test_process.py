@@ -253,6 +253,7 @@ def test_a_worker_is_usable_or_not() -> None:
 def test_whatever_comes_of_a_preparation_nobody_hears_of_it(device: str | None) -> None:
     with first_processes(60) as first:
         first.prepare(device)
+        first.warm_up("no such kernel")
         for process in first:
             child = process._child
             answers = list(process.ask(do="touch", device="cpu"))
