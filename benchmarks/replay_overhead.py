@@ -6,7 +6,8 @@
 Loads every call of a recording with and without checksums and reads the same files plainly, in
 shuffled rounds, cold (out of the page cache) and warm. Then replays the recording with the command
 (`benchmarks.marked_replay`), and compares the whole with its timed rounds and their warm-up; on a
-GPU again with `--metric all`, which times blocks of calls for their energy too. Replaces the figures it measured in `benchmarks/results/replay_overhead.csv`, one line each.
+GPU again with `--metric all`, which times blocks of calls for their energy too. Replaces the
+figures it measured in `benchmarks/results/replay_overhead.csv`, one line each.
 """
 
 from __future__ import annotations

@@ -318,11 +318,11 @@ class Environment:
             "options": options.to_json(),
         }
         hearing = None
+        if self._judge is not None:
+            # First, since the worker waits for the reference, and may still be importing.
+            self._judge.expect(workload, settings)
+            hearing = Hearing(self._judge, workload, settings)
         for message in self._process.ask(do="replay", **request):
-            if hearing is None and self._judge is not None:
-                # Once the worker is at work, since the judge may still be starting.
-                self._judge.expect(workload, settings)
-                hearing = Hearing(self._judge, workload, settings)
             if hearing is not None:
                 hearing.hear(message.get("at", ""))
             if "call" in message:
