@@ -6,7 +6,8 @@
 Records 16 calls of random values in sizes of FLUX.1, CogVideoX-2b and Llama 3 and replays them with
 the command: on all GPUs with empty compile caches, on one and on all with the caches that this
 left, on one with empty caches. With `--only warm`, a replay of one call of each size fills the
-caches. Writes `benchmarks/results/many_gpus.csv`, one line per figure, after each replay.
+caches. Writes `benchmarks/results/many_gpus.csv`, one line per figure, after each replay; what is
+there of other calls or kernels stays.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from replay.comparison.speed import NO_SPREAD, Basis
 from replay.rows.files import read_jsonl
 from replay.timing.machine import describe
 
-KERNELS = "torch-default,torch-flash,torch-cudnn,triton-fa2,triton-fa3,flex"
+KERNELS = "torch-default,torch-flash,torch-cudnn,triton-fa2,triton-fa3"
 SIZES = {
     "flux": (1, 24, 24, 4608, 128, False),
     "cogvideo": (2, 30, 30, 17776, 64, False),
@@ -95,7 +96,7 @@ def main() -> None:
     count = torch.cuda.device_count() if arguments.gpus == "all" else len(arguments.gpus.split(","))
     first = "0" if arguments.gpus == "all" else arguments.gpus.split(",")[0]
     figures = Figures(
-        f"{arguments.calls} calls of {arguments.sizes}",
+        f"{arguments.calls} calls of {arguments.sizes}; {arguments.kernels}",
         "random",
         {f"machine.{name}": getattr(machine, name) for name in MACHINE},
     )
@@ -126,7 +127,9 @@ def main() -> None:
             figures.add(f"{state} caches, {gpus} GPU{s}: measuring", "s", [replayed.measuring])
             if (state, 1) in found and (state, count) in found:
                 add_ratios(figures, state, found[state, 1], found[state, count])
-            results.write_lines(figures.lines, COLUMNS, arguments.out)
+            written = results.read(arguments.out) if arguments.out.exists() else []
+            others = [line for line in written if line["model"] != figures.lines[0]["model"]]
+            results.write_lines([*others, *figures.lines], COLUMNS, arguments.out)
     print(f"{time.monotonic() - began:.0f} s in all")
 
 
