@@ -26,8 +26,6 @@ from replay.rows.accuracy import Errors, Summary, Where
 
 CHUNK_ELEMENTS = 2**22
 """Output elements compared at a time: each float64 temporary is 32 MiB."""
-GPU_CHUNK_ELEMENTS = 2**24
-"""On a GPU, where an operation on fewer takes less time than its launch: 128 MiB."""
 
 QUERY_BINS = 64
 """Ranges of queries that a head's errors are told apart by."""
@@ -184,8 +182,7 @@ def check_comparable(output: Tensor, reference: Tensor) -> None:
 def chunks(output: Tensor, reference: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Ranges of queries, and both tensors there in float64 on the output's device."""
     batch, heads, length, width = output.shape
-    at_once = GPU_CHUNK_ELEMENTS if output.device.type == "cuda" else CHUNK_ELEMENTS
-    step = max(1, at_once // (batch * heads * width))
+    step = max(1, CHUNK_ELEMENTS // (batch * heads * width))
     for first in range(0, length, step):
         rows = slice(first, first + step)
         yield (
