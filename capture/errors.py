@@ -11,7 +11,7 @@ class MissingPackage(Error):
     """A required package is not installed."""
 
     @classmethod
-    def behind(cls, error: Exception) -> Exception:
+    def behind(cls, error: BaseException) -> BaseException:
         """Convert a failed import of a missing package; return any other error unchanged.
 
         A missing submodule of an installed package, including ours, is a bug that pip cannot fix.
@@ -48,3 +48,12 @@ class DatasetError(Error):
 
 class RecordingWarning(UserWarning):
     """A recording is not what was asked for; the model's run is not affected."""
+
+
+def described(error: BaseException) -> str:
+    """The class of an error and what it says; a model's own class need not be able to."""
+    name = type(error).__name__
+    try:
+        return f"{name}: {error}"
+    except Exception:
+        return name

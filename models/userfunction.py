@@ -44,7 +44,9 @@ def build(request: Request) -> Runnable:
         with seeded(request.seed, request.device):
             try:
                 built = function(**arguments)
-            except (Exception, SystemExit) as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
                 raise ModelError(f"{name} in {file} failed: {_describe(error)}") from error
     roots, run = _checked(built, request.name)
     for root in roots.values():
@@ -90,7 +92,9 @@ def _import(path: Path, file: str) -> ModuleType:
     sys.modules[private_name] = module  # dataclasses and pickle look their module up
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         del sys.modules[private_name]
         raise ModelError(f"{file} could not be imported: {_describe(error)}") from error
     return module
@@ -130,6 +134,7 @@ def _checked(built: Any, name: str) -> tuple[dict[str, nn.Module], Callable[[], 
         roots = {"": module} if isinstance(module, nn.Module) else module
         if (
             isinstance(roots, dict)
+            and roots
             and all(isinstance(root, nn.Module) for root in roots.values())
             and callable(run)
         ):
@@ -147,4 +152,8 @@ def _shape(built: Any) -> str:
 
 
 def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    name = type(error).__name__
+    try:
+        return f"{name}: {error}".splitlines()[0]
+    except Exception:  # the user's own class need not have a text
+        return name

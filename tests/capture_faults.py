@@ -40,7 +40,7 @@ from capture.errors import CaptureError, DatasetError, RecordingWarning
 from capture.hooks import interceptor
 from capture.recording import memory, writer
 from capture.recording.recording import Recording
-from capture.storage.dataset import MANIFEST
+from capture.storage.dataset import MANIFEST, Dataset
 from capture.storage.journal import read
 from capture.storage.repair import repair
 
@@ -324,8 +324,13 @@ def kill(scratch: Path, way: str, seconds: float, *, overwrite: bool, begun: boo
         journals = (
             [read(path) for path in directory.glob("*.journal")] if directory.exists() else []
         )
-        completed = sum(len(each.files) for each in journals if each is not None)
-        in_memory = sum(each.in_memory for each in journals if each is not None)
+        left = [
+            (Dataset.journalled(directory, each, over=True), each)
+            for each in journals
+            if each is not None
+        ]
+        completed = sum(len(found) for found, _ in left)
+        in_memory = sum(found.lacks(each) for found, each in left)
         if overwrite:
             assert kept_in(directory) == 3, "the earlier capture is gone"
         elif completed:

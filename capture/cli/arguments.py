@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from attention_replay import __version__
 from capture.cli.standard_streams import give_up_stdout
+from capture.limits import must_be_integer
 from capture.printable import printable
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -26,7 +27,7 @@ class OneSentenceParser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.register("type", None, _not_empty)
+        self.register("type", None, not_empty)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {printable(message)} (see {self.prog} --help)\n")
@@ -73,7 +74,8 @@ LARGEST = 2**63 - 1
 """More than any size or seed of torch."""
 
 
-def _not_empty(given: str) -> str:
+def not_empty(given: str) -> str:
+    """Return a text that is not empty, for `add_argument(type=…)` and whatever parses one."""
     if not given.strip():
         raise argparse.ArgumentTypeError("is empty: leave it out, or give a value")
     return given
@@ -90,11 +92,12 @@ def natural(given: str) -> int:
 
 
 def _integer(given: str, least: int) -> int:
+    not_empty(given)
     # The length first: Python refuses to convert thousands of digits, in words of its own.
     if given.isdecimal() and (len(given) > len(str(LARGEST)) or int(given) > LARGEST):
         raise argparse.ArgumentTypeError(f"must be at most {LARGEST}, not {given}")
     if not given.isdecimal() or int(given) < least:
-        raise argparse.ArgumentTypeError(f"must be an integer of at least {least}, not {given}")
+        raise argparse.ArgumentTypeError(must_be_integer(least, given))
     return int(given)
 
 
@@ -117,7 +120,8 @@ def share(given: str) -> float:
 
 
 def _number(given: str) -> float:
-    """Return a finite number; NaN, which is in no range, for anything else."""
+    """Return a finite number; NaN, which is in no range, for anything else but nothing."""
+    not_empty(given)
     try:
         value = float(given)
     except ValueError:

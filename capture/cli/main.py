@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attention_replay import Error
-from capture.cli.arguments import OneSentenceParser, natural, positive
+from capture.cli.arguments import OneSentenceParser, natural, not_empty, positive
 from capture.cli.models_package import import_models
 from capture.cli.standard_streams import exit_with, give_up_stdout, is_of_stdout, make_usable
 from capture.cli.verbosity import add_verbosity, narrated
@@ -62,7 +62,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         print(f"capture: interrupted{_left_by(arguments, out)}", file=sys.stderr)
         code = 130
-    except Exception as error:
+    except SystemExit:  # of wrong usage
+        raise
+    except BaseException as error:  # a model may raise what is no Exception
         if arguments.debug:
             raise
         code = _explain(error)
@@ -402,9 +404,9 @@ def _capture_name(model: str) -> str:
     return Path(model).resolve().name if Path(model).is_dir() else Path(model).name
 
 
-def _explain(error: Exception) -> int:
+def _explain(error: BaseException) -> int:
     """Print one sentence, with the remedy if it is known; return the exit code."""
-    from capture.errors import MissingPackage
+    from capture.errors import MissingPackage, described
 
     error = MissingPackage.behind(error)
     if isinstance(error, Error):
@@ -412,9 +414,8 @@ def _explain(error: Exception) -> int:
         return 2
     if isinstance(error, OSError) and is_of_stdout(error):
         return give_up_stdout("capture", error)
-    text = printable(str(error))
     print(
-        f"capture: failed with {type(error).__name__}: {text} (traceback with --debug)",
+        f"capture: failed with {printable(described(error))} (traceback with --debug)",
         file=sys.stderr,
     )
     return 1
@@ -426,6 +427,7 @@ def _with_flags(message: str) -> str:
 
 
 def _sample(text: str) -> str:
+    not_empty(text)
     try:
         check_sample(text)
     except ValueError as error:
@@ -434,6 +436,7 @@ def _sample(text: str) -> str:
 
 
 def _heads(text: str) -> tuple[int, ...]:
+    not_empty(text)
     try:
         return parse_ranges(text)
     except ValueError as error:
@@ -441,6 +444,7 @@ def _heads(text: str) -> tuple[int, ...]:
 
 
 def _size(text: str) -> int:
+    not_empty(text)
     units = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
     number, unit = text.upper().removesuffix("B"), 1
     if number[-1:] in units:

@@ -7,6 +7,7 @@ import errno
 import io
 import os
 import select
+import stat
 import sys
 from typing import Any, NoReturn
 
@@ -52,6 +53,15 @@ def is_of_stdout(error: Exception) -> bool:
     poll = select.poll()  # the pipe of another process may be the broken one
     poll.register(_STDOUT, 0)
     return bool(poll.poll(0))
+
+
+def is_full_stdout() -> bool:
+    """Whether stdout is a full device, or a file on a full disk."""
+    try:
+        os.write(_STDOUT, b"")  # a full device does not take this either
+        return stat.S_ISREG(os.fstat(_STDOUT).st_mode) and not os.fstatvfs(_STDOUT).f_bavail
+    except OSError as error:
+        return error.errno in _FULL
 
 
 def give_up_stdout(command: str, error: OSError) -> int:

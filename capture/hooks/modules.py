@@ -230,16 +230,24 @@ def roots_of(watched: Any) -> dict[str, nn.Module]:
         TypeError: `watched` contains no module.
     """
     if isinstance(watched, nn.Module):
-        return {"": watched}
-    # A diffusers pipeline lists tokenizers and schedulers among its components too.
-    components = watched if isinstance(watched, Mapping) else getattr(watched, "components", {})
-    roots = {name: part for name, part in components.items() if isinstance(part, nn.Module)}
-    if not roots:
+        roots = {"": watched}
+    else:
+        # A diffusers pipeline lists tokenizers and schedulers among its components too.
+        components = watched if isinstance(watched, Mapping) else getattr(watched, "components", {})
+        roots = {name: part for name, part in components.items() if isinstance(part, nn.Module)}
+    if all(map(_never_runs, roots.values())):
         raise TypeError(
             f"nothing to watch in {type(watched).__name__}: "
             "pass a torch.nn.Module, a diffusers pipeline, or a dict of name → module"
         )
     return roots
+
+
+def _never_runs(module: nn.Module) -> bool:
+    """Whether it is a container, such as `nn.ModuleDict`, with nothing in it."""
+    forward = getattr(getattr(module, "forward", None), "__func__", None)
+    is_container = forward in (nn.Module.forward, nn.Sequential.forward)
+    return is_container and next(module.children(), None) is None
 
 
 def _uncompiled(module: nn.Module) -> nn.Module:

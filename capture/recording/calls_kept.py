@@ -67,11 +67,17 @@ class CallsKept:
         self._copier = HostCopier()
         self._counts: dict[int, Count] = {}
         """By index, of each call that is kept, those like it."""
+        self._sizes: dict[int, int] = {}
         self._failed: deque[int] = deque()
         """Calls that the writer's thread could not write; it must not wait for a lock."""
 
     def __len__(self) -> int:
         return len(self._counts)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of their tensors."""
+        return sum(self._sizes.copy().values())
 
     def store(
         self,
@@ -132,7 +138,7 @@ class CallsKept:
             except BaseException:
                 writer.release(buffer)
                 raise
-            self._counts[index] = count
+            self._counts[index], self._sizes[index] = count, nbytes
             count.kept += 1
             waiting = Waiting(replace(header, layouts=copy.layouts), copy)
             for dropped in writer.put(waiting, decision.drop):
@@ -167,6 +173,7 @@ class CallsKept:
                 self._forget(index)
 
     def _forget(self, index: int) -> None:
+        self._sizes.pop(index, None)
         if count := self._counts.pop(index, None):
             count.kept -= 1
 

@@ -13,6 +13,7 @@ from capture.hooks.audit import Audit
 from capture.hooks.interceptor import observe
 from capture.hooks.modules import ModuleTracker, denoisers, matches, roots_of
 from capture.hooks.roads import on_all_roads
+from capture.limits import natural, positive
 from capture.ranges import parse_ranges, ranges
 from capture.recording.description import checked, name_of_weights, plain_settings, versions
 from capture.recording.memory import default_buffer_bytes
@@ -85,8 +86,8 @@ def record(
         buffer_bytes: host memory for calls that wait to be written; when it is full, the model
             waits. By default a quarter of the memory that is free at the beginning.
         durable: have each call on the disk before the model goes on. Otherwise calls that were
-            still in memory are lost if the process is killed; an exception, Ctrl-C, SIGTERM (unless
-            the program handles it) and the end of the program write them first.
+            still in memory are lost if the process is killed; an exception, Ctrl-C, SIGTERM,
+            SIGHUP (unless the program handles them) and the end of the program write them first.
         output: also store the model's own attention output.
         overwrite: replace the directory's capture of the same name, when this one is complete.
         audit: also count the attention operators that this thread runs outside of the calls seen
@@ -97,7 +98,9 @@ def record(
         A `Recording` with live counts.
 
     Raises:
-        ValueError: `sample`, `phase`, `heads`, `rank`, `split` or a limit is none.
+        TypeError: `module` is no model, or holds none.
+        ValueError: `sample`, `phase`, `heads`, `seed`, `rank`, `split` or a limit is none: limits
+            are integers, in bytes those of size.
         CaptureError: before the block begins: `out` is not writable or already contains a capture
             of that name, `settings` are not JSON, or no module matches.
         RuntimeError: another recording is active.
@@ -109,10 +112,12 @@ def record(
     """
     if phase is not None and phase not in PHASES:
         raise ValueError(f"phase must be {', '.join(PHASES)} or None, not {phase!r}")
-    if rank is None:
-        rank = current_rank()
-    elif rank < 0:
-        raise ValueError(f"rank must be at least 0, not {rank}")
+    rank = current_rank() if rank is None else natural("rank", rank)
+    if seed is not None:
+        seed = natural("seed", seed)
+    if buffer_bytes is None:
+        buffer_bytes = default_buffer_bytes()
+    buffer_bytes = positive("buffer_bytes", buffer_bytes)
     part = declared(split, split_ranks, rank, heads)
     if heads is not None:
         heads = parse_ranges(",".join(map(str, heads)))
@@ -152,7 +157,7 @@ def record(
             part=part,
             keeps_output=output,
             heads=heads,
-            buffer_bytes=default_buffer_bytes() if buffer_bytes is None else buffer_bytes,
+            buffer_bytes=buffer_bytes,
             durable=durable,
         )
         stack.enter_context(before_termination(lambda: recording.close(complete=False)))

@@ -165,8 +165,8 @@ class Recording:
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensors kept."""
-        return self._sampler.nbytes
+        """Size of the tensors of the calls in `kept`."""
+        return self._calls_kept.nbytes
 
     @property
     def refused_for_bytes(self) -> int:
@@ -437,7 +437,7 @@ class Recording:
             self.may_have_run = self._tracker.may_have_run
             self._tracker.forget()
             self.capture.gone_past = [each.to_json() for each in self._gone_past]
-            for problem in self._target.end(self.capture):
+            for problem in self._target.end(self.capture, writer.completed):
                 self.tell(problem)
         except Exception as error:
             if is_meant_for_program(error):

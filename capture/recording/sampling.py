@@ -35,6 +35,8 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, Protocol
 
+from capture.limits import positive
+
 _PLASTIC = 1.324717957244746
 _GOLDEN = 1.618033988749895
 
@@ -457,12 +459,11 @@ def make_sampler(sample: str, max_calls: int, max_bytes: int | None, seed: int) 
     """Create the sampler that `sample` names: one of `SAMPLES`.
 
     Raises:
-        ValueError: another name, or a limit below 1.
+        ValueError: another name, or a limit that is no integer or below 1.
     """
-    if max_calls < 1:
-        raise ValueError(f"max must be at least 1, not {max_calls}")
-    if max_bytes is not None and max_bytes < 1:
-        raise ValueError(f"max_bytes must be at least 1, not {max_bytes}")
+    max_calls = positive("max", max_calls)
+    if max_bytes is not None:
+        max_bytes = positive("max_bytes", max_bytes)
     if sample == "spread":
         return SpreadSampler(max_calls, max_bytes)
     if sample == "hard":

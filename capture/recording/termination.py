@@ -1,4 +1,4 @@
-"""Lets a recording write what is in memory before SIGTERM ends the process."""
+"""Lets a recording write what is in memory before SIGTERM or SIGHUP ends the process."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from types import FrameType
 
 from capture.errors import CaptureError
 
+SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+"""What ends a process that does nothing about it: `kill`, and the end of its terminal or ssh."""
+
 
 @contextlib.contextmanager
 def before_termination(flush: Callable[[], bool]) -> Iterator[None]:
-    """Call `flush` when SIGTERM arrives, then end the process as the signal would have.
+    """Call `flush` when one of `SIGNALS` arrives, then end the process as it would have.
 
     The signal interrupts the main thread anywhere, perhaps where it holds a lock that writing
     needs. So another thread calls `flush`, while the main thread goes on. Does nothing outside the
-    main thread, or if the program handles the signal itself.
+    main thread, nor about a signal that the program handles itself or that is ignored, as SIGHUP is
+    under `nohup`.
 
     Args:
         flush: must not raise; returns False if somebody else is already flushing: then the process
@@ -28,44 +32,46 @@ def before_termination(flush: Callable[[], bool]) -> Iterator[None]:
     Raises:
         CaptureError: no thread can be started.
     """
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-    ):
+    ours = [each for each in SIGNALS if signal.getsignal(each) is signal.SIG_DFL]
+    if threading.current_thread() is not threading.main_thread() or not ours:
         yield
         return
     process, main = os.getpid(), threading.get_ident()
-    arrived = flushed = over = False
-    wanted: SimpleQueue[bool] = SimpleQueue()  # can be put to within a signal handler
+    arrived = 0
+    flushed = over = False
+    wanted: SimpleQueue[int] = SimpleQueue()  # can be put to within a signal handler
 
     def handler(number: int, frame: FrameType | None) -> None:
         nonlocal arrived
-        arrived = True
+        arrived = number
         # A forked child has nothing to write; afterwards, another handler may pass it on to this.
         if flushed or over or os.getpid() != process:
-            _terminate()
-        wanted.put(True)
+            _end_by(number)
+        wanted.put(number)
 
     def wait() -> None:
         nonlocal flushed
-        if wanted.get() and flush():
+        number = wanted.get()
+        if number and flush():
             flushed = True
             # Only the main thread can end as the signal would; this wakes it if it waits.
-            signal.pthread_kill(main, signal.SIGTERM)
+            signal.pthread_kill(main, number)
 
     thread = started(wait, "capture-termination")
-    signal.signal(signal.SIGTERM, handler)
+    for each in ours:
+        signal.signal(each, handler)
     try:
         yield
     finally:
         over = True
         if os.getpid() == process:
-            wanted.put(False)
+            wanted.put(0)
             thread.join()
-        if signal.getsignal(signal.SIGTERM) is handler:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for each in ours:
+            if signal.getsignal(each) is handler:
+                signal.signal(each, signal.SIG_DFL)
         if arrived:
-            _terminate()
+            _end_by(arrived)
 
 
 def started(work: Callable[[], None], name: str) -> threading.Thread:
@@ -85,6 +91,6 @@ def started(work: Callable[[], None], name: str) -> threading.Thread:
     return thread
 
 
-def _terminate() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGTERM)
+def _end_by(number: int) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, overload
@@ -32,7 +32,7 @@ from capture.storage import plain_files
 from capture.storage.call_file import FORMAT, FileEntry, file_path
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.joined_calls import JoinedCalls
-from capture.storage.journal import Journalled, is_call_file, journals
+from capture.storage.journal import Journalled, call_files, is_call_file, journals
 from capture.storage.json_data import parsed, required, shown
 from capture.storage.locations import source_of
 from capture.storage.names import LONGEST_MANIFEST, MANIFEST
@@ -146,19 +146,48 @@ class Dataset(Sequence[AttentionCall]):
         return cls(directory, list(entries.values()), captures, note or "", damaged)
 
     @classmethod
-    def journalled(cls, directory: Path, journalled: Journalled) -> Dataset:
-        """Return the calls that a journal lists, as a dataset with this one capture.
+    def journalled(
+        cls,
+        directory: Path,
+        journalled: Journalled,
+        *,
+        over: bool,
+        record: CaptureRecord | None = None,
+        completed: Collection[int] | None = None,
+    ) -> Dataset:
+        """Return the calls of a capture that has a journal, as a dataset with this one capture.
+
+        Args:
+            over: nobody writes to it any more, so that files without a line may be complete too.
+            record: what was captured, if that is known beside the journal.
+            completed: which calls are complete, likewise.
 
         Raises:
-            ValueError: the journal is damaged.
+            ValueError: the journal is damaged, and no file says what was captured.
         """
-        capture = CaptureRecord.from_json(journalled.capture)
-        entries = {}
-        for item in journalled.files:
-            entry = FileEntry.from_json(directory, item)
-            entries[entry.path] = entry
+        if record is None and journalled.capture is not None:
+            record = CaptureRecord.from_json(journalled.capture)
+        entries: dict[Path, FileEntry] = {}
+        for item in journalled.files.values():
+            try:
+                entry = FileEntry.from_json(directory, item)
+                entries[entry.path] = entry
+                record = record or _record_of(entry)
+            except ValueError:
+                journalled.damaged += 1
+        for path in call_files(directory, journalled.stem) if over else []:
+            if path not in entries and journalled.may_be_complete(path, completed):
+                with contextlib.suppress(DatasetError):
+                    entry = FileEntry.read(path)
+                    record = record or _record_of(entry)
+                    if entry.origin.model == record.model:
+                        entries[path] = entry
+        if record is None:
+            raise ValueError("no line of it says what was captured")
         ordered = sorted(entries.values(), key=lambda entry: entry.origin.call_index)
-        return cls(directory, ordered, [capture])
+        if completed is not None:
+            ordered = [entry for entry in ordered if entry.origin.call_index in completed]
+        return cls(directory, ordered, [record])
 
     def merge(self, other: Dataset) -> None:
         """Add the calls of another's one capture, in place of an earlier one of the same model.
@@ -175,6 +204,11 @@ class Dataset(Sequence[AttentionCall]):
         self.captures.append(capture)
         listed = {each.path for each in self.entries}
         self.entries += [each for each in other.entries if each.path not in listed]
+
+    def lacks(self, journalled: Journalled) -> int:
+        """How many calls of a capture were only in memory; 0 if its journal cannot tell."""
+        there = {entry.origin.call_index for entry in self.entries}
+        return 0 if journalled.damaged else len(journalled.sampled - there)
 
     def capture_of(self, model: str) -> CaptureRecord | None:
         """What is listed of a model."""
@@ -216,18 +250,20 @@ class Dataset(Sequence[AttentionCall]):
 
     def _add_unfinished(self, journalled: Journalled) -> None:
         try:
-            capture = CaptureRecord.from_json(journalled.capture)
+            over = journalled.active is False and self.source is None
+            found = Dataset.journalled(self.directory, journalled, over=over)
+            [capture] = found.captures
             model, listed = capture.model, self.capture_of(capture.model)
             if listed is not None and listed.supersedes(capture):
                 return
             is_other = listed is not None and not listed.is_same(capture)
             if not journalled.replaces and not is_other:
-                self.merge(Dataset.journalled(self.directory, journalled))
+                self.merge(found)
         except ValueError as error:
             self._add_note(f"{journalled.path} is damaged ({error})")
             return
         if self.source is not None:
-            done = counted(len(journalled.files), "complete call")
+            done = counted(len(found), "complete call")
             self._add_note(f"the capture of {model} had not ended: {done}")
             return
         if journalled.active:
@@ -239,11 +275,13 @@ class Dataset(Sequence[AttentionCall]):
                 f"does not tell; if killed, finish it with `capture --repair {self.directory}`"
             )
             return
-        count, lost = len(journalled.files), journalled.in_memory
+        lost = found.lacks(journalled)
         end = "ended, but is not in the manifest" if journalled.ended else "was killed"
-        state = f"the capture of {model} {end}: {counted(count, 'complete call')}" + (
+        state = f"the capture of {model} {end}: {counted(len(found), 'complete call')}" + (
             f", {lost} more only in memory" if lost else ""
         )
+        if journalled.damaged:
+            state += f", and {counted(journalled.damaged, 'line')} of its journal cannot be read"
         kept = "; the one that the manifest lists is read" if is_other else ""
         if journalled.replaces:
             kept = "; the earlier one, which it was to replace, is read"
@@ -268,15 +306,7 @@ class Dataset(Sequence[AttentionCall]):
                 damaged.append(DamagedFile(path, DatasetError(error.reason, error.path)))
         entries.sort(key=lambda entry: (entry.origin.model, entry.origin.call_index))
         models = {entry.origin.model: entry for entry in entries}
-        captures = [
-            CaptureRecord(
-                model=model,
-                weights=entry.origin.weights,
-                device=entry.origin.device,
-                versions=entry.origin.versions,
-            )
-            for model, entry in models.items()
-        ]
+        captures = [_record_of(entry) for entry in models.values()]
         note = why if plain_files.is_there(directory / MANIFEST) else ""
         if models:
             note = f"{why}: read the files instead, without a census or checksums"
@@ -365,6 +395,17 @@ def load(where: str | Path, *, check: bool = True) -> Dataset:
         DatasetError: the dataset is missing, cannot be reached or contains no recorded calls.
     """
     return Dataset.open(where, check=check)
+
+
+def _record_of(entry: FileEntry) -> CaptureRecord:
+    """What one of its calls says of a capture."""
+    origin = entry.origin
+    return CaptureRecord(
+        model=origin.model,
+        weights=origin.weights,
+        device=origin.device,
+        versions=origin.versions,
+    )
 
 
 def _read_manifest(manifest: Path) -> tuple[list[CaptureRecord], list[Any]]:

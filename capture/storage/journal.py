@@ -1,7 +1,8 @@
 """What a capture in progress has written, in a file that only grows.
 
     cogvideo.journal        one JSON object per line:
-        {"capture": {…}, "replaces": false}     the first line
+        {"capture": {…}, "replaces": false, "boot": "…"}
+                                                the first line
         {"sampled": 12, "dropped": [3]}         a call was chosen, and is in memory; others were
                                                 given up for it
         {"file": "cogvideo-000012.safetensors", "bytes": …, "checksum": …, "call": {…}}
@@ -12,7 +13,11 @@
 A file is complete, and its checksum known, before its line is written. The manifest is written from
 the journal when the capture ends, and then the journal is deleted. One that is left behind, and
 that no process holds a lock on, is of a capture that was killed. A line that could not be written
-whole, because the disk was full, is skipped.
+whole, because the disk was full, is skipped, and so is one that was damaged since.
+
+The file of a killed capture's call may be complete and its line not written, or lost. It is read
+(`Journalled.may_be_complete`) if the system has not restarted since: until then a file has what was
+written to it, and its header was written last.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ import json
 import os
 import re
 import threading
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,7 +80,7 @@ class Journal:
                     "make sure that no other process records there"
                 )
             journal = cls(path, descriptor, note)
-            journal.append(capture=capture, replaces=replaces)
+            journal.append(capture=capture, replaces=replaces, boot=_boot())
         except BaseException:
             path.unlink(missing_ok=True)
             os.close(descriptor)
@@ -126,63 +132,89 @@ class Journalled:
     """What a journal says; everything as it was read, nothing believed yet."""
 
     path: Path
-    capture: dict[str, Any]
-    replaces: bool = False
-    """It was to replace the manifest's capture of the same model."""
-    files: list[dict[str, Any]] = field(default_factory=list)
-    ended: bool = False
-    """Its end is written down; what is missing is the manifest."""
-    in_memory: int = 0
-    """Calls that were chosen and of which no file was completed."""
     active: bool | None = False
     """A process is still writing it; None if nobody can tell, on a file system without locks."""
+    capture: dict[str, Any] | None = None
+    """None if no line that says it can be read."""
+    replaces: bool = False
+    """It was to replace the manifest's capture of the same model."""
+    files: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """By the index of the call."""
+    sampled: set[int] = field(default_factory=set)
+    """Calls that were chosen and of which no file was completed."""
+    dropped: set[int] = field(default_factory=set)
+    """Calls that were given up."""
+    ended: bool = False
+    """Its end is written down; what is missing is the manifest."""
+    damaged: int = 0
+    """Lines that cannot be read."""
+    boot: str = ""
+    """Of the system when it began; empty if that does not say."""
 
     @property
     def stem(self) -> str:
         """How the names of this capture's files begin."""
         return self.path.name.removesuffix(JOURNAL)
 
+    def may_be_complete(self, path: Path, completed: Collection[int] | None = None) -> bool:
+        """Whether a file that is not in `files` is of a complete call, if its header can be read.
+
+        Args:
+            completed: the calls that are complete, if that is known.
+        """
+        index = int(path.stem.rpartition("-")[2])
+        if completed is not None:
+            return index in completed
+        is_as_written = bool(self.damaged) or (bool(self.boot) and self.boot == _boot())
+        return is_as_written and index not in self.dropped
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Take in what a line says.
+
+        Raises:
+            ValueError, KeyError, TypeError, AttributeError, OverflowError: it is none.
+        """
+        if "capture" in line:
+            self.capture, self.replaces = dict(line["capture"]), bool(line["replaces"])
+            self.boot = str(line.get("boot", ""))
+        elif "finished" in line:
+            self.capture, self.ended = dict(line["finished"]), True
+        elif "file" in line:
+            index = int(line["call"]["origin"]["call_index"])
+            self.sampled.discard(index)
+            self.files[index] = line
+        else:
+            chosen = [int(line["sampled"])] if "sampled" in line else []
+            dropped = [int(each) for each in line.get("dropped", ())]
+            if not chosen and not dropped:
+                raise ValueError("it says nothing")
+            for index in dropped:
+                self.files.pop(index, None)
+            self.dropped.update(dropped)
+            self.sampled.difference_update(dropped)
+            self.sampled.update(chosen)
+
 
 def read(path: Path) -> Journalled | None:
-    """Read a journal up to the first line that is damaged or is not one; None if that is the first.
+    """Read a journal; None if nothing has been written to it yet.
 
     Raises:
         DatasetError: it is no regular file, or cannot be read.
     """
-    active = is_locked(path)
-    text = io.BytesIO(plain_files.read(path, LONGEST_JOURNAL))
-    found: Journalled | None = None
-    sampled: set[int] = set()
-    files: dict[int, dict[str, Any]] = {}
-    for line in text:
-        if line.endswith(_TORN):
+    found = Journalled(path, is_locked(path))
+    for line in io.BytesIO(plain_files.read(path, LONGEST_JOURNAL)):
+        if line.endswith(_TORN) or not line.strip():
             continue
         if not line.endswith(b"\n"):  # it is being written, or its writer was killed
             break
         try:
-            data = parsed(line)
-            if found is None:
-                found = Journalled(path, dict(data["capture"]), bool(data["replaces"]))
-            elif "finished" in data:
-                found.capture = dict(data["finished"])
-                found.ended = True
-            elif "file" in data:
-                index = int(data["call"]["origin"]["call_index"])
-                sampled.discard(index)
-                files[index] = data
-            else:
-                chosen = [int(data["sampled"])] if "sampled" in data else []
-                dropped = [int(each) for each in data.get("dropped", ())]
-                if not chosen and not dropped:
-                    break
-                for index in dropped:
-                    files.pop(index, None)
-                sampled.difference_update(dropped)
-                sampled.update(chosen)
+            found.add(parsed(line))
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-            break
-    if found is not None:
-        found.files, found.in_memory, found.active = list(files.values()), len(sampled), active
+            found.damaged += 1
+    if found.capture is None and not found.damaged:
+        if found.active is not False or not call_files(path.parent, found.stem):
+            return None
+        found.damaged = 1  # what was there has been cut off
     return found
 
 
@@ -194,6 +226,13 @@ def call_files(directory: Path, stem: str) -> list[Path]:
 def is_call_file(path: Path, stem: str) -> bool:
     """Whether a file's name is that of a call of the capture."""
     return re.fullmatch(rf"{re.escape(stem)}-\d+\.safetensors", path.name) is not None
+
+
+def _boot() -> str:
+    """What tells this run of the system from others; empty where nothing does."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
 
 
 def stems(directory: Path, slug: str) -> list[str]:

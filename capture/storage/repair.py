@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from capture.counted import counted
 from capture.errors import DatasetError
+from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
 from capture.storage.journal import Journalled, call_files, journals, stems
 from capture.storage.locations import why_read_only
 from capture.storage.locks import is_locked, locked
 from capture.storage.names import JOURNAL, MANIFEST
+
+
+class Ended(NamedTuple):
+    """What the process that made a capture knows of it at its end, whatever its journal says."""
+
+    stem: str
+    """How the names of its files begin."""
+    capture: CaptureRecord
+    completed: Collection[int] | None
+    """The calls whose files are complete; None for those that the journal lists."""
 
 
 def repair(directory: str | Path) -> list[str]:
@@ -44,23 +57,35 @@ def repair(directory: str | Path) -> list[str]:
                 done.append(f"wrote {directory / MANIFEST} anew: {before.note}")
     except OSError as error:
         raise DatasetError(
-            f"cannot repair {directory}: {error.filename or directory}: {error.strerror or error}"
+            f"cannot repair {_where(error, directory)}: {error.strerror or error}"
         ) from error
     return done
 
 
-def finish(directory: Path, *, ended: str = "", certain: bool = False) -> dict[str, str]:
+def _where(error: OSError, directory: Path) -> str:
+    """The directory, and which of its files could not be written, if that is another path."""
+    named = error.filename
+    return f"{directory}: {named}" if named and str(named) != str(directory) else str(directory)
+
+
+def finish(
+    directory: Path,
+    *,
+    ended: Ended | None = None,
+    certain: bool = False,
+) -> dict[str, str]:
     """Move what journals say that nobody writes any more into the manifest.
 
     The caller holds the directory's lock. Killed at any moment, the next call does the rest. No
     file that the manifest lists is deleted, but those of a capture that a complete one replaces.
 
     Args:
-        ended: the stem of a journal that this process has just closed.
+        ended: a capture whose journal this process has just closed.
         certain: on a file system without locks, nobody writes to the directory.
 
     Returns:
-        What was done for captures that had not ended: a sentence for each file name's stem.
+        What was done for captures that had not ended, and what was wrong: a sentence for each file
+        name's stem.
 
     Raises:
         OSError: the directory cannot be written; then the journals stay.
@@ -70,7 +95,7 @@ def finish(directory: Path, *, ended: str = "", certain: bool = False) -> dict[s
     over = [
         each
         for each in found
-        if each.active is False or (each.active is None and (certain or each.stem == ended))
+        if each.active is False or (each.active is None and (certain or _is_of(each, ended)))
     ]
     writing = {each.stem for each in found if each not in over}
     dataset = Dataset.listed(directory, found)
@@ -78,13 +103,17 @@ def finish(directory: Path, *, ended: str = "", certain: bool = False) -> dict[s
     added: list[Journalled] = []
     over_without_calls: list[Journalled] = []
     for journalled in over:
+        is_own = _is_of(journalled, ended)
+        known = (ended.capture, ended.completed) if ended is not None and is_own else (None, None)
         try:
-            listing = Dataset.journalled(directory, journalled)
+            listing = Dataset.journalled(
+                directory, journalled, over=True, record=known[0], completed=known[1]
+            )
         except ValueError as error:
             done[journalled.stem] = f"left {journalled.path}, which is damaged ({error})"
             continue
         [capture] = listing.captures
-        count, lost = len(listing.entries), journalled.in_memory
+        count, lost = len(listing.entries), listing.lacks(journalled)
         earlier = dataset.capture_of(capture.model)
         is_other = earlier is not None and not earlier.is_same(capture)
         if earlier is not None and earlier.supersedes(capture):
@@ -95,7 +124,7 @@ def finish(directory: Path, *, ended: str = "", certain: bool = False) -> dict[s
             )
         elif not count:
             over_without_calls.append(journalled)
-            if lost:
+            if lost and not is_own:
                 done[journalled.stem] = (
                     f"{capture.model}: a killed capture had no complete call; {lost} had been only "
                     "in memory"
@@ -105,11 +134,13 @@ def finish(directory: Path, *, ended: str = "", certain: bool = False) -> dict[s
         else:
             dataset.merge(listing)
             added.append(journalled)
-        if count and not capture.complete and journalled.stem not in done:
+        if count and not is_own and not capture.complete and journalled.stem not in done:
             done[journalled.stem] = (
                 f"{capture.model}: listed {counted(count, 'call')} of a killed capture"
                 + (f"; {lost} more had been only in memory" if lost else "")
             )
+        if damage := _damage(listing, journalled, is_own=is_own):
+            done[journalled.stem] = "; ".join(filter(None, (done.get(journalled.stem), damage)))
     if added:
         dataset.save_manifest()
     listed = _listed(dataset)
@@ -123,6 +154,24 @@ def finish(directory: Path, *, ended: str = "", certain: bool = False) -> dict[s
     return done
 
 
+def _is_of(journalled: Journalled, ended: Ended | None) -> bool:
+    return ended is not None and journalled.stem == ended.stem
+
+
+def _damage(listing: Dataset, journalled: Journalled, *, is_own: bool) -> str:
+    """What is said of a journal that does not list all there is, unless a kill explains that."""
+    unlisted = sum(entry.checksum is None for entry in listing.entries)
+    if not journalled.damaged and not (is_own and unlisted):
+        return ""
+    if not unlisted:
+        lines = counted(journalled.damaged, "line")
+        return f"{journalled.path} was damaged: {lines} of it cannot be read"
+    return (
+        f"{journalled.path} was damaged: {unlisted} of {counted(len(listing), 'call')} had to be "
+        "read from the files, without the checksums that it had"
+    )
+
+
 def _listed(dataset: Dataset) -> set[Path]:
     """The files that a manifest lists, also where it does not say enough of them."""
     return {*(each.path for each in dataset.entries), *(each.path for each in dataset.damaged)}
@@ -132,7 +181,9 @@ def _delete_empty_journals(directory: Path, *, certain: bool) -> None:
     """Delete those of processes that were killed before they wrote a line."""
     for path in directory.glob(f"*{JOURNAL}"):
         held = is_locked(path)
-        if path.is_file() and not path.stat().st_size and not held and (held is False or certain):
+        is_empty = path.is_file() and not path.stat().st_size
+        had_none = not call_files(directory, path.name.removesuffix(JOURNAL))
+        if is_empty and had_none and not held and (held is False or certain):
             path.unlink(missing_ok=True)
 
 

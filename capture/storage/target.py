@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from capture.storage.journal import Journal, journals, stems
 from capture.storage.locations import why_read_only
 from capture.storage.locks import locked
 from capture.storage.names import JOURNAL
-from capture.storage.repair import finish
+from capture.storage.repair import Ended, finish
 
 _LONGEST = 100
 """Characters of a model's name in file names."""
@@ -100,12 +100,13 @@ class Target:
         self._journal.path.unlink(missing_ok=True)
         self._journal.close()
 
-    def end(self, capture: CaptureRecord) -> list[str]:
+    def end(self, capture: CaptureRecord, completed: Collection[int] | None = None) -> list[str]:
         """Put the capture into the manifest; return what went wrong, a sentence each.
 
         Args:
             capture: the capture's record. If it is not complete and was to replace another, that
                 one stays and this one's files go to a directory of their own.
+            completed: the calls whose files are complete; by default, those that the journal lists.
         """
         assert self._journal is not None
         problems = []
@@ -130,7 +131,7 @@ class Target:
                             " moved, `capture --repair` lists those that lie there now"
                         )
                         return problems
-                told = finish(self.directory, ended=self._journal.stem)
+                told = finish(self.directory, ended=Ended(self._journal.stem, capture, completed))
                 if self._journal.path.exists():
                     problems.append(
                         f"{self._journal.path} was damaged meanwhile: list its calls with "
@@ -143,7 +144,7 @@ class Target:
                 f"with `capture --repair {self.directory}`"
             )
         else:
-            if self._replaced and self._journal.stem in told:
+            if self._journal.stem in told:
                 problems.append(told[self._journal.stem])
         finally:
             self._journal.close()

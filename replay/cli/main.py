@@ -8,6 +8,8 @@ import difflib
 import errno
 import importlib
 import logging
+import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -15,7 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from attention_replay import Error
-from capture.cli.standard_streams import exit_with, give_up_stdout, is_of_stdout, make_usable
+from capture.cli.standard_streams import (
+    exit_with,
+    give_up_stdout,
+    is_full_stdout,
+    is_of_stdout,
+    make_usable,
+)
 from capture.cli.verbosity import narrated
 from capture.printable import printable
 from replay.cli import profiling, watch
@@ -80,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except Exception as error:
         if "--debug" in given:
             raise
-        code = _explain(error)
+        code = _explain(error, given)
     exit_with("replay", code)
 
 
@@ -91,6 +99,8 @@ def _subcommand(given: list[str]) -> Callable[[], int]:
     if given and not given[0].startswith("-"):
         near = difflib.get_close_matches(given[0], SUBCOMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(SUBCOMMANDS)}"
+        if os.path.exists(given[0]):
+            hint = f"did you mean {shlex.join(['replay', '--dir', given[0]])}?"
         parser().error(f"no sub-command {given[0]!r}: {hint}")
     arguments = parser().parse_args(given)
     return narrated(arguments.verbose)(partial(_dispatch, arguments, given))
@@ -437,25 +447,35 @@ def _no_readings(arguments: argparse.Namespace, device: torch.device) -> str:
     return why_no_state(device)
 
 
-def _explain(error: Exception) -> int:
+def _explain(error: BaseException, given: list[str]) -> int:
     """Print an error in one sentence and return the exit code."""
     from capture.errors import MissingPackage
 
     error = MissingPackage.behind(error)
-    text = printable(str(error))
     if isinstance(error, Error):
-        print(f"replay: {text}", file=sys.stderr)
+        print(f"replay: {printable(str(error))}", file=sys.stderr)
         return 2
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        print(
-            f"replay: cannot write: {error.strerror}: make room; --resume continues a --json file",
-            file=sys.stderr,
-        )
-        return 2
-    if isinstance(error, BrokenPipeError) and is_of_stdout(error):
+    if isinstance(error, OSError) and is_of_stdout(error) and _is_stdouts_own(error):
         return give_up_stdout("replay", error)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        remedy = "make room" + ("; --resume continues the --json file" if _keeps(given) else "")
+        print(f"replay: cannot write: {error.strerror}: {remedy}", file=sys.stderr)
+        return 2
+    text = printable(str(error))
     print(
         f"replay: unexpected {type(error).__name__}: {text} (traceback with --debug)",
         file=sys.stderr,
     )
     return 1
+
+
+def _is_stdouts_own(error: OSError) -> bool:
+    # That the disk is full is said without a name of any file that is being written.
+    return isinstance(error, BrokenPipeError) or is_full_stdout()
+
+
+def _keeps(given: list[str]) -> bool:
+    """Whether rows were written to a file, which `--resume` continues."""
+    if given and given[0] in SUBCOMMANDS:
+        return False
+    return parser().parse_args(given).json not in (None, "-")

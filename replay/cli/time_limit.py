@@ -9,11 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from capture.cli.arguments import not_empty
+
 UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
 
 
 def duration(given: str) -> float:
     """Parse `10m`, `90s`, `1h30m` or a number of seconds, for `add_argument(type=…)`."""
+    not_empty(given)
     parts = re.fullmatch(r"(?=.)(?:([0-9]{1,6})h)?(?:([0-9]{1,6})m)?(?:([0-9]{1,9})s?)?", given)
     if parts is None:
         raise argparse.ArgumentTypeError(f"must be a time like 10m, 90s or 1h30m, not {given!r}")

@@ -28,7 +28,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -233,10 +233,15 @@ def _from_file(target: str) -> Kernel:
         raise KernelNameError(f"no kernel {target!r}: its path must be one printable line")
     if not Path(path).is_file():
         raise KernelNameError(f"no kernel {target!r}: there is no file {path}")
-    if (names := _names_in(Path(path))) is not None and function not in names:
-        near = difflib.get_close_matches(function, names, n=3, cutoff=0.4)
-        hint = f"did you mean {', '.join(near)}?" if near else "add it"
-        raise KernelNameError(f"no kernel {target!r}: {path} has no function {function!r}; {hint}")
+    bound = _bound_in(Path(path))
+    if bound is not None and function not in bound.names:
+        near = difflib.get_close_matches(function, bound.functions)
+        hint = f"did you mean {', '.join(near)}?" if near else None
+        if function in bound.literals:
+            wrong = f"{function} in {path} is no function; {hint or 'name one'}"
+        else:
+            wrong = f"{path} has no function {function!r}; {hint or 'add it'}"
+        raise KernelNameError(f"no kernel {target!r}: {wrong}")
 
     def load() -> Attention:
         # By its whole path, since two files may have one name.
@@ -253,9 +258,11 @@ def _from_file(target: str) -> Kernel:
             except BaseException:
                 del sys.modules[name]
                 raise
-        attention = getattr(sys.modules[name], function, None)
-        if not callable(attention):
+        if not hasattr(sys.modules[name], function):
             raise KernelNameError(f"{path} has no function {function!r}")
+        attention = getattr(sys.modules[name], function)
+        if not callable(attention):
+            raise KernelNameError(f"{function} in {path} is no function")
         if not _takes_a_call(attention):
             raise KernelNameError(
                 f"{path}: {function} must take SDPA's arguments by SDPA's names, query, key and "
@@ -270,13 +277,25 @@ def _from_file(target: str) -> Kernel:
 _LITERALS = (ast.Constant, ast.JoinedStr, ast.List, ast.Tuple, ast.Set, ast.Dict)
 
 
-def _names_in(path: Path) -> set[str] | None:
-    """Names that a file's source binds, but for literals; None if only running it would tell."""
+class _Bound(NamedTuple):
+    """Names that a file's source binds."""
+
+    names: set[str]
+    """All but those of literals alone."""
+    literals: set[str]
+    functions: list[str]
+    """Those that are defined in it, and no part of anything."""
+
+
+def _bound_in(path: Path) -> _Bound | None:
+    """What a file's source binds; None if only running it would tell."""
     try:
-        nodes = list(ast.walk(ast.parse(path.read_bytes())))
+        tree = ast.parse(path.read_bytes())
+        nodes = list(ast.walk(tree))
     except (OSError, SyntaxError, ValueError, RecursionError):
         return None
     names: set[str] = set()
+    of_literals: set[str] = set()
     literals = {
         id(target)
         for node in nodes
@@ -287,13 +306,17 @@ def _names_in(path: Path) -> set[str] | None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            if id(node) not in literals:
-                names.add(node.id)
+            (of_literals if id(node) in literals else names).add(node.id)
         elif isinstance(node, ast.alias):
             names.add(node.asname or node.name.partition(".")[0])
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             names.add(node.value)  # globals()["name"] = …
-    return None if "*" in names or "__getattr__" in names else names
+    if "*" in names or "__getattr__" in names:
+        return None
+    functions = [
+        node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    return _Bound(names, of_literals, functions)
 
 
 def _takes_a_call(function: Callable[..., Any]) -> bool:

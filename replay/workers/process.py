@@ -270,8 +270,9 @@ class Process:
         if self._is_ready:
             return
         try:
-            if "answers" in self._receive(max(self.timeout, ANSWERING_SECONDS)):
-                self._receive(STARTING_SECONDS)
+            longer = max((self.timeout, "--timeout"), (ANSWERING_SECONDS, "what a start may take"))
+            if "answers" in self._receive(*longer):
+                self._receive(STARTING_SECONDS, "what its imports may take")
             self._is_ready = True
             assert self._child is not None
             logger.info("process %d is ready", self._child.pid)
@@ -296,8 +297,11 @@ class Process:
         except BrokenPipeError:
             raise self._death() from None
 
-    def _receive(self, patience: float) -> dict[str, Any]:
+    def _receive(self, patience: float, allowed: str = "--timeout") -> dict[str, Any]:
         """The next message. What the child prints is read meanwhile, lest it wait for us.
+
+        Args:
+            allowed: where `patience` is from.
 
         Raises:
             Died: there will be none.
@@ -311,7 +315,7 @@ class Process:
                 raise Stopped
             left = deadline - time.monotonic()
             if left <= 0:
-                reason = f"no sign of life for {patience:g} s (--timeout)"
+                reason = f"no sign of life for {patience:g} s ({allowed})"
                 raise self._death(reason, "timeout")
             ready = [key.fd for key, _ in self._selector.select(min(left, LOOK_SECONDS))]
             if not ready and self._child.poll() is not None:

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from capture import load, record
 from capture.errors import CaptureError, RecordingWarning
 from capture.recording.recording import Recording
+from capture.recording.termination import SIGNALS
 from capture.storage import locks
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.journal import Journal
@@ -292,6 +293,17 @@ def in_child(work: Callable[[], object]) -> int:
     return os.waitpid(process, 0)[1]
 
 
+@pytest.fixture
+def sent(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
+    """A signal, that does what it does by default: a shell may ignore it, as nohup does."""
+    before = signal.signal(request.param, signal.SIG_DFL)
+    yield request.param
+    signal.signal(request.param, before)
+
+
+ending = pytest.mark.parametrize("sent", SIGNALS, indirect=True)
+
+
 def test_a_forked_child_leaves_the_recording_alone(tmp_path: Path) -> None:
     model = Model()
 
@@ -302,13 +314,14 @@ def test_a_forked_child_leaves_the_recording_alone(tmp_path: Path) -> None:
     assert kept_in(tmp_path) == recording.kept == recording.seen == 3
 
 
-def test_a_forked_child_ends_on_sigterm(tmp_path: Path) -> None:
+@ending
+def test_a_forked_child_ends_on_a_signal(sent: signal.Signals, tmp_path: Path) -> None:
     def fork() -> None:
         def ends() -> None:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), sent)
             time.sleep(30)
 
-        assert os.WTERMSIG(in_child(ends)) == signal.SIGTERM
+        assert os.WTERMSIG(in_child(ends)) == sent
 
     assert kept_in(tmp_path) == 0
     assert recorded(tmp_path, fork, int).kept == 2
@@ -339,19 +352,45 @@ def test_a_child_that_is_forked_while_a_thread_records_can_leave_the_block(tmp_p
 
 
 @pytest.mark.parametrize("held", ["_writer._changed", "_lock", "_target._journal._lock"])
-def test_sigterm_writes_what_is_in_memory_wherever_it_interrupts(held: str, tmp_path: Path) -> None:
+@ending
+def test_a_signal_writes_what_is_in_memory_wherever_it_interrupts(
+    held: str, sent: signal.Signals, tmp_path: Path
+) -> None:
     def terminated() -> None:
         model = Model()
         with record(model, tmp_path, name="model", max=5) as recording:
             for _ in range(5):
                 model(STATES)
             with operator.attrgetter(held)(recording):  # what the writer needs
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), sent)
             time.sleep(60)
 
-    assert os.WTERMSIG(in_child(terminated)) == signal.SIGTERM
+    assert os.WTERMSIG(in_child(terminated)) == sent
     assert kept_in(tmp_path) == 5
     assert not orphans(tmp_path)
+
+
+def test_a_signal_that_is_ignored_stays_so(tmp_path: Path) -> None:
+    def hangs_up() -> None:
+        model = Model()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+        with record(model, tmp_path, name="model", max=5):
+            for _ in range(5):
+                os.kill(os.getpid(), signal.SIGHUP)
+                model(STATES)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        os._exit(3)
+
+    assert os.waitstatus_to_exitcode(in_child(hangs_up)) == 3
+    assert kept_in(tmp_path) == 5
+    assert load(tmp_path).captures[0].complete
+
+
+def test_handlers_are_put_back(tmp_path: Path) -> None:
+    before = [signal.getsignal(each) for each in SIGNALS]
+    with record(Model(), tmp_path):
+        pass
+    assert [signal.getsignal(each) for each in SIGNALS] == before
 
 
 def test_sigterm_ends_the_program_whose_handler_passes_it_to_the_former_one(
@@ -600,5 +639,3 @@ def test_ranks_that_are_given_share_a_directory(tmp_path: Path) -> None:
             model(STATES)
     origins = [(call.origin.model, call.origin.rank) for call in load(tmp_path)]
     assert sorted(origins) == [("model.rank0", 0), ("model.rank3", 3)]
-    with pytest.raises(ValueError, match="rank must be at least 0, not -1"), record(model, rank=-1):
-        pass

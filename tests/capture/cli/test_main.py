@@ -116,6 +116,37 @@ def broken():
     return Attention(), run
 
 
+class Own(BaseException):
+    pass
+
+
+class Speechless(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+def raising(error):
+    attention = Attention()
+
+    def run():
+        attention(torch.randn(1, 2, 5, 8))
+        raise error
+
+    return attention, run
+
+
+def own():
+    return raising(Own("mine"))
+
+
+def generator_exit():
+    return raising(GeneratorExit("mine"))
+
+
+def speechless():
+    return raising(Speechless())
+
+
 def moving():
     attention = Attention()
 
@@ -331,6 +362,22 @@ def test_runs_that_keep_nothing(
     assert not [each for each in recwarn if each.category is RecordingWarning]  # it is said once
     assert said in sentence_of(result, code)
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("own", "failed with Own: mine (traceback with --debug)"),
+        ("generator_exit", "failed with GeneratorExit: mine (traceback with --debug)"),
+        ("speechless", "failed with Speechless (traceback with --debug)"),
+    ],
+)
+def test_whatever_a_model_raises_is_a_sentence_and_its_calls_are_kept(
+    run_cli: Run, tmp_path: Path, model_file: Path, function: str, said: str
+) -> None:
+    result = run_cli("--model", f"{model_file}:{function}", "--out", str(tmp_path / "out"))
+    assert sentence_of(result, 1) == said
+    assert len(load(tmp_path / "out")) == 1
 
 
 def test_a_problem_is_told_once_and_at_once(run_cli: Run, tmp_path: Path, model_file: Path) -> None:

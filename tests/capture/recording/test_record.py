@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -79,12 +82,39 @@ def test_outputs_can_be_left_out(layers: nn.Module, states: Tensor, tmp_path: Pa
     assert {finding.text for finding in verify(data)} == {"intact; no output recorded"}
 
 
-@pytest.mark.parametrize("options", [{"max": 0}, {"sample": "random"}, {"max_bytes": 0}])
+@pytest.mark.parametrize(
+    ("option", "wrong"),
+    [
+        ("sample", ["random"]),
+        ("max", [0, 2.5, math.nan, math.inf, "3", True]),
+        ("max_bytes", [0, "1G"]),
+        ("buffer_bytes", [0, -1, "1G"]),
+        ("seed", [-1, "3"]),
+        ("rank", [-1, 1.5, "0"]),
+    ],
+)
 def test_wrong_limits_are_refused_before_anything_runs(
-    layers: nn.Module, tmp_path: Path, options: dict[str, Any]
+    layers: nn.Module, tmp_path: Path, option: str, wrong: list[Any]
 ) -> None:
-    with pytest.raises(ValueError, match="must be"), record(layers, tmp_path, **options):
-        pytest.fail("ran")
+    for value in wrong:
+        message = rf"^{option} must be .*, not {re.escape(repr(value))}$"
+        options: dict[str, Any] = {option: value}
+        with pytest.raises(ValueError, match=message), record(layers, tmp_path, **options):
+            pytest.fail("ran")
+
+
+def test_limits_may_be_integers_of_numpy(layers: nn.Module, states: Tensor, tmp_path: Path) -> None:
+    one: Any = np.int64(1)
+    with record(layers, tmp_path, max=one, seed=one, buffer_bytes=one << 20) as recording:
+        layers(states)
+    assert recording.kept == 1
+    assert load(tmp_path)[0].origin.seed == 1
+
+
+def test_what_holds_no_module_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    for nothing in ({}, nn.ModuleDict(), nn.Sequential(), {"a": nn.ModuleList()}):
+        with pytest.raises(TypeError, match="nothing to watch in"), record(nothing, tmp_path):
+            pytest.fail("ran")
 
 
 def test_a_pipeline_keeps_its_transformer_s_calls_and_counts_the_others(

@@ -225,8 +225,8 @@ def test_a_call_that_never_fits_costs_no_kept_call() -> None:
         ("every:0", 1, None, "not 'every:0'"),
         ("every:-2", 1, None, "not 'every:-2'"),
         ("first:2", 1, None, "not 'first:2'"),
-        ("spread", 0, None, "max must be at least 1, not 0"),
-        ("first", 1, 0, "max_bytes must be at least 1, not 0"),
+        ("spread", 0, None, "max must be an integer of at least 1, not 0"),
+        ("first", 1, 0, "max_bytes must be an integer of at least 1, not 0"),
     ],
 )
 def test_limits_are_checked(name: str, max_calls: int, max_bytes: int | None, message: str) -> None:

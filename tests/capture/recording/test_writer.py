@@ -52,7 +52,7 @@ class Wanted:
     def listed(self) -> list[int]:
         found = read(self.journal.path)
         assert found is not None
-        return sorted(item["call"]["origin"]["call_index"] for item in found.files)
+        return sorted(found.files)
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def test_a_call_that_cannot_be_written_costs_itself_alone(
     assert to.files() == to.listed() == [1, 2]
     found = read(to.journal.path)
     assert found is not None
-    assert found.in_memory == 0
+    assert not found.sampled
 
 
 def test_values_are_those_of_the_moment(wanted: Callable[..., Wanted], tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from capture.storage.call_file import FileEntry, PackedCall
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import MANIFEST, Dataset
 from capture.storage.journal import Journal
+from capture.storage.repair import repair
 from capture.storage.tensor_file import write_safetensors
 
 MakeCall = Callable[..., AttentionCall]
@@ -336,7 +337,7 @@ def test_a_manifest_takes_no_memory_that_its_length_does_not_account_for(
 
 
 @pytest.mark.parametrize("line", [{"sampled": 1e999}, {"dropped": 1}, {"call": 3}, 7, {}])
-def test_a_journal_is_read_up_to_its_first_damaged_line(dataset: Dataset, line: object) -> None:
+def test_a_damaged_line_of_a_journal_costs_itself(dataset: Dataset, line: object) -> None:
     journal = Journal.begin(
         dataset.directory / "other.journal",
         asdict(CaptureRecord("other", "random")),
@@ -346,7 +347,10 @@ def test_a_journal_is_read_up_to_its_first_damaged_line(dataset: Dataset, line: 
     journal.close()
     with journal.path.open("a") as file:
         file.write(json.dumps(line) + "\n" + json.dumps({"sampled": 2}) + "\n")
-    assert "0 complete calls, 1 more only in memory" in load(dataset.directory).note
+    told = "0 complete calls, and 1 line of its journal cannot be read"
+    assert told in load(dataset.directory).note
+    assert "1 call" not in " ".join(repair(dataset.directory))
+    assert not journal.path.exists()
 
 
 ESCAPES = "\x1b[2J\x1b]0;owned\x07\x9b31m\ud800\u202e"

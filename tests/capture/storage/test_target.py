@@ -15,6 +15,7 @@ import pytest
 
 from capture import load
 from capture.call import AttentionCall
+from capture.counted import counted
 from capture.errors import CaptureError
 from capture.storage import locks
 from capture.storage.call_file import PackedCall
@@ -119,18 +120,89 @@ def test_the_next_capture_finishes_a_killed_one(tmp_path: Path, started: Started
         Target.check(tmp_path, "model", overwrite=False)
 
 
-def test_a_file_that_the_journal_does_not_list_goes(
-    tmp_path: Path, started: Started, make_call: MakeCall
+@pytest.mark.parametrize(
+    ("line", "boot", "kept"),
+    [
+        (None, None, [0, 1]),
+        ({"dropped": [1]}, None, [0]),  # given up, and could not be deleted
+        (None, "another", [0]),  # its values need not have reached the disk
+    ],
+)
+def test_a_complete_file_without_a_line_is_kept_while_the_system_runs(
+    tmp_path: Path,
+    started: Started,
+    make_call: MakeCall,
+    monkeypatch: pytest.MonkeyPatch,
+    line: dict[str, object] | None,
+    boot: str | None,
+    kept: list[int],
 ) -> None:
-    """It may be one that was dropped, or one whose values never reached the disk."""
+    monkeypatch.setattr("capture.storage.journal._boot", lambda: "this")
     _, journal = started(tmp_path, "model", range(1))
-    unlisted = tmp_path / "model-000001.safetensors"
-    PackedCall.of(make_call(call_index=1)).write(unlisted)
+    unlisted, partial = (tmp_path / f"model-00000{index}.safetensors" for index in (1, 2))
+    PackedCall.of(make_call(model="model", call_index=1)).write(unlisted)
+    partial.write_bytes(bytes(1000))
+    journal.append(**(line or {"sampled": 1}))
     journal.close()
-    assert calls(tmp_path) == {"model": [0]}
-    repair(tmp_path)
-    assert calls(tmp_path) == {"model": [0]}
-    assert not unlisted.exists()
+    if boot is not None:
+        monkeypatch.setattr("capture.storage.journal._boot", lambda: boot)
+    lost = 1 if kept == [0] and line is None else 0
+    assert calls(tmp_path) == {"model": kept}
+    [told] = repair(tmp_path)
+    assert told == (
+        f"model: listed {counted(len(kept), 'call')} of a killed capture"
+        + (f"; {lost} more had been only in memory" if lost else "")
+    )
+    assert calls(tmp_path) == {"model": kept}
+    assert all(entry.checksum for entry in load(tmp_path).entries)
+    assert unlisted.exists() == (1 in kept)
+    assert not partial.exists()
+
+
+def cut(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def with_a_zeroed_line(content: bytes) -> bytes:
+    lines = content.splitlines(keepends=True)
+    lines[4] = bytes(len(lines[4]) - 1) + b"\n"
+    return b"".join(lines)
+
+
+DAMAGES = {
+    "cut": cut,
+    "cut to nothing": lambda content: b"",
+    "the first line cut": lambda content: content[:30],
+    "a line zeroed": with_a_zeroed_line,
+    "the first line zeroed": lambda content: (
+        bytes(content.index(b"\n")) + content[content.index(b"\n") :]
+    ),
+    "a bit flipped": lambda content: content.replace(b'"file"', b'"fila"', 1),
+    "a choice not legible": lambda content: content.replace(b'{"sampled": 2}', b"{}"),
+    "no text": lambda content: b"\xff" * len(content) + b"\n",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_damaged_journal_costs_no_complete_call_and_is_told(
+    tmp_path: Path, started: Started, damage: Callable[[bytes], bytes], is_killed: bool
+) -> None:
+    started(tmp_path, "zebra", range(1))[0].end(ended("zebra"))
+    target, journal = started(tmp_path, "model", range(5))
+    journal.path.write_bytes(damage(journal.path.read_bytes()))
+    if is_killed:
+        journal.close()
+        told = repair(tmp_path)
+        assert all("only in memory" not in each for each in told)
+    else:
+        told = target.end(ended("model"), range(5))
+        assert len(told) == 1
+        assert "model.journal was damaged: " in told[0]
+    assert calls(tmp_path) == {"zebra": [0], "model": [0, 1, 2, 3, 4]}
+    assert all(entry.checksum for entry in load(tmp_path).entries)
+    assert not journal.path.exists()
+    assert load(tmp_path).captures[-1].complete is not is_killed
 
 
 def copied_twice(tmp_path: Path, started: Started, *, complete: bool) -> tuple[Path, Path]:
@@ -312,17 +384,13 @@ def test_a_manifest_that_cannot_be_written_is_told_and_the_calls_stay(
     assert load(tmp_path).captures[0].complete
 
 
-def test_a_journal_that_was_damaged_or_is_gone_is_told(tmp_path: Path, started: Started) -> None:
+def test_a_journal_that_is_gone_is_told(tmp_path: Path, started: Started) -> None:
     target, journal = started(tmp_path, "gone", range(2))
     journal.path.unlink()
     [told] = target.end(ended("gone"))
     assert re.search(r"could not write the manifest \(No such file.*capture --repair", told)
-    target, journal = started(tmp_path, "damaged", range(2))
-    os.truncate(journal.path, 0)
-    [told] = target.end(ended("damaged"))
-    assert re.search(r"damaged.journal was damaged .*capture --repair", told)
     repair(tmp_path)
-    assert calls(tmp_path) == {"damaged": [0, 1], "gone": [0, 1]}
+    assert calls(tmp_path) == {"gone": [0, 1]}
 
 
 @pytest.mark.parametrize(

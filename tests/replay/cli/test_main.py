@@ -114,6 +114,7 @@ def test_random_shape(run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
         ((), ("nothing to replay", "--random")),
         (("doktor",), ("no sub-command 'doktor'", "did you mean doctor")),
         (("zz", "--random"), ("no sub-command 'zz'", "choose from compare, devices, doctor")),
+        ((".", "-q"), ("no sub-command '.': did you mean replay --dir .?",)),
         ((*SHAPE, "--kernels", "torch-mth"), ("no kernel 'torch-mth'", "did you mean torch-math")),
         ((*SHAPE, "--kernels", "torch-cudnn"), ("torch-cudnn cannot run on cpu", "GPUs only")),
         ((*SHAPE, "--baseline-kernel", "nope"), ("no kernel 'nope'",)),
@@ -457,19 +458,20 @@ def test_what_help_says_first_fits_80_columns(
     assert max(map(len, purpose.splitlines())) <= 80
 
 
+RESUMED = "; --resume continues the --json file"
+
+
 def test_a_full_disk_is_one_sentence_with_the_remedy(
-    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
+    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("replay.workers.execution.replay", fail)
-    code, _, err = run_cli(*SHAPE, *QUICK)
-    assert code == 2
-    assert err == (
-        "replay: cannot write: No space left on device: make room; --resume continues a --json "
-        "file\n"
-    )
+    said = "replay: cannot write: No space left on device: make room"
+    for given, remedy in (((), ""), (("--json", str(tmp_path / "rows")), RESUMED)):
+        code, _, err = run_cli(*SHAPE, *QUICK, *given)
+        assert (code, err) == (2, f"{said}{remedy}\n")
 
 
 def test_a_defect_of_ours_is_one_sentence_unless_debugging(

@@ -108,6 +108,12 @@ def test_what_is_not_there(run: Run, run_cli: RunCli, folder: Path) -> None:
     )
 
 
+def test_what_is_no_function_once_it_is_there(folder: Path) -> None:
+    (folder / "mine.py").write_text("three = int('3')\n")
+    with pytest.raises(KernelNameError, match=r"^three in mine.py is no function$"):
+        find("mine.py:three").loaded()
+
+
 @pytest.mark.parametrize("arguments", ["q, k, v, **others", "query, key, value, window"])
 def test_a_function_that_cannot_be_called_as_sdpa_is(
     run: Run, folder: Path, arguments: str
@@ -212,16 +218,21 @@ def test_offered_kernels_are_listed(run_cli: RunCli) -> None:
     [
         ("def attend(): pass", "has no function 'atend'; did you mean attend?"),
         ("", "has no function 'atend'; add it"),
-        ("atend = 3", "has no function 'atend'; add it"),
-        ("atend = [print]", "has no function 'atend'; add it"),
+        # Only a function of the file is suggested, and one of a name that is near.
+        ("import attend\nattend = print\n'attend'", "has no function 'atend'; add it"),
+        ("def attention(): pass", "has no function 'atend'; add it"),
+        ("def other():\n    def attend(): pass", "has no function 'atend'; add it"),
+        ("atend = 3", "atend in mine.py is no function; name one"),
+        ("atend = [print]", "atend in mine.py is no function; name one"),
+        ("atend = 3\ndef attend(): pass", "is no function; did you mean attend?"),
         ("\ndef atend(:", "mine.py, line 2: invalid syntax"),
     ],
 )
 def test_a_function_that_is_not_in_the_file(
-    run_cli: RunCli, tmp_path: Path, source: str, sentence: str
+    run_cli: RunCli, folder: Path, source: str, sentence: str
 ) -> None:
-    (tmp_path / "mine.py").write_text(source)
-    code, out, err = run_cli(*SHAPE, *QUICK, "--kernels", f"{tmp_path}/mine.py:atend")
+    (folder / "mine.py").write_text(source)
+    code, out, err = run_cli(*SHAPE, *QUICK, "--kernels", "mine.py:atend")
     assert (code, out) == (2, "")
     assert sentence in err
 

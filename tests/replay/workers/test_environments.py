@@ -228,7 +228,10 @@ def test_what_never_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     silent = tmp_path / "silent"
     silent.write_text("#!/bin/sh\nexec sleep 1000\n")
     silent.chmod(0o755)
-    with pytest.raises(WorkerError, match=r"does not work: no sign of life for 0\.2 s"):
+    with pytest.raises(WorkerError, match=r"work: no sign of life for 0\.2 s \(--timeout\)"):
+        Environment("silent", str(silent), 0.2).probe([kernel("a")], "cpu")
+    monkeypatch.setattr("replay.workers.process.ANSWERING_SECONDS", 0.3)
+    with pytest.raises(WorkerError, match=r"for 0\.3 s \(what a start may take\)"):
         Environment("silent", str(silent), 0.2).probe([kernel("a")], "cpu")
 
 
