@@ -89,6 +89,11 @@ class Pace:
         expected = sum(self.expected[call] for call in counted)
         return sum(self._took[call] for call in counted) / expected
 
+    @property
+    def proven_scale(self) -> float | None:
+        """As `scale`, but never from first calls, which are no reason to leave others out."""
+        return self.scale if self.is_reliable else self._earlier_scale
+
     def left(self) -> float | None:
         """Seconds that the remaining calls will take; None where nobody knows yet."""
         if self.scale is None or self.done >= self.total:

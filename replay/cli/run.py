@@ -126,9 +126,11 @@ def run(
     is_written = [id(row) for row in in_order] == [id(row) for row in rows]
     if not is_written and arguments.json not in (None, "-"):
         save_jsonl(in_order, Path(arguments.json))
-    for part in parts:
-        if part.pace.is_reliable and part.pace.scale is not None:
-            history.note(machines, part.pace.scale, part.pace.elapsed)
+    # Calls whose kernels hung took as long as --timeout let them.
+    paces = [] if any(row.status == "timeout" for row in rows) else [part.pace for part in parts]
+    for pace in paces:
+        if pace.is_reliable and pace.scale is not None:
+            history.note(machines, pace.scale, pace.elapsed)
     if said := _left_out(workloads, in_order, machines, assigned, limit, arguments):
         print(f"replay: {printable(said)}", file=sys.stderr)
     return in_order
@@ -180,7 +182,7 @@ def _measured(
             pace = part.pace
 
             def is_in_time(call: Workload, pace: Pace = pace) -> bool:
-                return limit.allows(pace.expected[call.label] * (pace.scale or 1.0))
+                return limit.allows(pace.expected[call.label] * (pace.proven_scale or 1.0))
 
             expected = [pace.expected[call.label] for call in part.calls]
             schedule = Schedule(part.calls, part.tiers, is_in_time, expected)

@@ -29,6 +29,8 @@ from replay.workloads.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 
+CONTINUES = "; --resume continues on others"
+"""How an error ends if devices are lost."""
 ATTEMPTS = 2
 """Devices that a call is tried on, if its worker dies and no kernel is to blame."""
 
@@ -161,7 +163,7 @@ class Fleet:
         if waiting:
             lost = {seat.device.kind for seat in self._seats} - left
             which = " and no ".join(sorted(lost)) if left else "device"
-            raise WorkerError(f"no {which} is left that works; --resume continues on others")
+            raise WorkerError(f"no {which} is left that works{CONTINUES}")
 
     def _compile(
         self, schedule: Schedule, assigned: Assignment, settings: Settings, report: Progress
@@ -262,7 +264,7 @@ def _finished(
         WorkerError: there are none.
     """
     if not outcome.rows:
-        raise WorkerError(outcome.trouble)
+        raise WorkerError(outcome.trouble + CONTINUES * outcome.is_device_lost)
     flags = tuple(
         f"measured after {attempt.device} failed: {attempt.trouble}"
         for attempt in attempts

@@ -12,11 +12,13 @@ import math
 import os
 import re
 import secrets
+import signal
 import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -41,12 +43,16 @@ from replay.workloads.schedule import Schedule
 logger = logging.getLogger(__name__)
 
 CONNECTING_SECONDS = 5.0
+JOINING_SECONDS = 90.0
+"""How long Ray may take to connect; it looks for a node of the cluster here for 60 seconds."""
 STARTING_SECONDS = 300.0
 """How long a node may take until its workers have imported PyTorch, from a cold network disk."""
 LOOK_SECONDS = 0.5
 """How often it is looked whether nobody waits for an answer any more."""
 ANSWERING_SECONDS = 120.0
 """How long a node may take to say whether a device works still."""
+
+LAST_PORT = 0xFFFF
 
 HTTP2_SETTINGS = b"\x04"
 """The type of the first frame that a server of HTTP/2 sends (RFC 9113, section 3.4)."""
@@ -61,6 +67,8 @@ QUIET = {
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",
 }
 """Nothing is sent to Ray's makers, and Ray prints nothing."""
+SILENT: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
+"""For `ray.init`."""
 
 WORKERS_END_THEMSELVES = {"RAY_kill_child_processes_on_worker_exit": "0"}
 """Workers that Ray kills cannot end what their kernels started, as they do once nobody asks."""
@@ -347,19 +355,76 @@ def connected(address: str) -> Iterator[Cluster]:
             import ray
         except ModuleNotFoundError as error:
             raise MissingPackage("--ray needs Ray: pip install 'attention-replay[ray]'") from error
-        options: dict[str, Any] = {}
-        if is_ours:
-            directory = stack.enter_context(TemporaryDirectory(prefix="replay-"))
-            options = {"include_dashboard": False, "_temp_dir": directory}
-        else:
-            _check(address)
-        stack.callback(ray.shutdown)
+        restore_sigterm = stack.enter_context(_dying_of_sigterm())
         try:
-            ray.init(address, log_to_driver=False, logging_level=logging.CRITICAL, **options)
+            if is_ours:
+                directory = stack.enter_context(TemporaryDirectory(prefix="replay-"))
+                stack.callback(ray.shutdown)
+                ray.init(address, include_dashboard=False, _temp_dir=directory, **SILENT)
+            else:
+                _check(address)
+                stack.callback(ray.shutdown)
+                _join(address, lambda: ray.init(address, **SILENT))
             nodes = ray.nodes()
+        except ClusterError:
+            raise
         except Exception as error:
             raise ClusterError(f"--ray {address}: {_why_not(error)}") from error
+        restore_sigterm()
         yield Cluster(nodes)
+
+
+def _join(address: str, connect: Callable[[], object]) -> None:
+    """Have Ray connect, which may hang for longer than Ray's limits, and where Ctrl-C is unheard.
+
+    Raises:
+        ClusterError: it takes too long.
+    """
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            connect()
+            done.set_result(None)
+        except BaseException as error:
+            done.set_exception(error)
+
+    # A daemon, for which the interpreter does not wait when it exits.
+    threading.Thread(target=run, name="connecting", daemon=True).start()
+    if not wait([done], JOINING_SECONDS).done:
+        raise ClusterError(
+            f"--ray {address}: the cluster has not let this machine in for {JOINING_SECONDS:g} s: "
+            "see whether `ray status` works here, and whether a firewall is between"
+        )
+    done.result()
+
+
+@contextlib.contextmanager
+def _dying_of_sigterm() -> Iterator[Callable[[], None]]:
+    """Die of SIGTERM after what is in this block is tidied up, as Ray's handlers do not.
+
+    Yields what is to be called once Ray has set its own.
+    """
+    before, has_come = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL, False
+
+    def end(number: int, frame: object) -> None:
+        nonlocal has_come
+        has_come = True
+        signal.signal(signal.SIGTERM, before)  # a second one waits for nothing
+        raise KeyboardInterrupt  # of all exceptions, as Ray expects this one where it waits
+
+    def restore() -> None:
+        signal.signal(signal.SIGTERM, end if before == signal.SIG_DFL else before)
+
+    try:
+        yield restore
+    except SystemExit as stopped:
+        has_come |= stopped.code == signal.SIGTERM  # as Ray's handler has it
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if has_come:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextlib.contextmanager
@@ -392,32 +457,71 @@ def _check(address: str) -> None:
 
     Raises:
         ClusterError: nothing does, or it is no address.
+        ConnectionError: Ray knows of no cluster on this machine.
     """
-    if address == "auto":
-        return
-    found = re.fullmatch(r"\[?([^\s/\[\]]+)\]?:([0-9]{1,5})", address)
-    if found is None:
-        raise ClusterError(
-            f"--ray {address}: write HOST:PORT as `ray start --head` prints it, auto for the "
-            "cluster that this machine is a node of, or no address to start one here"
-        )
+    if address != "auto":
+        _host_and_port(address, address)
+    used = _used(address)
+    host, port = _host_and_port(used, address)
     try:
-        with socket.create_connection((found[1], int(found[2])), CONNECTING_SECONDS) as connection:
+        with socket.create_connection((host, port), CONNECTING_SECONDS) as connection:
             if os.environ.get("RAY_USE_TLS", "0") in ("0", "false"):
                 connection.sendall(HTTP2_GREETING)
                 is_ray = connection.recv(4)[3:] == HTTP2_SETTINGS
             else:
                 is_ray = True
-    except (OSError, OverflowError) as error:
-        raise ClusterError(
-            f"--ray {address}: nothing answers there ({error}): check the address that `ray start "
-            "--head` printed, and the firewall"
-        ) from error
+    except OSError as error:
+        raise ClusterError(f"--ray {address}: {_unanswered(address, used, error)}") from error
     if not is_ray:
         raise ClusterError(
             f"--ray {address}: what answers there is not Ray: give the port that `ray start "
             "--head` printed, usually 6379"
         )
+
+
+def _host_and_port(used: str, address: str) -> tuple[str, int]:
+    """Those of what Ray uses for an address.
+
+    Raises:
+        ClusterError: they are none.
+    """
+    found = re.fullmatch(r"\[?([^\s/\[\]]+)\]?:([0-9]+)", used)
+    if found is None:
+        raise ClusterError(
+            f"--ray {address}: write HOST:PORT as `ray start --head` prints it, auto for the "
+            "cluster that this machine is a node of, or no address to start one here"
+        )
+    host, digits = found.groups()
+    port = int(digits) if len(digits) < 6 else 0
+    if not 0 < port <= LAST_PORT:
+        raise ClusterError(
+            f"--ray {address}: {digits} is no port, which is 1 to {LAST_PORT}: give the one that "
+            "`ray start --head` printed, usually 6379"
+        )
+    return host, port
+
+
+def _used(address: str) -> str:
+    """Where Ray goes for an address: for 127.0.0.1 usually to another address of this machine."""
+    try:
+        from ray._private.services import canonicalize_bootstrap_address
+    except ImportError:  # not for others to use, so that it may go
+        return address
+    return canonicalize_bootstrap_address(address) or address
+
+
+def _unanswered(address: str, used: str, error: OSError) -> str:
+    """That nothing answers where Ray goes, and the remedy."""
+    if used == address:
+        return (
+            f"nothing answers there ({error}): check the address that `ray start --head` printed, "
+            "and the firewall"
+        )
+    return (
+        f"Ray goes to {used} for that, and nothing answers there ({error}): give the address that "
+        "`ray start --head` printed, or set RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 for a cluster that "
+        "answers on 127.0.0.1 alone"
+    )
 
 
 def _why_not(error: Exception) -> str:

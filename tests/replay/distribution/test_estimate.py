@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from replay.bench.settings import Settings
+from replay.cli import run
 from replay.distribution.estimate import (
     SECONDS_TO_NOTE,
     History,
@@ -18,7 +21,7 @@ from replay.distribution.estimate import (
     together,
 )
 from replay.kernels.registry import find
-from replay.rows.row import Machine
+from replay.rows.row import Machine, Row, Status
 from replay.timing.flops import flops as exact_flops
 from replay.workloads.outline import outline
 from replay.workloads.random_calls import Spec, workload
@@ -98,6 +101,28 @@ def test_a_history_that_cannot_be_written_is_none(
     assert History().scale([Machine("H200")]) is None
     monkeypatch.delenv("XDG_STATE_HOME")
     assert ".local/state" in str(History()._path)
+
+
+@pytest.mark.parametrize(("status", "noted"), [("ok", 1), ("timeout", 0)])
+def test_what_hung_is_no_history(
+    run_cli: Callable[..., tuple[int, str, str]],
+    recorded: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    status: Status,
+    noted: int,
+) -> None:
+    """Else the next `--max-time` would leave out nearly all calls."""
+    measured, found = run._measured, []
+
+    def some(*arguments: Any, **options: Any) -> Iterator[Row]:
+        for row in measured(*arguments, **options):
+            yield replace(row, status=status) if row.call.name.endswith("1") else row
+
+    monkeypatch.setattr(run, "_measured", some)
+    monkeypatch.setattr(History, "note", lambda *those: found.append(those))
+    quick = ("--rounds", "3", "--max-seconds", "0.01", "--device", "cpu", "--in-process")
+    run_cli("--dir", str(recorded), *quick, "--kernels", "torch-math")
+    assert len(found) == noted
 
 
 def test_rates_of_a_processor_are_measured(

@@ -197,6 +197,14 @@ def test_without_a_device_that_works_the_run_ends(replayed: Callable[..., Replay
         replayed(*(StandIn(crash, works=False) for _ in range(2)), count=5)
 
 
+def test_a_call_that_every_device_was_lost_at_says_how_to_go_on(
+    replayed: Callable[..., Replayed],
+) -> None:
+    gone = (StandIn(lambda call: WorkerError("it is gone"), works=False) for _ in range(2))
+    with pytest.raises(WorkerError, match=r"^it is gone; --resume continues on others$"):
+        replayed(*gone, count=1)
+
+
 def test_an_environment_that_works_nowhere_ends_the_run(
     replayed: Callable[..., Replayed],
 ) -> None:

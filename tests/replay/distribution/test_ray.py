@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -10,10 +11,13 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -287,11 +291,51 @@ import pathlib, time
 from torch.nn.functional import scaled_dot_product_attention
 
 def stall(query, key, value, *others, **options):
-    goes_on = (pathlib.Path(__file__).parent / "goes on").exists()
-    if not goes_on and float(query.abs().max()) != {first}:
+    directory = pathlib.Path(__file__).parent
+    if not (directory / "goes on").exists() and float(query.abs().max()) != {first}:
+        (directory / "stalled").touch()
         time.sleep(3600)
     return scaled_dot_product_attention(query, key, value, *others, **options)
 """
+
+
+@pytest.mark.slow
+@with_ray
+def test_sigterm_ends_it_as_without_ray(replays: Replays, recorded: Path, tmp_path: Path) -> None:
+    (tmp_path / "stalls.py").write_text(STALLS.format(first=-1.0))
+    kernel = f"{tmp_path / 'stalls.py'}:stall"
+    with TemporaryDirectory() as temporary:  # short, as sockets are in it
+        replays.variables["TMPDIR"] = temporary
+        process = replays.start("--dir", recorded, *QUICK, kernel, "--ray")
+        deadline = time.monotonic() + 200
+        while not (tmp_path / "stalled").exists():
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.terminate()
+        out, err = process.communicate(timeout=60)
+        assert (process.returncode, out, err) == (-signal.SIGTERM, "", "")
+        assert not list(Path(temporary).glob("replay-*"))
+
+
+@pytest.mark.slow
+@with_ray
+def test_ctrl_c_ends_it_where_ray_waits(replays: Replays, recorded: Path) -> None:
+    """For a cluster that answers, but in no time."""
+    replays.variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        process = replays.start("--dir", recorded, "--ray", f"127.0.0.1:{server.getsockname()[1]}")
+        server.settimeout(60)
+        asked, _ = server.accept()
+        with asked:
+            asked.sendall(bytes(3) + ray_cluster.HTTP2_SETTINGS + bytes(5))
+            waiting, _ = server.accept()
+            with waiting:
+                time.sleep(1)
+                process.send_signal(signal.SIGINT)
+                _, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert err.strip().endswith("replay: interrupted")
 
 
 def test_without_ray_it_says_how_to_install_it(
@@ -308,6 +352,8 @@ def test_without_ray_it_says_how_to_install_it(
         ("127.0.0.1:9", "nothing answers there .*: check the address that `ray start --head`"),
         ("ray://127.0.0.1:10001", "write HOST:PORT as `ray start --head` prints it"),
         ("somewhere", "write HOST:PORT"),
+        ("127.0.0.1:99999", "99999 is no port, which is 1 to 65535: give the one that `ray start"),
+        ("127.0.0.1:0", "0 is no port"),
     ],
 )
 @pytest.mark.usefixtures("a_ray")
@@ -347,10 +393,61 @@ def test_an_address_where_something_else_is(
         served.result()
 
 
+@with_ray
+def test_an_address_that_ray_takes_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it does for 127.0.0.1, where a cluster may answer that answers nowhere else."""
+    from ray._private import services
+
+    monkeypatch.setattr(services, "get_node_ip_address", lambda: "127.0.0.2")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        expected = f"Ray goes to 127.0.0.2:{port} for that, and nothing answers there .*: give the"
+        with pytest.raises(ClusterError, match=expected), connected(f"127.0.0.1:{port}"):
+            pass
+
+
+def test_a_cluster_that_never_lets_in(
+    a_ray: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+    a_ray.init = lambda *_, **__: goes_on.wait(60)
+    monkeypatch.setattr(ray_cluster, "_check", lambda address: None)
+    monkeypatch.setattr(ray_cluster, "JOINING_SECONDS", 0.1)
+    expected = "^--ray 127.0.0.1:9: the cluster has not let this machine in for 0.1 s: see whether"
+    with pytest.raises(ClusterError, match=expected), connected("127.0.0.1:9"):
+        pass
+    goes_on.set()
+
+
+@pytest.mark.parametrize("is_default", [True, False])
+def test_at_sigterm_the_cluster_ends_first(
+    is_default: bool, a_ray: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other(number: int, frame: object) -> None:
+        done.append("another's handler")
+
+    done: list[Any] = []
+    a_ray.init = lambda *_, **__: signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as Ray does
+    a_ray.shutdown = lambda: done.append("shutdown")
+    monkeypatch.setattr(os, "kill", lambda process, number: done.append(number))
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL if is_default else other)
+    try:
+        with contextlib.suppress(KeyboardInterrupt), connected("local"):
+            signal.raise_signal(signal.SIGTERM)
+        expected = ["shutdown", signal.SIGTERM] if is_default else ["another's handler", "shutdown"]
+        assert done == expected
+        assert signal.getsignal(signal.SIGTERM) == (signal.SIG_DFL if is_default else other)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 @pytest.fixture
-def a_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Something by its name, for what asks it nothing."""
-    monkeypatch.setitem(sys.modules, "ray", object())
+def a_ray(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Something by its name, which takes every address as it is."""
+    found = SimpleNamespace(init=None, nodes=list, shutdown=lambda: None)
+    monkeypatch.setitem(sys.modules, "ray", found)
+    monkeypatch.setattr(ray_cluster, "_used", lambda address: address)
+    return found
 
 
 VERSIONS = """Version mismatch: The cluster was started with:
