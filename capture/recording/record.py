@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +118,8 @@ def record(
     if buffer_bytes is None:
         buffer_bytes = default_buffer_bytes()
     buffer_bytes = positive("buffer_bytes", buffer_bytes)
+    if heads is not None and (isinstance(heads, str) or not isinstance(heads, Iterable)):
+        raise ValueError(f"heads must be a list of numbers, such as [0, 2], not {heads!r}")
     part = declared(split, split_ranks, rank, heads)
     if heads is not None:
         heads = parse_ranges(",".join(map(str, heads)))

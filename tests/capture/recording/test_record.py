@@ -91,6 +91,7 @@ def test_outputs_can_be_left_out(layers: nn.Module, states: Tensor, tmp_path: Pa
         ("buffer_bytes", [0, -1, "1G"]),
         ("seed", [-1, "3"]),
         ("rank", [-1, 1.5, "0"]),
+        ("heads", [3, "0,2"]),
     ],
 )
 def test_wrong_limits_are_refused_before_anything_runs(
