@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, overload
@@ -143,6 +143,7 @@ class Dataset(Sequence[AttentionCall]):
             f"{manifest} has no checksum of {unchecked} of its files: if they were altered, "
             "nothing shows it"
         )
+        captures += _not_said(captures, entries.values())
         return cls(directory, list(entries.values()), captures, note or "", damaged)
 
     @classmethod
@@ -305,10 +306,9 @@ class Dataset(Sequence[AttentionCall]):
             except DatasetError as error:
                 damaged.append(DamagedFile(path, DatasetError(error.reason, error.path)))
         entries.sort(key=lambda entry: (entry.origin.model, entry.origin.call_index))
-        models = {entry.origin.model: entry for entry in entries}
-        captures = [_record_of(entry) for entry in models.values()]
+        captures = _not_said([], entries)
         note = why if plain_files.is_there(directory / MANIFEST) else ""
-        if models:
+        if entries:
             note = f"{why}: read the files instead, without a census or checksums"
         return cls(directory, entries, captures, note, damaged)
 
@@ -395,6 +395,15 @@ def load(where: str | Path, *, check: bool = True) -> Dataset:
         DatasetError: the dataset is missing, cannot be reached or contains no recorded calls.
     """
     return Dataset.open(where, check=check)
+
+
+def _not_said(
+    captures: Sequence[CaptureRecord], entries: Iterable[FileEntry]
+) -> list[CaptureRecord]:
+    """What is known of captures that have entries and no record."""
+    said = {capture.model for capture in captures}
+    entries_of = {entry.origin.model: entry for entry in entries}
+    return [_record_of(entry) for model, entry in entries_of.items() if model not in said]
 
 
 def _record_of(entry: FileEntry) -> CaptureRecord:

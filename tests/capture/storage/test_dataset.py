@@ -403,6 +403,20 @@ def edit_manifest(dataset: Dataset, change: Callable[[Any], Any]) -> None:
     path.write_text(json.dumps(change(data) or data))
 
 
+def test_calls_of_a_capture_that_the_manifest_does_not_describe_are_shown(
+    dataset: Dataset, run_cli: Callable[..., tuple[int, str, str]]
+) -> None:
+    edit_manifest(dataset, lambda data: data["captures"].clear())
+    again = load(dataset.directory)
+    assert {capture.model for capture in again.captures} == {
+        entry.origin.model for entry in again.entries
+    }
+    code, out, _ = run_cli("--show", str(dataset.directory))
+    assert code == 0
+    shown = re.findall(r" · (\d+) calls?", out)
+    assert sum(map(int, shown)) == len(dataset)
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "7", "\x00", '"text"'])
 def test_a_damaged_manifest_is_rebuilt_from_the_files(dataset: Dataset, text: str) -> None:
     (dataset.directory / MANIFEST).write_text(text)
