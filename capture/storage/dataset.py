@@ -32,7 +32,7 @@ from capture.storage import plain_files
 from capture.storage.call_file import FORMAT, FileEntry, file_path
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.joined_calls import JoinedCalls
-from capture.storage.journal import Journalled, call_files, is_call_file, journals
+from capture.storage.journal import Journalled, call_files, index_of, is_call_file, journals
 from capture.storage.json_data import parsed, required, shown
 from capture.storage.locations import source_of
 from capture.storage.names import LONGEST_MANIFEST, MANIFEST
@@ -96,9 +96,11 @@ class Dataset(Sequence[AttentionCall]):
         """
         source = source_of(where, report)
         directory = Path(where) if source is None else source.directory
+        # First: a capture that ends meanwhile is in the manifest before its journal goes.
+        unfinished = journals(directory) if directory.is_dir() else []
         dataset = cls.listed(directory)
         dataset.source = source
-        dataset._add_journals()
+        dataset._add_journals(unfinished)
         dataset.checks = check
         if source is not None:
             dataset.entries = [replace(entry, source=source) for entry in dataset.entries]
@@ -116,8 +118,9 @@ class Dataset(Sequence[AttentionCall]):
     @classmethod
     def open_or_new(cls, directory: Path) -> Dataset:
         """Like `open`, but accept a directory without recorded calls, for writing."""
+        unfinished = journals(directory) if directory.is_dir() else []
         dataset = cls.listed(directory)
-        dataset._add_journals()
+        dataset._add_journals(unfinished)
         return dataset
 
     @classmethod
@@ -167,11 +170,16 @@ class Dataset(Sequence[AttentionCall]):
             ValueError: the journal is damaged, and no file says what was captured.
         """
         if record is None and journalled.capture is not None:
-            record = CaptureRecord.from_json(journalled.capture)
+            try:
+                record = CaptureRecord.from_json(journalled.capture)
+            except ValueError:
+                journalled.damaged += 1
         entries: dict[Path, FileEntry] = {}
         for item in journalled.files.values():
             try:
                 entry = FileEntry.from_json(directory, item)
+                if over and not plain_files.is_there(entry.path):
+                    continue
                 entries[entry.path] = entry
                 record = record or _record_of(entry)
             except ValueError:
@@ -180,8 +188,11 @@ class Dataset(Sequence[AttentionCall]):
             if path not in entries and journalled.may_be_complete(path, completed):
                 with contextlib.suppress(DatasetError):
                     entry = FileEntry.read(path)
-                    record = record or _record_of(entry)
-                    if entry.origin.model == record.model:
+                    # Where no line is of this capture, what its files say counts.
+                    if record is None or (not entries and record.model != entry.origin.model):
+                        record = _record_of(entry)
+                    is_its_own = entry.origin.call_index == index_of(path)
+                    if is_its_own and entry.origin.model == record.model:
                         entries[path] = entry
         if record is None:
             raise ValueError("no line of it says what was captured")
@@ -211,6 +222,18 @@ class Dataset(Sequence[AttentionCall]):
         there = {entry.origin.call_index for entry in self.entries}
         return 0 if journalled.damaged else len(journalled.sampled - there)
 
+    def read_damaged(self) -> int:
+        """Take what the manifest says illegibly from the files, as many as can be read."""
+        again = []
+        for each in self.damaged:
+            with contextlib.suppress(DatasetError):
+                again.append(FileEntry.read(each.path))
+        self.entries += again
+        self.captures += _not_said(self.captures, again)
+        read = {entry.path for entry in again}
+        self.damaged = [each for each in self.damaged if each.path not in read]
+        return len(again)
+
     def capture_of(self, model: str) -> CaptureRecord | None:
         """What is listed of a model."""
         return next((each for each in self.captures if each.model == model), None)
@@ -237,8 +260,8 @@ class Dataset(Sequence[AttentionCall]):
         errors = self.source.fetch_all(wanted, report)
         return [DamagedFile(path, error) for path, error in errors.items()]
 
-    def _add_journals(self) -> None:
-        for journalled in journals(self.directory):
+    def _add_journals(self, unfinished: Iterable[Journalled]) -> None:
+        for journalled in unfinished:
             self._add_unfinished(journalled)
 
     def _name_as_given(self, address: str) -> None:
@@ -265,7 +288,8 @@ class Dataset(Sequence[AttentionCall]):
             return
         if self.source is not None:
             done = counted(len(found), "complete call")
-            self._add_note(f"the capture of {model} had not ended: {done}")
+            damage = ", and its journal is damaged" if journalled.damaged else ""
+            self._add_note(f"the capture of {model} had not ended: {done}{damage}")
             return
         if journalled.active:
             self._add_note(f"{model} is still being recorded")

@@ -1,6 +1,6 @@
 """What a capture in progress has written, in a file that only grows.
 
-    cogvideo.journal        one JSON object per line:
+    cogvideo.journal        one JSON object per line, and behind a tab its CRC-32:
         {"capture": {…}, "replaces": false, "boot": "…"}
                                                 the first line
         {"sampled": 12, "dropped": [3]}         a call was chosen, and is in memory; others were
@@ -28,6 +28,7 @@ import json
 import os
 import re
 import threading
+import zlib
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,7 +94,7 @@ class Journal:
         Raises:
             OSError: it cannot be written.
         """
-        data = json.dumps(line).encode() + b"\n"
+        data = _signed(json.dumps(line).encode())
         with self._lock:
             size = os.fstat(self._descriptor).st_size
             rest = memoryview(_TORN + data if self._torn else data)
@@ -162,7 +163,7 @@ class Journalled:
         Args:
             completed: the calls that are complete, if that is known.
         """
-        index = int(path.stem.rpartition("-")[2])
+        index = index_of(path)
         if completed is not None:
             return index in completed
         is_as_written = bool(self.damaged) or (bool(self.boot) and self.boot == _boot())
@@ -181,6 +182,9 @@ class Journalled:
             self.capture, self.ended = dict(line["finished"]), True
         elif "file" in line:
             index = int(line["call"]["origin"]["call_index"])
+            path = self.path.with_name(str(line["file"]))
+            if not is_call_file(path, self.stem) or index_of(path) != index:
+                raise ValueError("it names the file of another call")
             self.sampled.discard(index)
             self.files[index] = line
         else:
@@ -208,14 +212,32 @@ def read(path: Path) -> Journalled | None:
         if not line.endswith(b"\n"):  # it is being written, or its writer was killed
             break
         try:
-            found.add(parsed(line))
+            found.add(parsed(_verified(line)))
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             found.damaged += 1
     if found.capture is None and not found.damaged:
-        if found.active is not False or not call_files(path.parent, found.stem):
+        if not call_files(path.parent, found.stem):
             return None
         found.damaged = 1  # what was there has been cut off
     return found
+
+
+def _signed(line: bytes) -> bytes:
+    return b"%s\t%08x\n" % (line, zlib.crc32(line))
+
+
+def _verified(line: bytes) -> bytes:
+    """A line without its checksum; earlier versions wrote none.
+
+    Raises:
+        ValueError: it is not what was written.
+    """
+    text, tab, checksum = line.rstrip(b"\n").rpartition(b"\t")
+    if not tab:
+        return line
+    if int(checksum, 16) != zlib.crc32(text):
+        raise ValueError("it was altered")
+    return text
 
 
 def call_files(directory: Path, stem: str) -> list[Path]:
@@ -226,6 +248,11 @@ def call_files(directory: Path, stem: str) -> list[Path]:
 def is_call_file(path: Path, stem: str) -> bool:
     """Whether a file's name is that of a call of the capture."""
     return re.fullmatch(rf"{re.escape(stem)}-\d+\.safetensors", path.name) is not None
+
+
+def index_of(path: Path) -> int:
+    """The index of the call that a file is of, by its name."""
+    return int(path.stem.rpartition("-")[2])
 
 
 def _boot() -> str:

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 from capture.counted import counted
 from capture.errors import DatasetError
+from capture.storage.call_file import FileEntry
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
-from capture.storage.journal import Journalled, call_files, journals, stems
+from capture.storage.journal import Journalled, call_files, index_of, journals, stems
 from capture.storage.locations import why_read_only
 from capture.storage.locks import is_locked, locked
 from capture.storage.names import JOURNAL, MANIFEST
@@ -25,6 +26,8 @@ class Ended(NamedTuple):
     stem: str
     """How the names of its files begin."""
     capture: CaptureRecord
+    replaces: bool
+    """It is to replace the manifest's capture of the same model."""
     completed: Collection[int] | None
     """The calls whose files are complete; None for those that the journal lists."""
 
@@ -51,10 +54,13 @@ def repair(directory: str | Path) -> list[str]:
         with locked(directory):
             before = Dataset.listed(directory)
             done = list(finish(directory, certain=True).values())
-            if before.note:
-                dataset = Dataset.listed(directory)
+            dataset = Dataset.listed(directory)
+            again = dataset.read_damaged()
+            if before.note or again:
                 dataset.save_manifest()
-                done.append(f"wrote {directory / MANIFEST} anew: {before.note}")
+                files = f"{counted(again, 'file')} read whose entry was damaged" if again else ""
+                why = "; ".join(filter(None, (before.note, files)))
+                done.append(f"wrote {directory / MANIFEST} anew: {why}")
     except OSError as error:
         raise DatasetError(
             f"cannot repair {_where(error, directory)}: {error.strerror or error}"
@@ -105,12 +111,15 @@ def finish(
     for journalled in over:
         is_own = _is_of(journalled, ended)
         known = (ended.capture, ended.completed) if ended is not None and is_own else (None, None)
+        if ended is not None and is_own:
+            journalled.replaces = ended.replaces
         try:
             listing = Dataset.journalled(
                 directory, journalled, over=True, record=known[0], completed=known[1]
             )
         except ValueError as error:
             done[journalled.stem] = f"left {journalled.path}, which is damaged ({error})"
+            writing.add(journalled.stem)
             continue
         [capture] = listing.captures
         count, lost = len(listing.entries), listing.lacks(journalled)
@@ -142,6 +151,7 @@ def finish(
         if damage := _damage(listing, journalled, is_own=is_own):
             done[journalled.stem] = "; ".join(filter(None, (done.get(journalled.stem), damage)))
     if added:
+        dataset.read_damaged()
         dataset.save_manifest()
     listed = _listed(dataset)
     for journalled in over_without_calls:
@@ -189,8 +199,19 @@ def _delete_empty_journals(directory: Path, *, certain: bool) -> None:
 
 def _delete_unlisted(journalled: Journalled, listed: set[Path]) -> None:
     """Delete a journal and the files of its calls that were dropped, or never complete."""
-    _delete_files(journalled.path.parent, journalled.stem, listed)
+    for path in call_files(journalled.path.parent, journalled.stem):
+        # A damaged journal may be wrong about what is no call of its capture.
+        is_given_up = not journalled.damaged or index_of(path) in journalled.dropped
+        if path not in listed and (is_given_up or not _is_call(path)):
+            path.unlink(missing_ok=True)
     journalled.path.unlink(missing_ok=True)
+
+
+def _is_call(path: Path) -> bool:
+    with contextlib.suppress(DatasetError):
+        FileEntry.read(path)
+        return True
+    return False
 
 
 def _delete_files(directory: Path, stem: str, listed: set[Path]) -> None:
@@ -213,6 +234,11 @@ def _set_aside(listing: Dataset, journalled: Journalled, listed: set[Path]) -> s
             entry.path.rename(aside / entry.path.name)
     moved = [replace(entry, path=aside / entry.path.name) for entry in own]
     moved = [entry for entry in moved if entry.path.exists()]
+    there = {entry.path for entry in moved}
+    for path in call_files(aside, journalled.stem):  # of one that was killed before
+        if path not in there:
+            with contextlib.suppress(DatasetError):
+                moved.append(FileEntry.read(path))
     if moved:
         Dataset(aside, moved, listing.captures).save_manifest()
     else:  # the manifest, too, was written before

@@ -124,6 +124,7 @@ class Target:
             # the manifest.
             with locked(self.directory, locks.PATIENCE_AT_THE_END_SECONDS):
                 self._journal.close()
+                self._make_lost_journal_anew(capture)
                 for path, begun in self._begun.items():
                     if not os.path.samestat(os.stat(path), begun):
                         problems.append(
@@ -131,7 +132,10 @@ class Target:
                             " moved, `capture --repair` lists those that lie there now"
                         )
                         return problems
-                told = finish(self.directory, ended=Ended(self._journal.stem, capture, completed))
+                told = finish(
+                    self.directory,
+                    ended=Ended(self._journal.stem, capture, self._replaced, completed),
+                )
                 if self._journal.path.exists():
                     problems.append(
                         f"{self._journal.path} was damaged meanwhile: list its calls with "
@@ -149,6 +153,15 @@ class Target:
         finally:
             self._journal.close()
         return problems
+
+    def _make_lost_journal_anew(self, capture: CaptureRecord) -> None:
+        """Where somebody deleted it, for what is known without it."""
+        assert self._journal is not None
+        path = self._journal.path
+        is_here = os.path.samestat(os.stat(self.directory), self._begun[self.directory])
+        if is_here and not os.path.lexists(path):
+            Journal.begin(path, capture.to_json(), replaces=self._replaced).close()
+            self._begun[path] = os.stat(path)
 
     def abandon(self) -> None:
         """Leave the capture to the parent process; for a forked child."""

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ from capture.errors import CaptureError
 from capture.storage import locks
 from capture.storage.call_file import PackedCall
 from capture.storage.capture_record import CaptureRecord
-from capture.storage.dataset import MANIFEST
+from capture.storage.dataset import MANIFEST, Dataset
 from capture.storage.journal import Journal
 from capture.storage.repair import repair
 from capture.storage.target import Target, current_rank, rank_name, slug
@@ -277,7 +278,7 @@ def test_repair_deletes_nothing_that_the_manifest_lists(tmp_path: Path, started:
     journal.close()
     repair(tmp_path)
     assert sorted(tmp_path.glob("*.safetensors")) == files
-    assert calls(tmp_path) == {"model": [0, 1]}
+    assert calls(tmp_path) == {"model": [0, 1, 2]}
     assert all(entry.checksum for entry in load(tmp_path).entries)
 
 
@@ -384,13 +385,117 @@ def test_a_manifest_that_cannot_be_written_is_told_and_the_calls_stay(
     assert load(tmp_path).captures[0].complete
 
 
-def test_a_journal_that_is_gone_is_told(tmp_path: Path, started: Started) -> None:
+def test_a_journal_that_is_gone_costs_no_call_and_is_told(tmp_path: Path, started: Started) -> None:
+    started(tmp_path, "zebra", range(1))[0].end(ended("zebra"))
     target, journal = started(tmp_path, "gone", range(2))
     journal.path.unlink()
-    [told] = target.end(ended("gone"))
-    assert re.search(r"could not write the manifest \(No such file.*capture --repair", told)
+    [told] = target.end(ended("gone"), range(2))
+    assert "gone.journal was damaged: 2 of 2 calls had to be read from the files" in told
+    assert calls(tmp_path) == {"zebra": [0], "gone": [0, 1]}
+    assert load(tmp_path).captures[-1].complete
+
+
+def test_an_earlier_capture_is_replaced_whatever_the_journal_says(
+    tmp_path: Path, started: Started
+) -> None:
+    started(tmp_path, "model", range(3))[0].end(ended("model"))
+    target, journal = started(tmp_path, "model", range(5, 7), overwrite=True)
+    journal.path.write_bytes(with_a_bit_flipped(journal.path.read_bytes(), b"replaces"))
+    [told] = target.end(ended("model"), range(5, 7))
+    assert "was damaged: 1 line of it cannot be read" in told
+    assert calls(tmp_path) == {"model": [5, 6]}
+
+
+def with_a_bit_flipped(content: bytes, at: bytes) -> bytes:
+    place = content.index(at)
+    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+
+
+@pytest.mark.parametrize("at", [b"random", b"model", b'"bytes": ', b"checksum", b'"dropped": [1'])
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_line_that_was_altered_is_not_believed(
+    tmp_path: Path, started: Started, at: bytes, is_killed: bool
+) -> None:
+    target, journal = started(tmp_path, "model", range(3))
+    (tmp_path / "model-000001.safetensors").unlink()
+    journal.append(dropped=[1])
+    content = journal.path.read_bytes()
+    place = content.index(at) + len(at) - 1
+    altered = bytes([content[place] ^ 1])  # often a valid line still: 2 becomes 3
+    journal.path.write_bytes(content[:place] + altered + content[place + 1 :])
+    if is_killed:
+        journal.close()
+        assert "was damaged" in " ".join(repair(tmp_path))
+    else:
+        assert "was damaged" in " ".join(target.end(ended("model"), [0, 2]))
+    assert calls(tmp_path) == {"model": [0, 2]}
+
+
+def test_a_journal_that_is_cut_in_mid_run_is_still_of_a_capture_in_progress(
+    tmp_path: Path, started: Started
+) -> None:
+    target, journal = started(tmp_path, "model", range(2))
+    os.truncate(journal.path, 0)
+    started(tmp_path, "zebra", range(1))[0].end(ended("zebra"))
+    assert repair(tmp_path) == []
+    with pytest.raises(CaptureError, match="another capture of model is writing"):
+        Target.check(tmp_path, "model", overwrite=True).begin(CaptureRecord("model", "random"))
+    target.end(ended("model"), range(2))
+    assert calls(tmp_path) == {"zebra": [0], "model": [0, 1]}
+
+
+def test_a_journal_of_another_capture_names_no_file_of_this_one(
+    tmp_path: Path, started: Started
+) -> None:
+    journals = [started(tmp_path, model, range(2))[1] for model in ("model", "zebra")]
+    for each in journals:
+        each.close()
+    (tmp_path / "zebra.journal").write_bytes((tmp_path / "model.journal").read_bytes())
+    (tmp_path / "notes.txt").write_text("mine")
     repair(tmp_path)
-    assert calls(tmp_path) == {"gone": [0, 1]}
+    assert sum(len(indices) for indices in calls(tmp_path).values()) >= 2
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 4
+    assert (tmp_path / "notes.txt").exists()
+
+
+def test_what_a_killed_repair_has_moved_is_listed(
+    tmp_path: Path, started: Started, make_call: MakeCall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started(tmp_path, "model", range(3))[0].end(ended("model"))
+    _, journal = started(tmp_path, "model", range(7, 9), overwrite=True)
+    PackedCall.of(make_call(model="model", call_index=9)).write(
+        tmp_path / f"{journal.stem}-000009.safetensors"
+    )
+    journal.close()
+
+    class Killed(BaseException):
+        pass
+
+    def kill(*arguments: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Dataset, "save_manifest", kill)
+        with pytest.raises(Killed):
+            repair(tmp_path)
+    repair(tmp_path)
+    assert calls(tmp_path / "unfinished-model_2") == {"model": [7, 8, 9]}
+    assert calls(tmp_path) == {"model": [0, 1, 2]}
+
+
+def test_a_capture_that_ends_while_it_is_read_is_found(
+    tmp_path: Path, started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, _ = started(tmp_path, "model", range(2))
+    listed = Dataset.listed.__func__
+
+    def after_its_end(cls: type[Dataset], *arguments: Any) -> Dataset:
+        monkeypatch.undo()
+        assert target.end(ended("model")) == []
+        return listed(cls, *arguments)
+
+    monkeypatch.setattr(Dataset, "listed", classmethod(after_its_end))
+    assert calls(tmp_path) == {"model": [0, 1]}
 
 
 @pytest.mark.parametrize(
