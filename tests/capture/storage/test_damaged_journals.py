@@ -1,0 +1,226 @@
+"""Journals that are damaged, cut, exchanged or deleted, and what a kill leaves without a line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from capture import load
+from capture.call import AttentionCall
+from capture.counted import counted
+from capture.errors import CaptureError
+from capture.storage.call_file import PackedCall
+from capture.storage.capture_record import CaptureRecord
+from capture.storage.dataset import Dataset
+from capture.storage.repair import repair
+from capture.storage.target import Target
+from tests.capture.storage.captures import Started, calls, ended
+
+MakeCall = Callable[..., AttentionCall]
+
+
+@pytest.fixture(autouse=True)
+def boot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not every system tells whether it has restarted."""
+    monkeypatch.setattr("capture.storage.journal._boot", lambda: "this")
+
+
+@pytest.mark.parametrize(
+    ("line", "boot", "kept"),
+    [
+        (None, None, [0, 1]),
+        ({"dropped": [1]}, None, [0]),  # given up, and could not be deleted
+        (None, "another", [0]),  # its values need not have reached the disk
+    ],
+)
+def test_a_complete_file_without_a_line_is_kept_while_the_system_runs(
+    tmp_path: Path,
+    started: Started,
+    make_call: MakeCall,
+    monkeypatch: pytest.MonkeyPatch,
+    line: dict[str, object] | None,
+    boot: str | None,
+    kept: list[int],
+) -> None:
+    _, journal = started(tmp_path, "model", range(1))
+    unlisted, partial = (tmp_path / f"model-00000{index}.safetensors" for index in (1, 2))
+    PackedCall.of(make_call(model="model", call_index=1)).write(unlisted)
+    partial.write_bytes(bytes(1000))
+    journal.append(**(line or {"sampled": 1}))
+    journal.close()
+    if boot is not None:
+        monkeypatch.setattr("capture.storage.journal._boot", lambda: boot)
+    lost = 1 if kept == [0] and line is None else 0
+    assert calls(tmp_path) == {"model": kept}
+    [told] = repair(tmp_path)
+    assert told == (
+        f"model: listed {counted(len(kept), 'call')} of a killed capture"
+        + (f"; {lost} more had been only in memory" if lost else "")
+    )
+    assert calls(tmp_path) == {"model": kept}
+    assert all(entry.checksum for entry in load(tmp_path).entries)
+    assert unlisted.exists() == (1 in kept)
+    assert not partial.exists()
+
+
+def cut(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def with_a_zeroed_line(content: bytes) -> bytes:
+    lines = content.splitlines(keepends=True)
+    lines[4] = bytes(len(lines[4]) - 1) + b"\n"
+    return b"".join(lines)
+
+
+DAMAGES = {
+    "cut": cut,
+    "cut to nothing": lambda content: b"",
+    "the first line cut": lambda content: content[:30],
+    "a line zeroed": with_a_zeroed_line,
+    "the first line zeroed": lambda content: (
+        bytes(content.index(b"\n")) + content[content.index(b"\n") :]
+    ),
+    "a bit flipped": lambda content: content.replace(b'"file"', b'"fila"', 1),
+    "a choice not legible": lambda content: content.replace(b'{"sampled": 2}', b"{}"),
+    "no text": lambda content: b"\xff" * len(content) + b"\n",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_damaged_journal_costs_no_complete_call_and_is_told(
+    tmp_path: Path, started: Started, damage: Callable[[bytes], bytes], is_killed: bool
+) -> None:
+    started(tmp_path, "zebra", range(1))[0].end(ended("zebra"))
+    target, journal = started(tmp_path, "model", range(5))
+    journal.path.write_bytes(damage(journal.path.read_bytes()))
+    if is_killed:
+        journal.close()
+        told = repair(tmp_path)
+        assert all("only in memory" not in each for each in told)
+    else:
+        told = target.end(ended("model"), range(5))
+        assert len(told) == 1
+        assert "model.journal was damaged: " in told[0]
+    assert calls(tmp_path) == {"zebra": [0], "model": [0, 1, 2, 3, 4]}
+    assert all(entry.checksum for entry in load(tmp_path).entries)
+    assert not journal.path.exists()
+    assert load(tmp_path).captures[-1].complete is not is_killed
+
+
+def test_a_journal_that_is_gone_costs_no_call_and_is_told(tmp_path: Path, started: Started) -> None:
+    started(tmp_path, "zebra", range(1))[0].end(ended("zebra"))
+    target, journal = started(tmp_path, "gone", range(2))
+    journal.path.unlink()
+    [told] = target.end(ended("gone"), range(2))
+    assert "gone.journal was damaged: 2 of 2 calls had to be read from the files" in told
+    assert calls(tmp_path) == {"zebra": [0], "gone": [0, 1]}
+    assert load(tmp_path).captures[-1].complete
+
+
+def test_an_earlier_capture_is_replaced_whatever_the_journal_says(
+    tmp_path: Path, started: Started
+) -> None:
+    started(tmp_path, "model", range(3))[0].end(ended("model"))
+    target, journal = started(tmp_path, "model", range(5, 7), overwrite=True)
+    journal.path.write_bytes(with_a_bit_flipped(journal.path.read_bytes(), b"replaces"))
+    [told] = target.end(ended("model"), range(5, 7))
+    assert "was damaged: 1 line of it cannot be read" in told
+    assert calls(tmp_path) == {"model": [5, 6]}
+
+
+def with_a_bit_flipped(content: bytes, at: bytes) -> bytes:
+    place = content.index(at)
+    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+
+
+@pytest.mark.parametrize("at", [b"random", b"model", b'"bytes": ', b"checksum", b'"dropped": [1'])
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_line_that_was_altered_is_not_believed(
+    tmp_path: Path, started: Started, at: bytes, is_killed: bool
+) -> None:
+    target, journal = started(tmp_path, "model", range(3))
+    (tmp_path / "model-000001.safetensors").unlink()
+    journal.append(dropped=[1])
+    content = journal.path.read_bytes()
+    place = content.index(at) + len(at) - 1
+    altered = bytes([content[place] ^ 1])  # often a valid line still: 2 becomes 3
+    journal.path.write_bytes(content[:place] + altered + content[place + 1 :])
+    if is_killed:
+        journal.close()
+        assert "was damaged" in " ".join(repair(tmp_path))
+    else:
+        assert "was damaged" in " ".join(target.end(ended("model"), [0, 2]))
+    assert calls(tmp_path) == {"model": [0, 2]}
+
+
+def test_a_journal_that_is_cut_in_mid_run_is_still_of_a_capture_in_progress(
+    tmp_path: Path, started: Started
+) -> None:
+    target, journal = started(tmp_path, "model", range(2))
+    os.truncate(journal.path, 0)
+    started(tmp_path, "zebra", range(1))[0].end(ended("zebra"))
+    assert repair(tmp_path) == []
+    with pytest.raises(CaptureError, match="another capture of model is writing"):
+        Target.check(tmp_path, "model", overwrite=True).begin(CaptureRecord("model", "random"))
+    target.end(ended("model"), range(2))
+    assert calls(tmp_path) == {"zebra": [0], "model": [0, 1]}
+
+
+def test_a_journal_of_another_capture_names_no_file_of_this_one(
+    tmp_path: Path, started: Started
+) -> None:
+    journals = [started(tmp_path, model, range(2))[1] for model in ("model", "zebra")]
+    for each in journals:
+        each.close()
+    (tmp_path / "zebra.journal").write_bytes((tmp_path / "model.journal").read_bytes())
+    (tmp_path / "notes.txt").write_text("mine")
+    repair(tmp_path)
+    assert sum(len(indices) for indices in calls(tmp_path).values()) >= 2
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 4
+    assert (tmp_path / "notes.txt").exists()
+
+
+def test_what_a_killed_repair_has_moved_is_listed(
+    tmp_path: Path, started: Started, make_call: MakeCall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started(tmp_path, "model", range(3))[0].end(ended("model"))
+    _, journal = started(tmp_path, "model", range(7, 9), overwrite=True)
+    PackedCall.of(make_call(model="model", call_index=9)).write(
+        tmp_path / f"{journal.stem}-000009.safetensors"
+    )
+    journal.close()
+
+    class Killed(BaseException):
+        pass
+
+    def kill(*arguments: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Dataset, "save_manifest", kill)
+        with pytest.raises(Killed):
+            repair(tmp_path)
+    repair(tmp_path)
+    assert calls(tmp_path / "unfinished-model_2") == {"model": [7, 8, 9]}
+    assert calls(tmp_path) == {"model": [0, 1, 2]}
+
+
+def test_a_capture_that_ends_while_it_is_read_is_found(
+    tmp_path: Path, started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, _ = started(tmp_path, "model", range(2))
+    listed = Dataset.listed.__func__
+
+    def after_its_end(cls: type[Dataset], *arguments: Any) -> Dataset:
+        monkeypatch.undo()
+        assert target.end(ended("model")) == []
+        return listed(cls, *arguments)
+
+    monkeypatch.setattr(Dataset, "listed", classmethod(after_its_end))
+    assert calls(tmp_path) == {"model": [0, 1]}
