@@ -10,9 +10,15 @@ has two barriers:
 - `empty`: each consumer arrives when its products have read the buffer, and when all have, the
   producer fills it again.
 
-A barrier has phases, and who waits says for the end of which one, by its lowest bit. Block number
-`count`, counted from the program's start, is in buffer `count % STAGES`, in that buffer's phase
-`count // STAGES`. The phase before the first counts as ended: all buffers begin free.
+A barrier in shared memory has phases, and who waits says for the end of which one, by its lowest
+bit. Block number `count`, counted from the program's start, is in buffer `count % STAGES`, in that
+buffer's phase `count // STAGES`. The phase before the first counts as ended: all buffers begin
+free.
+
+Only TMA needs its barrier in shared memory. Before an arrival at one of these, Gluon makes all
+warps of a group wait for each other. A named barrier (PTX `bar`) is one of 16 numbers, at which
+each warp arrives by itself, in one instruction: turns are named, and so is what is `empty` where
+the numbers suffice.
 """
 
 from __future__ import annotations
@@ -28,8 +34,19 @@ _new_names = hasattr(tma, "async_store")
 tma_load = tma.async_load if _new_names else tma.async_copy_global_to_shared
 tma_store = tma.async_store if _new_names else tma.async_copy_shared_to_global
 
+GROUP = gl.constexpr(128)
+"""Threads of a warp group."""
 LOADER_REGISTERS = gl.constexpr(24)
 """Registers per thread of the loading warp: the fewest there are, so that consumers have more."""
+
+
+FIRST_NUMBER = gl.constexpr(6)
+"""Of our named barriers; those below may be Triton's: 0, 1, and one for every partition."""
+CONSUMERS_NAMED = gl.constexpr(2)
+"""How many share rings with named barriers. With more there are not always enough numbers, and
+three, which have 160 registers, were slower with them."""
+KEY, VALUE = gl.constexpr(0), gl.constexpr(1)
+"""The rings that consumers share."""
 
 
 class Ring(NamedTuple):
@@ -38,13 +55,26 @@ class Ring(NamedTuple):
     buffers: Any
     full: Any
     empty: Any
+    """Nothing where they are named."""
 
 
 @gluon.jit
-def make_ring(buffers, READERS: gl.constexpr):
-    """The ring of some buffers (STAGES, …), each of which READERS consumers read."""
+def make_ring(buffers):
+    """The ring of some buffers (STAGES, …), each of which one consumer reads."""
     STAGES: gl.constexpr = buffers.shape[0]
-    return Ring(buffers, make_barriers(STAGES, 1), make_barriers(STAGES, READERS))
+    return Ring(buffers, make_barriers(STAGES, 1), make_barriers(STAGES, 1))
+
+
+@gluon.jit
+def make_shared_ring(buffers, CONSUMERS: gl.constexpr):
+    """The ring of some buffers (STAGES, …), each of which all consumers read."""
+    STAGES: gl.constexpr = buffers.shape[0]
+    gl.static_assert(
+        CONSUMERS != CONSUMERS_NAMED or FIRST_NUMBER + CONSUMERS + 2 * STAGES <= 16,
+        "a GPU has 16 named barriers",
+    )
+    empty = () if CONSUMERS == CONSUMERS_NAMED else make_barriers(STAGES, CONSUMERS)
+    return Ring(buffers, make_barriers(STAGES, 1), empty)
 
 
 @gluon.jit
@@ -64,6 +94,22 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 def fill(ring, desc, place, index, phase):
     """The producer loads what is at `place` of a descriptor's tensor, once the buffer is free."""
     mbarrier.wait(ring.empty.index(index), (phase & 1) ^ 1)
+    _load(ring, desc, place, index)
+
+
+@gluon.jit
+def fill_shared(ring, desc, place, index, phase, WHICH: gl.constexpr, CONSUMERS: gl.constexpr):
+    """`fill` of the ring of KEY or VALUE."""
+    if CONSUMERS == CONSUMERS_NAMED:
+        if phase > 0:
+            _wait(_number(ring, index, WHICH, CONSUMERS), _everyone(CONSUMERS))
+        _load(ring, desc, place, index)
+    else:
+        fill(ring, desc, place, index, phase)
+
+
+@gluon.jit
+def _load(ring, desc, place, index):
     mbarrier.expect(ring.full.index(index), desc.block_type.nbytes)
     tma_load(desc, place, ring.full.index(index), ring.buffers.index(index))
 
@@ -81,13 +127,88 @@ def release(ring, index):
 
 
 @gluon.jit
-def wait_for_turn(turns, count, WHO: gl.constexpr):
-    """Consumer number WHO waits for its turn number `count`."""
-    mbarrier.wait(turns.index(WHO), count & 1)
+def release_shared(ring, index, WHICH: gl.constexpr, CONSUMERS: gl.constexpr):
+    """`release` in the ring of KEY or VALUE."""
+    if CONSUMERS == CONSUMERS_NAMED:
+        _arrive(_number(ring, index, WHICH, CONSUMERS), _everyone(CONSUMERS))
+    else:
+        release(ring, index)
 
 
 @gluon.jit
-def pass_turn(turns, WHO: gl.constexpr):
+def wait_for_turn(WHO: gl.constexpr):
+    """Consumer number WHO waits for its turn."""
+    _wait(gl.to_tensor(FIRST_NUMBER + WHO), gl.to_tensor(2 * GROUP))
+
+
+@gluon.jit
+def wait_for_turn_after(sums, WHO: gl.constexpr):
+    """`wait_for_turn` once `sums` are computed, two float32 of each thread.
+
+    What is only needed after a turn has come, the compiler (`ptxas`) also computes after, while
+    the others wait. Barriers stop no arithmetic. So the barrier's number depends on the sums: it
+    would be the next one if any were negative, which the compiler cannot rule out.
+    """
+    gl.inline_asm_elementwise(
+        """{
+            .reg .f32 sum;
+            .reg .pred negative;
+            .reg .b32 number;
+            add.f32 sum, $2, $3;
+            setp.lt.f32 negative, sum, 0f00000000;
+            selp.b32 number, 1, 0, negative;
+            add.u32 number, number, $4;
+            bar.sync number, $6;
+            mov.b32 $0, 0;
+            mov.b32 $1, 0;
+        }""",
+        "=r,=r,f,f,r,r,r,r",
+        [sums, gl.to_tensor(FIRST_NUMBER + WHO), gl.to_tensor(2 * GROUP)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=2,
+    )
+
+
+@gluon.jit
+def pass_turn(WHO: gl.constexpr, CONSUMERS: gl.constexpr):
     """It is the next consumer's turn."""
-    CONSUMERS: gl.constexpr = turns.shape[0]
-    mbarrier.arrive(turns.index((WHO + 1) % CONSUMERS), count=1)
+    _arrive(gl.to_tensor(FIRST_NUMBER + (WHO + 1) % CONSUMERS), gl.to_tensor(2 * GROUP))
+
+
+@gluon.jit
+def _number(ring, index, WHICH: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Of a buffer's named barrier, behind those of turns."""
+    return FIRST_NUMBER + CONSUMERS + WHICH * ring.buffers.shape[0] + index
+
+
+@gluon.jit
+def _everyone(CONSUMERS: gl.constexpr):
+    """Threads that meet where a buffer is free: those of all consumers and of the loading warp."""
+    return gl.to_tensor(CONSUMERS * GROUP + 32)
+
+
+@gluon.jit
+def _wait(number, threads):
+    """Arrive at a named barrier, and go on when so many threads have."""
+    gl.inline_asm_elementwise(
+        "bar.sync $1, $2; mov.b32 $0, 0;",
+        "=r,r,r",
+        [number, threads],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _arrive(number, threads):
+    """Arrive at a named barrier, and go on."""
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, $2; mov.b32 $0, 0;",
+        "=r,r,r",
+        [number, threads],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -37,3 +37,13 @@ def may_see(scores, first_query, first_key, kv_len, IS_CAUSAL: gl.constexpr):
         queries = first_query + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
         seen = seen & (keys[None, :] <= queries[:, None])
     return seen
+
+
+@gluon.jit
+def own_sums(weights):
+    """Sums of weights (ROWS, N), in the layout of scores, over what each thread holds: (ROWS, 4).
+
+    Four threads share a row. That they add up their sums can wait until the last block.
+    """
+    N: gl.constexpr = weights.shape[1]
+    return gl.sum(gl.sum(weights.reshape((ROWS, N // 8, 4, 2)), 3), 1)

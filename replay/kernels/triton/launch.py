@@ -147,15 +147,17 @@ class PlannedCall(NamedTuple):
     """All of a call but its tensors' addresses."""
 
     launch: Launch
-    descriptors: tuple[Any, Any] | None = None
-    """Of key and value, to be moved to theirs; None where pointers are passed."""
+    descriptors: tuple[Any, ...] | None = None
+    """Of tensors, to be moved to theirs; None, or a None among them, where pointers are passed."""
 
-    def operands(self, key: Tensor, value: Tensor) -> tuple[Any, Any]:
-        """Key and value as the kernel takes them: tensors, or descriptors of them."""
+    def operands(self, *tensors: Tensor) -> tuple[Any, ...]:
+        """Tensors as the kernel takes them, some as descriptors."""
         if self.descriptors is None:
-            return key, value
-        of_key, of_value = self.descriptors
-        return at(of_key, key), at(of_value, value)
+            return tensors
+        return tuple(
+            tensor if descriptor is None else at(descriptor, tensor)
+            for descriptor, tensor in zip(self.descriptors, tensors, strict=True)
+        )
 
 
 def layout(tensor: Tensor | None) -> Hashable:

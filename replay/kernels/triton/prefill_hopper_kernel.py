@@ -32,17 +32,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from replay.kernels.triton.hopper_pipeline import (
+    KEY,
     LOADER_REGISTERS,
+    VALUE,
     fill,
-    make_barriers,
+    fill_shared,
     make_ring,
+    make_shared_ring,
     pass_turn,
     release,
+    release_shared,
     tma_store,
     wait_for,
     wait_for_turn,
 )
-from replay.kernels.triton.hopper_scores import ROWS, may_see, start_scores
+from replay.kernels.triton.hopper_scores import ROWS, may_see, own_sums, start_scores
 from replay.kernels.triton.persistent import Work, key_blocks, tile_of, turns_of
 
 LN_2 = gl.constexpr(math.log(2))
@@ -97,14 +101,15 @@ def prefill_kernel(
     k_buffers = gl.allocate_shared_memory(dtype, key_shape, k_desc.layout)
     v_buffers = gl.allocate_shared_memory(dtype, key_shape, v_desc.layout)
     o_buffers = gl.allocate_shared_memory(dtype, query_shape, o_desc.layout)
-    turns = make_barriers(CONSUMERS, 1)
     rings = Rings(
-        make_ring(q_buffers, 1), make_ring(k_buffers, CONSUMERS), make_ring(v_buffers, CONSUMERS)
+        make_ring(q_buffers),
+        make_shared_ring(k_buffers, CONSUMERS),
+        make_shared_ring(v_buffers, CONSUMERS),
     )
-    pass_turn(turns, CONSUMERS - 1)  # so the first consumer's is the first
+    pass_turn(CONSUMERS - 1, CONSUMERS)  # so the first consumer's is the first
     work = Work(q_heads, q_len, kv_len, tiles, blocks, bundles, section)
     descriptors = (q_desc, k_desc, v_desc)
-    attend = (rings, turns, (o_buffers, o_desc, lse), work, scale)
+    attend = (rings, (o_buffers, o_desc, lse), work, scale)
     # The first consumer is the program's own four warps. Gluon wants every list written out.
     if CONSUMERS == 2:
         gl.warp_specialize(
@@ -162,8 +167,9 @@ def _load(descriptors, rings, work, group, HEADS: gl.constexpr, IS_CAUSAL: gl.co
         for i in range(blocks):
             key = (blocks - 1 - i) * KEYS
             stage, phase = count % STAGES, count // STAGES
-            fill(rings.key, k_desc, [batch, kv_head, key, 0], stage, phase)
-            fill(rings.value, v_desc, [batch, kv_head, key, 0], stage, phase)
+            at = [batch, kv_head, key, 0]
+            fill_shared(rings.key, k_desc, at, stage, phase, KEY, CONSUMERS)
+            fill_shared(rings.value, v_desc, at, stage, phase, VALUE, CONSUMERS)
             count += 1
 
 
@@ -176,7 +182,7 @@ def _attend(
     HAS_LSE: gl.constexpr,
 ):
     """Consumer number WHO: 64 queries of every tile."""
-    rings, turns, outputs, work, scale = arguments
+    rings, outputs, work, scale = arguments
     o_buffers, o_desc, lse = outputs
     kv_len = work.kv_len
     CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
@@ -197,42 +203,39 @@ def _attend(
         # The last block of keys, which has no PV before it.
         stage = count % STAGES
         wait_for(rings.key, stage, count // STAGES)
-        wait_for_turn(turns, count, WHO)
+        wait_for_turn(WHO)
         scores = start_scores(q, _matrix(rings.key.buffers.index(stage)))
-        pass_turn(turns, WHO)
+        pass_turn(WHO, CONSUMERS)
         scores = warpgroup_mma_wait(0, deps=[scores])
-        release(rings.key, stage)
+        release_shared(rings.key, stage, KEY, CONSUMERS)
         seen = may_see(scores, first, (blocks - 1) * KEYS, kv_len, IS_CAUSAL)
         scores = gl.where(seen, scores, float("-inf"))
         nothing = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, scores.type.layout))
         scores, largest, _ = _softmax(scores, nothing, scale, True)
-        total = gl.sum(scores, 1)
+        total = own_sums(scores)
         output = gl.zeros([ROWS, HEAD_DIM], gl.float32, LAYOUT)
         state = (_pack(scores, q.dtype), output, largest, total)
         count += 1
         # Blocks that some of the queries do not see whole, and those that all do.
         for i in range(1, blocks - unmasked):
             key = (blocks - 1 - i) * KEYS
-            state = _step(
-                state, rings, turns, count, first, key, kv_len, scale, WHO, IS_CAUSAL, True
-            )
+            state = _step(state, rings, count, first, key, kv_len, scale, WHO, IS_CAUSAL, True)
             count += 1
         for _ in range(blocks - unmasked, blocks):
-            state = _step(
-                state, rings, turns, count, first, 0, kv_len, scale, WHO, IS_CAUSAL, False
-            )
+            state = _step(state, rings, count, first, 0, kv_len, scale, WHO, IS_CAUSAL, False)
             count += 1
         release(rings.query, WHO)
 
         # PV of the block visited last, and the output.
-        packed, output, largest, total = state
+        packed, output, largest, sums = state
+        total = gl.sum(sums, 1)
         probabilities = _unpack(packed, output, q.dtype)
         stage = (count - 1) % STAGES
         wait_for(rings.value, stage, (count - 1) // STAGES)
         values = _matrix(rings.value.buffers.index(stage))
         output = warpgroup_mma(probabilities, values, output, is_async=True)
         output = warpgroup_mma_wait(0, deps=[output])
-        release(rings.value, stage)
+        release_shared(rings.value, stage, VALUE, CONSUMERS)
         output *= gl.convert_layout(1.0 / total, gl.SliceLayout(1, LAYOUT))[:, None]
         o_buffer = o_buffers.index(WHO)
         tma.store_wait(0)  # that of the tile before, which still reads this memory
@@ -240,6 +243,7 @@ def _attend(
         fence_async_shared()
         tma_store(o_desc, [batch, q_head, first, 0], o_buffer)
         if HAS_LSE:
+            total = gl.convert_layout(total, largest.type.layout)
             query = first + gl.arange(0, ROWS, total.type.layout)
             start = (batch * work.q_heads + q_head).to(gl.int64) * work.q_len
             gl.store(lse + start + query, (largest + gl.log2(total)) * LN_2, query < work.q_len)
@@ -250,7 +254,6 @@ def _attend(
 def _step(
     state,
     rings,
-    turns,
     count,
     first_query,
     first_key,
@@ -263,28 +266,30 @@ def _step(
     """The scores and softmax of block number `count`, and PV of the block before it."""
     packed, output, largest, total = state
     dtype: gl.constexpr = rings.value.buffers.dtype
+    CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
     STAGES: gl.constexpr = rings.key.buffers.shape[0]
     stage = count % STAGES
     before = (count - 1) % STAGES
     probabilities = _unpack(packed, output, dtype)
     wait_for(rings.key, stage, count // STAGES)
-    wait_for_turn(turns, count, WHO)
+    wait_for_turn(WHO)
     q = _matrix(rings.query.buffers.index(WHO))
     scores = start_scores(q, _matrix(rings.key.buffers.index(stage)))
     wait_for(rings.value, before, (count - 1) // STAGES)
     values = _matrix(rings.value.buffers.index(before))
     output = warpgroup_mma(probabilities, values, output, is_async=True)
-    pass_turn(turns, WHO)
+    pass_turn(WHO, CONSUMERS)
     scores = warpgroup_mma_wait(1, deps=[scores])
-    release(rings.key, stage)
+    release_shared(rings.key, stage, KEY, CONSUMERS)
     if IS_MASKED:
         seen = may_see(scores, first_query, first_key, kv_len, IS_CAUSAL)
         scores = gl.where(seen, scores, float("-inf"))
     scores, largest, factor = _softmax(scores, largest, scale, IS_MASKED)
-    total = total * factor + gl.sum(scores, 1)
+    sums = own_sums(scores)
+    total = total * gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
     # `probabilities` is read until here: their registers must not be reused before.
     output, scores, packed = warpgroup_mma_wait(0, deps=[output, scores, packed])
-    release(rings.value, before)
+    release_shared(rings.value, before, VALUE, CONSUMERS)
     output *= gl.convert_layout(factor, gl.SliceLayout(1, output.type.layout))[:, None]
     return _pack(scores, dtype), output, largest, total
 

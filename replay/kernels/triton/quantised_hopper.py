@@ -17,7 +17,7 @@ from replay.kernels.triton.launch import Launch, PlannedCall
 from replay.kernels.triton.persistent import SHORT, multiprocessors, section_of
 from replay.kernels.triton.quantise import QuantisedKeyValue, padded_dim
 from replay.kernels.triton.quantised_hopper_kernel import quantised_hopper_kernel
-from replay.kernels.triton.quantised_operands import numbers_of, value_strides
+from replay.kernels.triton.quantised_operands import numbers_of, strides_of
 
 
 class Tile(NamedTuple):
@@ -71,19 +71,20 @@ def plan(
 ) -> PlannedCall:
     """All of a call but its tensors' addresses.
 
-    `value` is as a tensor descriptor takes it; the output is contiguous.
+    `query` and `value` are as a tensor descriptor takes them; the output is contiguous.
     """
     batch, q_heads, q_len, _ = query.shape
     kv_heads, kv_rows, block_dim = quantised.key.shape[1:]
     block_v_dim = padded_dim(quantised.v_head_dim)
     group = q_heads // kv_heads
     tile = tile or tile_for(max(block_dim, block_v_dim), group, quantised.kv_len)
+    query_desc = _descriptor(query, strides_of(query), 1, 1, ROWS.value, block_dim)
     key = quantised.key.view(-1, block_dim)
     key_desc = _descriptor(key, [block_dim, 1], tile.keys, block_dim)
     if quantised.value_scale is not None:
         value_desc = _descriptor(value.view(-1, kv_rows), [kv_rows, 1], block_v_dim, tile.keys)
     else:
-        value_desc = _descriptor(value, value_strides(value), 1, 1, tile.keys, block_v_dim)
+        value_desc = _descriptor(value, strides_of(value), 1, 1, tile.keys, block_v_dim)
     blocks = -(-q_len // (tile.consumers // tile.heads * ROWS.value))
     bundles = batch * q_heads // tile.heads
     tiles = blocks * bundles
@@ -106,4 +107,4 @@ def plan(
         },
         num_warps=4,
     )
-    return PlannedCall(launch, (nowhere(key_desc), nowhere(value_desc)))
+    return PlannedCall(launch, (nowhere(query_desc), nowhere(key_desc), nowhere(value_desc)))

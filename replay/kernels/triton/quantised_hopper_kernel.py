@@ -22,16 +22,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from replay.kernels.triton.hopper_pipeline import (
+    KEY,
     LOADER_REGISTERS,
+    VALUE,
     fill,
-    make_barriers,
+    fill_shared,
     make_ring,
+    make_shared_ring,
     pass_turn,
     release,
+    release_shared,
     wait_for,
-    wait_for_turn,
+    wait_for_turn_after,
 )
-from replay.kernels.triton.hopper_scores import ROWS, may_see, start_scores
+from replay.kernels.triton.hopper_scores import ROWS, may_see, own_sums, start_scores
 from replay.kernels.triton.persistent import Work, key_blocks, tile_of, turns_of
 from replay.kernels.triton.quantise import FP8_MAX, GROUP, INT8_MAX, LOG2_FP8_MAX, SMALLEST_MAXIMUM
 
@@ -42,6 +46,8 @@ SCALE_GROUP = gl.constexpr(GROUP)
 class Rings(NamedTuple):
     """Blocks on their way from the producer to the consumers."""
 
+    query: Any
+    """One buffer for each consumer, (1, 1, ROWS, D) in 16 bits."""
     key: Any
     """STAGES of (KEYS, D)."""
     value: Any
@@ -54,16 +60,12 @@ class Rings(NamedTuple):
     ]
 )  # fmt: skip
 def quantised_hopper_kernel(
-    query_ptr,
+    query_desc,
     key_desc,
     key_scale_ptr,
     value_desc,
     value_scale_ptr,
     output_ptr,
-    stride_b,
-    stride_h,
-    stride_s,
-    stride_d,
     tiles,
     blocks,
     bundles,
@@ -74,7 +76,6 @@ def quantised_hopper_kernel(
     kv_len,
     groups,
     factor,
-    HEAD_DIM: gl.constexpr,
     V_HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr,
@@ -96,27 +97,25 @@ def quantised_hopper_kernel(
     v_shape: gl.constexpr = [STAGES] + value_desc.block_type.shape  # noqa: RUF005
     k_buffers = gl.allocate_shared_memory(key_desc.dtype, k_shape, key_desc.layout)
     v_buffers = gl.allocate_shared_memory(value_desc.dtype, v_shape, value_desc.layout)
-    rings = Rings(make_ring(k_buffers, CONSUMERS), make_ring(v_buffers, CONSUMERS))
-    turns = make_barriers(CONSUMERS, 1) if IN_TURN else ()
+    q_shape: gl.constexpr = [CONSUMERS] + query_desc.block_type.shape  # noqa: RUF005
+    q_buffers = gl.allocate_shared_memory(query_desc.dtype, q_shape, query_desc.layout)
+    rings = Rings(
+        make_ring(q_buffers),
+        make_shared_ring(k_buffers, CONSUMERS),
+        make_shared_ring(v_buffers, CONSUMERS),
+    )
     if IN_TURN:
-        pass_turn(turns, CONSUMERS - 1)  # so the first consumer's is the first
+        pass_turn(CONSUMERS - 1, CONSUMERS)  # so the first consumer's is the first
     work = Work(q_heads, q_len, kv_len, tiles, blocks, bundles, section)
-    strides = (stride_b, stride_h, stride_s, stride_d)
     scales = (key_scale_ptr, value_scale_ptr, kv_heads, groups)
-    load = (key_desc, value_desc, rings, work, kv_heads, groups)
-    attend = (query_ptr, strides, queries, rings, scales, turns, output_ptr, work, factor)
+    load = (query_desc, key_desc, value_desc, rings, work, kv_heads, groups)
+    attend = (queries, rings, scales, output_ptr, work, factor)
     # The first consumer is the program's own four warps. Gluon wants every list written out.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (
-                    _attend,
-                    (attend, 0, HEAD_DIM, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES),
-                ),
-                (
-                    _attend,
-                    (attend, 1, HEAD_DIM, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES),
-                ),
+                (_attend, (attend, 0, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES)),
+                (_attend, (attend, 1, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES)),
                 (_load, (load, CONSUMERS, HEADS, IS_CAUSAL)),
             ],
             [4, 1],
@@ -125,18 +124,9 @@ def quantised_hopper_kernel(
     elif CONSUMERS == 3:
         gl.warp_specialize(
             [
-                (
-                    _attend,
-                    (attend, 0, HEAD_DIM, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES),
-                ),
-                (
-                    _attend,
-                    (attend, 1, HEAD_DIM, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES),
-                ),
-                (
-                    _attend,
-                    (attend, 2, HEAD_DIM, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES),
-                ),
+                (_attend, (attend, 0, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES)),
+                (_attend, (attend, 1, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES)),
+                (_attend, (attend, 2, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES)),
                 (_load, (load, CONSUMERS, HEADS, IS_CAUSAL)),
             ],
             [4, 4, 1],
@@ -145,22 +135,10 @@ def quantised_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (
-                    _attend,
-                    (attend, 0, HEAD_DIM, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES),
-                ),
-                (
-                    _attend,
-                    (attend, 1, HEAD_DIM, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES),
-                ),
-                (
-                    _attend,
-                    (attend, 2, HEAD_DIM, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES),
-                ),
-                (
-                    _attend,
-                    (attend, 3, HEAD_DIM, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES),
-                ),
+                (_attend, (attend, 0, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES)),
+                (_attend, (attend, 1, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES)),
+                (_attend, (attend, 2, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES)),
+                (_attend, (attend, 3, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES)),
                 (_load, (load, CONSUMERS, HEADS, IS_CAUSAL)),
             ],
             [4, 4, 4, 1],
@@ -171,26 +149,32 @@ def quantised_hopper_kernel(
 @gluon.jit
 def _load(arguments, CONSUMERS: gl.constexpr, HEADS: gl.constexpr, IS_CAUSAL: gl.constexpr):
     """The loading warp: all blocks of all tiles, as soon as there is room."""
-    key_desc, value_desc, rings, work, kv_heads, groups = arguments
+    query_desc, key_desc, value_desc, rings, work, kv_heads, groups = arguments
     QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
     STAGES: gl.constexpr = rings.key.buffers.shape[0]
     KEYS: gl.constexpr = rings.key.buffers.shape[1]
     count = 0  # key blocks so far, of all tiles
     for turn in range(turns_of(work.tiles, gl.program_id(0), gl.num_programs(0), IS_CAUSAL)):
         head, block = tile_of(turn, work, HEADS, IS_CAUSAL)
-        batch = head // work.q_heads
-        kv_head = head % work.q_heads // (work.q_heads // kv_heads)
+        batch, q_head = head // work.q_heads, head % work.q_heads
+        kv_head = q_head // (work.q_heads // kv_heads)
+        for who in gl.static_range(CONSUMERS):
+            row = block * QUERIES + who // HEADS * ROWS
+            fill(rings.query, query_desc, [batch, q_head + who % HEADS, row, 0], who, turn)
         at = batch * kv_heads + kv_head
         blocks, _ = key_blocks(block * QUERIES, work.kv_len, QUERIES, KEYS, IS_CAUSAL)
         for i in range(blocks):
             key = i * KEYS
             stage, phase = count % STAGES, count // STAGES
-            fill(rings.key, key_desc, [at * groups * SCALE_GROUP + key, 0], stage, phase)
+            place = [at * groups * SCALE_GROUP + key, 0]
+            fill_shared(rings.key, key_desc, place, stage, phase, KEY, CONSUMERS)
             if value_desc.dtype == gl.float8e4nv:
                 DV: gl.constexpr = value_desc.block_type.shape[0]
-                fill(rings.value, value_desc, [at * DV, key], stage, phase)
+                place = [at * DV, key]
+                fill_shared(rings.value, value_desc, place, stage, phase, VALUE, CONSUMERS)
             else:
-                fill(rings.value, value_desc, [batch, kv_head, key, 0], stage, phase)
+                place = [batch, kv_head, key, 0]
+                fill_shared(rings.value, value_desc, place, stage, phase, VALUE, CONSUMERS)
             count += 1
 
 
@@ -198,7 +182,6 @@ def _load(arguments, CONSUMERS: gl.constexpr, HEADS: gl.constexpr, IS_CAUSAL: gl
 def _attend(
     arguments,
     WHO: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
     V_HEAD_DIM: gl.constexpr,
     HEADS: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
@@ -206,8 +189,7 @@ def _attend(
     IN_TENSOR_CORES: gl.constexpr,
 ):
     """Consumer number WHO: 64 queries of every tile."""
-    query_ptr, strides, queries, rings, scales, turns, output_ptr, work, factor = arguments
-    stride_b, stride_h, stride_s, stride_d = strides
+    queries, rings, scales, output_ptr, work, factor = arguments
     key_scale_ptr, value_scale_ptr, kv_heads, groups = scales
     kv_len = work.kv_len
     CONSUMERS: gl.constexpr = queries.shape[0]
@@ -231,48 +213,42 @@ def _attend(
         of_head = (key_scale_ptr + at * groups, value_scale_ptr + at * groups)
         of_keys, of_values = _scales(of_head, 0, KEYS, FP8_VALUE)
         query = queries.index(WHO)
-        of_queries = _quantise_query(
-            query_ptr + batch.to(gl.int64) * stride_b + q_head.to(gl.int64) * stride_h,
-            stride_s,
-            stride_d,
-            first,
-            work.q_len,
-            factor,
-            query,
-            HEAD_DIM,
-            SCORES,
-        )
+        wait_for(rings.query, WHO, turn)
+        of_queries = _quantise_query(rings.query.buffers.index(WHO), factor, query, SCORES)
+        release(rings.query, WHO)
 
         stage = count % STAGES
         wait_for(rings.key, stage, count // STAGES)
         scores = start_scores(query, rings.key.buffers.index(stage))
         scores = warpgroup_mma_wait(0, deps=[scores])
-        release(rings.key, stage)
+        release_shared(rings.key, stage, KEY, CONSUMERS)
         output = gl.zeros([ROWS, DV], gl.float32, OUTPUT)
         maximum = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-        total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
+        total = own_sums(gl.zeros([ROWS, KEYS], gl.float32, SCORES))
         state = (scores, output, maximum, total, of_keys, of_values)
         # Blocks that all queries see whole, those that some do not, and the last.
         for i in range(0, whole):
             state = _step(
-                state, query, of_queries, rings, turns, of_head, count, first, i, kv_len,
+                state, query, of_queries, rings, of_head, count, first, i, kv_len,
                 WHO, CONSUMERS, IS_CAUSAL, False, IN_TURN, IN_TENSOR_CORES, False,
             )  # fmt: skip
             count += 1
         for i in range(whole, blocks - 1):
             state = _step(
-                state, query, of_queries, rings, turns, of_head, count, first, i, kv_len,
+                state, query, of_queries, rings, of_head, count, first, i, kv_len,
                 WHO, CONSUMERS, IS_CAUSAL, True, IN_TURN, IN_TENSOR_CORES, False,
             )  # fmt: skip
             count += 1
         state = _step(
-            state, query, of_queries, rings, turns, of_head, count, first, blocks - 1, kv_len,
+            state, query, of_queries, rings, of_head, count, first, blocks - 1, kv_len,
             WHO, CONSUMERS, IS_CAUSAL, True, IN_TURN, IN_TENSOR_CORES, True,
         )  # fmt: skip
         count += 1
 
-        _, output, _, total, _, _ = state
-        output = output * gl.convert_layout(1.0 / total, gl.SliceLayout(1, OUTPUT))[:, None]
+        _, output, _, sums, _, _ = state
+        output = (
+            output * gl.convert_layout(1.0 / gl.sum(sums, 1), gl.SliceLayout(1, OUTPUT))[:, None]
+        )
         STORED: gl.constexpr = gl.BlockedLayout(
             [1, 8], [256 // DV, DV // 8], [gl.num_warps(), 1], [1, 0]
         )
@@ -295,7 +271,6 @@ def _step(
     query,
     of_queries,
     rings,
-    turns,
     scales,
     count,
     first_query,
@@ -332,8 +307,10 @@ def _step(
     stage, phase = count % STAGES, count // STAGES
     next_stage, next_phase = (count + 1) % STAGES, (count + 1) // STAGES
     wait_for(rings.value, stage, phase)
+    if not IS_LAST:
+        wait_for(rings.key, next_stage, next_phase)
     if IN_TURN:
-        wait_for_turn(turns, count, WHO)
+        wait_for_turn_after(total, WHO)
     values = rings.value.buffers.index(stage)
     values = values.permute((1, 0)) if FP8_VALUE else values.reshape((KEYS, output.shape[1]))
     if FP8_VALUE and not IN_TENSOR_CORES:
@@ -343,17 +320,16 @@ def _step(
         product = warpgroup_mma(weights, values, output * shrink, is_async=True)
     next_scores = scores
     if not IS_LAST:
-        wait_for(rings.key, next_stage, next_phase)
         next_scores = start_scores(query, rings.key.buffers.index(next_stage))
     if IN_TURN:
-        pass_turn(turns, WHO)
+        pass_turn(WHO, CONSUMERS)
     product = warpgroup_mma_wait(0 if IS_LAST else 1, deps=[product])
-    release(rings.value, stage)
+    release_shared(rings.value, stage, VALUE, CONSUMERS)
     if FP8_VALUE and not IN_TENSOR_CORES:
         product = output * shrink + product
     if not IS_LAST:
         next_scores = warpgroup_mma_wait(0, deps=[next_scores])
-        release(rings.key, next_stage)
+        release_shared(rings.key, next_stage, KEY, CONSUMERS)
     return next_scores, product, maximum, total, next_of_keys, next_of_values
 
 
@@ -394,14 +370,15 @@ def _weigh(
     else:
         weights = gl.exp2(scores * scale[:, None] - origin[:, None])
     shrink = gl.exp2(maximum - new_maximum)
-    row_sum = gl.sum(weights, 1)
+    sums = own_sums(weights)
+    total = total * gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout))[:, None]
     if FP8_VALUE:
-        total = total * shrink + row_sum / of_values
+        total = total + sums * (1.0 / of_values)
         # Into KEY_ORDER, which for the thread that holds them is a change of names only.
         weights = weights.to(DTYPE).reshape((ROWS, KEYS // 16, 2, 4, 2))
         weights = weights.permute((0, 1, 3, 2, 4)).reshape((ROWS, KEYS))
     else:
-        total = total * shrink + row_sum
+        total = total + sums
         weights = weights.to(DTYPE)
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 4 if FP8_VALUE else 2)
     return gl.convert_layout(weights, WEIGHTS), new_maximum, total, shrink
@@ -418,27 +395,11 @@ def _scales(scales, block, KEYS: gl.constexpr, FP8_VALUE: gl.constexpr):
 
 
 @gluon.jit
-def _quantise_query(
-    query_ptr,
-    stride_s,
-    stride_d,
-    first_row,
-    q_len,
-    factor,
-    buffer,
-    HEAD_DIM: gl.constexpr,
-    SCORES: gl.constexpr,
-):
+def _quantise_query(block, factor, buffer, SCORES: gl.constexpr):
     """A consumer's queries into shared memory; their scales, NaN where a row is not finite."""
     D: gl.constexpr = buffer.shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
-    rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    columns = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
-    query = gl.load(
-        query_ptr + rows[:, None].to(gl.int64) * stride_s + columns[None, :] * stride_d,
-        mask=(rows < q_len)[:, None] & (columns < HEAD_DIM)[None, :],
-        other=0.0,
-    )
+    query = block.reshape((ROWS, D)).load(LAYOUT)
     query = query.to(gl.float32) * factor
     not_finite = gl.sum(query * 0.0, 1)
     query = gl.where(gl.abs(query) < float("inf"), query, 0.0)

@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from capture.variant import PLAIN, Variant
 from replay.kernels.triton.descriptors import has_tma, nowhere
-from replay.kernels.triton.launch import Kept, Launch, PlannedCall, layout
+from replay.kernels.triton.launch import Kept, Launch, PlannedCall, layout, named
 from replay.kernels.triton.masking import window_sides
 from replay.kernels.triton.online_softmax import base_2
 from replay.kernels.triton.quantise import (
@@ -24,7 +24,7 @@ from replay.kernels.triton.quantise import (
     padded_dim,
     quantise_key_value,
 )
-from replay.kernels.triton.quantised_operands import describable, numbers_of, value_strides
+from replay.kernels.triton.quantised_operands import describable, numbers_of, strides_of
 from replay.kernels.triton.quantised_prefill_kernel import quantised_prefill_kernel
 
 
@@ -80,6 +80,8 @@ def attend(
     value = quantised.value
     if quantised.value_scale is None:
         value = describable(value)
+    if _is_hopper(query.device):
+        query = describable(query)
     output = query.new_empty((*query.shape[:3], quantised.v_head_dim))
     shape = (
         query.device,
@@ -97,12 +99,12 @@ def attend(
             query, quantised, value, is_causal, scale, variant, sinks is not None, in_tensor_cores
         ),
     )
-    key, value = planned.operands(quantised.key, value)
+    of_query, of_key, of_value = planned.operands(query, quantised.key, value)
     planned.launch(
-        query,
-        key,
+        of_query,
+        of_key,
         quantised.key_scale,
-        value,
+        of_value,
         quantised.key_scale if quantised.value_scale is None else quantised.value_scale,
         output,
         *((key_mean, None if sinks is None else sinks.contiguous()) if sees_mean else ()),
@@ -123,7 +125,8 @@ def _plan(
     has_sinks: bool,
     in_tensor_cores: bool,
 ) -> PlannedCall:
-    """All of a call but its tensors' addresses; `value` is as a tensor descriptor takes it."""
+    """All of a call but its tensors' addresses; `value`, and `query` on Hopper, are as a tensor
+    descriptor takes them."""
     batch, q_heads, q_len, head_dim = query.shape
     is_causal, left, right = window_sides(is_causal, variant, q_len, quantised.kv_len)
     is_bottom_right = variant.bottom_right and q_len != quantised.kv_len
@@ -144,13 +147,15 @@ def _plan(
         value_desc = TensorDescriptor.from_tensor(value.flatten(0, 2), [block_v_dim, tile.keys])
     else:
         block = [1, 1, tile.keys, block_v_dim]
-        value_desc = TensorDescriptor(value, list(value.shape), value_strides(value), block)
+        value_desc = TensorDescriptor(value, list(value.shape), strides_of(value), block)
     launch = Launch(
         quantised_prefill_kernel,
         (-(-q_len // tile.queries) * batch * q_heads, 1, 1),
         query.device,
         numbers_of(query, quantised, is_causal, factor, in_tensor_cores)
+        | named("stride_", "bhsd", query.stride())
         | {
+            "HEAD_DIM": head_dim,
             "BLOCK_D": block_dim,
             "BLOCK_DV": block_v_dim,
             "BLOCK_M": tile.queries,
@@ -166,7 +171,7 @@ def _plan(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    return PlannedCall(launch, (nowhere(key_desc), nowhere(value_desc)))
+    return PlannedCall(launch, (None, nowhere(key_desc), nowhere(value_desc)))
 
 
 def quantised_prefill(
