@@ -155,12 +155,15 @@ def weights(
     block_elements: int | None = None,
     *,
     scale_scores: bool = False,
+    allow_tf32: bool = False,
 ) -> Iterator[Block]:
     """softmax(scale · QKᵀ + mask) a block of rows at a time, and the values it is applied to.
 
     Args:
         scale_scores: compute scale · (QKᵀ), not (Q√scale)(K√scale)ᵀ; rows in which QKᵀ overflows
             are NaN.
+        allow_tf32: let a GPU round float32 operands of products to 11 bits (TF32), of the reader's
+            products with a block as well.
 
     Raises:
         ValueError: the query heads are not a multiple of the key/value heads.
@@ -182,7 +185,7 @@ def weights(
         widest = max(shape.head_dim, shape.v_head_dim, 1)
         keys = min(CPU_KEYS, most) if call.device.type == "cpu" else most
         at_once = max(1, min(most // max(shape.q_len, 1), keys // widest) // shape.kv_len)
-    with torch.no_grad(), _full_precision_float32():
+    with torch.no_grad(), _float32_products(allow_tf32):
         for batch in range(shape.batch):
             for first in range(0, shape.kv_heads, at_once):
                 kv_heads = slice(first, min(first + at_once, shape.kv_heads))
@@ -307,11 +310,12 @@ def _softmax(scores: Tensor, sinks: Tensor | None, is_masked: bool) -> Tensor:
 
 
 @contextmanager
-def _full_precision_float32() -> Iterator[None]:
-    """Keep TF32 and bfloat16 out of float32 matrix products, whatever the caller allows."""
+def _float32_products(allow_tf32: bool) -> Iterator[None]:
+    """Keep TF32 and bfloat16 out of float32 matrix products, whatever the caller allows, or have
+    TF32 on a GPU."""
     if not hasattr(torch.backends.mkldnn, "matmul"):  # PyTorch before 2.9
         legacy = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest")
+        torch.set_float32_matmul_precision("high" if allow_tf32 else "highest")
         try:
             yield
         finally:
@@ -322,6 +326,8 @@ def _full_precision_float32() -> Iterator[None]:
     try:
         for setting in settings:
             setting.fp32_precision = "ieee"
+        if allow_tf32:
+            torch.backends.cuda.matmul.fp32_precision = "tf32"
         yield
     finally:
         for setting, precision in zip(settings, before, strict=True):

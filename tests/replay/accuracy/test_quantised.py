@@ -217,6 +217,52 @@ def test_it_is_computed_once_and_for_quantised_kernels_only(
     assert len(computed) == 1
 
 
+def may_use_tf32() -> bool:
+    if hasattr(torch.backends.mkldnn, "matmul"):
+        return str(torch.backends.cuda.matmul.fp32_precision) == "tf32"
+    return torch.backends.cuda.matmul.allow_tf32
+
+
+class TF32(torch.overrides.TorchFunctionMode):
+    """Products of float32 as a GPU that may use TF32 has them: operands of 11 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        is_product = func in (Tensor.matmul, Tensor.__matmul__, torch.matmul)
+        if is_product and may_use_tf32():
+            self.products += 1
+            args = tuple(
+                (each.view(torch.int32) + 2**12 & -(2**13)).view(torch.float32) for each in args
+            )
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("outlier", [1.0, 30.0])
+def test_tf32_does_not_move_the_limits(outlier: float) -> None:
+    call = factories.sized_call((1, 4, 2, 256, 256, 64, 64), dtype=torch.bfloat16)
+    call.key[..., :2] *= outlier
+    expected, thresholds = Expected.of(call), QuantisedThresholds()
+    exact = expected.quantised
+    with TF32() as mode:
+        assert torch.equal(Expected.of(call).reference, expected.reference)
+        assert mode.products == 0
+        rounded = Expected.of(call).quantised
+    assert exact is not None
+    assert rounded is not None
+    assert mode.products > 0
+    assert rounded.whole_limit(thresholds) == pytest.approx(exact.whole_limit(thresholds), rel=0.01)
+    for limits in ("head_limits", "row_limits"):
+        torch.testing.assert_close(
+            getattr(rounded, limits)(thresholds),
+            getattr(exact, limits)(thresholds),
+            rtol=0.03,
+            atol=0,
+        )
+
+
 def test_thresholds_of_heads_and_rows() -> None:
     call = hard_call("plain", 0, torch.float16)
     expected = Expected.of(call)
