@@ -55,6 +55,9 @@ def main() -> None:
     parser.add_argument(
         "--kernels", help="or `all`, or `default`: those of replay (default: a few that all have)"
     )
+    parser.add_argument(
+        "--metric", choices=("all",), help="replay with that only (default: on a GPU, both ways)"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="of loading, or 0 (default 5)")
     parser.add_argument("--rows", type=Path, help="keep the rows of the replay in this file")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "replay_overhead.csv")
@@ -73,7 +76,8 @@ def main() -> None:
             loading(directory, arguments.rounds, figures)
         rows = arguments.rows or Path(scratch) / "rows.jsonl"
         kernels = arguments.kernels or KERNELS[device.type]
-        whole(directory, kernels, device, rows, figures, with_energy=False)
+        if arguments.metric is None:
+            whole(directory, kernels, device, rows, figures, with_energy=False)
         if device.type == "cuda":
             whole(directory, kernels, device, rows, figures, with_energy=True)
     measured = {line["figure"] for line in figures.lines}
@@ -178,6 +182,8 @@ def whole(
     stages = by_stage(begin, marks, rows, with_energy=with_energy)
     samples = [row["time_ms"] for row in rows if row["time_ms"]]
     timed = max(len(samples), 1)
+    calls = len({row["call"]["name"] for row in rows})
+    figures.add(f"{name}: calls of the recording", "", [float(calls)])
     figures.add(f"{name}: the command", "s", [seconds])
     for stage, spent in stages.items():
         figures.add(f"{name}: {stage}", "s", [spent])
