@@ -61,7 +61,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "published_shapes": partial(speed.by_shape, "published_shapes.csv"),
     "triton_prefill": partial(speed.by_shape, "triton_kernels.csv", decode=False),
     "triton_decode": partial(speed.by_shape, "triton_kernels.csv", decode=True),
-    "fp8_sums": partial(speed.by_shape, "fp8_sums.csv", errors=True),
+    "hopper_kernels": partial(speed.by_shape, "hopper_kernels.csv", cores=True, errors=True),
     "quantised_decode": partial(speed.by_shape, "quantised_decode.csv", decode=True),
     "end_to_end": end_to_end.speedups,
     "end_to_end_short": partial(

@@ -42,13 +42,16 @@ def full_size() -> str:
     return markdown_table(["kernel", *scenes], lines) + machine_line(rows)
 
 
-def by_shape(file: str, *, decode: bool | None = None, errors: bool = False) -> str:
+def by_shape(
+    file: str, *, decode: bool | None = None, cores: bool = False, errors: bool = False
+) -> str:
     """List TFLOPS by shape; memory-bound decode in ms, drop-in time first, then core time.
 
     Every environment times PyTorch's kernels; only those of the replaying one are listed.
 
     Args:
         decode: list only decode shapes (True), only the others (False), or all (None).
+        cores: list the TFLOPS of cores as well, in brackets.
         errors: list the relative L1 of the output as well.
     """
     rows = [
@@ -62,6 +65,9 @@ def by_shape(file: str, *, decode: bool | None = None, errors: bool = False) -> 
     for row in rows:
         cells = shapes.setdefault(_shape(row) + (" (ms)" if _is_decode(row) else ""), {})
         cells[row["kernel"]] = _decode_cell(row) if decode else _shape_cell(row)
+        if cores and row["core_time_ms.p50"]:
+            faster = float(row["time_ms.p50"]) / float(row["core_time_ms.p50"])
+            cells[row["kernel"]] += f" [{float(row['tflops']) * faster:.0f}]"
         if errors:
             error = float(row["accuracy.reference.relative_l1"])
             cells[row["kernel"]] += f" ({100 * error:.2f} %)"
