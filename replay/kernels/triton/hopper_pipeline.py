@@ -39,7 +39,6 @@ GROUP = gl.constexpr(128)
 LOADER_REGISTERS = gl.constexpr(24)
 """Registers per thread of the loading warp: the fewest there are, so that consumers have more."""
 
-
 FIRST_NUMBER = gl.constexpr(6)
 """Of our named barriers; those below may be Triton's: 0, 1, and one for every partition."""
 CONSUMERS_NAMED = gl.constexpr(2)
