@@ -161,7 +161,8 @@ def _errors(call: AttentionCall, reference: Tensor, way: Way) -> tuple[Tensor, T
                     "value": way.value(part.value),
                 }
             )
-            # TF32 rounds by 2⁻¹¹ what 8 bits have rounded by 2⁻⁴ (e4m3) or 2⁻⁸ of the largest.
+            # TF32 rounds by 2⁻¹¹ what 8 bits have rounded by 2⁻⁴ (e4m3) or 2⁻⁸ of the largest. The
+            # worst row of a head, an extreme, may differ by a tenth; verdicts did not (tests).
             for block in weights(part, torch.float32, allow_tf32=True):
                 scale = _scale(block.weights.amax(dim=-1, keepdim=True), way.most)
                 levels = way.rounded(block.weights.div_(scale))
