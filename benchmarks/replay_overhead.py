@@ -63,6 +63,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "replay_overhead.csv")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
+    if arguments.metric and device.type != "cuda":
+        parser.error("--metric all measures energy, for which it needs --device cuda")
     machine = describe(device)
     with tempfile.TemporaryDirectory() as scratch:
         directory = arguments.dir or made_here(Path(scratch), arguments.calls, arguments.length)

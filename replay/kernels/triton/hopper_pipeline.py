@@ -34,7 +34,7 @@ _new_names = hasattr(tma, "async_store")
 tma_load = tma.async_load if _new_names else tma.async_copy_global_to_shared
 tma_store = tma.async_store if _new_names else tma.async_copy_shared_to_global
 
-GROUP = gl.constexpr(128)
+WARP_GROUP = gl.constexpr(128)
 """Threads of a warp group."""
 LOADER_REGISTERS = gl.constexpr(24)
 """Registers per thread of the loading warp: the fewest there are, so that consumers have more."""
@@ -93,7 +93,7 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 def fill(ring, desc, place, index, phase):
     """The producer loads what is at `place` of a descriptor's tensor, once the buffer is free."""
     mbarrier.wait(ring.empty.index(index), (phase & 1) ^ 1)
-    _load(ring, desc, place, index)
+    _copy(ring, desc, place, index)
 
 
 @gluon.jit
@@ -101,14 +101,14 @@ def fill_shared(ring, desc, place, index, phase, WHICH: gl.constexpr, CONSUMERS:
     """`fill` of the ring of KEY or VALUE."""
     if CONSUMERS == CONSUMERS_NAMED:
         if phase > 0:
-            _wait(_number(ring, index, WHICH, CONSUMERS), _everyone(CONSUMERS))
-        _load(ring, desc, place, index)
+            _barrier("bar.sync", _number(ring, index, WHICH, CONSUMERS), _everyone(CONSUMERS))
+        _copy(ring, desc, place, index)
     else:
         fill(ring, desc, place, index, phase)
 
 
 @gluon.jit
-def _load(ring, desc, place, index):
+def _copy(ring, desc, place, index):
     mbarrier.expect(ring.full.index(index), desc.block_type.nbytes)
     tma_load(desc, place, ring.full.index(index), ring.buffers.index(index))
 
@@ -129,7 +129,7 @@ def release(ring, index):
 def release_shared(ring, index, WHICH: gl.constexpr, CONSUMERS: gl.constexpr):
     """`release` in the ring of KEY or VALUE."""
     if CONSUMERS == CONSUMERS_NAMED:
-        _arrive(_number(ring, index, WHICH, CONSUMERS), _everyone(CONSUMERS))
+        _barrier("bar.arrive", _number(ring, index, WHICH, CONSUMERS), _everyone(CONSUMERS))
     else:
         release(ring, index)
 
@@ -137,7 +137,7 @@ def release_shared(ring, index, WHICH: gl.constexpr, CONSUMERS: gl.constexpr):
 @gluon.jit
 def wait_for_turn(WHO: gl.constexpr):
     """Consumer number WHO waits for its turn."""
-    _wait(gl.to_tensor(FIRST_NUMBER + WHO), gl.to_tensor(2 * GROUP))
+    _barrier("bar.sync", gl.to_tensor(FIRST_NUMBER + WHO), gl.to_tensor(2 * WARP_GROUP))
 
 
 @gluon.jit
@@ -162,7 +162,7 @@ def wait_for_turn_after(sums, WHO: gl.constexpr):
             mov.b32 $1, 0;
         }""",
         "=r,=r,f,f,r,r,r,r",
-        [sums, gl.to_tensor(FIRST_NUMBER + WHO), gl.to_tensor(2 * GROUP)],
+        [sums, gl.to_tensor(FIRST_NUMBER + WHO), gl.to_tensor(2 * WARP_GROUP)],
         dtype=gl.int32,
         is_pure=False,
         pack=2,
@@ -172,7 +172,11 @@ def wait_for_turn_after(sums, WHO: gl.constexpr):
 @gluon.jit
 def pass_turn(WHO: gl.constexpr, CONSUMERS: gl.constexpr):
     """It is the next consumer's turn."""
-    _arrive(gl.to_tensor(FIRST_NUMBER + (WHO + 1) % CONSUMERS), gl.to_tensor(2 * GROUP))
+    _barrier(
+        "bar.arrive",
+        gl.to_tensor(FIRST_NUMBER + (WHO + 1) % CONSUMERS),
+        gl.to_tensor(2 * WARP_GROUP),
+    )
 
 
 @gluon.jit
@@ -184,30 +188,13 @@ def _number(ring, index, WHICH: gl.constexpr, CONSUMERS: gl.constexpr):
 @gluon.jit
 def _everyone(CONSUMERS: gl.constexpr):
     """Threads that meet where a buffer is free: those of all consumers and of the loading warp."""
-    return gl.to_tensor(CONSUMERS * GROUP + 32)
+    return gl.to_tensor(CONSUMERS * WARP_GROUP + 32)
 
 
 @gluon.jit
-def _wait(number, threads):
-    """Arrive at a named barrier, and go on when so many threads have."""
+def _barrier(OPERATION: gl.constexpr, number, threads):
+    """Arrive at a named barrier; `bar.sync` waits for so many threads, `bar.arrive` goes on."""
+    PTX: gl.constexpr = OPERATION + " $1, $2; mov.b32 $0, 0;"
     gl.inline_asm_elementwise(
-        "bar.sync $1, $2; mov.b32 $0, 0;",
-        "=r,r,r",
-        [number, threads],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _arrive(number, threads):
-    """Arrive at a named barrier, and go on."""
-    gl.inline_asm_elementwise(
-        "bar.arrive $1, $2; mov.b32 $0, 0;",
-        "=r,r,r",
-        [number, threads],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
+        PTX, "=r,r,r", [number, threads], dtype=gl.int32, is_pure=False, pack=1
     )
