@@ -6,13 +6,17 @@ tile, a type, causal or not, with or without logarithms, and a schedule. These t
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
 from capture.call import AttentionCall
+from capture.variant import Variant
 from replay.accuracy.judge import Expected, judge
 from replay.kernels.registry import find
-from tests.factories import sized_call
+from tests.factories import normal, sized_call
 from tests.replay.kernels.triton.eager import attend
 
 DEVICE = torch.device("cuda")
@@ -59,7 +63,7 @@ def poison(shape: torch.Size, dtype: torch.dtype) -> None:
 def check(call: AttentionCall) -> None:
     expected = Expected.of(call)
     before = [each.clone() for each in (call.query, call.key, call.value)]
-    poison(call.query.shape, call.dtype)
+    poison(torch.Size((*call.query.shape[:3], call.value.shape[3])), call.dtype)
     output = KERNEL.attention(**call.arguments())
     verdict = judge(output, expected, "exact")
     assert verdict.passed, verdict.sentence
@@ -128,3 +132,90 @@ def test_the_same_bits_each_time() -> None:
         first = KERNEL.attention(**call.arguments())
         for _ in range(20):
             assert torch.equal(KERNEL.attention(**call.arguments()), first)
+
+
+BOTTOM_RIGHT = Variant(bottom_right=True)
+BEYOND: dict[str, dict[str, Any]] = {
+    "bottom right": {"is_causal": True, "variant": BOTTOM_RIGHT},
+    "window": {"is_causal": True, "variant": Variant(True, (200, None))},
+    "window, top left": {"variant": Variant(False, (30, 70))},
+    "window to the right": {"variant": Variant(True, (None, 100))},
+    "soft cap": {"is_causal": True, "variant": Variant(softcap=5.0)},
+    "sinks": {"sinks": True},
+    "all": {"is_causal": True, "variant": Variant(True, (90, None), 20.0), "sinks": True},
+}
+"""What calls ask beyond SDPA."""
+LONG_AND_SHORT = ((2, 8, 2, 700, 1000), (1, 8, 2, 1000, 300), (2, 8, 2, 1000, 3000))
+
+
+@pytest.mark.parametrize("form", BEYOND)
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (96, 96), (192, 128), (256, 256)])
+def test_beyond_sdpa(head_dims: tuple[int, int], form: str) -> None:
+    for sizes in LONG_AND_SHORT:
+        call = sized_call((*sizes, *head_dims), dtype=torch.bfloat16, device=DEVICE)
+        fields = dict(BEYOND[form])
+        if fields.pop("sinks", False):
+            fields["sinks"] = 2 * normal(sizes[1], seed=7, device=DEVICE)
+        call = replace(call, **fields)
+        assert KERNEL.unsupported(call) is None
+        check(call)
+
+
+@pytest.mark.parametrize(
+    "head_dims", [(64, 128), (128, 64), (80, 80), (104, 40), (256, 128), (128, 256), (160, 256)]
+)
+def test_head_dims(head_dims: tuple[int, int]) -> None:
+    for sizes in FEW:
+        check(sized_call((*sizes, *head_dims), dtype=torch.float16, device=DEVICE))
+
+
+PACKED_LENGTHS = ((700, 1, 0, 1300, 99), (700, 1, 50, 1300, 199))
+
+
+@pytest.mark.parametrize("form", ["plain", *BEYOND])
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_packed(head_dims: tuple[int, int], form: str) -> None:
+    """By `triton-varlen`, which runs this kernel here; other sequences' rows reach nothing."""
+    kernel = find("triton-varlen")
+    q_lengths, k_lengths = PACKED_LENGTHS
+    sizes = (1, 8, 2, sum(q_lengths), sum(k_lengths))
+    fields = dict(BEYOND.get(form, {}))
+    if fields.pop("sinks", False):
+        fields["sinks"] = 2 * normal(8, seed=7, device=DEVICE)
+    offsets = [torch.tensor([0, *each], device=DEVICE) for each in PACKED_LENGTHS]
+    q_offsets, k_offsets = (each.cumsum(0).int() for each in offsets)
+    call = sized_call((*sizes, *head_dims), dtype=torch.bfloat16, device=DEVICE)
+    call = replace(call, cu_seqlens_q=q_offsets, cu_seqlens_k=k_offsets, **fields)
+    for seqused_k in (None, torch.tensor([650, 1, 50, 0, 130], device=DEVICE).int()):
+        asked = replace(call, seqused_k=seqused_k)
+        expected = Expected.of(asked)
+        poison(torch.Size((1, 8, sizes[3], head_dims[1])), call.dtype)
+        output = kernel.attention(**asked.arguments())
+        verdict = judge(output, expected, "exact")
+        assert verdict.passed, verdict.sentence
+    # A sequence whose every key is NaN says so of itself alone.
+    for tensor in (call.key, call.value):
+        tensor[:, :, 751:2051] = float("nan")
+    is_nan = kernel.attention(**call.arguments()).isnan().any(-1)[0]
+    assert not is_nan[:, :701].any()
+    assert not is_nan[:, 2001:].any()
+    assert is_nan[:, 701:2001].any()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_padded(head_dim: int) -> None:
+    """NaN in the padding, before and after the keys that count, reaches nothing."""
+    lengths = torch.tensor([[0, 500], [130, 370], [61, 64]], device=DEVICE)
+    keys = torch.arange(500, device=DEVICE)
+    counts = (keys >= lengths[:, :1]) & (keys < lengths[:, 1:] + lengths[:, :1])
+    call = call_of((3, 4, 2, 500, 500), head_dim, is_causal=False)
+    call = replace(call, attn_mask=counts[:, None, None])
+    expected = Expected.of(call)
+    for tensor in (call.key, call.value):
+        tensor.masked_fill_(~counts[:, None, :, None], float("nan"))
+    from replay.kernels.triton.varlen import KeyRanges, padded
+
+    ranges = KeyRanges(lengths[:, 0].int().contiguous(), lengths[:, 1].int().contiguous())
+    output = padded(call.query, call.key, call.value, ranges)
+    verdict = judge(output, expected, "exact")
+    assert verdict.passed, verdict.sentence

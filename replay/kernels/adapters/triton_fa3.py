@@ -1,8 +1,8 @@
 """Our prefill for Hopper GPUs (`replay/kernels/triton/prefill_hopper.py`, in Triton's Gluon).
 
-FlashAttention 3's schedule, for what Hopper's units take as it is: no mask, 16 bits,
-head_dim to 128. `triton-fa2` is for the rest, and for other GPUs. Gluon has no interpreter, so this
-kernel cannot be checked on the CPU.
+FlashAttention 3's schedule, for what Hopper's units take as it is: 16 bits, no mask, but windows,
+sinks, soft caps and bottom-right diagonals. `triton-fa2` is for the rest, and for other GPUs. Gluon
+has no interpreter, so this kernel cannot be checked on the CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from replay.kernels.constraints import (
     no_dropout,
     no_mask,
     no_negative_scale,
-    same_value_dim,
 )
 from replay.kernels.library import TRITON, is_interpreted
 from replay.kernels.registry import register
@@ -33,7 +32,13 @@ def _attend(call: Arguments) -> Tensor:
     from replay.kernels.triton.prefill_hopper import prefill_hopper
 
     return prefill_hopper(
-        call.query, call.key, call.value, is_causal=call.is_causal, scale=call.scale
+        call.query,
+        call.key,
+        call.value,
+        is_causal=call.is_causal,
+        scale=call.scale,
+        variant=call.variant,
+        sinks=call.sinks,
     )
 
 
@@ -58,12 +63,12 @@ register(
             no_dropout,
             half_precision,
             no_mask,
-            same_value_dim,
             multiple_of_8,
-            max_head_dim(128),
+            max_head_dim(256),
             no_negative_scale,
         ),
         "ours for Hopper: TMA, warp specialisation, FlashAttention 3's schedule (Gluon)",
+        features=("bottom-right", "window", "softcap", "sinks"),
         unavailable=_unavailable,
     )
 )

@@ -90,27 +90,47 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def fill(ring, desc, place, index, phase):
-    """The producer loads what is at `place` of a descriptor's tensor, once the buffer is free."""
+def fill(ring, desc, place, index, phase, rest=None):
+    """The producer loads what is at `place` of a descriptor's tensor, once the buffer is free.
+
+    `rest` are the descriptor and the buffers for a second piece of the head_dim, which is loaded
+    with the first.
+    """
     mbarrier.wait(ring.empty.index(index), (phase & 1) ^ 1)
-    _copy(ring, desc, place, index)
+    _copy(ring, desc, place, index, rest)
 
 
 @gluon.jit
-def fill_shared(ring, desc, place, index, phase, WHICH: gl.constexpr, CONSUMERS: gl.constexpr):
+def fill_shared(
+    ring,
+    desc,
+    place,
+    index,
+    phase,
+    WHICH: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    rest=None,
+):
     """`fill` of the ring of KEY or VALUE."""
     if CONSUMERS == CONSUMERS_NAMED:
         if phase > 0:
             _barrier("bar.sync", _number(ring, index, WHICH, CONSUMERS), _everyone(CONSUMERS))
-        _copy(ring, desc, place, index)
+        _copy(ring, desc, place, index, rest)
     else:
-        fill(ring, desc, place, index, phase)
+        fill(ring, desc, place, index, phase, rest)
 
 
 @gluon.jit
-def _copy(ring, desc, place, index):
-    mbarrier.expect(ring.full.index(index), desc.block_type.nbytes)
-    tma_load(desc, place, ring.full.index(index), ring.buffers.index(index))
+def _copy(ring, desc, place, index, rest):
+    full = ring.full.index(index)
+    if rest is None:
+        mbarrier.expect(full, desc.block_type.nbytes)
+    else:
+        rest_desc, buffers = rest
+        mbarrier.expect(full, desc.block_type.nbytes + rest_desc.block_type.nbytes)
+        FIRST: gl.constexpr = desc.block_type.shape[3]
+        tma_load(rest_desc, [place[0], place[1], place[2], FIRST], full, buffers.index(index))
+    tma_load(desc, place, full, ring.buffers.index(index))
 
 
 @gluon.jit

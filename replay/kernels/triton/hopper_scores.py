@@ -28,6 +28,26 @@ def start_scores(query, keys):
 
 
 @gluon.jit
+def add_scores(scores, query, keys):
+    """Start QKᵀ of another piece of the head_dim, added to `scores`."""
+    return warpgroup_mma(query, keys.permute((1, 0)), scores, is_async=True)
+
+
+@gluon.jit
+def soft_cap(exponents, cap):
+    """`online_softmax.soft_cap`, with the GPU's reciprocal, right to a bit, for the division."""
+    inverse = gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;",
+        "=f,f",
+        [gl.exp2(exponents) + 1.0],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
+    return cap - 2.0 * cap * inverse
+
+
+@gluon.jit
 def may_see(scores, first_query, first_key, kv_len, IS_CAUSAL: gl.constexpr):
     """Whether there is a key, and, if causal, none after the query; of the shape of `scores`."""
     LAYOUT: gl.constexpr = scores.type.layout

@@ -11,11 +11,20 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from capture.variant import PLAIN, Variant
 from replay.kernels.triton.descriptors import at
+from replay.kernels.triton.forward import Lengths
+from replay.kernels.triton.forward_tiles import pieces
 from replay.kernels.triton.hopper_scores import ROWS
 from replay.kernels.triton.launch import Launch
+from replay.kernels.triton.masking import window_sides
+from replay.kernels.triton.online_softmax import base_2
 from replay.kernels.triton.persistent import SHORT, multiprocessors, section_of
 from replay.kernels.triton.prefill_hopper_kernel import prefill_kernel
+
+LARGEST_HEAD_DIM = 256
+SHARED_BYTES = 227 * 1024
+"""That a program can have."""
 
 
 class Schedule(NamedTuple):
@@ -33,16 +42,37 @@ class Schedule(NamedTuple):
     """Registers per thread of a consumer."""
 
 
-def schedule(head_dim: int, group: int, kv_len: int) -> Schedule:
-    """For `group` query heads a key head."""
-    if head_dim > 64:
+class Dims(NamedTuple):
+    """A head dimension as it is computed with; what is beyond the tensors' own is read as zeros."""
+
+    main: int
+    rest: int
+    """The second piece of query and key, or 0."""
+    value: int
+
+
+def dims_of(head_dim: int, v_head_dim: int) -> Dims:
+    main, rest = (64, 0) if head_dim <= 64 else pieces(head_dim, are_aligned=True)
+    return Dims(main, rest, 64 if v_head_dim <= 64 else 128 if v_head_dim <= 128 else 256)
+
+
+def schedule(dims: Dims, group: int, seen: int) -> Schedule:
+    """For `group` query heads a key head, and queries that see up to `seen` keys."""
+    if dims.value > 128 or dims.main > 128:
+        return Schedule(consumers=2, heads=1, keys=64, stages=2, registers=240)
+    if max(dims.main, dims.value) > 64 or dims.rest:
         return Schedule(consumers=2, heads=1, keys=128, stages=2, registers=240)
-    if kv_len <= SHORT:
+    if seen <= SHORT:
         return Schedule(consumers=4, heads=math.gcd(group, 4), keys=64, stages=6, registers=112)
     return Schedule(consumers=3, heads=1, keys=128, stages=3, registers=160)
 
 
-LARGEST_HEAD_DIM = 128
+def output_is_on_query(dims: Dims, plan: Schedule) -> bool:
+    """Whether the output takes the query's place in shared memory, where both do not fit. Loading
+    the next tile's query then waits for it."""
+    rows, keys = plan.consumers * ROWS.value, plan.stages * plan.keys
+    numbers = (rows + keys) * (dims.main + dims.rest) + (rows + keys) * dims.value
+    return dims.main == dims.value and numbers * 2 > SHARED_BYTES - 1024  # barriers
 
 
 @overload
@@ -53,6 +83,8 @@ def prefill_hopper(
     *,
     is_causal: bool = False,
     scale: float | None = None,
+    variant: Variant = PLAIN,
+    sinks: Tensor | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 
@@ -65,6 +97,8 @@ def prefill_hopper(
     *,
     is_causal: bool = False,
     scale: float | None = None,
+    variant: Variant = PLAIN,
+    sinks: Tensor | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -76,6 +110,8 @@ def prefill_hopper(
     *,
     is_causal: bool = False,
     scale: float | None = None,
+    variant: Variant = PLAIN,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Scaled dot-product attention on a Hopper GPU.
@@ -84,51 +120,110 @@ def prefill_hopper(
     the address a multiple of 16 bytes. Others are copied first.
 
     Args:
-        query: (B, Hq, Sq, D) float16 or bfloat16; D at most 128 and a multiple of 8.
+        query: (B, Hq, Sq, D) float16 or bfloat16; D at most 256 and a multiple of 8.
         key: (B, Hkv, Sk, D), Hkv a divisor of Hq.
-        value: (B, Hkv, Sk, D).
-        is_causal: query i sees keys 0 … i (top left, as SDPA has it).
+        value: (B, Hkv, Sk, Dv), Dv as D.
+        is_causal: query i sees keys 0 … i (top left, as SDPA has it), or as `variant` says.
         scale: of the scores, not negative; None is 1/√D.
-        return_lse: also return the natural logarithm of each row's sum of exponentials.
+        variant: bottom right, window and soft cap. Keys outside a window are not read, but for the
+            rest of a block.
+        sinks: (Hq,), a logit of each head that takes weight and has no value.
+        return_lse: also return the natural logarithm of each row's sum of exponentials, sinks
+            included.
 
     Returns:
-        The output, (B, Hq, Sq, D), laid out as `query` where that is dense; with `return_lse` also
-        the (B, Hq, Sq) float32 logarithms.
+        The output, (B, Hq, Sq, Dv), laid out as `query` where that is dense, zeros where a query
+        sees no key; with `return_lse` also the (B, Hq, Sq) float32 logarithms.
 
     Raises:
-        ValueError: D is too large or no multiple of 8, or the scale is negative.
+        ValueError: D or Dv is too large or no multiple of 8, or the scale is negative.
     """
-    head_dim = query.shape[3]
-    scale = head_dim**-0.5 if scale is None else scale
-    if head_dim > LARGEST_HEAD_DIM or head_dim % 8:
-        raise ValueError(f"head_dim {head_dim}: needs a multiple of 8, at most {LARGEST_HEAD_DIM}")
-    if scale < 0:
+    for dim in (query.shape[3], value.shape[3]):
+        if dim > LARGEST_HEAD_DIM or dim % 8:
+            raise ValueError(f"head_dim {dim}: needs a multiple of 8, at most {LARGEST_HEAD_DIM}")
+    if scale is not None and scale < 0:
         raise ValueError(f"scale {scale}: must not be negative")
+    output, lse = forward_hopper(
+        query, key, value, is_causal, scale, None, return_lse, variant=variant, sinks=sinks
+    )
+    return output if lse is None else (output, lse)
+
+
+def forward_hopper(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool,
+    scale: float | None,
+    lengths: Lengths | None,
+    has_lse: bool,
+    *,
+    variant: Variant = PLAIN,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`prefill_hopper` of padded and packed batches too: the output, and the log-sum-exp if asked.
+
+    Args:
+        query, key, value: BHSD; those of packed batches have one batch element.
+        lengths: which rows count; None for all.
+    """
+    if not (query.numel() and key.numel()):
+        output = query.new_zeros((*query.shape[:3], value.shape[3]))
+        nothing = query.new_full(query.shape[:3], -math.inf, dtype=torch.float32)
+        return output, nothing if has_lse else None
     if not _are_loadable(query, key, value):
         query, key, value = (
             each if _are_loadable(each) else each.contiguous() for each in (query, key, value)
         )
-    output = torch.empty_like(query)
-    if output.stride() != query.stride() and not _are_loadable(output):
-        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    output = _output_of(query, value.shape[3])
     tensors = (query, key, value, output)
-    launch, descriptors = _planned(
+    planned = _planned(
         (query.shape, key.shape, value.shape, output.shape),
         (query.stride(), key.stride(), value.stride(), output.stride()),
         query.dtype,
         query.device,
         is_causal,
         scale,
-        return_lse,
+        None if variant is PLAIN else variant,
+        None if lengths is None else lengths[:3],
     )
-    lse = output  # nothing is written there
-    if return_lse:
+    lse = None
+    if has_lse:
         lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    launch(*map(at, descriptors, tensors), lse)
-    return (output, lse) if return_lse else output
+    planned.launch(
+        *map(at, planned.descriptors, tensors),
+        *((None, None) if planned.rest is None else map(at, planned.rest, tensors)),
+        output if planned.is_packed else None,
+        lse,
+        None if sinks is None else sinks.contiguous(),
+        *((None, None, None) if lengths is None else lengths[3:]),
+    )
+    return output, lse
+
+
+def _output_of(query: Tensor, v_head_dim: int) -> Tensor:
+    if v_head_dim == query.shape[3]:
+        output = torch.empty_like(query)
+        if output.stride() == query.stride() or _are_loadable(output):
+            return output
+    batch, heads, length, _ = query.shape
+    if query.stride(1) < query.stride(2):
+        return query.new_empty(batch, length, heads, v_head_dim).transpose(1, 2)
+    return query.new_empty(batch, heads, length, v_head_dim)
 
 
 Sizes = tuple[int, ...]
+
+
+class _Planned(NamedTuple):
+    """What calls of one shape share."""
+
+    launch: Launch
+    descriptors: list[TensorDescriptor]
+    """Of query, key, value and output."""
+    rest: list[TensorDescriptor] | None
+    """Of query and key, in blocks of the second piece of the head_dim."""
+    is_packed: bool
 
 
 @functools.lru_cache(maxsize=1024)
@@ -138,24 +233,47 @@ def _planned(
     dtype: torch.dtype,
     device: torch.device,
     is_causal: bool,
-    scale: float,
-    return_lse: bool,
-) -> tuple[Launch, list[TensorDescriptor]]:
-    """The launch for calls of one shape, and descriptors of query, key, value and output."""
+    scale: float | None,
+    variant: Variant | None,
+    lengths: tuple[str, int, int] | None,
+) -> _Planned:
+    """`lengths` are their kind, how many, and the most queries."""
+    variant = variant or PLAIN
     batch, q_heads, q_len, head_dim = shapes[0]
-    kv_heads, kv_len = shapes[1][1:3]
+    kv_heads, kv_len, v_head_dim = (*shapes[1][1:3], shapes[2][3])
+    rows = q_len
+    is_packed = lengths is not None and lengths[0] == "packed"
+    if lengths is not None:
+        _, batch, q_len = lengths
+    is_causal, left, right = window_sides(is_causal, variant, rows, kv_len)
+    right = 0 if is_causal else right
+    is_bottom_right = variant.bottom_right and (lengths is not None or q_len != kv_len)
+    scale, cap = base_2(head_dim**-0.5 if scale is None else scale, variant.softcap)
     group = q_heads // kv_heads
-    plan = schedule(head_dim, group, kv_len)
-    rows = (ROWS.value, plan.keys, plan.keys, ROWS.value)
-    tile_dim = 64 if head_dim <= 64 else 128
+    dims = dims_of(head_dim, v_head_dim)
+    seen = kv_len // batch if is_packed else kv_len
+    if left is not None and right is not None:
+        seen = min(seen, left + right + 1)
+    plan = schedule(dims, group, seen)
+    lengths_of_blocks = (ROWS.value, plan.keys, plan.keys, ROWS.value)
+    dims_of_blocks = (dims.main, dims.main, dims.value, dims.value)
     descriptors = [
-        _descriptor(shape, stride, dtype, length, tile_dim)
-        for shape, stride, length in zip(shapes, strides, rows, strict=True)
+        _descriptor(shape, stride, dtype, length, dim)
+        for shape, stride, length, dim in zip(
+            shapes, strides, lengths_of_blocks, dims_of_blocks, strict=True
+        )
     ]
+    rest = None
+    if dims.rest:
+        rest = [
+            _descriptor(shapes[place], strides[place], dtype, length, dims.rest)
+            for place, length in enumerate((ROWS.value, plan.keys))
+        ]
     blocks = -(-q_len // (ROWS.value * plan.consumers // plan.heads))
     bundles = batch * q_heads // plan.heads
     tiles = blocks * bundles
-    head_bytes = 2 * kv_len * head_dim * dtype.itemsize
+    is_by_length = right is not None and left is None
+    head_bytes = seen * (head_dim + v_head_dim) * dtype.itemsize
     launch = Launch(
         prefill_kernel,
         (min(tiles, multiprocessors(device)), 1, 1),
@@ -163,24 +281,32 @@ def _planned(
         {
             "q_heads": q_heads,
             "group": group,
+            "rows": rows,
             "q_len": q_len,
             "kv_len": kv_len,
+            "diagonal": None if is_bottom_right else 0,
+            "left": left,
+            "right": right,
             "tiles": tiles,
             "blocks": blocks,
             "bundles": bundles,
-            "section": section_of(head_bytes, bundles, group // plan.heads, is_causal),
-            "scale": scale * math.log2(math.e),
+            "section": section_of(head_bytes, bundles, group // plan.heads, is_by_length),
+            "stride_output_head": strides[3][1] if is_packed else None,
+            "stride_output_token": strides[3][2] if is_packed else None,
+            "scale": scale,
+            "cap": cap,
             "CONSUMERS": plan.consumers,
             "HEADS": plan.heads,
             "KEYS": plan.keys,
             "STAGES": plan.stages,
             "REGISTERS": plan.registers,
-            "IS_CAUSAL": is_causal,
-            "HAS_LSE": return_lse,
+            "OUTPUT_ON_QUERY": output_is_on_query(dims, plan),
+            "BY_LENGTH": is_by_length,
+            "V_HEAD_DIM": v_head_dim if is_packed else dims.value,
         },
         num_warps=4,
     )
-    return launch, descriptors
+    return _Planned(launch, descriptors, rest, is_packed)
 
 
 def _are_loadable(*tensors: Tensor) -> bool:
@@ -201,13 +327,13 @@ def _can_be_strides(of_tensors: tuple[Sizes, ...], size: int) -> bool:
 
 
 @functools.lru_cache
-def _layout(rows: int, tile_dim: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
     element = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[dtype]
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, tile_dim], element)
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], element)
 
 
 def _descriptor(
-    shape: Sizes, strides: Sizes, dtype: torch.dtype, rows: int, tile_dim: int
+    shape: Sizes, strides: Sizes, dtype: torch.dtype, rows: int, columns: int
 ) -> TensorDescriptor:
     """What TMA loads and stores tiles of; elements outside are read as 0 and not written.
 
@@ -217,6 +343,6 @@ def _descriptor(
         torch.empty_strided(shape, strides, dtype=dtype, device="meta"),
         list(shape),
         list(strides),
-        [1, 1, rows, tile_dim],
-        _layout(rows, tile_dim, dtype),
+        [1, 1, rows, columns],
+        _layout(rows, columns, dtype),
     )

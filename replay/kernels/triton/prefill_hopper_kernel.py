@@ -13,8 +13,9 @@
 - Consumers may have different heads of one group, which share the keys, instead of different
   queries of one head: a causal tile of fewer queries has fewer keys that some of them must not see.
 
-Blocks of keys are visited from the last to the first, so that those which need a mask, the last
-ones, come before a loop without any.
+Blocks of keys are visited from the last to the first, so that those which need a mask come before a
+loop without any; those that a window's left side cuts come behind it (`hopper_spans.py`). A
+head_dim that is no power of two is two pieces, with a product each: 192 is 128 + 64.
 """
 
 from __future__ import annotations
@@ -46,9 +47,11 @@ from replay.kernels.triton.hopper_pipeline import (
     wait_for,
     wait_for_turn,
 )
-from replay.kernels.triton.hopper_scores import ROWS, may_see, own_sums, start_scores
-from replay.kernels.triton.persistent import Work, key_blocks, tile_of, turns_of
+from replay.kernels.triton.hopper_scores import ROWS, add_scores, own_sums, soft_cap, start_scores
+from replay.kernels.triton.hopper_spans import Bounds, key_blocks_of, sees, span_of
+from replay.kernels.triton.persistent import Work, tile_of, turns_of
 
+LOG2_E = gl.constexpr(math.log2(math.e))
 LN_2 = gl.constexpr(math.log(2))
 
 
@@ -60,13 +63,27 @@ class Rings(NamedTuple):
     key: Any
     """STAGES of (1, 1, KEYS, D)."""
     value: Any
+    query_rest: Any
+    """Buffers for the second piece of the head_dim, as many as for the first, or None."""
+    key_rest: Any
+
+
+class Extras(NamedTuple):
+    """What softmax does beyond scale and mask; None where a call asks for nothing."""
+
+    scale: Any
+    """Of the scores, in base 2, or with a cap in the exponent of its tanh."""
+    cap: Any
+    sinks: Any
+    """(Hq,)."""
 
 
 # Triton compiles a kernel anew for integers that are 1 or multiples of 16 unless told not to: every
 # new sequence length would cost a user seconds.
 @gluon.jit(
     do_not_specialize=[
-        "q_heads", "group", "q_len", "kv_len", "tiles", "blocks", "bundles", "section"
+        "q_heads", "group", "rows", "q_len", "kv_len", "diagonal", "left", "right", "tiles",
+        "blocks", "bundles", "section",
     ]
 )  # fmt: skip
 def prefill_kernel(
@@ -74,49 +91,87 @@ def prefill_kernel(
     k_desc,
     v_desc,
     o_desc,
+    q_rest_desc,
+    k_rest_desc,
+    output,
     lse,
+    sinks,
+    q_offsets,
+    k_starts,
+    k_lengths,
     q_heads,
     group,
+    rows,
     q_len,
     kv_len,
+    diagonal,
+    left,
+    right,
     tiles,
     blocks,
     bundles,
     section,
+    stride_output_head,
+    stride_output_token,
     scale,
+    cap,
     CONSUMERS: gl.constexpr,
     HEADS: gl.constexpr,
     KEYS: gl.constexpr,
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
-    IS_CAUSAL: gl.constexpr,
-    HAS_LSE: gl.constexpr,
+    OUTPUT_ON_QUERY: gl.constexpr,
+    BY_LENGTH: gl.constexpr,
+    V_HEAD_DIM: gl.constexpr,
 ):
-    """A persistent program: its shared memory, and who does what. `scale` is in base 2."""
+    """A persistent program: its shared memory, and who does what.
+
+    What a call lacks is None, and no argument of the compiled program: the second piece of the
+    head_dim, `lse`, `sinks`, lengths, `diagonal` (as in `Bounds`), `left`, `right` and `cap`. Of a
+    packed call, which has one batch element in memory, `q_len` is the longest sequence's, `rows`
+    are all queries, and `output` is stored through pointers, since a tile may end amid another
+    sequence's rows. OUTPUT_ON_QUERY: the output takes the query's place in shared memory.
+    BY_LENGTH: tiles differ in length, and are worked on from the longest.
+    """
     dtype: gl.constexpr = q_desc.dtype
-    HEAD_DIM: gl.constexpr = q_desc.block_type.shape[3]
-    query_shape: gl.constexpr = [CONSUMERS, 1, 1, ROWS, HEAD_DIM]
-    key_shape: gl.constexpr = [STAGES, 1, 1, KEYS, HEAD_DIM]
+    query_shape: gl.constexpr = [CONSUMERS] + q_desc.block_type.shape  # noqa: RUF005 (none in Gluon)
+    key_shape: gl.constexpr = [STAGES] + k_desc.block_type.shape  # noqa: RUF005
+    value_shape: gl.constexpr = [STAGES] + v_desc.block_type.shape  # noqa: RUF005
+    output_shape: gl.constexpr = [CONSUMERS] + o_desc.block_type.shape  # noqa: RUF005
     q_buffers = gl.allocate_shared_memory(dtype, query_shape, q_desc.layout)
     k_buffers = gl.allocate_shared_memory(dtype, key_shape, k_desc.layout)
-    v_buffers = gl.allocate_shared_memory(dtype, key_shape, v_desc.layout)
-    o_buffers = gl.allocate_shared_memory(dtype, query_shape, o_desc.layout)
+    v_buffers = gl.allocate_shared_memory(dtype, value_shape, v_desc.layout)
+    o_buffers = q_buffers
+    if not OUTPUT_ON_QUERY:
+        o_buffers = gl.allocate_shared_memory(dtype, output_shape, o_desc.layout)
+    q_rest = None
+    k_rest = None
+    if q_rest_desc is not None:
+        query_rest_shape: gl.constexpr = [CONSUMERS] + q_rest_desc.block_type.shape  # noqa: RUF005
+        key_rest_shape: gl.constexpr = [STAGES] + k_rest_desc.block_type.shape  # noqa: RUF005
+        q_rest = gl.allocate_shared_memory(dtype, query_rest_shape, q_rest_desc.layout)
+        k_rest = gl.allocate_shared_memory(dtype, key_rest_shape, k_rest_desc.layout)
     rings = Rings(
         make_ring(q_buffers),
         make_shared_ring(k_buffers, CONSUMERS),
         make_shared_ring(v_buffers, CONSUMERS),
+        q_rest,
+        k_rest,
     )
     pass_turn(CONSUMERS - 1, CONSUMERS)  # so the first consumer's is the first
+    bounds = Bounds(q_len, kv_len, diagonal, left, right, q_offsets, k_starts, k_lengths)
     work = Work(q_heads, q_len, kv_len, tiles, blocks, bundles, section)
-    descriptors = (q_desc, k_desc, v_desc)
-    attend = (rings, (o_buffers, o_desc, lse), work, scale)
+    load = ((q_desc, k_desc, v_desc, q_rest_desc, k_rest_desc), rings, work, bounds, group)
+    pointers = (output, stride_output_head, stride_output_token, lse, rows)
+    extras = Extras(scale, cap, sinks)
+    attend = (rings, (o_buffers, o_desc, pointers), work, bounds, extras)
     # The first consumer is the program's own four warps. Gluon wants every list written out.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_attend, (attend, 0, HEADS, IS_CAUSAL, HAS_LSE)),
-                (_attend, (attend, 1, HEADS, IS_CAUSAL, HAS_LSE)),
-                (_load, (descriptors, rings, work, group, HEADS, IS_CAUSAL)),
+                (_attend, (attend, 0, HEADS, BY_LENGTH, OUTPUT_ON_QUERY, V_HEAD_DIM)),
+                (_attend, (attend, 1, HEADS, BY_LENGTH, OUTPUT_ON_QUERY, V_HEAD_DIM)),
+                (_load, (load, HEADS, BY_LENGTH)),
             ],
             [4, 1],
             [REGISTERS, LOADER_REGISTERS],
@@ -124,10 +179,10 @@ def prefill_kernel(
     elif CONSUMERS == 3:
         gl.warp_specialize(
             [
-                (_attend, (attend, 0, HEADS, IS_CAUSAL, HAS_LSE)),
-                (_attend, (attend, 1, HEADS, IS_CAUSAL, HAS_LSE)),
-                (_attend, (attend, 2, HEADS, IS_CAUSAL, HAS_LSE)),
-                (_load, (descriptors, rings, work, group, HEADS, IS_CAUSAL)),
+                (_attend, (attend, 0, HEADS, BY_LENGTH, OUTPUT_ON_QUERY, V_HEAD_DIM)),
+                (_attend, (attend, 1, HEADS, BY_LENGTH, OUTPUT_ON_QUERY, V_HEAD_DIM)),
+                (_attend, (attend, 2, HEADS, BY_LENGTH, OUTPUT_ON_QUERY, V_HEAD_DIM)),
+                (_load, (load, HEADS, BY_LENGTH)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, LOADER_REGISTERS],
@@ -135,11 +190,11 @@ def prefill_kernel(
     else:
         gl.warp_specialize(
             [
-                (_attend, (attend, 0, HEADS, IS_CAUSAL, HAS_LSE)),
-                (_attend, (attend, 1, HEADS, IS_CAUSAL, HAS_LSE)),
-                (_attend, (attend, 2, HEADS, IS_CAUSAL, HAS_LSE)),
-                (_attend, (attend, 3, HEADS, IS_CAUSAL, HAS_LSE)),
-                (_load, (descriptors, rings, work, group, HEADS, IS_CAUSAL)),
+                (_attend, (attend, 0, HEADS, BY_LENGTH, OUTPUT_ON_QUERY, V_HEAD_DIM)),
+                (_attend, (attend, 1, HEADS, BY_LENGTH, OUTPUT_ON_QUERY, V_HEAD_DIM)),
+                (_attend, (attend, 2, HEADS, BY_LENGTH, OUTPUT_ON_QUERY, V_HEAD_DIM)),
+                (_attend, (attend, 3, HEADS, BY_LENGTH, OUTPUT_ON_QUERY, V_HEAD_DIM)),
+                (_load, (load, HEADS, BY_LENGTH)),
             ],
             [4, 4, 4, 1],
             [REGISTERS, REGISTERS, REGISTERS, LOADER_REGISTERS],
@@ -147,30 +202,60 @@ def prefill_kernel(
 
 
 @gluon.jit
-def _load(descriptors, rings, work, group, HEADS: gl.constexpr, IS_CAUSAL: gl.constexpr):
+def _load(arguments, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
     """The loading warp: all blocks of all tiles, as soon as there is room."""
-    q_desc, k_desc, v_desc = descriptors
+    descriptors, rings, work, bounds, group = arguments
+    q_desc, k_desc, v_desc, q_rest_desc, k_rest_desc = descriptors
     CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
     STAGES: gl.constexpr = rings.key.buffers.shape[0]
     KEYS: gl.constexpr = rings.key.buffers.shape[3]
     QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
     count = 0  # key blocks so far, of all tiles
-    for turn in range(turns_of(work.tiles, gl.program_id(0), gl.num_programs(0), IS_CAUSAL)):
-        head, block = tile_of(turn, work, HEADS, IS_CAUSAL)
+    done = 0
+    q_rest = None
+    k_rest = None
+    if q_rest_desc is not None:
+        q_rest = (q_rest_desc, rings.query_rest)
+        k_rest = (k_rest_desc, rings.key_rest)
+    for turn in range(turns_of(work.tiles, gl.program_id(0), gl.num_programs(0), BY_LENGTH)):
+        head, block = tile_of(turn, work, HEADS, BY_LENGTH)
         batch, q_head = head // work.q_heads, head % work.q_heads
         kv_head = q_head // group
         first = block * QUERIES
-        blocks, _ = key_blocks(first, work.kv_len, QUERIES, KEYS, IS_CAUSAL)
-        for who in gl.static_range(CONSUMERS):
-            own = [batch, q_head + who % HEADS, first + who // HEADS * ROWS, 0]
-            fill(rings.query, q_desc, own, who, turn)
-        for i in range(blocks):
-            key = (blocks - 1 - i) * KEYS
-            stage, phase = count % STAGES, count // STAGES
-            at = [batch, kv_head, key, 0]
-            fill_shared(rings.key, k_desc, at, stage, phase, KEY, CONSUMERS)
-            fill_shared(rings.value, v_desc, at, stage, phase, VALUE, CONSUMERS)
-            count += 1
+        span = span_of(batch, bounds)
+        if _exists(first, span, bounds):
+            begin, _, _, end = key_blocks_of(first, span, bounds, QUERIES, KEYS)
+            element = _in_memory(batch, bounds)
+            for who in gl.static_range(CONSUMERS):
+                row = span.q_start + first + who // HEADS * ROWS
+                own = [element, q_head + who % HEADS, row, 0]
+                fill(rings.query, q_desc, own, who, done, q_rest)
+            for i in range(end - begin):
+                key = span.k_start + (end - 1 - i) * KEYS
+                stage, phase = count % STAGES, count // STAGES
+                at = [element, kv_head, key, 0]
+                fill_shared(rings.key, k_desc, at, stage, phase, KEY, CONSUMERS, k_rest)
+                fill_shared(rings.value, v_desc, at, stage, phase, VALUE, CONSUMERS)
+                count += 1
+            done += 1
+
+
+@gluon.jit
+def _exists(first_query, span, bounds):
+    """Whether there is such a tile: a packed sequence may be shorter than the longest."""
+    exists = True
+    if bounds.q_offsets is not None:
+        exists = first_query < span.q_len
+    return exists
+
+
+@gluon.jit
+def _in_memory(batch, bounds):
+    """Which batch element of the tensors has this one's rows: packed ones are all in the first."""
+    element = batch
+    if bounds.q_offsets is not None:
+        element = batch * 0
+    return element
 
 
 @gluon.jit
@@ -178,76 +263,145 @@ def _attend(
     arguments,
     WHO: gl.constexpr,
     HEADS: gl.constexpr,
-    IS_CAUSAL: gl.constexpr,
-    HAS_LSE: gl.constexpr,
+    BY_LENGTH: gl.constexpr,
+    OUTPUT_ON_QUERY: gl.constexpr,
+    V_HEAD_DIM: gl.constexpr,
 ):
     """Consumer number WHO: 64 queries of every tile."""
-    rings, outputs, work, scale = arguments
-    o_buffers, o_desc, lse = outputs
-    kv_len = work.kv_len
+    rings, outputs, work, bounds, extras = arguments
+    CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
+    QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
+    count = 0
+    done = 0
+    for turn in range(turns_of(work.tiles, gl.program_id(0), gl.num_programs(0), BY_LENGTH)):
+        head, block = tile_of(turn, work, HEADS, BY_LENGTH)
+        batch, q_head = head // work.q_heads, head % work.q_heads + WHO % HEADS
+        span = span_of(batch, bounds)
+        if _exists(block * QUERIES, span, bounds):
+            place = (_in_memory(batch, bounds), work.q_heads, q_head)
+            count = _attend_tile(
+                rings, outputs, place, span, bounds, extras, block * QUERIES, count, done,
+                WHO, HEADS, OUTPUT_ON_QUERY, V_HEAD_DIM,
+            )  # fmt: skip
+            done += 1
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _attend_tile(
+    rings,
+    outputs,
+    place,
+    span,
+    bounds,
+    extras,
+    first_of_tile,
+    count,
+    done,
+    WHO: gl.constexpr,
+    HEADS: gl.constexpr,
+    OUTPUT_ON_QUERY: gl.constexpr,
+    V_HEAD_DIM: gl.constexpr,
+):
+    """A consumer's queries of one tile; returns how many blocks of keys there were, with `count`
+    before it."""
+    batch, q_heads, q_head = place
+    dtype: gl.constexpr = rings.value.buffers.dtype
     CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
     STAGES: gl.constexpr = rings.key.buffers.shape[0]
     KEYS: gl.constexpr = rings.key.buffers.shape[3]
-    HEAD_DIM: gl.constexpr = rings.key.buffers.shape[4]
+    DV: gl.constexpr = rings.value.buffers.shape[4]
     QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    count = 0
-    for turn in range(turns_of(work.tiles, gl.program_id(0), gl.num_programs(0), IS_CAUSAL)):
-        head, block = tile_of(turn, work, HEADS, IS_CAUSAL)
-        batch, q_head = head // work.q_heads, head % work.q_heads + WHO % HEADS
-        blocks, unmasked = key_blocks(block * QUERIES, kv_len, QUERIES, KEYS, IS_CAUSAL)
-        first = block * QUERIES + WHO // HEADS * ROWS
-        wait_for(rings.query, WHO, turn)
-        q = _matrix(rings.query.buffers.index(WHO))
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    begin, whole_first, whole_end, end = key_blocks_of(first_of_tile, span, bounds, QUERIES, KEYS)
+    first = first_of_tile + WHO // HEADS * ROWS
+    wait_for(rings.query, WHO, done)
 
-        # The last block of keys, which has no PV before it.
-        stage = count % STAGES
-        wait_for(rings.key, stage, count // STAGES)
-        wait_for_turn(WHO)
-        scores = start_scores(q, _matrix(rings.key.buffers.index(stage)))
-        pass_turn(WHO, CONSUMERS)
-        scores = warpgroup_mma_wait(0, deps=[scores])
-        release_shared(rings.key, stage, KEY, CONSUMERS)
-        seen = may_see(scores, first, (blocks - 1) * KEYS, kv_len, IS_CAUSAL)
-        scores = gl.where(seen, scores, float("-inf"))
-        nothing = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, scores.type.layout))
-        scores, largest, _ = _softmax(scores, nothing, scale, True)
-        total = own_sums(scores)
-        output = gl.zeros([ROWS, HEAD_DIM], gl.float32, LAYOUT)
-        state = (_pack(scores, q.dtype), output, largest, total)
+    # The last block of keys, which has no PV before it.
+    stage = count % STAGES
+    wait_for(rings.key, stage, count // STAGES)
+    wait_for_turn(WHO)
+    scores = _start(rings, stage, WHO)
+    pass_turn(WHO, CONSUMERS)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    release_shared(rings.key, stage, KEY, CONSUMERS)
+    nothing = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, scores.type.layout))
+    weights, largest, _ = _weigh(
+        scores, nothing, first, (end - 1) * KEYS, span, bounds, extras, True
+    )
+    if bounds.k_starts is not None:
+        # Behind the last key lie somebody else's values, or none that count.
+        left_over = span.kv_len - (end - 1) * KEYS
+        if left_over < KEYS:
+            wait_for(rings.value, stage, count // STAGES)
+            _clear(rings.value.buffers.index(stage), left_over)
+    output = gl.zeros([ROWS, DV], gl.float32, OUTPUT)
+    state = (_pack(weights, dtype), output, largest, own_sums(weights))
+    count += 1
+    # Blocks that some of the queries do not see whole, those that all do, and again some.
+    for i in range(end - 1 - whole_end):
+        key = (end - 2 - i) * KEYS
+        state = _step(state, rings, count, first, key, span, bounds, extras, WHO, True)
         count += 1
-        # Blocks that some of the queries do not see whole, and those that all do.
-        for i in range(1, blocks - unmasked):
-            key = (blocks - 1 - i) * KEYS
-            state = _step(state, rings, count, first, key, kv_len, scale, WHO, IS_CAUSAL, True)
+    for _ in range(whole_first, whole_end):
+        state = _step(state, rings, count, first, 0, span, bounds, extras, WHO, False)
+        count += 1
+    if bounds.left is not None:
+        for i in range(whole_first - begin):
+            key = (whole_first - 1 - i) * KEYS
+            state = _step(state, rings, count, first, key, span, bounds, extras, WHO, True)
             count += 1
-        for _ in range(blocks - unmasked, blocks):
-            state = _step(state, rings, count, first, 0, kv_len, scale, WHO, IS_CAUSAL, False)
-            count += 1
+    if not OUTPUT_ON_QUERY:
         release(rings.query, WHO)
 
-        # PV of the block visited last, and the output.
-        packed, output, largest, sums = state
-        total = gl.sum(sums, 1)
-        probabilities = _unpack(packed, output, q.dtype)
-        stage = (count - 1) % STAGES
-        wait_for(rings.value, stage, (count - 1) // STAGES)
-        values = _matrix(rings.value.buffers.index(stage))
-        output = warpgroup_mma(probabilities, values, output, is_async=True)
-        output = warpgroup_mma_wait(0, deps=[output])
-        release_shared(rings.value, stage, VALUE, CONSUMERS)
-        output *= gl.convert_layout(1.0 / total, gl.SliceLayout(1, LAYOUT))[:, None]
-        o_buffer = o_buffers.index(WHO)
+    # PV of the block visited last, and the output.
+    packed, output, largest, sums = state
+    total = gl.sum(sums, 1)
+    stage = (count - 1) % STAGES
+    wait_for(rings.value, stage, (count - 1) // STAGES)
+    values = _matrix(rings.value.buffers.index(stage))
+    output = warpgroup_mma(_unpack(packed, output, dtype), values, output, is_async=True)
+    output = warpgroup_mma_wait(0, deps=[output])
+    release_shared(rings.value, stage, VALUE, CONSUMERS)
+    largest = gl.convert_layout(largest, total.type.layout)
+    rescale = 1.0
+    if extras.sinks is not None:
+        sink = gl.load(extras.sinks + q_head).to(gl.float32) * LOG2_E
+        with_sink = gl.maximum(largest, sink)
+        origin = gl.where(with_sink == float("-inf"), 0.0, with_sink)
+        rescale = gl.exp2(largest - origin)
+        total = total * rescale + gl.exp2(sink - origin)
+        largest = with_sink
+    share = gl.where(total == 0.0, 0.0, rescale / total)  # a query may see nothing
+    output *= gl.convert_layout(share, gl.SliceLayout(1, OUTPUT))[:, None]
+    o_buffers, o_desc, pointers = outputs
+    o_pointer, stride_head, stride_token, lse, rows = pointers
+    o_buffer = o_buffers.index(WHO)
+    if not OUTPUT_ON_QUERY:
         tma.store_wait(0)  # that of the tile before, which still reads this memory
-        _matrix(o_buffer).store(output.to(q.dtype))
-        fence_async_shared()
+    _matrix(o_buffer).store(output.to(dtype))
+    fence_async_shared()
+    if o_pointer is None:
         tma_store(o_desc, [batch, q_head, first, 0], o_buffer)
-        if HAS_LSE:
-            total = gl.convert_layout(total, largest.type.layout)
-            query = first + gl.arange(0, ROWS, total.type.layout)
-            start = (batch * work.q_heads + q_head).to(gl.int64) * work.q_len
-            gl.store(lse + start + query, (largest + gl.log2(total)) * LN_2, query < work.q_len)
-    tma.store_wait(0)
+        if OUTPUT_ON_QUERY:
+            tma.store_wait(0)
+    else:
+        STORED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
+        stored = _matrix(o_buffer).load(STORED)
+        queries = first + gl.arange(0, ROWS, gl.SliceLayout(1, STORED))
+        columns = gl.arange(0, DV, gl.SliceLayout(0, STORED))
+        o_pointer += q_head.to(gl.int64) * stride_head
+        at = (span.q_start + queries).to(gl.int64)[:, None] * stride_token + columns[None, :]
+        inside = (queries < span.q_len)[:, None] & (columns < V_HEAD_DIM)[None, :]
+        gl.store(o_pointer + at, stored, mask=inside)
+    if OUTPUT_ON_QUERY:
+        release(rings.query, WHO)
+    if lse is not None:
+        queries = first + gl.arange(0, ROWS, total.type.layout)
+        start = (batch * q_heads + q_head).to(gl.int64) * rows + span.q_start
+        logarithms = (largest + gl.log2(total)) * LN_2
+        gl.store(lse + start + queries, logarithms, mask=queries < span.q_len)
+    return count
 
 
 @gluon.jit
@@ -257,10 +411,10 @@ def _step(
     count,
     first_query,
     first_key,
-    kv_len,
-    scale,
+    span,
+    bounds,
+    extras,
     WHO: gl.constexpr,
-    IS_CAUSAL: gl.constexpr,
     IS_MASKED: gl.constexpr,
 ):
     """The scores and softmax of block number `count`, and PV of the block before it."""
@@ -273,25 +427,34 @@ def _step(
     probabilities = _unpack(packed, output, dtype)
     wait_for(rings.key, stage, count // STAGES)
     wait_for_turn(WHO)
-    q = _matrix(rings.query.buffers.index(WHO))
-    scores = start_scores(q, _matrix(rings.key.buffers.index(stage)))
+    scores = _start(rings, stage, WHO)
     wait_for(rings.value, before, (count - 1) // STAGES)
     values = _matrix(rings.value.buffers.index(before))
     output = warpgroup_mma(probabilities, values, output, is_async=True)
     pass_turn(WHO, CONSUMERS)
     scores = warpgroup_mma_wait(1, deps=[scores])
     release_shared(rings.key, stage, KEY, CONSUMERS)
-    if IS_MASKED:
-        seen = may_see(scores, first_query, first_key, kv_len, IS_CAUSAL)
-        scores = gl.where(seen, scores, float("-inf"))
-    scores, largest, factor = _softmax(scores, largest, scale, IS_MASKED)
-    sums = own_sums(scores)
+    weights, largest, factor = _weigh(
+        scores, largest, first_query, first_key, span, bounds, extras, IS_MASKED
+    )
+    sums = own_sums(weights)
     total = total * gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
     # `probabilities` is read until here: their registers must not be reused before.
-    output, scores, packed = warpgroup_mma_wait(0, deps=[output, scores, packed])
+    output, weights, packed = warpgroup_mma_wait(0, deps=[output, weights, packed])
     release_shared(rings.value, before, VALUE, CONSUMERS)
     output *= gl.convert_layout(factor, gl.SliceLayout(1, output.type.layout))[:, None]
-    return _pack(scores, dtype), output, largest, total
+    return _pack(weights, dtype), output, largest, total
+
+
+@gluon.jit
+def _start(rings, stage, WHO: gl.constexpr):
+    """Start QKᵀ of the block of keys in a buffer, one product for each piece of the head_dim."""
+    query, key = rings.query, rings.key
+    scores = start_scores(_matrix(query.buffers.index(WHO)), _matrix(key.buffers.index(stage)))
+    if rings.query_rest is not None:
+        query_rest, key_rest = rings.query_rest.index(WHO), rings.key_rest.index(stage)
+        scores = add_scores(scores, _matrix(query_rest), _matrix(key_rest))
+    return scores
 
 
 @gluon.jit
@@ -301,12 +464,32 @@ def _matrix(block):
 
 
 @gluon.jit
-def _softmax(scores, largest, scale, IS_MASKED: gl.constexpr):
+def _clear(block, count):
+    """Make zeros of a block's rows from number `count` on. All consumers do, so none waits."""
+    buffer = _matrix(block)
+    DV: gl.constexpr = buffer.shape[1]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
+    STEP: gl.constexpr = 16
+    for i in gl.static_range(buffer.shape[0] // STEP):
+        part = buffer.slice(i * STEP, STEP, dim=0)
+        rows = i * STEP + gl.arange(0, STEP, gl.SliceLayout(1, LAYOUT))
+        part.store(gl.where((rows < count)[:, None], part.load(LAYOUT), 0.0))
+    fence_async_shared()
+
+
+@gluon.jit
+def _weigh(scores, largest, first_query, first_key, span, bounds, extras, IS_MASKED: gl.constexpr):
     """The exponentials of a block, the new maximum, and the factor for what was summed before.
 
     The maximum is of scale · score; a row that has not seen a key yet has -inf, which subtracted
     from -inf would be NaN.
     """
+    scale = extras.scale
+    if extras.cap is not None:
+        scores = soft_cap(scores * scale, extras.cap)
+        scale = 1.0
+    if IS_MASKED:
+        scores = gl.where(sees(scores, first_query, first_key, span, bounds), scores, float("-inf"))
     new_largest = gl.maximum(largest, gl.max(scores, 1) * scale)
     subtracted = new_largest
     if IS_MASKED:

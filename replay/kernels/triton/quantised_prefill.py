@@ -6,7 +6,6 @@ or on Hopper, where the call asks for no more than SDPA does, in `quantised_hopp
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from capture.variant import PLAIN, Variant
 from replay.kernels.triton.descriptors import has_tma, nowhere
+from replay.kernels.triton.hopper import has_gluon_kernels
 from replay.kernels.triton.launch import Kept, Launch, PlannedCall, layout, named
 from replay.kernels.triton.masking import window_sides
 from replay.kernels.triton.online_softmax import base_2
@@ -47,11 +47,6 @@ def tile_for(head_dim: int, q_len: int, has_tma: bool) -> Tile:
     return Tile(64, 64, 8, 2)
 
 
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type != "cpu" and torch.cuda.get_device_capability(device) == (9, 0)
-
-
 def attend(
     query: Tensor,
     quantised: QuantisedKeyValue,
@@ -80,7 +75,7 @@ def attend(
     value = quantised.value
     if quantised.value_scale is None:
         value = describable(value)
-    if _is_hopper(query.device):
+    if has_gluon_kernels(query.device):
         query = describable(query)
     output = query.new_empty((*query.shape[:3], quantised.v_head_dim))
     shape = (
@@ -136,7 +131,7 @@ def _plan(
     fp8_value = quantised.value_scale is not None
     factor, cap = base_2(head_dim**-0.5 if scale is None else scale, variant.softcap)
     largest_dim = max(block_dim, block_v_dim)
-    if is_plain and largest_dim <= 128 and _is_hopper(query.device):
+    if is_plain and largest_dim <= 128 and has_gluon_kernels(query.device):
         # Gluon is imported only where it is of use.
         from replay.kernels.triton import quantised_hopper
 

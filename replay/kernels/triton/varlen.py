@@ -16,6 +16,7 @@ from torch import Tensor
 
 from capture.variant import PLAIN, Variant
 from replay.kernels.triton.forward import Lengths, forward
+from replay.kernels.triton.hopper import has_gluon_kernels
 from replay.kernels.triton.launch import Launch, named
 
 
@@ -87,17 +88,8 @@ def padded(
     """
     batch, q_len = query.shape[0], query.shape[2]
     lengths = Lengths("padded", batch, q_len, None, keys.starts, keys.lengths)
-    output, lse = forward(
-        query,
-        key,
-        value,
-        None,
-        is_causal,
-        scale,
-        lengths,
-        return_lse,
-        variant=variant,
-        sinks=sinks,
+    output, lse = _attend(
+        query, key, value, is_causal, scale, lengths, variant, sinks, return_lse=return_lse
     )
     return output if lse is None else (output, lse)
 
@@ -172,7 +164,51 @@ def packed(
     query, key, value = (each.transpose(0, 1)[None] for each in (query_THD, key_THD, value_THD))
     batches = q_offsets.shape[0] - 1
     lengths = Lengths("packed", batches, longest_query, q_offsets, k_offsets, seqused_k)
-    output, lse = forward(
+    output, lse = _attend(
+        query, key, value, is_causal, scale, lengths, variant, sinks, return_lse=return_lse
+    )
+    output_THD = output[0].transpose(0, 1)
+    return output_THD if lse is None else (output_THD, lse[0])
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool,
+    scale: float | None,
+    lengths: Lengths,
+    variant: Variant,
+    sinks: Tensor | None,
+    *,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """By the kernel for Hopper where it can be, else by the one for any GPU."""
+    dims = query.shape[3], value.shape[3]
+    if (
+        has_gluon_kernels(query.device)
+        and query.dtype != torch.float32
+        and lengths.batches > 0
+        and lengths.longest_query > 0
+        and max(dims) <= 256
+        and not any(dim % 8 for dim in dims)
+        and (scale is None or scale > 0)
+    ):
+        # Gluon is imported only where it is of use.
+        from replay.kernels.triton.prefill_hopper import forward_hopper
+
+        return forward_hopper(
+            query,
+            key,
+            value,
+            is_causal,
+            scale,
+            lengths,
+            return_lse,
+            variant=variant,
+            sinks=sinks,
+        )
+    return forward(
         query,
         key,
         value,
@@ -184,8 +220,6 @@ def packed(
         variant=variant,
         sinks=sinks,
     )
-    output_THD = output[0].transpose(0, 1)
-    return output_THD if lse is None else (output_THD, lse[0])
 
 
 BLOCK_KEYS = 1024

@@ -1,0 +1,122 @@
+"""Which queries and keys are a batch element's, and which blocks of keys its queries see.
+
+Query i sees keys from `i + lowest` to `i + highest`: a causal mask has a highest, a window both.
+Blocks begin at multiples of their length from the element's first key. Those that the diagonal, a
+side of the window or the last key cuts need a mask:
+
+    first        whole_first          whole_end        end
+      ├─ masked ─────┼──── no mask ───────┼── masked ────┤
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+class Bounds(NamedTuple):
+    """What a call says of all its batch elements; what it lacks is None."""
+
+    q_len: Any
+    kv_len: Any
+    diagonal: Any
+    """How far the key beside a query is from it; None: the last query is beside the last key."""
+    left: Any
+    """Keys before the diagonal that a query sees."""
+    right: Any
+    """Keys after it; 0 where a call is causal."""
+    q_offsets: Any = None
+    """(B + 1,), of a packed call: where each element's queries begin, and where all end."""
+    k_starts: Any = None
+    """Where each element's keys begin: (B + 1,) of a packed call, (B,) of a padded one."""
+    k_lengths: Any = None
+    """(B,), how many keys count from there on; None: of a packed call, all."""
+
+
+class Span(NamedTuple):
+    """A batch element."""
+
+    q_start: Any
+    """Its first row among the queries in memory."""
+    q_len: Any
+    k_start: Any
+    kv_len: Any
+    lowest: Any
+    """Query i sees no key before i + lowest, where the call has a left side."""
+    highest: Any
+    """Query i sees no key after i + highest, where it has a right side."""
+
+
+@gluon.jit
+def span_of(batch, bounds):
+    """Keys count from the element's first, queries too."""
+    q_start = 0
+    q_len = bounds.q_len
+    k_start = 0
+    kv_len = bounds.kv_len
+    diagonal = bounds.diagonal
+    if bounds.q_offsets is not None:
+        q_start = gl.load(bounds.q_offsets + batch)
+        q_len = gl.load(bounds.q_offsets + batch + 1) - q_start
+        k_start = gl.load(bounds.k_starts + batch)
+        kv_len = gl.load(bounds.k_starts + batch + 1) - k_start
+        if bounds.k_lengths is not None:
+            kv_len = gl.minimum(kv_len, gl.load(bounds.k_lengths + batch))
+    elif bounds.k_starts is not None:
+        k_start = gl.load(bounds.k_starts + batch)
+        kv_len = gl.load(bounds.k_lengths + batch)
+        if diagonal is not None:
+            diagonal -= k_start  # which counts from the padded tensor's first key
+    if diagonal is None:
+        diagonal = kv_len - q_len
+    lowest = 0
+    if bounds.left is not None:
+        lowest = diagonal - bounds.left
+    highest = 0
+    if bounds.right is not None:
+        highest = diagonal + bounds.right
+    return Span(q_start, q_len, k_start, kv_len, lowest, highest)
+
+
+@gluon.jit
+def key_blocks_of(first_row, span, bounds, ROWS: gl.constexpr, KEYS: gl.constexpr):
+    """What some of ROWS queries from `first_row` on see, as numbers of blocks: where it begins,
+    where what all of them see whole begins and ends, and where it ends.
+
+    There is always a last block, and a mask for it, even if nobody sees a key.
+    """
+    first = 0
+    whole_first = 0
+    last_key = span.kv_len
+    last_whole = span.kv_len
+    if bounds.right is not None:
+        last_key = gl.minimum(last_key, first_row + ROWS + span.highest)
+        last_whole = gl.minimum(last_whole, first_row + 1 + span.highest)
+    if bounds.left is not None:
+        first = gl.maximum(first_row + span.lowest, 0) // KEYS
+        whole_first = (gl.maximum(first_row + ROWS - 1 + span.lowest, 0) + KEYS - 1) // KEYS
+    end = gl.maximum((last_key + KEYS - 1) // KEYS, first + 1)
+    whole_end = gl.minimum(gl.maximum(last_whole, 0) // KEYS, end - 1)
+    if bounds.left is not None:
+        whole_first = gl.minimum(whole_first, end - 1)
+        whole_end = gl.maximum(whole_end, whole_first)
+    return first, whole_first, whole_end, end
+
+
+@gluon.jit
+def sees(scores, first_query, first_key, span, bounds):
+    """Whether queries from `first_query` on see keys from `first_key` on; of the scores' shape."""
+    LAYOUT: gl.constexpr = scores.type.layout
+    keys = gl.arange(0, scores.shape[1], gl.SliceLayout(0, LAYOUT))
+    queries = gl.arange(0, scores.shape[0], gl.SliceLayout(1, LAYOUT))
+    if bounds.right is None:
+        seen = (keys < span.kv_len - first_key)[None, :]
+    else:
+        end = queries + (first_query + span.highest + 1 - first_key)
+        seen = keys[None, :] < gl.minimum(end, span.kv_len - first_key)[:, None]
+    if bounds.left is not None:
+        begin = queries + (first_query + span.lowest - first_key)
+        seen = seen & (keys[None, :] >= begin[:, None])
+    return seen
