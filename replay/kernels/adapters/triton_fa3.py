@@ -1,8 +1,8 @@
 """Our prefill for Hopper GPUs (`replay/kernels/triton/prefill_hopper.py`, in Triton's Gluon).
 
-FlashAttention 3's schedule, for what Hopper's units take as it is: 16 bits, no mask, but windows,
-sinks, soft caps and bottom-right diagonals. `triton-fa2` is for the rest, and for other GPUs. Gluon
-has no interpreter, so this kernel cannot be checked on the CPU.
+FlashAttention 3's schedule, for what Hopper's units take as it is: 16 bits and
+head dimensions that are multiples of 8. `triton-fa2` is for the rest, and for other GPUs. Gluon has
+no interpreter, so this kernel cannot be checked on the CPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from replay.kernels.constraints import (
     max_head_dim,
     multiple_of_8,
     no_dropout,
-    no_mask,
     no_negative_scale,
 )
 from replay.kernels.library import TRITON, is_interpreted
@@ -35,6 +34,7 @@ def _attend(call: Arguments) -> Tensor:
         call.query,
         call.key,
         call.value,
+        call.attn_mask,
         is_causal=call.is_causal,
         scale=call.scale,
         variant=call.variant,
@@ -62,13 +62,13 @@ register(
         (
             no_dropout,
             half_precision,
-            no_mask,
             multiple_of_8,
             max_head_dim(256),
             no_negative_scale,
         ),
         "ours for Hopper: TMA, warp specialisation, FlashAttention 3's schedule (Gluon)",
         features=("bottom-right", "window", "softcap", "sinks"),
+        prefers_restated=True,
         unavailable=_unavailable,
     )
 )

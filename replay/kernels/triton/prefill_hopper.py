@@ -18,6 +18,7 @@ from replay.kernels.triton.forward_tiles import pieces
 from replay.kernels.triton.hopper_scores import ROWS
 from replay.kernels.triton.launch import Launch
 from replay.kernels.triton.masking import window_sides
+from replay.kernels.triton.online_softmax import LOG2_E as _LOG2_E
 from replay.kernels.triton.online_softmax import base_2
 from replay.kernels.triton.persistent import SHORT, multiprocessors, section_of
 from replay.kernels.triton.prefill_hopper_kernel import prefill_kernel
@@ -25,6 +26,7 @@ from replay.kernels.triton.prefill_hopper_kernel import prefill_kernel
 LARGEST_HEAD_DIM = 256
 SHARED_BYTES = 227 * 1024
 """That a program can have."""
+BARRIER_BYTES = 512
 
 
 class Schedule(NamedTuple):
@@ -56,9 +58,11 @@ def dims_of(head_dim: int, v_head_dim: int) -> Dims:
     return Dims(main, rest, 64 if v_head_dim <= 64 else 128 if v_head_dim <= 128 else 256)
 
 
-def schedule(dims: Dims, group: int, seen: int) -> Schedule:
-    """For `group` query heads a key head, and queries that see up to `seen` keys."""
-    if dims.value > 128 or dims.main > 128:
+def schedule(dims: Dims, group: int, seen: int, mask_size: int = 0) -> Schedule:
+    """For `group` query heads a key head, queries that see up to `seen` keys, and a mask whose
+    numbers have `mask_size` bytes."""
+    is_large = dims.main > 128 or dims.value > 128
+    if is_large or (dims.rest and dims.main == 128 and mask_size):
         return Schedule(consumers=2, heads=1, keys=64, stages=2, registers=240)
     if max(dims.main, dims.value) > 64 or dims.rest:
         return Schedule(consumers=2, heads=1, keys=128, stages=2, registers=240)
@@ -67,12 +71,29 @@ def schedule(dims: Dims, group: int, seen: int) -> Schedule:
     return Schedule(consumers=3, heads=1, keys=128, stages=3, registers=160)
 
 
-def output_is_on_query(dims: Dims, plan: Schedule) -> bool:
-    """Whether the output takes the query's place in shared memory, where both do not fit. Loading
-    the next tile's query then waits for it."""
+class Room(NamedTuple):
+    """What shared memory leaves."""
+
+    output_on_query: bool
+    """The output takes the query's place; loading the next tile's query then waits for it."""
+    mask_stages: int
+    """Blocks of the mask that each consumer has room for; 0 if not even one."""
+
+
+def room_for(dims: Dims, plan: Schedule, mask_size: int = 0) -> Room:
+    """Where the output and the mask fit.
+
+    Args:
+        mask_size: bytes of a number of the mask.
+    """
     rows, keys = plan.consumers * ROWS.value, plan.stages * plan.keys
-    numbers = (rows + keys) * (dims.main + dims.rest) + (rows + keys) * dims.value
-    return dims.main == dims.value and numbers * 2 > SHARED_BYTES - 1024  # barriers
+    left = SHARED_BYTES - BARRIER_BYTES - 2 * (rows + keys) * (dims.main + dims.rest)
+    left -= 2 * keys * dims.value
+    output = 2 * rows * dims.value
+    on_query = dims.main == dims.value and left < output + rows * plan.keys * mask_size
+    left -= 0 if on_query else output
+    stages = min(2, left // (rows * plan.keys * mask_size)) if mask_size and left > 0 else 0
+    return Room(on_query, stages)
 
 
 @overload
@@ -80,6 +101,7 @@ def prefill_hopper(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    attn_mask: Tensor | None = None,
     *,
     is_causal: bool = False,
     scale: float | None = None,
@@ -94,6 +116,7 @@ def prefill_hopper(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    attn_mask: Tensor | None = None,
     *,
     is_causal: bool = False,
     scale: float | None = None,
@@ -107,6 +130,7 @@ def prefill_hopper(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    attn_mask: Tensor | None = None,
     *,
     is_causal: bool = False,
     scale: float | None = None,
@@ -123,7 +147,10 @@ def prefill_hopper(
         query: (B, Hq, Sq, D) float16 or bfloat16; D at most 256 and a multiple of 8.
         key: (B, Hkv, Sk, D), Hkv a divisor of Hq.
         value: (B, Hkv, Sk, Dv), Dv as D.
-        is_causal: query i sees keys 0 … i (top left, as SDPA has it), or as `variant` says.
+        attn_mask: broadcasts to (B, Hq, Sq, Sk): bool (True = attend), or float (added). TMA reads
+            it, or a copy where its rows are no multiples of 16 bytes or all queries share one.
+        is_causal: query i sees keys 0 … i (top left, as SDPA has it), or as `variant` says; with
+            `attn_mask` both apply.
         scale: of the scores, not negative; None is 1/√D.
         variant: bottom right, window and soft cap. Keys outside a window are not read, but for the
             rest of a block.
@@ -144,7 +171,16 @@ def prefill_hopper(
     if scale is not None and scale < 0:
         raise ValueError(f"scale {scale}: must not be negative")
     output, lse = forward_hopper(
-        query, key, value, is_causal, scale, None, return_lse, variant=variant, sinks=sinks
+        query,
+        key,
+        value,
+        is_causal,
+        scale,
+        None,
+        return_lse,
+        variant=variant,
+        sinks=sinks,
+        attn_mask=attn_mask,
     )
     return output if lse is None else (output, lse)
 
@@ -160,12 +196,13 @@ def forward_hopper(
     *,
     variant: Variant = PLAIN,
     sinks: Tensor | None = None,
+    attn_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`prefill_hopper` of padded and packed batches too: the output, and the log-sum-exp if asked.
 
     Args:
         query, key, value: BHSD; those of packed batches have one batch element.
-        lengths: which rows count; None for all.
+        lengths: which rows count; None for all. Not beside a mask.
     """
     if not (query.numel() and key.numel()):
         output = query.new_zeros((*query.shape[:3], value.shape[3]))
@@ -176,6 +213,9 @@ def forward_hopper(
             each if _are_loadable(each) else each.contiguous() for each in (query, key, value)
         )
     output = _output_of(query, value.shape[3])
+    mask = None
+    if attn_mask is not None:
+        mask = _loadable_mask(attn_mask, query.shape[2], key.shape[2])
     tensors = (query, key, value, output)
     planned = _planned(
         (query.shape, key.shape, value.shape, output.shape),
@@ -186,6 +226,7 @@ def forward_hopper(
         scale,
         None if variant is PLAIN else variant,
         None if lengths is None else lengths[:3],
+        None if mask is None else (mask.shape, mask.stride(), mask.dtype),
     )
     lse = None
     if has_lse:
@@ -193,6 +234,7 @@ def forward_hopper(
     planned.launch(
         *map(at, planned.descriptors, tensors),
         *((None, None) if planned.rest is None else map(at, planned.rest, tensors)),
+        None if mask is None else at(planned.mask, mask),
         output if planned.is_packed else None,
         lse,
         None if sinks is None else sinks.contiguous(),
@@ -212,6 +254,23 @@ def _output_of(query: Tensor, v_head_dim: int) -> Tensor:
     return query.new_empty(batch, heads, length, v_head_dim)
 
 
+def _loadable_mask(attn_mask: Tensor, q_len: int, kv_len: int) -> Tensor:
+    """(B or 1, Hq or 1, Sq, Sk) as TMA can address it; of a bool mask bytes two by two, (…, Sk / 2)
+    uint16."""
+    mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
+    for dim in (0, 1):
+        if mask.stride(dim) == 0:
+            mask = mask.narrow(dim, 0, 1)
+    mask = mask.expand(-1, -1, q_len, kv_len)
+    is_bool = mask.dtype == torch.bool
+    if not _are_loadable(mask) or (is_bool and kv_len % 2):
+        unit = 16 // mask.element_size()
+        wide = mask.new_empty((*mask.shape[:3], -(-kv_len // unit) * unit))
+        wide[..., :kv_len].copy_(mask)
+        mask = wide
+    return mask.view(torch.uint16) if is_bool else mask
+
+
 Sizes = tuple[int, ...]
 
 
@@ -223,6 +282,7 @@ class _Planned(NamedTuple):
     """Of query, key, value and output."""
     rest: list[TensorDescriptor] | None
     """Of query and key, in blocks of the second piece of the head_dim."""
+    mask: TensorDescriptor | None
     is_packed: bool
 
 
@@ -236,8 +296,10 @@ def _planned(
     scale: float | None,
     variant: Variant | None,
     lengths: tuple[str, int, int] | None,
+    mask: tuple[Sizes, Sizes, torch.dtype] | None,
 ) -> _Planned:
-    """`lengths` are their kind, how many, and the most queries."""
+    """`lengths` are their kind, how many, and the most queries; `mask` its shape, strides and
+    type."""
     variant = variant or PLAIN
     batch, q_heads, q_len, head_dim = shapes[0]
     kv_heads, kv_len, v_head_dim = (*shapes[1][1:3], shapes[2][3])
@@ -249,12 +311,23 @@ def _planned(
     right = 0 if is_causal else right
     is_bottom_right = variant.bottom_right and (lengths is not None or q_len != kv_len)
     scale, cap = base_2(head_dim**-0.5 if scale is None else scale, variant.softcap)
+    mask_desc, mask_size, mask_batch, mask_head, is_hiding = None, 0, None, None, False
+    if mask is not None:
+        is_hiding = mask[2] == torch.uint16
+        mask_size, mask_batch, mask_head = mask[2].itemsize, *(int(n > 1) for n in mask[0][:2])
+        if is_hiding:
+            mask_size = 1
+        else:  # numbers that are added before scores are in base 2
+            scale, cap = (scale / _LOG2_E.value, None) if cap is None else (scale, variant.softcap)
     group = q_heads // kv_heads
     dims = dims_of(head_dim, v_head_dim)
     seen = kv_len // batch if is_packed else kv_len
     if left is not None and right is not None:
         seen = min(seen, left + right + 1)
-    plan = schedule(dims, group, seen)
+    plan = schedule(dims, group, seen, mask_size)
+    room = room_for(dims, plan, mask_size)
+    if mask is not None:
+        mask_desc = _descriptor(*mask, ROWS.value, plan.keys // (1 + is_hiding))
     lengths_of_blocks = (ROWS.value, plan.keys, plan.keys, ROWS.value)
     dims_of_blocks = (dims.main, dims.main, dims.value, dims.value)
     descriptors = [
@@ -291,6 +364,8 @@ def _planned(
             "blocks": blocks,
             "bundles": bundles,
             "section": section_of(head_bytes, bundles, group // plan.heads, is_by_length),
+            "mask_batch": mask_batch,
+            "mask_head": mask_head,
             "stride_output_head": strides[3][1] if is_packed else None,
             "stride_output_token": strides[3][2] if is_packed else None,
             "scale": scale,
@@ -300,13 +375,15 @@ def _planned(
             "KEYS": plan.keys,
             "STAGES": plan.stages,
             "REGISTERS": plan.registers,
-            "OUTPUT_ON_QUERY": output_is_on_query(dims, plan),
+            "OUTPUT_ON_QUERY": room.output_on_query,
+            "MASK_STAGES": room.mask_stages,
+            "ADDS_MASK": mask is not None and not is_hiding,
             "BY_LENGTH": is_by_length,
             "V_HEAD_DIM": v_head_dim if is_packed else dims.value,
         },
         num_warps=4,
     )
-    return _Planned(launch, descriptors, rest, is_packed)
+    return _Planned(launch, descriptors, rest, mask_desc, is_packed)
 
 
 def _are_loadable(*tensors: Tensor) -> bool:
@@ -328,7 +405,12 @@ def _can_be_strides(of_tensors: tuple[Sizes, ...], size: int) -> bool:
 
 @functools.lru_cache
 def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    element = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[dtype]
+    element = {
+        torch.float16: gl.float16,
+        torch.bfloat16: gl.bfloat16,
+        torch.float32: gl.float32,
+        torch.uint16: gl.uint16,
+    }[dtype]
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], element)
 
 

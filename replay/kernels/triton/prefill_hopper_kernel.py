@@ -66,13 +66,19 @@ class Rings(NamedTuple):
     query_rest: Any
     """Buffers for the second piece of the head_dim, as many as for the first, or None."""
     key_rest: Any
+    mask: Any
+    """MASK_STAGES buffers for each consumer, (1, 1, ROWS, KEYS / 2) uint16, of which each is two
+    bytes of a bool mask; None where a call has none."""
+    bias: Any
+    """The same of a mask of numbers, (1, 1, ROWS, KEYS)."""
 
 
 class Extras(NamedTuple):
     """What softmax does beyond scale and mask; None where a call asks for nothing."""
 
     scale: Any
-    """Of the scores, in base 2, or with a cap in the exponent of its tanh."""
+    """Of the scores, in base 2, but where a mask is added to them; or with a cap in the exponent of
+    its tanh."""
     cap: Any
     sinks: Any
     """(Hq,)."""
@@ -83,7 +89,7 @@ class Extras(NamedTuple):
 @gluon.jit(
     do_not_specialize=[
         "q_heads", "group", "rows", "q_len", "kv_len", "diagonal", "left", "right", "tiles",
-        "blocks", "bundles", "section",
+        "blocks", "bundles", "section", "mask_batch", "mask_head",
     ]
 )  # fmt: skip
 def prefill_kernel(
@@ -93,6 +99,7 @@ def prefill_kernel(
     o_desc,
     q_rest_desc,
     k_rest_desc,
+    mask_desc,
     output,
     lse,
     sinks,
@@ -111,6 +118,8 @@ def prefill_kernel(
     blocks,
     bundles,
     section,
+    mask_batch,
+    mask_head,
     stride_output_head,
     stride_output_token,
     scale,
@@ -119,6 +128,8 @@ def prefill_kernel(
     HEADS: gl.constexpr,
     KEYS: gl.constexpr,
     STAGES: gl.constexpr,
+    MASK_STAGES: gl.constexpr,
+    ADDS_MASK: gl.constexpr,
     REGISTERS: gl.constexpr,
     OUTPUT_ON_QUERY: gl.constexpr,
     BY_LENGTH: gl.constexpr,
@@ -127,7 +138,8 @@ def prefill_kernel(
     """A persistent program: its shared memory, and who does what.
 
     What a call lacks is None, and no argument of the compiled program: the second piece of the
-    head_dim, `lse`, `sinks`, lengths, `diagonal` (as in `Bounds`), `left`, `right` and `cap`. Of a
+    head_dim, the mask, `lse`, `sinks`, lengths, `diagonal` (as in `Bounds`), `left`, `right` and
+    `cap`. The mask's `mask_batch` and `mask_head` are 1, or 0 where all share its only one. Of a
     packed call, which has one batch element in memory, `q_len` is the longest sequence's, `rows`
     are all queries, and `output` is stored through pointers, since a tile may end amid another
     sequence's rows. OUTPUT_ON_QUERY: the output takes the query's place in shared memory.
@@ -151,17 +163,29 @@ def prefill_kernel(
         key_rest_shape: gl.constexpr = [STAGES] + k_rest_desc.block_type.shape  # noqa: RUF005
         q_rest = gl.allocate_shared_memory(dtype, query_rest_shape, q_rest_desc.layout)
         k_rest = gl.allocate_shared_memory(dtype, key_rest_shape, k_rest_desc.layout)
+    mask = None
+    bias = None
+    if mask_desc is not None:
+        mask_shape: gl.constexpr = [CONSUMERS * MASK_STAGES] + mask_desc.block_type.shape  # noqa: RUF005
+        buffers = gl.allocate_shared_memory(mask_desc.dtype, mask_shape, mask_desc.layout)
+        if ADDS_MASK:
+            bias = make_ring(buffers)
+        else:
+            mask = make_ring(buffers)
     rings = Rings(
         make_ring(q_buffers),
         make_shared_ring(k_buffers, CONSUMERS),
         make_shared_ring(v_buffers, CONSUMERS),
         q_rest,
         k_rest,
+        mask,
+        bias,
     )
     pass_turn(CONSUMERS - 1, CONSUMERS)  # so the first consumer's is the first
     bounds = Bounds(q_len, kv_len, diagonal, left, right, q_offsets, k_starts, k_lengths)
     work = Work(q_heads, q_len, kv_len, tiles, blocks, bundles, section)
-    load = ((q_desc, k_desc, v_desc, q_rest_desc, k_rest_desc), rings, work, bounds, group)
+    descriptors = (q_desc, k_desc, v_desc, q_rest_desc, k_rest_desc, mask_desc)
+    load = (descriptors, rings, work, bounds, group, (mask_batch, mask_head))
     pointers = (output, stride_output_head, stride_output_token, lse, rows)
     extras = Extras(scale, cap, sinks)
     attend = (rings, (o_buffers, o_desc, pointers), work, bounds, extras)
@@ -204,8 +228,9 @@ def prefill_kernel(
 @gluon.jit
 def _load(arguments, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
     """The loading warp: all blocks of all tiles, as soon as there is room."""
-    descriptors, rings, work, bounds, group = arguments
-    q_desc, k_desc, v_desc, q_rest_desc, k_rest_desc = descriptors
+    descriptors, rings, work, bounds, group, mask_steps = arguments
+    q_desc, k_desc, v_desc, q_rest_desc, k_rest_desc, mask_desc = descriptors
+    mask_batch, mask_head = mask_steps
     CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
     STAGES: gl.constexpr = rings.key.buffers.shape[0]
     KEYS: gl.constexpr = rings.key.buffers.shape[3]
@@ -235,9 +260,27 @@ def _load(arguments, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
                 stage, phase = count % STAGES, count // STAGES
                 at = [element, kv_head, key, 0]
                 fill_shared(rings.key, k_desc, at, stage, phase, KEY, CONSUMERS, k_rest)
+                if rings.mask is not None:
+                    own = [batch * mask_batch, q_head, first, key // 2]
+                    _fill_mask(rings.mask, mask_desc, own, mask_head, count, CONSUMERS, HEADS)
+                if rings.bias is not None:
+                    own = [batch * mask_batch, q_head, first, key]
+                    _fill_mask(rings.bias, mask_desc, own, mask_head, count, CONSUMERS, HEADS)
                 fill_shared(rings.value, v_desc, at, stage, phase, VALUE, CONSUMERS)
                 count += 1
             done += 1
+
+
+@gluon.jit
+def _fill_mask(
+    ring, mask_desc, place, mask_head, count, CONSUMERS: gl.constexpr, HEADS: gl.constexpr
+):
+    """Every consumer's part of the mask beside block number `count`; `place` is the first's."""
+    STAGES: gl.constexpr = ring.buffers.shape[0] // CONSUMERS
+    for who in gl.static_range(CONSUMERS):
+        head = (place[1] + who % HEADS) * mask_head
+        own = [place[0], head, place[2] + who // HEADS * ROWS, place[3]]
+        fill(ring, mask_desc, own, who * STAGES + count % STAGES, count // STAGES)
 
 
 @gluon.jit
@@ -327,7 +370,7 @@ def _attend_tile(
     release_shared(rings.key, stage, KEY, CONSUMERS)
     nothing = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, scores.type.layout))
     weights, largest, _ = _weigh(
-        scores, nothing, first, (end - 1) * KEYS, span, bounds, extras, True
+        scores, nothing, rings, count, first, (end - 1) * KEYS, span, bounds, extras, WHO, True
     )
     if bounds.k_starts is not None:
         # Behind the last key lie somebody else's values, or none that count.
@@ -364,6 +407,8 @@ def _attend_tile(
     output = warpgroup_mma_wait(0, deps=[output])
     release_shared(rings.value, stage, VALUE, CONSUMERS)
     largest = gl.convert_layout(largest, total.type.layout)
+    if rings.bias is not None:
+        largest *= LOG2_E
     rescale = 1.0
     if extras.sinks is not None:
         sink = gl.load(extras.sinks + q_head).to(gl.float32) * LOG2_E
@@ -435,7 +480,7 @@ def _step(
     scores = warpgroup_mma_wait(1, deps=[scores])
     release_shared(rings.key, stage, KEY, CONSUMERS)
     weights, largest, factor = _weigh(
-        scores, largest, first_query, first_key, span, bounds, extras, IS_MASKED
+        scores, largest, rings, count, first_query, first_key, span, bounds, extras, WHO, IS_MASKED
     )
     sums = own_sums(weights)
     total = total * gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
@@ -478,24 +523,78 @@ def _clear(block, count):
 
 
 @gluon.jit
-def _weigh(scores, largest, first_query, first_key, span, bounds, extras, IS_MASKED: gl.constexpr):
+def _weigh(
+    scores,
+    largest,
+    rings,
+    count,
+    first_query,
+    first_key,
+    span,
+    bounds,
+    extras,
+    WHO: gl.constexpr,
+    IS_MASKED: gl.constexpr,
+):
     """The exponentials of a block, the new maximum, and the factor for what was summed before.
 
-    The maximum is of scale · score; a row that has not seen a key yet has -inf, which subtracted
-    from -inf would be NaN.
+    The maximum is of scale · score in base 2, or, where a mask is added, in base e: masks have the
+    lowest number there is, which times log₂ e would be -inf. A row that has not seen a key yet has
+    -inf, which subtracted from -inf would be NaN.
     """
+    CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
     scale = extras.scale
     if extras.cap is not None:
-        scores = soft_cap(scores * scale, extras.cap)
+        scores = soft_cap(scores * extras.scale, extras.cap)
         scale = 1.0
+    if rings.mask is not None:
+        scores = _hide(scores, rings.mask, count, CONSUMERS, WHO)
+    if rings.bias is not None:
+        LAYOUT: gl.constexpr = scores.type.layout
+        bias = _mask_of(rings.bias, count, CONSUMERS, WHO, LAYOUT)
+        scores = scores * scale + bias
     if IS_MASKED:
-        scores = gl.where(sees(scores, first_query, first_key, span, bounds), scores, float("-inf"))
-    new_largest = gl.maximum(largest, gl.max(scores, 1) * scale)
+        seen = sees(scores, first_query, first_key, span, bounds)
+        scores = gl.where(seen, scores, float("-inf"))
+    most = gl.max(scores, 1)
+    if rings.bias is None:
+        most = most * scale
+    new_largest = gl.maximum(largest, most)
     subtracted = new_largest
-    if IS_MASKED:
+    if IS_MASKED or rings.mask is not None or rings.bias is not None:
         subtracted = gl.where(new_largest == float("-inf"), 0.0, new_largest)
-    factor = gl.exp2(largest - subtracted)
-    return gl.exp2(scores * scale - subtracted[:, None]), new_largest, factor
+    if rings.bias is not None:
+        factor = gl.exp2((largest - subtracted) * LOG2_E)
+        weights = gl.exp2((scores - subtracted[:, None]) * LOG2_E)
+    else:
+        factor = gl.exp2(largest - subtracted)
+        weights = gl.exp2(scores * scale - subtracted[:, None])
+    return weights, new_largest, factor
+
+
+@gluon.jit
+def _mask_of(ring, count, CONSUMERS: gl.constexpr, WHO: gl.constexpr, LAYOUT: gl.constexpr):
+    """A consumer's part of the mask beside block number `count`, which leaves room for another."""
+    STAGES: gl.constexpr = ring.buffers.shape[0] // CONSUMERS
+    index = WHO * STAGES + count % STAGES
+    wait_for(ring, index, count // STAGES)
+    mask = _matrix(ring.buffers.index(index)).load(LAYOUT)
+    release(ring, index)
+    return mask
+
+
+@gluon.jit
+def _hide(scores, ring, count, CONSUMERS: gl.constexpr, WHO: gl.constexpr):
+    """-inf where a bool mask hides a score. A thread's scores are neighbours two by two, and so it
+    loads their bytes."""
+    left, right = gl.split(scores.reshape((scores.shape[0], scores.shape[1] // 2, 2)))
+    PAIRS: gl.constexpr = left.type.layout
+    mask = _mask_of(ring, count, CONSUMERS, WHO, PAIRS)
+    left = gl.where((mask & 0xFF) != 0, left, float("-inf"))
+    right = gl.where((mask & 0xFF00) != 0, right, float("-inf"))
+    hidden = gl.join(left, right).reshape((scores.shape[0], scores.shape[1]))
+    LAYOUT: gl.constexpr = scores.type.layout
+    return gl.convert_layout(hidden, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
