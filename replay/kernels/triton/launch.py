@@ -69,6 +69,7 @@ class Launch:
         self._kernel, self._grid, self._options = kernel, grid, options
         self._index = device.index or 0
         self._may_be_elsewhere = device.type == "cuda" and torch.cuda.device_count() > 1
+        self._places: tuple[int, ...] | None = None  # of the tensors among what it is called with
         self._programs: dict[tuple[bool, ...] | None, _Program] = {}
 
     def __call__(self, *tensors: Any) -> None:
@@ -83,26 +84,38 @@ class Launch:
             self._launch(tensors)
 
     def _launch(self, tensors: tuple[Any, ...]) -> None:
+        if self._places is None:
+            of_tensors = (place for place, each in enumerate(tensors) if isinstance(each, Tensor))
+            self._places = tuple(of_tensors)
         addresses, together = list(tensors), 0
-        for place, tensor in enumerate(tensors):
-            if isinstance(tensor, Tensor):
-                addresses[place] = address = tensor.data_ptr()
-                together |= address
+        for place in self._places:
+            addresses[place] = address = tensors[place].data_ptr()
+            together |= address
         # Triton compiles for addresses that are multiples of 16, and for others.
         alignment = None
         if together % 16:
-            alignment = tuple(isinstance(each, int) and each % 16 == 0 for each in addresses)
+            alignment = tuple([addresses[place] % 16 == 0 for place in self._places])
         program = self._programs.get(alignment)
-        if program is None:
-            compiled = self._first(tensors)
-            if compiled is not None:  # as it is in the interpreter
-                self._programs[alignment] = _Program.of(compiled)
-        elif _is_listened_to():
+        if program is not None:
+            self._repeat(program, addresses)
+        elif (compiled := self._first(tensors)) is not None:  # as it is in the interpreter
+            self._programs[alignment] = _Program.of(compiled)
+
+    def _repeat(self, program: _Program, addresses: list[Any]) -> None:
+        if _is_listened_to():
             program.compiled[self._grid](*addresses, *self._rest)
         else:
-            stream = program.stream_of(self._index)
-            known = program.function, program.metadata, None, None, None
-            program.run(*self._grid, stream, *known, *addresses, *self._rest)
+            program.run(
+                *self._grid,
+                program.stream_of(self._index),
+                program.function,
+                program.metadata,
+                None,
+                None,
+                None,
+                *addresses,
+                *self._rest,
+            )
 
     def _first(self, tensors: tuple[Any, ...]) -> Any:
         """Launch what Triton compiles for the tensors, and return it.
