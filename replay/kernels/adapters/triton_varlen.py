@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from capture.variant import FEATURES
@@ -46,11 +45,13 @@ def _prepare(call: AnyCall) -> Callable[[], Tensor]:
         return _prepare_packed(call)
     variant = call.variant
     if call.seqused_k is not None:
-        ranges = KeyRanges(torch.zeros_like(call.seqused_k), call.seqused_k)
+        ranges = KeyRanges(None, call.seqused_k)
     else:
         keys = padding_keys(call)
         assert keys is not None, "`needs_lengths` has seen to it"
-        ranges, variant = key_ranges(keys), replace(variant, bottom_right=False)
+        ranges = key_ranges(keys)
+        if variant.bottom_right:
+            variant = replace(variant, bottom_right=False)
     return lambda: padded(
         call.query,
         call.key,
