@@ -75,7 +75,7 @@ def _extended(call: Arguments, beyond: dict[str, Any]) -> Arguments:
 
 
 _OF_SDPA = Arguments._fields.index(next(iter(VARIANT_TENSORS)))
-"""Arguments that are SDPA's own. After them come `VARIANT_TENSORS`, in their order, and the variant."""
+"""Arguments of SDPA itself; after them come `VARIANT_TENSORS`, in their order, and the variant."""
 
 
 def at_once(prepare: Callable[[Arguments], Callable[[], Tensor]]) -> Attend:

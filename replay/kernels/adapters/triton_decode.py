@@ -9,10 +9,12 @@ pages are there already. A padded batch has as many tokens in its pages as its m
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
@@ -54,10 +56,15 @@ def _head_dim(call: AttentionCall) -> str | None:
 LIMITS = (no_dropout, half_precision, _head_dim, max_queries(16))
 
 
-def _decode(call: Arguments) -> Tensor:
+@functools.cache
+def _kernel() -> Callable[..., Tensor]:
     from replay.kernels.triton.decode import decode
 
-    return decode(
+    return decode
+
+
+def _decode(call: Arguments) -> Tensor:
+    return _kernel()(
         call.query,
         call.key,
         call.value,
@@ -88,8 +95,17 @@ def _recorded_pages(call: AnyCall) -> PagedCache | None:
 
     if call.page_table is None or call.seqused_k is None:
         return None
-    key, value = (pool.transpose(1, 2) for pool in (call.key, call.value))
-    return PagedCache(key, value, call.page_table.int(), call.seqused_k.int())
+    return PagedCache(
+        call.key.transpose(1, 2),
+        call.value.transpose(1, 2),
+        _as_int32(call.page_table),
+        _as_int32(call.seqused_k),
+    )
+
+
+def _as_int32(tensor: Tensor) -> Tensor:
+    """Without asking PyTorch, at every call, for what is there already."""
+    return tensor if tensor.dtype == torch.int32 else tensor.int()
 
 
 def _mask_alone(call: AnyCall) -> str | None:

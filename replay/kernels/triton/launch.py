@@ -8,7 +8,7 @@ the driver's own function (as in PyTorch's Inductor) where nobody listens to lau
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
-from replay.kernels.triton.descriptors import at
+from replay.kernels.triton.descriptors import Address, at
 
 try:
     from triton.knobs import runtime as _knobs
@@ -83,6 +83,20 @@ class Launch:
         else:
             self._launch(tensors)
 
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether it was compiled, for addresses that are multiples of 16."""
+        return None in self._programs
+
+    def repeat(self, *addresses: Any) -> None:
+        """Launch what was compiled with addresses, all multiples of 16, in place of tensors."""
+        program = self._programs[None]
+        if self._may_be_elsewhere and self._index != torch.cuda.current_device():
+            with torch.cuda.device(self._index):
+                self._repeat(program, addresses)
+        else:
+            self._repeat(program, addresses)
+
     def _launch(self, tensors: tuple[Any, ...]) -> None:
         if self._places is None:
             of_tensors = (place for place, each in enumerate(tensors) if isinstance(each, Tensor))
@@ -101,7 +115,7 @@ class Launch:
         elif (compiled := self._first(tensors)) is not None:  # as it is in the interpreter
             self._programs[alignment] = _Program.of(compiled)
 
-    def _repeat(self, program: _Program, addresses: list[Any]) -> None:
+    def _repeat(self, program: _Program, addresses: Sequence[Any]) -> None:
         if _is_listened_to():
             program.compiled[self._grid](*addresses, *self._rest)
         else:
@@ -168,8 +182,21 @@ class PlannedCall(NamedTuple):
         if self.descriptors is None:
             return tensors
         return tuple(
-            tensor if descriptor is None else at(descriptor, tensor)
-            for descriptor, tensor in zip(self.descriptors, tensors, strict=True)
+            [
+                tensor if descriptor is None else at(descriptor, tensor)
+                for descriptor, tensor in zip(self.descriptors, tensors, strict=True)
+            ]
+        )
+
+    def operands_at(self, *addresses: int) -> tuple[Any, ...]:
+        """The same of addresses, for `Launch.repeat`."""
+        if self.descriptors is None:
+            return addresses
+        return tuple(
+            [
+                address if descriptor is None else at(descriptor, Address(address))
+                for descriptor, address in zip(self.descriptors, addresses, strict=True)
+            ]
         )
 
 
