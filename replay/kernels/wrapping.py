@@ -68,10 +68,12 @@ def drop_in(
 def _extended(call: Arguments, beyond: dict[str, Any]) -> Arguments:
     """The call with arguments beyond SDPA's, as `AttentionCall.arguments` names them.
 
-    All of them are given by their places: `_replace` takes thrice as long, at every call.
+    They are given by their places: `_replace` takes thrice as long, at every call.
     """
-    tensors = [beyond.pop(name, None) for name in VARIANT_TENSORS]
-    return Arguments(*call[:_OF_SDPA], *tensors, Variant(**beyond) if beyond else PLAIN)
+    tensors = [beyond.get(name) for name in VARIANT_TENSORS]
+    options = {name: each for name, each in beyond.items() if name not in VARIANT_TENSORS}
+    given = [*tensors, Variant(**options) if options else PLAIN]
+    return Arguments._make([*call[:_OF_SDPA], *given, *call[_OF_SDPA + len(given) :]])
 
 
 _OF_SDPA = Arguments._fields.index(next(iter(VARIANT_TENSORS)))

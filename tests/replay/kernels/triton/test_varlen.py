@@ -207,8 +207,8 @@ def test_ranges_can_be_a_models_own() -> None:
     starts, lengths = (
         torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in ([0, 4], [9, 30])
     )
-    for given, ranges in ((starts, [(0, 9), (4, 30)]), (None, [(0, 9), (0, 30)])):
-        output = padded(query, key, value, KeyRanges(given, lengths))
+    for first, ranges in ((starts, [(0, 9), (4, 30)]), (None, [(0, 9), (0, 30)])):
+        output = padded(query, key, value, KeyRanges(first, lengths))
         mask = padding(ranges, 40)[:, None, None]
         expected = attend(query, key, value, mask).output
         torch.testing.assert_close(output.double(), expected, rtol=0, atol=3e-3)
