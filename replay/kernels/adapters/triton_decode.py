@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -32,10 +31,8 @@ from replay.kernels.layout import padding_keys
 from replay.kernels.library import TRITON
 from replay.kernels.pages import DEFAULT_PAGE_SIZE, check_page_size
 from replay.kernels.registry import Kernel, register
+from replay.kernels.triton.paging import PagedCache, page
 from replay.kernels.wrapping import adapt, at_once
-
-if TYPE_CHECKING:
-    from replay.kernels.triton.paging import PagedCache
 
 DECODE_LIMITS = (no_dropout, half_precision, max_head_dim(256), max_queries(16))
 
@@ -57,14 +54,16 @@ LIMITS = (no_dropout, half_precision, _head_dim, max_queries(16))
 
 
 @functools.cache
-def _kernel() -> Callable[..., Tensor]:
+def _kernels() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     from replay.kernels.triton.decode import decode
+    from replay.kernels.triton.paged_decode import paged_decode
 
-    return decode
+    return decode, paged_decode
 
 
 def _decode(call: Arguments) -> Tensor:
-    return _kernel()(
+    decode, _ = _kernels()
+    return decode(
         call.query,
         call.key,
         call.value,
@@ -79,8 +78,6 @@ def _decode(call: Arguments) -> Tensor:
 
 def paged(call: AnyCall, page_size: int) -> tuple[PagedCache, Tensor | None]:
     """SDPA's key and value in pages, and where each sequence began in them; None for at 0."""
-    from replay.kernels.triton.paging import page
-
     keys = padding_keys(call)
     if keys is None:
         return page(call.key, call.value, page_size, lengths=call.seqused_k), None
@@ -91,8 +88,6 @@ def paged(call: AnyCall, page_size: int) -> tuple[PagedCache, Tensor | None]:
 
 def _recorded_pages(call: AnyCall) -> PagedCache | None:
     """The pages that the call itself has, if its keys lie in pages."""
-    from replay.kernels.triton.paging import PagedCache
-
     if call.page_table is None or call.seqused_k is None:
         return None
     return PagedCache(
@@ -117,10 +112,9 @@ def _mask_alone(call: AnyCall) -> str | None:
 
 
 def _prepare_paged(call: AnyCall, page_size: int) -> Callable[[], Tensor]:
-    from replay.kernels.triton.paged_decode import paged_decode
-
     if reason := _mask_alone(call):
         raise NotImplementedError(reason)
+    _, paged_decode = _kernels()
     cache = _recorded_pages(call) or paged(call, page_size)[0]
     return lambda: paged_decode(
         call.query,

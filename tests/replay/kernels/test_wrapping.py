@@ -212,7 +212,9 @@ def test_arguments_beyond_sdpas_arrive_by_name(make_call: MakeCall) -> None:
     call = make_call()
     tensors = (call.query, call.key, call.value)
     attention = drop_in(attend, (), KNOWN)
-    beyond = {name: torch.zeros(dims * [1]) for name, dims in VARIANT_TENSORS.items()}
+    beyond: dict[str, Any] = {
+        name: torch.zeros(dims * [1]) for name, dims in VARIANT_TENSORS.items()
+    }
     attention(*tensors, **beyond, window=(3, 0), softcap=2.0)
     attention(*tensors, seqused_k=beyond["seqused_k"])
     plain = bind(*tensors)
