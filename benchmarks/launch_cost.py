@@ -5,7 +5,8 @@
 Small calls, so that the GPU is never waited for. `back to back` is the time of a call in a loop of
 calls; `among other work` that of one call behind a layer's worth of other PyTorch calls, as in a
 model, where the processor's caches hold other things. All calls and kernels take turns in shuffled
-rounds, so that each can be compared with each. Where a kernel has a core, another line has its time. Writes `benchmarks/results/launch_cost.csv`.
+rounds, so that each can be compared with each. Where a kernel has a core, another line has its
+time. Writes `benchmarks/results/launch_cost.csv`.
 """
 
 from __future__ import annotations

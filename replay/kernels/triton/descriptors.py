@@ -61,7 +61,7 @@ def at(descriptor: Any, tensor: Tensor | Address) -> Any:
 
 def nowhere(descriptor: Any) -> Any:
     """A descriptor that may be kept, to be moved, without keeping a tensor's memory."""
-    return at(descriptor, torch.empty(0))
+    return at(descriptor, Address(0))
 
 
 def described(tensor: Tensor, rows: int, columns: int) -> Any:

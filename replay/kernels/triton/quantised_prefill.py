@@ -255,7 +255,7 @@ def quantised_prefill(
         planned = _planned(
             query, quantised, quantised.value, is_causal, scale, variant, None, in_tensor_cores
         )
-        repetition = _Repetition.of(quantise, planned, quantised, output)
+        repetition = _Repetition.of(quantise, planned.launch, quantised, output)
         if repetition is not None:
             _repetitions.keep(shape, repetition)
     return output
@@ -268,7 +268,7 @@ class _Repetition(NamedTuple):
     """
 
     quantise: Launch
-    attend: PlannedCall
+    attend: Launch
     places: tuple[int, ...]
     """Bytes from there to the key, its scales, and if it is quantised, the value and its scales."""
     room: int
@@ -278,10 +278,10 @@ class _Repetition(NamedTuple):
 
     @classmethod
     def of(
-        cls, quantise: Launch, attend: PlannedCall, quantised: QuantisedKeyValue, output: Tensor
+        cls, quantise: Launch, attend: Launch, quantised: QuantisedKeyValue, output: Tensor
     ) -> _Repetition | None:
         """None where its launches cannot be repeated with addresses alone."""
-        if not (quantise.is_repeatable and attend.launch.is_repeatable):
+        if not (quantise.is_compiled and attend.is_compiled):
             return None
         parts = [quantised.key, quantised.key_scale]
         if quantised.value_scale is not None:
@@ -299,9 +299,13 @@ class _Repetition(NamedTuple):
         self.quantise.repeat(
             key.data_ptr(), value_address, key_out, key_scale, value_out, value_scale, None
         )
-        of_query, of_key, of_value = self.attend.operands_at(query.data_ptr(), key_out, value_out)
-        self.attend.launch.repeat(
-            of_query, of_key, key_scale, of_value, value_scale or key_scale, output.data_ptr()
+        self.attend.repeat(
+            query.data_ptr(),
+            key_out,
+            key_scale,
+            value_out,
+            value_scale or key_scale,
+            output.data_ptr(),
         )
         return output
 
