@@ -66,7 +66,7 @@ class Launch:
             options: `num_warps`, `num_stages`, `maxnreg`.
         """
         tensors = len(kernel.arg_names) - len(arguments)
-        self._rest = tuple(arguments[name] for name in kernel.arg_names[tensors:])
+        self._rest = tuple(map(arguments.__getitem__, kernel.arg_names[tensors:]))
         self._kernel, self._grid, self._options = kernel, grid, options
         self._index = device.index or 0
         self._may_be_elsewhere = device.type == "cuda" and torch.cuda.device_count() > 1
