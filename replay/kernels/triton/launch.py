@@ -171,11 +171,13 @@ class _Kinds(NamedTuple):
 
     @classmethod
     def of(cls, tensors: tuple[Any, ...]) -> _Kinds:
-        given = [(place, each) for place, each in enumerate(tensors) if each is not None]
-        return cls(
-            tuple(place for place, each in given if isinstance(each, Tensor)),
-            tuple((place, nowhere(each)) for place, each in given if not isinstance(each, Tensor)),
-        )
+        places, descriptors = [], []
+        for place, each in enumerate(tensors):
+            if isinstance(each, Tensor):
+                places.append(place)
+            elif each is not None:
+                descriptors.append((place, nowhere(each)))
+        return cls(tuple(places), tuple(descriptors))
 
 
 class _Program(NamedTuple):
