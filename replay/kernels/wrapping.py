@@ -7,6 +7,7 @@ and what it cannot do becomes an error instead of another output.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,16 +69,24 @@ def drop_in(
 def _extended(call: Arguments, beyond: dict[str, Any]) -> Arguments:
     """The call with arguments beyond SDPA's, as `AttentionCall.arguments` names them.
 
-    They are given by their places: `_replace` takes thrice as long, at every call.
+    They are put in their places: `_replace` takes thrice as long, at every call.
     """
-    tensors = [beyond.get(name) for name in VARIANT_TENSORS]
-    options = {name: each for name, each in beyond.items() if name not in VARIANT_TENSORS}
-    given = [*tensors, Variant(**options) if options else PLAIN]
-    return Arguments._make([*call[:_OF_SDPA], *given, *call[_OF_SDPA + len(given) :]])
+    arguments, options = list(call), {}
+    for name, each in beyond.items():
+        place = _PLACES.get(name)
+        if place is None:
+            options[name] = each
+        else:
+            arguments[place] = each
+    if options:  # beside what a `CausalBias` may have said
+        is_plain = call.variant is PLAIN
+        variant = Variant(**options) if is_plain else replace(call.variant, **options)
+        arguments[_PLACE_OF_VARIANT] = variant
+    return Arguments._make(arguments)
 
 
-_OF_SDPA = Arguments._fields.index(next(iter(VARIANT_TENSORS)))
-"""Arguments of SDPA itself; after them come `VARIANT_TENSORS`, in their order, and the variant."""
+_PLACES = {name: Arguments._fields.index(name) for name in VARIANT_TENSORS}
+_PLACE_OF_VARIANT = Arguments._fields.index("variant")
 
 
 def at_once(prepare: Callable[[Arguments], Callable[[], Tensor]]) -> Attend:

@@ -220,6 +220,11 @@ def test_arguments_beyond_sdpas_arrive_by_name(make_call: MakeCall) -> None:
     plain = bind(*tensors)
     assert seen[0] == plain._replace(**beyond, variant=Variant(window=(3, 0), softcap=2.0))
     assert seen[1] == plain._replace(seqused_k=beyond["seqused_k"])
+    lower_right = causal_lower_right(5, 9)
+    attention(call.query[..., :5, :], *tensors[1:], lower_right, sinks=beyond["sinks"])
+    attention(call.query[..., :5, :], *tensors[1:], lower_right, window=(3, 0))
+    assert seen[2].variant == Variant(bottom_right=True)
+    assert seen[3].variant == Variant(bottom_right=True, window=(3, 0))
     for name in ("sinks", "cu_seqlens_q", "seqused_k", "page_table"):
         with pytest.raises(NotImplementedError, match="has no"):
             drop_in(attend, ())(*tensors, **{name: beyond[name]})

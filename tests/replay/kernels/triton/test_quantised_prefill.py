@@ -396,6 +396,14 @@ def test_core_alone(device: torch.device) -> None:
 
 
 @each_kind
+def test_calls_of_one_shape(device: torch.device, kind: str) -> None:
+    """Later ones are made in another way than the first, where kernels are compiled."""
+    calls = [random_call(2, 4, 2, 70, 200, 40, device, offset=offset) for offset in (0, 2, 0.5)]
+    for call in (*calls, *calls):
+        check(call, kind)
+
+
+@each_kind
 def test_a_second_call_of_a_shape_is_the_first_at_other_addresses(
     kind: str, compiled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
