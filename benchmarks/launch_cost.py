@@ -4,8 +4,9 @@
 
 Small calls, so that the GPU is never waited for. `back to back` is the time of a call in a loop of
 calls; `among other work` that of one call behind a layer's worth of other PyTorch calls, as in a
-model, where the processor's caches hold other things. Kernels take turns in shuffled rounds. Where
-a kernel has a core, another line has its time. Writes `benchmarks/results/launch_cost.csv`.
+model, where the processor's caches hold other things. All calls and kernels take turns in shuffled
+rounds, so that each can be compared with each. Where a kernel has a core, another line has its
+time. Writes `benchmarks/results/launch_cost.csv`.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ PEERS = "torch-default,torch-flash,torch-cudnn"
 PREFILL = f"{PEERS},triton-fa2,triton-fa3,triton-sage,triton-fp8,triton-sage-fp8"
 DECODE = f"{PEERS},triton-decode"
 ROUNDS, IN_A_ROW = 40, 20
+Part = tuple[str, str, str]
+"""A call, a kernel, and whether it is the drop-in or the core."""
+
 COLUMNS = (
     "call",
     "kernel",
@@ -52,30 +56,30 @@ def main() -> None:
     arguments = parser.parse_args()
     device = torch.device("cuda")
     machine = describe(device)
-    lines: list[dict[str, Any]] = []
+    parts: dict[Part, Callable[[], Tensor]] = {}
     for name, (names, call) in calls(device).items():
-        parts: dict[tuple[str, str], Callable[[], Tensor]] = {}
         for kernel in select(names)[0]:
             if kernel.unavailable(device) is not None or kernel.refuses(call) is not None:
                 continue
-            parts[kernel.name, "drop-in"] = partial(kernel.attention, **call.arguments())
+            parts[name, kernel.name, "drop-in"] = partial(kernel.attention, **call.arguments())
             if kernel.prepare is not None:
-                parts[kernel.name, "core"] = kernel.prepare(call)
-        for (kernel_name, part), (alone, among) in measure(parts, Layer(device)).items():
-            lines.append(
-                {
-                    "call": name,
-                    "kernel": kernel_name,
-                    "part": part,
-                    "back to back, µs": alone,
-                    "among other work, µs": among,
-                    "machine.device": machine.device,
-                    "machine.torch": machine.torch,
-                    "machine.triton": machine.triton,
-                }
-            )
-            print(f"{name:24} {kernel_name:24} {part:8} {alone:6.1f} µs, {among:6.1f}", flush=True)
-        results.write_lines(lines, COLUMNS, arguments.out)  # now, in case the run is interrupted
+                parts[name, kernel.name, "core"] = kernel.prepare(call)
+    lines: list[dict[str, Any]] = []
+    for (name, kernel_name, part), (alone, among) in measure(parts, Layer(device)).items():
+        lines.append(
+            {
+                "call": name,
+                "kernel": kernel_name,
+                "part": part,
+                "back to back, µs": alone,
+                "among other work, µs": among,
+                "machine.device": machine.device,
+                "machine.torch": machine.torch,
+                "machine.triton": machine.triton,
+            }
+        )
+        print(f"{name:24} {kernel_name:24} {part:8} {alone:6.1f} µs, {among:6.1f}")
+    results.write_lines(lines, COLUMNS, arguments.out)
 
 
 def calls(device: torch.device) -> dict[str, tuple[str, AttentionCall]]:
@@ -122,14 +126,14 @@ class Layer:
 
 
 def measure(
-    parts: dict[tuple[str, str], Callable[[], Tensor]], layer: Callable[[], None]
-) -> dict[tuple[str, str], tuple[float, float]]:
+    parts: dict[Part, Callable[[], Tensor]], layer: Callable[[], None]
+) -> dict[Part, tuple[float, float]]:
     """Median µs of a call back to back, and among other work."""
     for run in parts.values():
         for _ in range(3):
             run()
-    alone: dict[tuple[str, str], list[float]] = {part: [] for part in parts}
-    among: dict[tuple[str, str], list[float]] = {part: [] for part in parts}
+    alone: dict[Part, list[float]] = {part: [] for part in parts}
+    among: dict[Part, list[float]] = {part: [] for part in parts}
     order, shuffle = list(parts), random.Random(0)
     for _ in range(ROUNDS):
         shuffle.shuffle(order)

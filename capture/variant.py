@@ -124,21 +124,26 @@ class Asking(Protocol):
 
 def features(call: Asking) -> tuple[str, ...]:
     """What a kernel must know beyond SDPA to answer a call, of `FEATURES`."""
-    variant, packed = call.variant, call.cu_seqlens_q is not None
-    if variant is PLAIN and call.sinks is None and call.seqused_k is None and not packed:
-        return ()
-    has_window = variant.window != (None, None)
-    unequal = packed or call.seqused_k is not None or call.query.shape[-2] != call.key.shape[-2]
-    asked = {
-        "bottom-right": variant.bottom_right and unequal and (call.is_causal or has_window),
-        "window": has_window,
-        "softcap": variant.softcap is not None,
-        "sinks": call.sinks is not None,
-        "packed": packed,
-        "key-lengths": call.seqused_k is not None and call.page_table is None,
-        "paged": call.page_table is not None,
-    }
-    return tuple(name for name, is_asked in asked.items() if is_asked)
+    variant, packed, asked = call.variant, call.cu_seqlens_q is not None, []
+    if variant is not PLAIN:
+        has_window = variant.window != (None, None)
+        if variant.bottom_right and (call.is_causal or has_window):
+            unequal = packed or call.seqused_k is not None
+            if unequal or call.query.shape[-2] != call.key.shape[-2]:
+                asked.append("bottom-right")
+        if has_window:
+            asked.append("window")
+        if variant.softcap is not None:
+            asked.append("softcap")
+    if call.sinks is not None:
+        asked.append("sinks")
+    if packed:
+        asked.append("packed")
+    if call.page_table is not None:
+        asked.append("paged")
+    elif call.seqused_k is not None:
+        asked.append("key-lengths")
+    return tuple(asked)
 
 
 def beyond(call: Asking) -> str:

@@ -9,10 +9,11 @@ pages are there already. A padded batch has as many tokens in its pages as its m
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from capture.call import AttentionCall
@@ -30,10 +31,8 @@ from replay.kernels.layout import padding_keys
 from replay.kernels.library import TRITON
 from replay.kernels.pages import DEFAULT_PAGE_SIZE, check_page_size
 from replay.kernels.registry import Kernel, register
+from replay.kernels.triton.paging import PagedCache, page
 from replay.kernels.wrapping import adapt, at_once
-
-if TYPE_CHECKING:
-    from replay.kernels.triton.paging import PagedCache
 
 DECODE_LIMITS = (no_dropout, half_precision, max_head_dim(256), max_queries(16))
 
@@ -54,9 +53,16 @@ def _head_dim(call: AttentionCall) -> str | None:
 LIMITS = (no_dropout, half_precision, _head_dim, max_queries(16))
 
 
-def _decode(call: Arguments) -> Tensor:
+@functools.cache
+def _kernels() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     from replay.kernels.triton.decode import decode
+    from replay.kernels.triton.paged_decode import paged_decode
 
+    return decode, paged_decode
+
+
+def _decode(call: Arguments) -> Tensor:
+    decode, _ = _kernels()
     return decode(
         call.query,
         call.key,
@@ -72,8 +78,6 @@ def _decode(call: Arguments) -> Tensor:
 
 def paged(call: AnyCall, page_size: int) -> tuple[PagedCache, Tensor | None]:
     """SDPA's key and value in pages, and where each sequence began in them; None for at 0."""
-    from replay.kernels.triton.paging import page
-
     keys = padding_keys(call)
     if keys is None:
         return page(call.key, call.value, page_size, lengths=call.seqused_k), None
@@ -84,12 +88,19 @@ def paged(call: AnyCall, page_size: int) -> tuple[PagedCache, Tensor | None]:
 
 def _recorded_pages(call: AnyCall) -> PagedCache | None:
     """The pages that the call itself has, if its keys lie in pages."""
-    from replay.kernels.triton.paging import PagedCache
-
     if call.page_table is None or call.seqused_k is None:
         return None
-    key, value = (pool.transpose(1, 2) for pool in (call.key, call.value))
-    return PagedCache(key, value, call.page_table.int(), call.seqused_k.int())
+    return PagedCache(
+        call.key.transpose(1, 2),
+        call.value.transpose(1, 2),
+        _as_int32(call.page_table),
+        _as_int32(call.seqused_k),
+    )
+
+
+def _as_int32(tensor: Tensor) -> Tensor:
+    """Without asking PyTorch, at every call, for what is there already."""
+    return tensor if tensor.dtype == torch.int32 else tensor.int()
 
 
 def _mask_alone(call: AnyCall) -> str | None:
@@ -101,10 +112,9 @@ def _mask_alone(call: AnyCall) -> str | None:
 
 
 def _prepare_paged(call: AnyCall, page_size: int) -> Callable[[], Tensor]:
-    from replay.kernels.triton.paged_decode import paged_decode
-
     if reason := _mask_alone(call):
         raise NotImplementedError(reason)
+    _, paged_decode = _kernels()
     cache = _recorded_pages(call) or paged(call, page_size)[0]
     return lambda: paged_decode(
         call.query,

@@ -5,6 +5,9 @@ And windows, sinks, soft caps and bottom-right diagonals. `triton-varlen` packs.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 from torch import Tensor
 
 from capture.hooks.interceptor import Arguments
@@ -14,10 +17,15 @@ from replay.kernels.registry import register
 from replay.kernels.wrapping import adapt
 
 
-def _attend(call: Arguments) -> Tensor:
+@functools.cache
+def _kernel() -> Callable[..., Tensor]:
     from replay.kernels.triton.prefill import prefill
 
-    return prefill(
+    return prefill
+
+
+def _attend(call: Arguments) -> Tensor:
+    return _kernel()(
         call.query,
         call.key,
         call.value,

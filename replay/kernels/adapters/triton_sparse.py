@@ -11,9 +11,9 @@ Not by default, since what they leave out is for their user to decide.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,25 +26,29 @@ from replay.kernels.layout import padding_keys
 from replay.kernels.library import TRITON
 from replay.kernels.pages import DEFAULT_PAGE_SIZE, check_page_size
 from replay.kernels.registry import Kernel, register
+from replay.kernels.triton.paging import PagedCache
 from replay.kernels.wrapping import adapt, at_once
-
-if TYPE_CHECKING:
-    from replay.kernels.triton.paging import PagedCache
 
 DEFAULT_KEEP = 0.02
 LIMITS = (*DECODE_LIMITS, no_causal, padding_mask_only)
 
 
-def _choose(call: AnyCall, keep: float) -> Tensor:
-    """(B, Hkv, K) int32."""
+@functools.cache
+def _kernels() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    from replay.kernels.triton.sparse_decode import sparse_decode
     from replay.kernels.triton.token_choice import choose_tokens
 
+    return choose_tokens, sparse_decode
+
+
+def _choose(call: AnyCall, keep: float) -> Tensor:
+    """(B, Hkv, K) int64."""
+    choose_tokens, _ = _kernels()
     return choose_tokens(call.query, call.key, keep, allowed=padding_keys(call), scale=call.scale)
 
 
 def _prepare(call: AnyCall, keep: float) -> Callable[[], Tensor]:
-    from replay.kernels.triton.sparse_decode import sparse_decode
-
+    _, sparse_decode = _kernels()
     indices = _choose(call, keep)
     return lambda: sparse_decode(call.query, call.key, call.value, indices, scale=call.scale)
 
@@ -54,7 +58,7 @@ def _chosen(call: AttentionCall, keep: float) -> Tensor:
 
 
 def _choose_paged(call: AnyCall, cache: PagedCache, keep: float) -> Tensor:
-    """(B, Hkv, K) int32, from where each sequence begins in its pages."""
+    """(B, Hkv, K) int64, from where each sequence begins in its pages."""
     from replay.kernels.triton.token_choice import choose_paged_tokens
 
     return choose_paged_tokens(

@@ -7,10 +7,11 @@ them; the core is the call when they are known already, as for all layers of a m
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
+from types import ModuleType
 
-import torch
 from torch import Tensor
 
 from capture.variant import FEATURES
@@ -37,21 +38,28 @@ def _mask_and_lengths(call: AnyCall) -> str | None:
     return "attn_mask beside lengths of sequences or a bottom-right diagonal"
 
 
-def _prepare(call: AnyCall) -> Callable[[], Tensor]:
-    from replay.kernels.triton.varlen import KeyRanges, key_ranges, padded
+@functools.cache
+def _kernels() -> ModuleType:
+    from replay.kernels.triton import varlen
 
+    return varlen
+
+
+def _prepare(call: AnyCall) -> Callable[[], Tensor]:
     if reason := _mask_and_lengths(call):
         raise NotImplementedError(reason)
     if call.cu_seqlens_q is not None:
         return _prepare_packed(call)
-    variant = call.variant
+    varlen, variant = _kernels(), call.variant
     if call.seqused_k is not None:
-        ranges = KeyRanges(torch.zeros_like(call.seqused_k), call.seqused_k)
+        ranges = varlen.KeyRanges(None, call.seqused_k)
     else:
         keys = padding_keys(call)
         assert keys is not None, "`needs_lengths` has seen to it"
-        ranges, variant = key_ranges(keys), replace(variant, bottom_right=False)
-    return lambda: padded(
+        ranges = varlen.key_ranges(keys)
+        if variant.bottom_right:
+            variant = replace(variant, bottom_right=False)
+    return lambda: varlen.padded(
         call.query,
         call.key,
         call.value,
@@ -64,8 +72,7 @@ def _prepare(call: AnyCall) -> Callable[[], Tensor]:
 
 
 def _prepare_packed(call: AnyCall) -> Callable[[], Tensor]:
-    from replay.kernels.triton.varlen import packed
-
+    packed = _kernels().packed
     cu_seqlens_q, cu_seqlens_k = call.cu_seqlens_q, call.cu_seqlens_k
     assert cu_seqlens_q is not None
     assert cu_seqlens_k is not None

@@ -15,7 +15,7 @@ building block:
 - of kernels for Hopper, in Gluon: `hopper_pipeline.py` (loads, barriers, turns), `hopper_scores.py`
   and `persistent.py` (tiles and their order); docs/hopper-schedule.md draws how they work;
 - of 8-bit operands: `quantise.py`, `quantised_operands.py`, `quantised_cache.py`;
-- of launches: `launch.py`, `descriptors.py`, `workspace.py`.
+- of launches: `launch.py`, `descriptors.py`, `tensor_maps.py`, `workspace.py`.
 
 Suffixes: B batch, Hq query heads, Hkv key/value heads, H any heads, S sequence, D head dimension,
 T tokens of all batch elements in a row.

@@ -36,7 +36,19 @@ def can_be_described(tensor: Tensor) -> bool:
     )
 
 
-def at(descriptor: Any, tensor: Tensor) -> Any:
+class Address:
+    """Memory in a descriptor, where nobody asks for more of a tensor than where it lies."""
+
+    __slots__ = ("_address",)
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+def at(descriptor: Any, tensor: Tensor | Address) -> Any:
     """A descriptor of the same shape and strides at another tensor's address.
 
     Its checks are not made again: the tensor must be as the descriptor's own was.
@@ -49,7 +61,7 @@ def at(descriptor: Any, tensor: Tensor) -> Any:
 
 def nowhere(descriptor: Any) -> Any:
     """A descriptor that may be kept, to be moved, without keeping a tensor's memory."""
-    return at(descriptor, torch.empty(0))
+    return at(descriptor, Address(0))
 
 
 def described(tensor: Tensor, rows: int, columns: int) -> Any:

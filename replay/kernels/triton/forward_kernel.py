@@ -254,9 +254,9 @@ def _rows(
     the key beside a query is from it.
 
     LENGTHS: "full" (every batch element has all rows of the tensors), "padded" (its keys are
-    `k_lengths` many from `k_starts` on), "packed" (batch elements lie one after another;
-    `q_offsets` and `k_starts` are (B + 1,), say where each begins, and causal counts from there;
-    `k_lengths`, if not None, how many of its keys count).
+    `k_lengths` many from `k_starts` on, or from 0 if that is None), "packed" (batch elements lie
+    one after another; `q_offsets` and `k_starts` are (B + 1,), say where each begins, and causal
+    counts from there; `k_lengths`, if not None, how many of its keys count).
     """
     q_start = 0
     q_end = q_len
@@ -272,7 +272,8 @@ def _rows(
             k_end = tl.minimum(k_end, k_start + tl.load(k_lengths + batch))
         diagonal = k_start - q_start
     elif LENGTHS == "padded":
-        k_start = tl.load(k_starts + batch)
+        if k_starts is not None:
+            k_start = tl.load(k_starts + batch)
         k_end = k_start + tl.load(k_lengths + batch)
     if IS_BOTTOM_RIGHT:
         diagonal = k_end - q_end

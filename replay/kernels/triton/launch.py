@@ -16,7 +16,8 @@ from torch import Tensor
 from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
-from replay.kernels.triton.descriptors import at
+from replay.kernels.triton.descriptors import Address, at, nowhere
+from replay.kernels.triton.tensor_maps import TensorMaps, with_maps
 
 try:
     from triton.knobs import runtime as _knobs
@@ -65,16 +66,18 @@ class Launch:
             options: `num_warps`, `num_stages`, `maxnreg`.
         """
         tensors = len(kernel.arg_names) - len(arguments)
-        self._rest = tuple(arguments[name] for name in kernel.arg_names[tensors:])
+        self._rest = tuple(map(arguments.__getitem__, kernel.arg_names[tensors:]))
         self._kernel, self._grid, self._options = kernel, grid, options
         self._index = device.index or 0
         self._may_be_elsewhere = device.type == "cuda" and torch.cuda.device_count() > 1
+        self._kinds: _Kinds | None = None
         self._programs: dict[tuple[bool, ...] | None, _Program] = {}
 
     def __call__(self, *tensors: Any) -> None:
         """Launch it with tensors, tensor descriptors or None, each of the same kind at each call.
 
-        Shapes, strides and types must be those of the first call; addresses may be any.
+        Shapes, strides and types must be those of the first call; addresses may be any. Once it
+        `is_compiled`, tensors do in the place of descriptors.
         """
         if self._may_be_elsewhere and self._index != torch.cuda.current_device():
             with torch.cuda.device(self._index):
@@ -82,41 +85,99 @@ class Launch:
         else:
             self._launch(tensors)
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it was, for addresses that are multiples of 16; never in the interpreter."""
+        return None in self._programs
+
+    def repeat(self, *addresses: int | None) -> None:
+        """Launch what was compiled with addresses, all multiples of 16, in place of tensors."""
+        program = self._programs[None]
+        if self._may_be_elsewhere and self._index != torch.cuda.current_device():
+            with torch.cuda.device(self._index):
+                self._repeat(program, list(addresses))
+        else:
+            self._repeat(program, list(addresses))
+
     def _launch(self, tensors: tuple[Any, ...]) -> None:
+        if self._kinds is None:
+            self._kinds = _Kinds.of(tensors)
         addresses, together = list(tensors), 0
-        for place, tensor in enumerate(tensors):
-            if isinstance(tensor, Tensor):
-                addresses[place] = address = tensor.data_ptr()
-                together |= address
+        for place in self._kinds.tensors:
+            addresses[place] = address = tensors[place].data_ptr()
+            together |= address
+        for place, _ in self._kinds.descriptors:
+            given = tensors[place]
+            addresses[place] = (given if isinstance(given, Tensor) else given.base).data_ptr()
         # Triton compiles for addresses that are multiples of 16, and for others.
         alignment = None
         if together % 16:
-            alignment = tuple(isinstance(each, int) and each % 16 == 0 for each in addresses)
+            alignment = tuple([addresses[place] % 16 == 0 for place in self._kinds.tensors])
         program = self._programs.get(alignment)
-        if program is None:
-            compiled = self._first(tensors)
-            if compiled is not None:  # as it is in the interpreter
-                self._programs[alignment] = _Program.of(compiled)
-        elif _is_listened_to():
+        if program is not None:
+            self._repeat(program, addresses)
+        elif (compiled := self._first(tensors)) is not None:  # as it is in the interpreter
+            self._programs[alignment] = _Program.of(compiled, self._kinds)
+
+    def _repeat(self, program: _Program, addresses: list[Any]) -> None:
+        """Launch a program with addresses of tensors, and of what descriptors describe."""
+        is_listened_to = _is_listened_to()
+        if program.maps is not None and not is_listened_to:
+            program.maps.replace(addresses)
+        else:
+            for place, descriptor in program.kinds.descriptors:
+                addresses[place] = at(descriptor, Address(addresses[place]))
+        if is_listened_to:
             program.compiled[self._grid](*addresses, *self._rest)
         else:
-            stream = program.stream_of(self._index)
-            known = program.function, program.metadata, None, None, None
-            program.run(*self._grid, stream, *known, *addresses, *self._rest)
+            program.run(
+                *self._grid,
+                program.stream_of(self._index),
+                program.function,
+                program.metadata,
+                None,
+                None,
+                None,
+                *addresses,
+                *self._rest,
+            )
 
     def _first(self, tensors: tuple[Any, ...]) -> Any:
         """Launch what Triton compiles for the tensors, and return it.
 
         Where a GPU has less shared memory than that needs, fewer blocks are in flight.
         """
+        assert self._kinds is not None
+        given = list(tensors)
+        for place, descriptor in self._kinds.descriptors:
+            if isinstance(given[place], Tensor):
+                given[place] = at(descriptor, given[place])
         while True:
             try:
-                return self._kernel[self._grid](*tensors, *self._rest, **self._options)
+                return self._kernel[self._grid](*given, *self._rest, **self._options)
             except OutOfResources as error:
                 stages = self._options.get("num_stages") or 1
                 if error.name != "shared memory" or stages == 1:
                     raise
                 self._options["num_stages"] = stages - 1
+
+
+class _Kinds(NamedTuple):
+    """What a launch is called with, by its places."""
+
+    tensors: tuple[int, ...]
+    descriptors: tuple[tuple[int, Any], ...]
+    """With their places, and without memory."""
+
+    @classmethod
+    def of(cls, tensors: tuple[Any, ...]) -> _Kinds:
+        places, descriptors = [], []
+        for place, each in enumerate(tensors):
+            if isinstance(each, Tensor):
+                places.append(place)
+            elif each is not None:
+                descriptors.append((place, nowhere(each)))
+        return cls(tuple(places), tuple(descriptors))
 
 
 class _Program(NamedTuple):
@@ -128,11 +189,17 @@ class _Program(NamedTuple):
     metadata: Any
     stream_of: Callable[[int], int]
     """The current stream of a device."""
+    kinds: _Kinds
+    maps: TensorMaps | None
+    """Instead of descriptors, where `run` can be called with them."""
 
     @classmethod
-    def of(cls, compiled: Any) -> _Program:
+    def of(cls, compiled: Any, kinds: _Kinds) -> _Program:
         stream_of = driver.active.get_current_stream
-        return cls(compiled, compiled.run, compiled.function, compiled.packed_metadata, stream_of)
+        run, maps = with_maps(compiled.run, kinds.descriptors)
+        return cls(
+            compiled, run, compiled.function, compiled.packed_metadata, stream_of, kinds, maps
+        )
 
 
 def _is_listened_to() -> bool:
@@ -150,9 +217,9 @@ class PlannedCall(NamedTuple):
     descriptors: tuple[Any, ...] | None = None
     """Of tensors, to be moved to theirs; None, or a None among them, where pointers are passed."""
 
-    def operands(self, *tensors: Tensor) -> tuple[Any, ...]:
-        """Tensors as the kernel takes them, some as descriptors."""
-        if self.descriptors is None:
+    def operands(self, *tensors: Tensor | None) -> tuple[Any, ...]:
+        """Tensors as the launch takes them, some as descriptors."""
+        if self.descriptors is None or self.launch.is_compiled:
             return tensors
         return tuple(
             tensor if descriptor is None else at(descriptor, tensor)

@@ -12,88 +12,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from capture.variant import PLAIN, Variant
-from replay.kernels.triton.descriptors import at
 from replay.kernels.triton.forward import Lengths
-from replay.kernels.triton.forward_tiles import pieces
 from replay.kernels.triton.hopper_scores import ROWS
-from replay.kernels.triton.launch import Launch
+from replay.kernels.triton.launch import Launch, PlannedCall
 from replay.kernels.triton.masking import window_sides
-from replay.kernels.triton.online_softmax import LOG2_E as _LOG2_E
-from replay.kernels.triton.online_softmax import base_2
-from replay.kernels.triton.persistent import SHORT, multiprocessors, section_of
+from replay.kernels.triton.online_softmax import LOG2_E, base_2
+from replay.kernels.triton.persistent import multiprocessors, section_of
 from replay.kernels.triton.prefill_hopper_kernel import prefill_kernel
-
-LARGEST_HEAD_DIM = 256
-SHARED_BYTES = 227 * 1024
-"""That a program can have."""
-BARRIER_BYTES = 512
-
-
-class Schedule(NamedTuple):
-    """How a call is cut up; measured on an H200 (docs/notes.md)."""
-
-    consumers: int
-    """Warp groups that compute, 2 to 4."""
-    heads: int
-    """Query heads of one group that a tile has side by side; divides the consumers."""
-    keys: int
-    """Keys of a block."""
-    stages: int
-    """Blocks of keys, and of values, that fit in shared memory."""
-    registers: int
-    """Registers per thread of a consumer."""
-
-
-class Dims(NamedTuple):
-    """A head dimension as it is computed with; what is beyond the tensors' own is read as zeros."""
-
-    main: int
-    rest: int
-    """The second piece of query and key, or 0."""
-    value: int
-
-
-def dims_of(head_dim: int, v_head_dim: int) -> Dims:
-    main, rest = (64, 0) if head_dim <= 64 else pieces(head_dim, are_aligned=True)
-    return Dims(main, rest, 64 if v_head_dim <= 64 else 128 if v_head_dim <= 128 else 256)
-
-
-def schedule(dims: Dims, group: int, seen: int, mask_size: int = 0) -> Schedule:
-    """For `group` query heads a key head, queries that see up to `seen` keys, and a mask whose
-    numbers have `mask_size` bytes."""
-    is_large = dims.main > 128 or dims.value > 128
-    if is_large or (dims.rest and dims.main == 128 and mask_size):
-        return Schedule(consumers=2, heads=1, keys=64, stages=2, registers=240)
-    if max(dims.main, dims.value) > 64 or dims.rest:
-        return Schedule(consumers=2, heads=1, keys=128, stages=2, registers=240)
-    if seen <= SHORT:
-        return Schedule(consumers=4, heads=math.gcd(group, 4), keys=64, stages=6, registers=112)
-    return Schedule(consumers=3, heads=1, keys=128, stages=3, registers=160)
-
-
-class Room(NamedTuple):
-    """What shared memory leaves."""
-
-    output_on_query: bool
-    """The output takes the query's place; loading the next tile's query then waits for it."""
-    mask_stages: int
-    """Blocks of the mask that each consumer has room for; 0 if not even one."""
-
-
-def room_for(dims: Dims, plan: Schedule, mask_size: int = 0) -> Room:
-    """Where the output and the mask fit.
-
-    Args:
-        mask_size: bytes of a number of the mask.
-    """
-    rows, keys = plan.consumers * ROWS.value, plan.stages * plan.keys
-    left = SHARED_BYTES - BARRIER_BYTES - 2 * (rows + keys) * (dims.main + dims.rest)
-    left -= 2 * keys * dims.value
-    output = 2 * rows * dims.value
-    on_query = dims.main == dims.value and left < output + rows * plan.keys * mask_size
-    left -= 0 if on_query else output
-    stages = min(2, left // (rows * plan.keys * mask_size)) if mask_size and left > 0 else 0
-    return Room(on_query, stages)
+from replay.kernels.triton.prefill_hopper_schedule import (
+    LARGEST_HEAD_DIM,
+    dims_of,
+    room_for,
+    schedule,
+)
 
 
 @overload
@@ -216,7 +147,6 @@ def forward_hopper(
     mask = None
     if attn_mask is not None:
         mask = _loadable_mask(attn_mask, query.shape[2], key.shape[2])
-    tensors = (query, key, value, output)
     planned = _planned(
         (query.shape, key.shape, value.shape, output.shape),
         (query.stride(), key.stride(), value.stride(), output.stride()),
@@ -231,10 +161,9 @@ def forward_hopper(
     lse = None
     if has_lse:
         lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    planned.launch(
-        *map(at, planned.descriptors, tensors),
-        *((None, None) if planned.rest is None else map(at, planned.rest, tensors)),
-        None if mask is None else at(planned.mask, mask),
+    again = (query, key) if planned.has_rest else (None, None)
+    planned.call.launch(
+        *planned.call.operands(query, key, value, output, *again, mask),
         output if planned.is_packed else None,
         lse,
         None if sinks is None else sinks.contiguous(),
@@ -277,12 +206,11 @@ Sizes = tuple[int, ...]
 class _Planned(NamedTuple):
     """What calls of one shape share."""
 
-    launch: Launch
-    descriptors: list[TensorDescriptor]
-    """Of query, key, value and output."""
-    rest: list[TensorDescriptor] | None
-    """Of query and key, in blocks of the second piece of the head_dim."""
-    mask: TensorDescriptor | None
+    call: PlannedCall
+    """Its operands are query, key, value, output, query and key again, for the second piece of
+    their head_dim, and the mask."""
+    has_rest: bool
+    """Whether there is a second piece."""
     is_packed: bool
 
 
@@ -311,14 +239,10 @@ def _planned(
     right = 0 if is_causal else right
     is_bottom_right = variant.bottom_right and (lengths is not None or q_len != kv_len)
     scale, cap = base_2(head_dim**-0.5 if scale is None else scale, variant.softcap)
-    mask_desc, mask_size, mask_batch, mask_head, is_hiding = None, 0, None, None, False
-    if mask is not None:
-        is_hiding = mask[2] == torch.uint16
-        mask_size, mask_batch, mask_head = mask[2].itemsize, *(int(n > 1) for n in mask[0][:2])
-        if is_hiding:
-            mask_size = 1
-        else:  # numbers that are added before scores are in base 2
-            scale, cap = (scale / _LOG2_E.value, None) if cap is None else (scale, variant.softcap)
+    hides = mask is not None and mask[2] == torch.uint16
+    if mask is not None and not hides:  # it is added before scores are in base 2
+        scale, cap = (scale / LOG2_E.value, None) if cap is None else (scale, variant.softcap)
+    mask_size = 0 if mask is None else 1 if hides else mask[2].itemsize
     group = q_heads // kv_heads
     dims = dims_of(head_dim, v_head_dim)
     seen = kv_len // batch if is_packed else kv_len
@@ -326,22 +250,6 @@ def _planned(
         seen = min(seen, left + right + 1)
     plan = schedule(dims, group, seen, mask_size)
     room = room_for(dims, plan, mask_size)
-    if mask is not None:
-        mask_desc = _descriptor(*mask, ROWS.value, plan.keys // (1 + is_hiding))
-    lengths_of_blocks = (ROWS.value, plan.keys, plan.keys, ROWS.value)
-    dims_of_blocks = (dims.main, dims.main, dims.value, dims.value)
-    descriptors = [
-        _descriptor(shape, stride, dtype, length, dim)
-        for shape, stride, length, dim in zip(
-            shapes, strides, lengths_of_blocks, dims_of_blocks, strict=True
-        )
-    ]
-    rest = None
-    if dims.rest:
-        rest = [
-            _descriptor(shapes[place], strides[place], dtype, length, dims.rest)
-            for place, length in enumerate((ROWS.value, plan.keys))
-        ]
     blocks = -(-q_len // (ROWS.value * plan.consumers // plan.heads))
     bundles = batch * q_heads // plan.heads
     tiles = blocks * bundles
@@ -364,8 +272,8 @@ def _planned(
             "blocks": blocks,
             "bundles": bundles,
             "section": section_of(head_bytes, bundles, group // plan.heads, is_by_length),
-            "mask_batch": mask_batch,
-            "mask_head": mask_head,
+            "mask_batch": None if mask is None else int(mask[0][0] > 1),
+            "mask_head": None if mask is None else int(mask[0][1] > 1),
             "stride_output_head": strides[3][1] if is_packed else None,
             "stride_output_token": strides[3][2] if is_packed else None,
             "scale": scale,
@@ -377,13 +285,24 @@ def _planned(
             "REGISTERS": plan.registers,
             "OUTPUT_ON_QUERY": room.output_on_query,
             "MASK_STAGES": room.mask_stages,
-            "ADDS_MASK": mask is not None and not is_hiding,
+            "ADDS_MASK": mask is not None and not hides,
             "BY_LENGTH": is_by_length,
             "V_HEAD_DIM": v_head_dim if is_packed else dims.value,
         },
         num_warps=4,
     )
-    return _Planned(launch, descriptors, rest, mask_desc, is_packed)
+    tiles_of = functools.partial(_descriptor, dtype=dtype)
+    query, key, value, output = zip(shapes, strides, strict=True)
+    descriptors = (
+        tiles_of(*query, ROWS.value, dims.main),
+        tiles_of(*key, plan.keys, dims.main),
+        tiles_of(*value, plan.keys, dims.value),
+        tiles_of(*output, ROWS.value, dims.value),
+        tiles_of(*query, ROWS.value, dims.rest) if dims.rest else None,
+        tiles_of(*key, plan.keys, dims.rest) if dims.rest else None,
+        mask and _descriptor(*mask[:2], ROWS.value, plan.keys // (1 + hides), dtype=mask[2]),
+    )
+    return _Planned(PlannedCall(launch, descriptors), bool(dims.rest), is_packed)
 
 
 def _are_loadable(*tensors: Tensor) -> bool:
@@ -415,7 +334,7 @@ def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout
 
 
 def _descriptor(
-    shape: Sizes, strides: Sizes, dtype: torch.dtype, rows: int, columns: int
+    shape: Sizes, strides: Sizes, rows: int, columns: int, *, dtype: torch.dtype
 ) -> TensorDescriptor:
     """What TMA loads and stores tiles of; elements outside are read as 0 and not written.
 

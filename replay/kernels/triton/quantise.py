@@ -26,6 +26,7 @@ all scores of that head.
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +34,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from replay.kernels.triton.launch import Launch, named
+from replay.kernels.triton.launch import Launch, layout, named
 from replay.kernels.triton.matmul import INTERPRETED
 
 GROUP = 128
@@ -79,6 +80,15 @@ class QuantisedKeyValue:
     """Whether a mean was subtracted from the key."""
     key_mean: Tensor | None = None
     """(B, Hkv, D') float32, that mean, where it is kept."""
+
+    @functools.cached_property
+    def layouts(self) -> Hashable:
+        """All that a plan may depend on, but how the value lies in memory."""
+        return (
+            *map(layout, (self.key, self.value_scale, self.key_mean)),
+            self.kv_len,
+            self.v_head_dim,
+        )
 
 
 def padded_dim(head_dim: int) -> int:
@@ -279,7 +289,7 @@ def quantise_key_value(
     block_dim, block_v_dim = padded_dim(head_dim), padded_dim(v_head_dim)
 
     def empty(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty((batch, kv_heads, *shape), dtype=dtype, device=key.device)
+        return key.new_empty((batch, kv_heads, *shape), dtype=dtype)
 
     key_out = empty(groups * GROUP, block_dim, dtype=key_dtype)
     key_scale = empty(groups, dtype=torch.float32)
@@ -288,7 +298,23 @@ def quantise_key_value(
         value_out = empty(block_v_dim, groups * GROUP, dtype=torch.float8_e4m3fn)
         value_scale = empty(groups, dtype=torch.float32)
     key_mean = empty(block_dim, dtype=torch.float32) if smooth_k and keep_mean else None
-    launch = _planned(
+    launch = launch_of(key, value, key_dtype, quantise_value, smooth_k, key_mean is not None)
+    launch(key, value, key_out, key_scale, value_out, value_scale, key_mean)
+    return QuantisedKeyValue(
+        key_out, key_scale, value_out, value_scale, kv_len, v_head_dim, smooth_k, key_mean
+    )
+
+
+def launch_of(
+    key: Tensor,
+    value: Tensor,
+    key_dtype: torch.dtype,
+    quantise_value: bool,
+    smooth_k: bool,
+    keep_mean: bool,
+) -> Launch:
+    """What `quantise_key_value` launches; arguments as its own."""
+    return _planned(
         (key.shape, value.shape),
         (key.stride(), value.stride()),
         key.dtype,
@@ -296,11 +322,7 @@ def quantise_key_value(
         key_dtype,
         quantise_value,
         smooth_k,
-        key_mean is not None,
-    )
-    launch(key, value, key_out, key_scale, value_out, value_scale, key_mean)
-    return QuantisedKeyValue(
-        key_out, key_scale, value_out, value_scale, kv_len, v_head_dim, smooth_k, key_mean
+        keep_mean,
     )
 
 

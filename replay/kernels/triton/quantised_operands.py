@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor
@@ -10,19 +11,30 @@ from replay.kernels.triton.quantise import QuantisedKeyValue
 
 
 def describable(tensor: Tensor) -> Tensor:
-    """A query or value, or a copy where a tensor descriptor cannot describe its strides.
-
-    The last must be 1, the others positive multiples of 16 bytes, and so must the address be.
-    """
-    step = 16 // tensor.element_size()
-    others = [
-        stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
-    ]
-    aligned = all(stride > 0 and stride % step == 0 for stride in others[:-1])
-    if tensor.stride(-1) == 1 and tensor.shape[-1] > 1 and aligned and tensor.data_ptr() % 16 == 0:
+    """A query or value, or a copy where a tensor descriptor cannot describe it."""
+    if is_describable(tensor):
         return tensor
+    step = 16 // tensor.element_size()
     copy = tensor.new_empty((*tensor.shape[:-1], -(-tensor.shape[-1] // step) * step))
     return copy[..., : tensor.shape[-1]].copy_(tensor)
+
+
+def is_describable(tensor: Tensor) -> bool:
+    """Whether a tensor descriptor can describe it where it lies.
+
+    The last stride must be 1, the others positive multiples of 16 bytes, and so must the address
+    be.
+    """
+    fits = _are_describable(tensor.shape, tensor.stride(), tensor.element_size())
+    return fits and tensor.data_ptr() % 16 == 0
+
+
+@functools.lru_cache(maxsize=1024)
+def _are_describable(sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    step = 16 // itemsize
+    others = [stride for size, stride in zip(sizes, strides, strict=True) if size > 1]
+    aligned = all(stride > 0 and stride % step == 0 for stride in others[:-1])
+    return strides[-1] == 1 and sizes[-1] > 1 and aligned
 
 
 def strides_of(tensor: Tensor) -> list[int]:

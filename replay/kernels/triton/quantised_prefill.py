@@ -6,6 +6,7 @@ or on Hopper, where the call asks for no more than SDPA does, in `quantised_hopp
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -21,10 +22,16 @@ from replay.kernels.triton.online_softmax import base_2
 from replay.kernels.triton.quantise import (
     GROUP,
     QuantisedKeyValue,
+    launch_of,
     padded_dim,
     quantise_key_value,
 )
-from replay.kernels.triton.quantised_operands import describable, numbers_of, strides_of
+from replay.kernels.triton.quantised_operands import (
+    describable,
+    is_describable,
+    numbers_of,
+    strides_of,
+)
 from replay.kernels.triton.quantised_prefill_kernel import quantised_prefill_kernel
 
 
@@ -71,29 +78,13 @@ def attend(
     sees_mean = variant.softcap is not None or sinks is not None
     if sees_mean and quantised.is_smooth and quantised.key_mean is None:
         raise ValueError("soft caps and sinks need the mean of the keys: quantise with keep_mean")
-    key_mean = quantised.key_mean if sees_mean else None
     value = quantised.value
     if quantised.value_scale is None:
         value = describable(value)
     if has_gluon_kernels(query.device):
         query = describable(query)
     output = query.new_empty((*query.shape[:3], quantised.v_head_dim))
-    shape = (
-        query.device,
-        *map(layout, (query, quantised.key, value, quantised.value_scale, key_mean, sinks)),
-        quantised.kv_len,
-        quantised.v_head_dim,
-        is_causal,
-        scale,
-        variant,
-        in_tensor_cores,
-    )
-    planned = _calls.get(shape) or _calls.keep(
-        shape,
-        _plan(
-            query, quantised, value, is_causal, scale, variant, sinks is not None, in_tensor_cores
-        ),
-    )
+    planned = _planned(query, quantised, value, is_causal, scale, variant, sinks, in_tensor_cores)
     of_query, of_key, of_value = planned.operands(query, quantised.key, value)
     planned.launch(
         of_query,
@@ -102,9 +93,39 @@ def attend(
         of_value,
         quantised.key_scale if quantised.value_scale is None else quantised.value_scale,
         output,
-        *((key_mean, None if sinks is None else sinks.contiguous()) if sees_mean else ()),
+        *((quantised.key_mean, None if sinks is None else sinks.contiguous()) if sees_mean else ()),
     )
     return output
+
+
+def _planned(
+    query: Tensor,
+    quantised: QuantisedKeyValue,
+    value: Tensor,
+    is_causal: bool,
+    scale: float | None,
+    variant: Variant,
+    sinks: Tensor | None,
+    in_tensor_cores: bool,
+) -> PlannedCall:
+    """`_plan`, once for all calls of one shape."""
+    shape = (
+        query.device,
+        layout(query),
+        quantised.layouts,
+        layout(value),
+        layout(sinks),
+        is_causal,
+        scale,
+        variant,
+        in_tensor_cores,
+    )
+    return _calls.get(shape) or _calls.keep(
+        shape,
+        _plan(
+            query, quantised, value, is_causal, scale, variant, sinks is not None, in_tensor_cores
+        ),
+    )
 
 
 _calls: Kept[PlannedCall] = Kept()
@@ -192,11 +213,27 @@ def quantised_prefill(
     all; the key itself is not changed. `in_tensor_cores` is as for `attend`. `variant` is bottom
     right, window and soft cap, `sinks` (Hq,). FP8 needs compute capability 8.9.
     """
+    shape = (
+        query.device,
+        layout(query),
+        layout(key),
+        layout(value),
+        (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16,
+        is_causal,
+        scale,
+        score_dtype,
+        fp8_value,
+        smooth_k,
+        in_tensor_cores,
+        variant,
+    )
+    if sinks is None and (again := _repetitions.get(shape)) is not None:
+        return again(query, key, value)
     if key.shape[2] == 0 or query.numel() == 0:
         return query.new_zeros((*query.shape[:3], value.shape[3]))
     keep_mean = variant.softcap is not None or sinks is not None
     quantised = quantise_key_value(key, value, score_dtype, fp8_value, smooth_k, keep_mean)
-    return attend(
+    output = attend(
         query,
         quantised,
         is_causal,
@@ -205,3 +242,67 @@ def quantised_prefill(
         sinks=sinks,
         in_tensor_cores=in_tensor_cores,
     )
+    is_read_in_place = (fp8_value or is_describable(value)) and (
+        is_describable(query) or not has_gluon_kernels(query.device)
+    )
+    if is_read_in_place and not keep_mean:
+        quantise = launch_of(key, value, score_dtype, fp8_value, smooth_k, keep_mean)
+        planned = _planned(
+            query, quantised, quantised.value, is_causal, scale, variant, None, in_tensor_cores
+        )
+        repetition = _Repetition.of(quantise, planned.launch, quantised, output)
+        if repetition is not None:
+            _repetitions.keep(shape, repetition)
+    return output
+
+
+class _Repetition(NamedTuple):
+    """Another call like one that was made step by step, at half the cost to the host.
+
+    What is quantised lies in one piece of memory, and is no tensor.
+    """
+
+    quantise: Launch
+    attend: Launch
+    places: tuple[int, ...]
+    """Bytes from there to the key, its scales, and if it is quantised, the value and its scales."""
+    room: int
+    """Bytes of all."""
+    output: tuple[tuple[int, ...], tuple[int, ...]]
+    """Its sizes and strides."""
+
+    @classmethod
+    def of(
+        cls, quantise: Launch, attend: Launch, quantised: QuantisedKeyValue, output: Tensor
+    ) -> _Repetition | None:
+        """None where its launches cannot be repeated with addresses alone."""
+        if not (quantise.is_compiled and attend.is_compiled):
+            return None
+        parts = [quantised.key, quantised.key_scale]
+        if quantised.value_scale is not None:
+            parts += [quantised.value, quantised.value_scale]
+        *places, room = accumulate((-(-part.nbytes // 128) * 128 for part in parts), initial=0)
+        return cls(quantise, attend, tuple(places), room, (tuple(output.shape), output.stride()))
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        device = query.device
+        memory = torch.empty_strided((self.room,), (1,), dtype=torch.uint8, device=device)
+        output = torch.empty_strided(*self.output, dtype=query.dtype, device=device)
+        begin, value_address = memory.data_ptr(), value.data_ptr()
+        key_out, key_scale, *quantised = [begin + place for place in self.places]
+        value_out, value_scale = quantised or (value_address, None)
+        self.quantise.repeat(
+            key.data_ptr(), value_address, key_out, key_scale, value_out, value_scale, None
+        )
+        self.attend.repeat(
+            query.data_ptr(),
+            key_out,
+            key_scale,
+            value_out,
+            value_scale or key_scale,
+            output.data_ptr(),
+        )
+        return output
+
+
+_repetitions: Kept[_Repetition] = Kept()

@@ -22,9 +22,9 @@ def sparse_decode(
         query: (B, Hq, Sq, D), float16 or bfloat16, D ≤ 256, any strides.
         key: (B, Hkv, Sk, D), any strides.
         value: (B, Hkv, Sk, Dv), any strides.
-        indices: (B, Hkv, K) int32, each token once; the query heads of a key/value head share them.
-            Entries that are negative or beyond the keys are skipped; where nothing is left the
-            output is zeros.
+        indices: (B, Hkv, K) int32 or int64, each token once; the query heads of a key/value head
+            share them. Entries that are negative or beyond the keys are skipped; where nothing is
+            left the output is zeros.
         scale: of the scores; None is 1/sqrt(D).
     """
     return attend(query, Cache(key, value, indices=indices.contiguous()), scale=scale)
@@ -43,8 +43,8 @@ def paged_sparse_decode(
     """The same over pages, whose arguments are those of `paged_decode.paged_decode`.
 
     Args:
-        indices: (B, Hkv, K) int32, positions in the sequence; those that are negative or not below
-            its length are skipped.
+        indices: (B, Hkv, K) int32 or int64, positions in the sequence; those that are negative or
+            not below its length are skipped.
     """
     cache = Cache(key_pages, value_pages, block_table, lengths, indices.contiguous())
     return attend(query, cache, scale=scale)

@@ -111,7 +111,7 @@ def choose_tokens(
     allowed: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """(B, Hkv, K) int32: the highest-scoring tokens of each key/value head, the highest first.
+    """(B, Hkv, K) int64: the highest-scoring tokens of each key/value head, in any order.
 
     K = max(1, keep · Sk), rounded. A sequence of which only some tokens are allowed keeps as much
     of those, and -1 fills its places.
@@ -137,7 +137,7 @@ def choose_paged_tokens(
     *,
     scale: float | None = None,
 ) -> Tensor:
-    """(B, Hkv, K) int32: the same over pages; K = max(1, keep · N · page_size), rounded."""
+    """(B, Hkv, K) int64: the same over pages; K = max(1, keep · N · page_size), rounded."""
     cache = Cache(key_pages, key_pages, block_table, lengths)
     return _highest(_scores(query, cache, None, scale), keep, lengths)
 
@@ -146,11 +146,12 @@ def _scores(query: Tensor, cache: Cache, allowed: Tensor | None, scale: float | 
     """(B, Hkv, Sk) float32, -inf where there is no token, or none that may be chosen."""
     kv_heads, kv_len, _ = cache.sizes
     scores = query.new_empty(query.shape[0], kv_heads, kv_len, dtype=torch.float32)
-    shape = (query.device, *map(layout, (query, *cache, allowed)), scale)
+    read = query, cache.key, allowed, cache.lengths, cache.block_table
+    shape = (query.device, *map(layout, read), scale)
     launch = _launches.get(shape) or _launches.keep(
         shape, _score_launch(query, cache, allowed, scale)
     )
-    launch(query, cache.key, allowed, cache.lengths, cache.block_table, scores)
+    launch(*read, scores)
     return scores
 
 
@@ -191,7 +192,8 @@ def _score_launch(
 
 def _highest(scores: Tensor, keep: float, lengths: Tensor | None) -> Tensor:
     count = max(1, round(keep * scores.shape[2]))
-    indices = scores.topk(count, dim=2).indices.to(torch.int32)
+    # To sort them, and to make their numbers int32, are launches of their own.
+    indices = scores.topk(count, dim=2, sorted=lengths is not None).indices
     if lengths is None:
         return indices
     own = (lengths.double() * keep).round().clamp(min=1).minimum(lengths)

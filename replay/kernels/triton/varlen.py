@@ -23,8 +23,8 @@ from replay.kernels.triton.launch import Launch, named
 class KeyRanges(NamedTuple):
     """Which keys of a padded batch count."""
 
-    starts: Tensor
-    """(B,) int32, the first one."""
+    starts: Tensor | None
+    """(B,) int32, the first one; None for 0."""
     lengths: Tensor
     """(B,) int32, how many from there on."""
 
@@ -234,7 +234,8 @@ def key_ranges(keys: Tensor) -> KeyRanges:
     ranges = keys.new_empty(2, batch, dtype=torch.int32)
     if batch:
         _planned(keys.shape, keys.stride(), keys.device)(keys.view(torch.uint8), ranges)
-    return KeyRanges(ranges[0], ranges[1])
+    starts, lengths = ranges.unbind()
+    return KeyRanges(starts, lengths)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -14,6 +14,8 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from capture.call import AttentionCall
 from capture.hooks.interceptor import Arguments, bind
+from capture.variant import FEATURES as KNOWN
+from capture.variant import VARIANT_TENSORS, Variant
 from replay.kernels.constraints import (
     causal_only_square,
     half_precision,
@@ -198,3 +200,33 @@ def test_no_drop_in_ignores_an_argument(make_call: MakeCall, name: str) -> None:
         if reason is not None and "padding mask" not in reason:
             with pytest.raises(NotImplementedError, match="^" + re.escape(reason)):
                 kernel.attention(**call.arguments())
+
+
+def test_arguments_beyond_sdpas_arrive_by_name(make_call: MakeCall) -> None:
+    seen: list[Arguments] = []
+
+    def attend(arguments: Arguments) -> Tensor:
+        seen.append(arguments)
+        return arguments.query
+
+    call = make_call()
+    tensors = (call.query, call.key, call.value)
+    attention = drop_in(attend, (), KNOWN)
+    beyond: dict[str, Any] = {
+        name: torch.zeros(dims * [1]) for name, dims in VARIANT_TENSORS.items()
+    }
+    attention(*tensors, **beyond, window=(3, 0), softcap=2.0)
+    attention(*tensors, seqused_k=beyond["seqused_k"])
+    plain = bind(*tensors)
+    assert seen[0] == plain._replace(**beyond, variant=Variant(window=(3, 0), softcap=2.0))
+    assert seen[1] == plain._replace(seqused_k=beyond["seqused_k"])
+    lower_right = causal_lower_right(5, 9)
+    attention(call.query[..., :5, :], *tensors[1:], lower_right, sinks=beyond["sinks"])
+    attention(call.query[..., :5, :], *tensors[1:], lower_right, window=(3, 0))
+    assert seen[2].variant == Variant(bottom_right=True)
+    assert seen[3].variant == Variant(bottom_right=True, window=(3, 0))
+    for name in ("sinks", "cu_seqlens_q", "seqused_k", "page_table"):
+        with pytest.raises(NotImplementedError, match="has no"):
+            drop_in(attend, ())(*tensors, **{name: beyond[name]})
+    with pytest.raises(TypeError, match="windows"):
+        attention(*tensors, windows=(3, 0))

@@ -13,7 +13,7 @@ from triton.runtime.errors import OutOfResources
 
 from replay.kernels.triton import launch as launch_module
 from replay.kernels.triton.descriptors import at, described, nowhere
-from replay.kernels.triton.launch import MOST_KEPT, Kept, Launch, layout
+from replay.kernels.triton.launch import MOST_KEPT, Kept, Launch, PlannedCall, layout
 
 DEVICE = torch.device("cpu")
 GRID = (3, 2, 1)
@@ -115,21 +115,68 @@ def test_who_listens_is_told_of_every_launch() -> None:
     assert (len(kernel.told), len(kernel.launched)) == (1, 1)
 
 
-def test_descriptors_are_passed_as_they_are() -> None:
-    tensor = torch.zeros(1, 1, 16, 32, dtype=torch.float16)
-    kept = nowhere(described(tensor, 8, 32))
-    assert kept.base.numel() == 0
-    moved = at(kept, tensor)
-    assert (moved.base is tensor, moved.shape, moved.block_shape) == (
+def described_tensor() -> Tensor:
+    return torch.zeros(1, 1, 16, 32, dtype=torch.float16)
+
+
+def test_descriptors_are_moved_to_their_tensors() -> None:
+    first, second, third = (described_tensor() for _ in range(3))
+    kept = nowhere(described(first, 8, 32))
+    assert kept.base.data_ptr() == 0
+    moved = at(kept, first)
+    assert (moved.base is first, moved.shape, moved.block_shape) == (
         True,
         kept.shape,
         kept.block_shape,
     )
     kernel = Kernel()
     launch = launch_of(kernel)
-    for _ in range(2):
-        launch(moved, None, aligned())
-    assert kernel.launched[0][0] is moved
+    launch(moved, None, aligned())
+    assert kernel.compiled[0][0] is moved
+    launch(at(kept, second), None, aligned())
+    launch(third, None, aligned())
+    launch.repeat(first.data_ptr(), None, aligned().data_ptr())
+    passed = [arguments[0] for arguments in kernel.launched]
+    assert [each.base.data_ptr() for each in passed] == [
+        each.data_ptr() for each in (second, third, first)
+    ]
+    assert all(each.shape == kept.shape and each.strides == kept.strides for each in passed)
+
+
+def test_a_tensor_stands_for_its_descriptor_where_another_program_is_compiled() -> None:
+    kernel = Kernel()
+    launch = launch_of(kernel)
+    first, second = described_tensor(), described_tensor()
+    kept = nowhere(described(first, 8, 32))
+    launch(at(kept, first), None, aligned())
+    launch(second, None, aligned()[1:])
+    assert kernel.compiled[1][0].base is second
+    assert kernel.compiled[1][0].block_shape == kept.block_shape
+
+
+def test_planned_calls_pass_descriptors_until_the_launch_is_compiled() -> None:
+    launch = launch_of(Kernel())
+    tensor, output = described_tensor(), aligned()
+    planned = PlannedCall(launch, (nowhere(described(tensor, 8, 32)), None))
+    described_first, as_it_is = planned.operands(tensor, output)
+    assert described_first.base is tensor
+    assert as_it_is is output
+    launch(described_first, None, output)
+    assert planned.operands(tensor, output) == (tensor, output)
+    assert PlannedCall(launch).operands(tensor) == (tensor,)
+
+
+def test_addresses_alone_launch_what_was_compiled() -> None:
+    kernel = Kernel()
+    launch = launch_of(kernel)
+    assert not launch.is_compiled
+    launch(aligned()[1:], None, aligned())
+    assert not launch.is_compiled  # for multiples of 16
+    query, output = aligned(), aligned()
+    launch(query, None, output)
+    assert launch.is_compiled
+    launch.repeat(query.data_ptr(), None, output.data_ptr())
+    assert kernel.launched == [(query.data_ptr(), None, output.data_ptr(), 7, 64)]
 
 
 def test_where_nothing_is_compiled_every_call_goes_to_triton() -> None:

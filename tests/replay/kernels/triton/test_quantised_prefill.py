@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,13 +22,18 @@ from capture.variant import Variant
 from replay.accuracy.errors import compare
 from replay.accuracy.reference import attention
 from replay.kernels.registry import Kernel, find
+from replay.kernels.triton import launch as launch_module
+from replay.kernels.triton import quantise as quantise_module
 from replay.kernels.triton import quantised_prefill as quantised_prefill_module
+from replay.kernels.triton.descriptors import at
+from replay.kernels.triton.launch import Kept, Launch
 from replay.kernels.triton.quantise import quantise_key_value
 from replay.kernels.triton.quantised_prefill import attend, describable, quantised_prefill
 from tests.replay.kernels.pairwise import pairwise
 from tests.replay.kernels.triton import eager
 from tests.replay.kernels.triton.test_quantise import dequantised_key, dequantised_value
 
+CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn
 KINDS = {
     "sage": (torch.int8, False),
@@ -82,6 +92,56 @@ def random_call(
     )
     query, value = normal(q_heads, q_len), normal(kv_heads, kv_len)
     return AttentionCall(query, key, value, is_causal=is_causal, enable_gqa=q_heads != kv_heads)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches that are repeated with addresses, as on a GPU, and interpreted."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled where there is a GPU")
+    first = Launch._first
+
+    def compile_and_launch(launch: Launch, tensors: tuple[Any, ...]) -> Any:
+        first(launch, tensors)
+        return Interpreted(launch, tensors)
+
+    monkeypatch.setattr(Launch, "_first", compile_and_launch)
+    active = SimpleNamespace(get_current_stream=lambda device: 0)
+    monkeypatch.setattr(launch_module, "driver", SimpleNamespace(active=active))
+    planned = functools.lru_cache(quantise_module._planned.__wrapped__)
+    monkeypatch.setattr(quantise_module, "_planned", planned)
+    monkeypatch.setattr(quantised_prefill_module, "_calls", Kept())
+    monkeypatch.setattr(quantised_prefill_module, "_repetitions", Kept())
+
+
+class Interpreted:
+    """In place of a compiled kernel."""
+
+    function = packed_metadata = None
+
+    def __init__(self, launch: Launch, tensors: tuple[Any, ...]) -> None:
+        self._launch, self._tensors = launch, tensors
+
+    def run(self, *arguments: Any) -> None:
+        grid, arguments = arguments[:3], arguments[9:]
+        given, rest = arguments[: len(self._tensors)], arguments[len(self._tensors) :]
+        tensors = map(self._at, self._tensors, given)
+        self._launch._kernel[grid](*tensors, *rest, **self._launch._options)
+
+    def _at(self, first: Any, given: Any) -> Any:
+        """What the launch was given this time, with all that is known from its first."""
+        if first is None:
+            assert given is None
+            return None
+        if not isinstance(first, Tensor):
+            return at(first, self._at(first.base, given.base.data_ptr()))
+        assert (given % 16 == 0) == (first.data_ptr() % 16 == 0)  # what it was compiled for
+        extent = sum(
+            (size - 1) * stride for size, stride in zip(first.shape, first.stride(), strict=True)
+        )
+        memory = (ctypes.c_uint8 * ((extent + 1) * first.element_size())).from_address(given)
+        flat = torch.frombuffer(memory, dtype=torch.uint8).view(first.dtype)
+        return flat.as_strided(first.shape, first.stride())
 
 
 def quantised_query(call: AttentionCall, dtype: torch.dtype) -> Tensor:
@@ -333,3 +393,47 @@ def test_core_alone(device: torch.device) -> None:
     quantised = quantise_key_value(call.key, call.value, torch.int8, True)
     output = attend(call.query, quantised)
     torch.testing.assert_close(output, run(call, "sage-fp8"), rtol=0, atol=0)
+
+
+@each_kind
+def test_calls_of_one_shape(device: torch.device, kind: str) -> None:
+    """Later ones are made in another way than the first, where kernels are compiled."""
+    calls = [random_call(2, 4, 2, 70, 200, 40, device, offset=offset) for offset in (0, 2, 0.5)]
+    for call in (*calls, *calls):
+        check(call, kind)
+
+
+@each_kind
+def test_a_second_call_of_a_shape_is_the_first_at_other_addresses(
+    kind: str, compiled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (
+        random_call(2, 4, 2, 70, 200, 40, CPU, is_causal=True, offset=offset) for offset in (0, 2)
+    )
+    expected = run(second, kind)
+    run(first, kind)
+    monkeypatch.setattr(quantised_prefill_module, "quantise_key_value", None)  # not step by step
+    before = [each.clone() for each in (second.query, second.key, second.value)]
+    torch.testing.assert_close(run(second, kind), expected, rtol=0, atol=0)
+    torch.testing.assert_close([second.query, second.key, second.value], before, rtol=0, atol=0)
+    with pytest.raises(TypeError):  # of another shape, which was not met before
+        run(random_call(2, 4, 2, 70, 201, 40, CPU, is_causal=True), kind)
+
+
+def test_what_cannot_be_repeated_is_right_all_the_same(compiled: None) -> None:
+    """Values that are copied, addresses that are no multiples of 16, and means that are kept."""
+    call = random_call(1, 2, 2, 70, 200, 64, CPU)
+    odd = torch.empty(call.value.numel() + 1, dtype=call.dtype)[1:].view_as(call.value)
+    odd.copy_(call.value)
+    strided = call.value.repeat_interleave(2, dim=3)[..., ::2]
+    for value in (odd, strided):
+        for _ in range(3):
+            check(replace(call, value=value), "sage")
+    assert not quantised_prefill_module._repetitions._plans
+    for sinks, variant in ((torch.zeros(2), Variant()), (None, Variant(softcap=5.0))):
+        asked = replace(call, sinks=sinks, variant=variant)
+        once, again = run(asked, "sage"), run(asked, "sage")
+        torch.testing.assert_close(once, again, rtol=0, atol=0)
+    assert not quantised_prefill_module._repetitions._plans
+    check(call, "sage")
+    assert quantised_prefill_module._repetitions._plans

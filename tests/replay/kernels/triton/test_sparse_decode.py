@@ -59,7 +59,7 @@ def test_the_highest_scoring_tokens_are_chosen(q_len: int, scale: float | None) 
     call = AttentionCall(call.query, call.key, call.value, scale=scale)
     indices = choose_tokens(call.query, call.key, 0.1, scale=scale)
     assert indices.shape == (2, 2, 9)
-    assert torch.equal(indices.sort(dim=2).values, best_tokens(call, 9).sort(dim=2).values.int())
+    assert torch.equal(indices.sort(dim=2).values, best_tokens(call, 9).sort(dim=2).values)
 
 
 @pytest.mark.parametrize(("keep", "count"), [(1e-6, 1), (0.02, 2), (0.5, 45), (1.0, 90)])
@@ -98,6 +98,7 @@ def test_attention_is_to_the_given_tokens(kv_len: int, count: int, seed: int) ->
     cache = page(key, value, 16)
     outputs = (
         sparse_decode(call.query, key, value, indices),
+        sparse_decode(call.query, key, value, indices.long()),
         paged_sparse_decode(call.query, *cache, indices),
     )
     for output in outputs:

@@ -146,11 +146,12 @@ def test_key_ranges() -> None:
     keys = padding(ranges, 3000)
     for each in (keys, keys.mT.contiguous().mT, keys[:1].expand(3, 3000)):
         found = key_ranges(each)
+        assert found.starts is not None
         assert found.starts.dtype == found.lengths.dtype == torch.int32
         expected = ranges[: len(each)] if each.stride(0) else ranges[:1] * 3
         pairs = zip(found.starts.tolist(), found.lengths.tolist(), strict=True)
         assert list(pairs) == expected
-    assert key_ranges(keys[:0]).starts.shape == (0,)
+    assert key_ranges(keys[:0]).lengths.shape == (0,)
 
 
 def test_they_are_what_the_constraint_finds() -> None:
@@ -158,6 +159,7 @@ def test_they_are_what_the_constraint_finds() -> None:
     expected = key_range(keys[:, None, None], 3, 12)
     assert expected is not None
     found = key_ranges(keys)
+    assert found.starts is not None
     assert torch.equal(found.starts, expected.starts)
     assert torch.equal(found.lengths, expected.lengths)
 
@@ -205,7 +207,8 @@ def test_ranges_can_be_a_models_own() -> None:
     starts, lengths = (
         torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in ([0, 4], [9, 30])
     )
-    output = padded(query, key, value, KeyRanges(starts, lengths))
-    mask = padding([(0, 9), (4, 30)], 40)[:, None, None]
-    expected = attend(query, key, value, mask).output
-    torch.testing.assert_close(output.double(), expected, rtol=0, atol=3e-3)
+    for first, ranges in ((starts, [(0, 9), (4, 30)]), (None, [(0, 9), (0, 30)])):
+        output = padded(query, key, value, KeyRanges(first, lengths))
+        mask = padding(ranges, 40)[:, None, None]
+        expected = attend(query, key, value, mask).output
+        torch.testing.assert_close(output.double(), expected, rtol=0, atol=3e-3)

@@ -1,0 +1,82 @@
+"""How `prefill_hopper_kernel.py` cuts up a call, and what then fits in shared memory."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from replay.kernels.triton.forward_tiles import pieces
+from replay.kernels.triton.hopper_scores import ROWS
+from replay.kernels.triton.persistent import SHORT
+
+LARGEST_HEAD_DIM = 256
+SHARED_BYTES = 227 * 1024
+"""That a program can have."""
+BARRIER_BYTES = 512
+
+
+class Schedule(NamedTuple):
+    """How a call is cut up; measured on an H200 (docs/notes.md)."""
+
+    consumers: int
+    """Warp groups that compute, 2 to 4."""
+    heads: int
+    """Query heads of one group that a tile has side by side; divides the consumers."""
+    keys: int
+    """Keys of a block."""
+    stages: int
+    """Blocks of keys, and of values, that fit in shared memory."""
+    registers: int
+    """Registers per thread of a consumer."""
+
+
+class Dims(NamedTuple):
+    """A head dimension as it is computed with; what is beyond the tensors' own is read as zeros."""
+
+    main: int
+    rest: int
+    """The second piece of query and key, or 0."""
+    value: int
+
+
+def dims_of(head_dim: int, v_head_dim: int) -> Dims:
+    main, rest = (64, 0) if head_dim <= 64 else pieces(head_dim, are_aligned=True)
+    return Dims(main, rest, 64 if v_head_dim <= 64 else 128 if v_head_dim <= 128 else 256)
+
+
+def schedule(dims: Dims, group: int, seen: int, mask_size: int = 0) -> Schedule:
+    """For `group` query heads a key head, queries that see up to `seen` keys, and a mask whose
+    numbers have `mask_size` bytes."""
+    is_large = dims.main > 128 or dims.value > 128
+    if is_large or (dims.rest and dims.main == 128 and mask_size):
+        return Schedule(consumers=2, heads=1, keys=64, stages=2, registers=240)
+    if max(dims.main, dims.value) > 64 or dims.rest:
+        return Schedule(consumers=2, heads=1, keys=128, stages=2, registers=240)
+    if seen <= SHORT:
+        return Schedule(consumers=4, heads=math.gcd(group, 4), keys=64, stages=6, registers=112)
+    return Schedule(consumers=3, heads=1, keys=128, stages=3, registers=160)
+
+
+class Room(NamedTuple):
+    """What shared memory leaves."""
+
+    output_on_query: bool
+    """The output takes the query's place; loading the next tile's query then waits for it."""
+    mask_stages: int
+    """Blocks of the mask that each consumer has room for; 0 if not even one."""
+
+
+def room_for(dims: Dims, plan: Schedule, mask_size: int = 0) -> Room:
+    """Where the output and the mask fit.
+
+    Args:
+        mask_size: bytes of a number of the mask.
+    """
+    rows, keys = plan.consumers * ROWS.value, plan.stages * plan.keys
+    left = SHARED_BYTES - BARRIER_BYTES - 2 * (rows + keys) * (dims.main + dims.rest)
+    left -= 2 * keys * dims.value
+    output = 2 * rows * dims.value
+    on_query = dims.main == dims.value and left < output + rows * plan.keys * mask_size
+    left -= 0 if on_query else output
+    stages = min(2, left // (rows * plan.keys * mask_size)) if mask_size and left > 0 else 0
+    return Room(on_query, stages)
