@@ -276,6 +276,12 @@ class DotProductAttention:
         dims = (key_layer.shape[3], value_layer.shape[3])
         assert self.channels == (dims if dims[0] != dims[1] else dims[0])
         assert self.type == ("self" if query_layer.shape[1] == key_layer.shape[1] else "cross")
+        left, right = window_size or (-1, 0 if attn_mask_type != "no_mask" else -1)
+        if attn_mask_type == "no_mask":  # TE 2.20.2, dot_product_attention/utils.py
+            assert (left, right) == (-1, -1) or min(left, right) >= 0
+        else:
+            assert left >= -1
+            assert right == 0
         heads_first = (each.transpose(1, 2) for each in (query_layer, key_layer, value_layer))
         output = type(self).formula(
             *heads_first,
