@@ -31,9 +31,9 @@ NAMES = (
     "te-fused",
     "te-unfused",
     "te-flash",
-    "hub:kernels-community/flash-attn",
+    "hub:kernels-community/flash-attn2",
     "hub:kernels-community/flash-attn3",
-    "hub:kernels-community/sage_attention",
+    "hub:kernels-community/sage-attention",
 )
 DTYPES = (torch.float16, torch.bfloat16)
 
