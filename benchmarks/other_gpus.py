@@ -42,7 +42,11 @@ DECODE = (
     "triton-sparse-decode",
 )
 KERNELS = (*PREFILL, "triton-masked", "triton-varlen", *DECODE)
-HEAD_DIMS = (64, 128, 256)
+HeadDims = tuple[int, int]
+"""Of queries and keys, and of values."""
+HEAD_DIMS: tuple[HeadDims, ...] = ((64, 64), (128, 128), (256, 256))
+OF_HOPPER: tuple[HeadDims, ...] = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+"""Those of `triton-fa3`, whose tiles follow the head dimension more closely."""
 COLUMNS = ("compute capability", "kernel", "head_dim", "result", "triton")
 COMPILES = "compiles"
 
@@ -88,11 +92,11 @@ def as_if_on(capability: str) -> Iterator[None]:
         yield
 
 
-def call_of(kernel: str, head_dim: int) -> AttentionCall:
+def call_of(kernel: str, head_dims: HeadDims) -> AttentionCall:
     """A call that the kernel is for, without values."""
     q_len, kv_len = (1, 4096) if kernel in DECODE else (1024, 1024)
     is_causal = kernel in PREFILL
-    spec = Spec(1, 8, 2, q_len, kv_len, head_dim, head_dim, is_causal, torch.float16)
+    spec = Spec(1, 8, 2, q_len, kv_len, *head_dims, is_causal, torch.float16)
     call = spec.without_values()
     if kernel == "triton-masked":
         mask = torch.empty((q_len, kv_len), dtype=torch.bool, device="meta")
@@ -103,14 +107,21 @@ def call_of(kernel: str, head_dim: int) -> AttentionCall:
     return call
 
 
-def compile_for(capability: str, head_dims: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Compile all kernels; in a process of its own, since they keep what they find out."""
+def compile_for(capability: str, head_dim: int | None) -> list[dict[str, Any]]:
+    """Compile all kernels; in a process of its own, since they keep what they find out.
+
+    Args:
+        head_dim: of queries and keys; None for each of them.
+    """
     lines = []
     with as_if_on(capability), torch.no_grad():
         for name in KERNELS:
-            for head_dim in head_dims:
-                result = _compile(name, call_of(name, head_dim))
-                line = (capability, name, head_dim, result, triton.__version__)
+            for dims in OF_HOPPER if name == "triton-fa3" else HEAD_DIMS:
+                if head_dim not in (None, dims[0]):
+                    continue
+                result = _compile(name, call_of(name, dims))
+                written = "/".join(map(str, dict.fromkeys(dims)))
+                line = (capability, name, written, result, triton.__version__)
                 lines.append(dict(zip(COLUMNS, line, strict=True)))
     return lines
 
@@ -129,13 +140,13 @@ def _compile(name: str, call: AttentionCall) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--capability", choices=SHARED_KIB, help="default: each of them")
-    parser.add_argument("--head-dim", type=int, choices=HEAD_DIMS, help="default: each of them")
+    choices = [dims[0] for dims in OF_HOPPER]
+    parser.add_argument("--head-dim", type=int, choices=choices, help="default: each of them")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "other_gpus.csv")
     arguments = parser.parse_args()
     capabilities = [arguments.capability] if arguments.capability else list(SHARED_KIB)
-    head_dims = (arguments.head_dim,) if arguments.head_dim else HEAD_DIMS
     with multiprocessing.get_context("spawn").Pool(2, maxtasksperchild=1) as pool:
-        each_capability = [(capability, head_dims) for capability in capabilities]
+        each_capability = [(capability, arguments.head_dim) for capability in capabilities]
         found = pool.starmap(compile_for, each_capability, chunksize=1)
     lines = [line for each in found for line in each]
     for line in lines:

@@ -1,6 +1,7 @@
 """Compares our Triton kernels with float64 attention on random calls (needs a GPU; 90 s).
 
     python -m benchmarks.random_calls [--calls 2000] [--seconds 90] [--processes 12] [--seed 0]
+    python -m benchmarks.random_calls --kernel triton-fa3     # families of one kernel
     python -m benchmarks.random_calls --only 37        # one family again, and what failed in it
 
 Head dimensions, types, masks, windows, lengths, strides and values are drawn from a seed. A family
@@ -12,6 +13,7 @@ each kernel. Exits 1 if an output is wrong, and 2 if time ran out before every c
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import multiprocessing
 import random
@@ -44,14 +46,15 @@ COLUMNS = ("kernel", "calls", "wrong", "machine.device", "machine.torch", "machi
 PLAIN = ("plain", "causal")
 MASKED = ("padding", "random", "float mask", "mask by head")
 VARIANTS = ("bottom right", "window", "window both ways", "soft cap", "sinks")
+PACKED = ("packed", "packed, bottom right", "packed, window")
 FORMS: dict[str, tuple[str, ...]] = {
     "triton-fa2": (*PLAIN, *MASKED, *VARIANTS),
     "triton-masked": MASKED,
-    "triton-fa3": PLAIN,
+    "triton-fa3": (*PLAIN, *VARIANTS, *PACKED),
     "triton-sage": (*PLAIN, *VARIANTS),
     "triton-fp8": (*PLAIN, *VARIANTS),
     "triton-sage-fp8": (*PLAIN, *VARIANTS),
-    "triton-varlen": ("padding", "key lengths", "packed", "packed, bottom right", "packed, window"),
+    "triton-varlen": ("padding", "key lengths", *PACKED),
     "triton-decode": (*PLAIN, *MASKED, *VARIANTS, "key lengths"),
     "triton-decode-int8": (*PLAIN, *MASKED, *VARIANTS, "key lengths"),
     "triton-decode-fp8": (*PLAIN, *MASKED, *VARIANTS, "key lengths"),
@@ -94,7 +97,7 @@ def family(seed: int, number: int) -> Family:
     head_dim = rng.choice((*HEAD_DIMS, rng.randint(1, 256)))
     v_head_dim = head_dim if rng.random() < 0.8 else rng.choice(HEAD_DIMS)
     if kernel == "triton-fa3":
-        head_dim = v_head_dim = min(128, -(-head_dim // 8) * 8)
+        head_dim, v_head_dim = (-(-dim // 8) * 8 for dim in (head_dim, v_head_dim))
     return Family(
         number,
         kernel,
@@ -104,6 +107,13 @@ def family(seed: int, number: int) -> Family:
         rng.choice((torch.float16, torch.bfloat16)),
         rng.choice(list(LAYOUTS)),
     )
+
+
+def families_of(seed: int, calls: int, kernel: str | None) -> list[Family]:
+    """The first families that make as many calls, of all kernels or of one; numbers stay theirs."""
+    turn, turns = (0, 1) if kernel is None else (list(FORMS).index(kernel), len(FORMS))
+    numbers = itertools.islice(itertools.count(turn, turns), -(-calls // CALLS_OF_A_FAMILY))
+    return [family(seed, number) for number in numbers]
 
 
 def _apart(tensor: Tensor) -> Tensor:
@@ -273,6 +283,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=90.0, help="after which no family begins")
     parser.add_argument("--processes", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kernel", choices=FORMS, help="default: each takes its turn")
     parser.add_argument("--only", type=int, metavar="FAMILY", help="this family alone, in-process")
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "random_calls.csv")
@@ -284,8 +295,8 @@ def main() -> int:
         return report(check(drawn, seed, CALLS_OF_A_FAMILY, device))
     families = [
         each
-        for number in range(-(-arguments.calls // CALLS_OF_A_FAMILY))
-        if find((each := family(seed, number)).kernel).unavailable(device) is None
+        for each in families_of(seed, arguments.calls, arguments.kernel)
+        if find(each.kernel).unavailable(device) is None
     ]
     machine = describe(device)
     made: Counter[str] = Counter()

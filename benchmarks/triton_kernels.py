@@ -3,13 +3,16 @@
     python -m benchmarks.triton_kernels [--phase decode] [--env NAME=PYTHON] [--out FILE]
 
 Times prefill and decode at the shapes of our targets (docs/notes.md), decode with a cold and a warm
-L2. Writes `benchmarks/results/triton_kernels.csv`.
+L2, and writes `benchmarks/results/triton_kernels.csv`. A phase alone has a file of its own, such as
+`triton_decode.csv`; `head-dims`, prefill at other head dimensions than 64 and 128, is run only
+alone.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from benchmarks import results
 from benchmarks.sweep import cold, parser, sweep
 from replay.workloads.random_calls import Spec, workloads
 
@@ -22,6 +25,13 @@ PREFILL = (
     Spec(8, 64, 16, 1024, 1024, 64, 64, is_causal=True),
     Spec(1, 5, 5, 75600, 75600, 128, 128),
 )
+HEAD_DIMS = (
+    Spec(1, 24, 24, 4608, 4608, 96, 96),
+    Spec(1, 32, 32, 4096, 4096, 96, 96, is_causal=True),
+    Spec(1, 128, 128, 4096, 4096, 192, 128, is_causal=True),
+    Spec(1, 16, 8, 8192, 8192, 256, 256, is_causal=True),
+    Spec(1, 16, 8, 8192, 8192, 256, 256),
+)
 DECODE = (
     Spec(8, 32, 8, 1, 32768, 128, 128),
     Spec(8, 64, 16, 1, 1024, 64, 64),
@@ -31,6 +41,7 @@ PEERS = "torch-flash,torch-cudnn"
 PREFILL_KERNELS = (
     f"{PEERS},sage1,flashinfer-fa3,fa4,triton-fa2,triton-fa3,triton-sage,triton-fp8,triton-sage-fp8"
 )
+HEAD_DIMS_KERNELS = "torch-cudnn,torch-flash,fa4,flashinfer-fa3,triton-fa2,triton-fa3,triton-fp8"
 DECODE_KERNELS = (
     f"{PEERS},flashinfer-decode,"
     "triton-decode,triton-decode-int8,triton-decode-fp8,"
@@ -39,10 +50,21 @@ DECODE_KERNELS = (
 )
 
 
+TOGETHER = ("decode", "prefill")
+"""The phases that run where none is named."""
+
+
 def main() -> None:
     taking = parser(__doc__, "", "triton_kernels.csv", seconds=0.5)
-    taking.add_argument("--phase", choices=("prefill", "decode"), help="default: both")
+    taking.add_argument(
+        "--phase", choices=(*TOGETHER, "head-dims"), help=f"default: {' and '.join(TOGETHER)}"
+    )
+    taking.set_defaults(out=None)
     arguments = taking.parse_args()
+    phases = (arguments.phase,) if arguments.phase else TOGETHER
+    if arguments.out is None:
+        name = (arguments.phase or "kernels").replace("-", "_")
+        arguments.out = results.DIRECTORY / f"triton_{name}.csv"
     sweeps = {
         "decode": (
             DECODE_KERNELS,
@@ -52,11 +74,12 @@ def main() -> None:
             ],
         ),
         "prefill": (PREFILL_KERNELS, cold(workloads("prefill", list(PREFILL), seed=0))),
+        "head-dims": (HEAD_DIMS_KERNELS, cold(workloads("head-dims", list(HEAD_DIMS), seed=0))),
     }
     rows: list[dict[str, Any]] = []
-    for phase, (kernels, calls) in sweeps.items():
-        if arguments.phase in (None, phase):
-            sweep(calls, arguments.kernels or kernels, arguments, rows)
+    for phase in phases:
+        kernels, calls = sweeps[phase]
+        sweep(calls, arguments.kernels or kernels, arguments, rows)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python -m benchmarks.variants [--env NAME=PYTHON] [--out FILE]
 
 Times a window of 1,024 keys beside the same call without it, at 8k and 32k keys and when decoding,
-soft caps, sinks as in gpt-oss, and packed sequences. Writes `benchmarks/results/variants.csv` and
-prints its table.
+soft caps, sinks as in gpt-oss, queries behind a cache, and packed sequences. Writes
+`benchmarks/results/variants.csv` and prints its tables.
 """
 
 from __future__ import annotations
@@ -14,21 +14,25 @@ from typing import Any
 import torch
 
 from benchmarks.sweep import Sweeps, parser, sweep_all
-from benchmarks.tables.speed import by_call
+from benchmarks.tables.speed import by_call, per_pair
 from capture.variant import Variant
 from replay.workloads.random_calls import Spec
 
 WINDOW = {"variant": Variant(bottom_right=True, window=(1023, None))}
 SHORT_WINDOW = {"variant": Variant(bottom_right=True, window=(127, None))}
+SOFT_CAP = {"variant": Variant(softcap=50.0)}
 LENGTHS = (2048, 1300, 700, 2000, 77, 1900, 160, 7)
 
 LLAMA_8K = Spec(1, 32, 8, 8192, 8192, 128, 128, is_causal=True)
 LLAMA_32K = Spec(1, 32, 8, 32768, 32768, 128, 128, is_causal=True)
 GPT_OSS = Spec(1, 64, 8, 8192, 8192, 64, 64, is_causal=True)
+GEMMA = Spec(1, 16, 8, 8192, 8192, 256, 256, is_causal=True)
+BEHIND_CACHE = Spec(1, 32, 8, 1024, 16384, 128, 128)
 DECODE = Spec(8, 32, 8, 1, 32768, 128, 128)
 DECODE_GPT_OSS = Spec(8, 64, 8, 1, 32768, 64, 64)
 PACKED = Spec(1, 32, 8, sum(LENGTHS), sum(LENGTHS), 128, 128, is_causal=True)
 
+OURS = "triton-fa2,triton-fa3,triton-fp8,triton-sage-fp8"
 LIBRARIES = "fa2,fa3,fa4,flashinfer-fa2,flashinfer-fa3,flex,torch-masked"
 
 
@@ -45,15 +49,23 @@ def _packed() -> dict[str, Any]:
 
 
 SWEEPS: Sweeps = {
-    f"torch-default,triton-fa2,{LIBRARIES},eager": {
+    f"torch-default,{OURS},{LIBRARIES},eager": {
         "8k": (LLAMA_8K, {}),
         "8k-window-1024": (LLAMA_8K, WINDOW),
-        "8k-soft-cap": (LLAMA_8K, {"variant": Variant(softcap=50.0)}),
+        "8k-soft-cap": (LLAMA_8K, SOFT_CAP),
         "8k-gpt-oss": (GPT_OSS, {}),
         "8k-gpt-oss-sinks": (GPT_OSS, _sinks(64)),
+        "8k-gpt-oss-window-1024": (GPT_OSS, WINDOW),
         "8k-gpt-oss-sinks-window-128": (GPT_OSS, {**_sinks(64), **SHORT_WINDOW}),
     },
-    f"torch-default,triton-fa2,{LIBRARIES}": {
+    f"torch-default,{OURS},{LIBRARIES}": {
+        "8k-gemma": (GEMMA, {}),
+        "8k-gemma-soft-cap": (GEMMA, SOFT_CAP),
+        "1k-of-16k": (BEHIND_CACHE, {}),
+        "1k-of-16k-bottom-right": (
+            BEHIND_CACHE,
+            {"is_causal": True, "variant": Variant(bottom_right=True)},
+        ),
         "32k": (LLAMA_32K, {}),
         "32k-window-1024": (LLAMA_32K, WINDOW),
     },
@@ -63,8 +75,9 @@ SWEEPS: Sweeps = {
         "decode-gpt-oss-sinks": (DECODE_GPT_OSS, _sinks(64)),
         "decode-gpt-oss-sinks-window-128": (DECODE_GPT_OSS, {**_sinks(64), **SHORT_WINDOW}),
     },
-    "triton-varlen,torch-varlen,fa2-varlen,fa3-varlen,fa4-varlen,flashinfer-fa2,flashinfer-fa3,"
-    "flex,torch-masked": {
+    f"{OURS},triton-varlen,torch-varlen,fa2-varlen,fa3-varlen,fa4-varlen,flashinfer-fa2,"
+    "flashinfer-fa3,flex,torch-masked": {
+        "one-sequence": (PACKED, {}),
         "packed": (PACKED, _packed()),
         "packed-window-128": (
             PACKED,
@@ -74,11 +87,27 @@ SWEEPS: Sweeps = {
 }
 """Calls by name, under the kernels that are timed on them."""
 
+PLAIN = {
+    "8k-window-1024": "8k",
+    "8k-soft-cap": "8k",
+    "8k-gpt-oss-sinks": "8k-gpt-oss",
+    "8k-gpt-oss-window-1024": "8k-gpt-oss",
+    "8k-gpt-oss-sinks-window-128": "8k-gpt-oss",
+    "8k-gemma-soft-cap": "8k-gemma",
+    "1k-of-16k-bottom-right": "1k-of-16k",
+    "32k-window-1024": "32k",
+    "packed": "one-sequence",
+    "packed-window-128": "packed",
+}
+"""Of calls with many queries, the same without what they ask beyond SDPA. A packed call's window is
+set beside the packed call, since kernels for packed sequences take no others."""
+
 
 def main() -> None:
     arguments = parser(__doc__, "", "variants.csv", seconds=0.5).parse_args()
     sweep_all(SWEEPS, arguments)
     print(by_call(arguments.out))
+    print(per_pair(arguments.out, PLAIN))
 
 
 if __name__ == "__main__":

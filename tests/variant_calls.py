@@ -33,6 +33,15 @@ def paged_call(lengths: list[int], page_size: int, **sizes: Any) -> AttentionCal
     return replace(call, query=call.query[:batch])
 
 
+MLA = {"head_dim": 576, "v_head_dim": 512, "q_heads": 4, "kv_heads": 1, "dtype": torch.bfloat16}
+
+
+def mla_call(page_size: int = 64, **changes: Any) -> AttentionCall:
+    """Absorbed MLA: the value is the key's first 512 columns."""
+    call = paged_call([17, 140], page_size, **{**MLA, **changes})
+    return replace(call, value=call.key[..., :512])
+
+
 def sequences(call: AttentionCall) -> list[AttentionCall]:
     """Each sequence of a paged call, its keys looked up one by one: flash-attn's definition."""
     table, lengths, size = call.page_table, call.seqused_k, call.key.shape[2]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from benchmarks import results
 from benchmarks.tables import declared, end_to_end, inputs, overheads, quoted, speed, trials
+from benchmarks.variants import PLAIN
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -61,6 +62,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "published_shapes": partial(speed.by_shape, "published_shapes.csv"),
     "triton_prefill": partial(speed.by_shape, "triton_kernels.csv", decode=False),
     "triton_decode": partial(speed.by_shape, "triton_kernels.csv", decode=True),
+    "triton_head_dims": partial(speed.by_shape, "triton_head_dims.csv"),
     "hopper_kernels": partial(speed.by_shape, "hopper_kernels.csv", cores=True, errors=True),
     "quantised_decode": partial(speed.by_shape, "quantised_decode.csv", decode=True),
     "end_to_end": end_to_end.speedups,
@@ -74,6 +76,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "features": declared.features,
     "other_gpus": trials.other_gpus,
     "variants": partial(speed.by_call, results.DIRECTORY / "variants.csv"),
+    "variants_per_pair": partial(speed.per_pair, results.DIRECTORY / "variants.csv", PLAIN),
     "masks": partial(speed.by_call, results.DIRECTORY / "masks.csv"),
     "peers_from_source": partial(speed.by_shape, "peers_from_source.csv"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks import results
@@ -47,8 +48,6 @@ def by_shape(
 ) -> str:
     """List TFLOPS by shape; memory-bound decode in ms, drop-in time first, then core time.
 
-    Every environment times PyTorch's kernels; only those of the replaying one are listed.
-
     Args:
         decode: list only decode shapes (True), only the others (False), or all (None).
         cores: list the TFLOPS of cores as well, in brackets.
@@ -56,8 +55,7 @@ def by_shape(
     """
     rows = [
         row
-        for row in results.read(results.DIRECTORY / file)
-        if row["environment"] == "this" or not row["kernel"].startswith("torch-")
+        for row in _each_kernel_once(results.DIRECTORY / file)
         if decode is None or decode == _is_decode(row)
     ]
     kernels = list(dict.fromkeys(row["kernel"] for row in rows))
@@ -79,7 +77,7 @@ def by_shape(
 
 def by_call(path: Path) -> str:
     """List ms of the drop-in by call and kernel; nothing where it is not supported."""
-    rows = results.read(path)
+    rows = _each_kernel_once(path)
     kernels = list(dict.fromkeys(row["kernel"] for row in rows))
     calls: dict[str, dict[str, str]] = {}
     for row in rows:
@@ -90,6 +88,35 @@ def by_call(path: Path) -> str:
     return markdown_table(["ms", *kernels], lines) + machine_line(rows)
 
 
+def per_pair(path: Path, plain: Mapping[str, str]) -> str:
+    """List what a visible (query, key) pair costs a kernel, over what it costs in a plain call.
+
+    The drop-in's figure first, then that of the core, if there is one, in square brackets. Kernels
+    and calls without any figure are left out.
+
+    Args:
+        plain: names of calls, each with that of the call that it is set beside.
+    """
+    rows = _each_kernel_once(path)
+    timed = {(row["call.name"], row["kernel"]): row for row in rows if row["tflops"]}
+    cells = {
+        (name, kernel): _pair_cell(timed[name, kernel], timed[beside, kernel])
+        for name, beside in plain.items()
+        for kernel in dict.fromkeys(row["kernel"] for row in rows)
+        if (name, kernel) in timed and (beside, kernel) in timed
+    }
+    kernels = [
+        each
+        for each in dict.fromkeys(row["kernel"] for row in rows)
+        if any(kernel == each for _, kernel in cells)
+    ]
+    lines = {
+        f"{name} / {plain[name]}": [cells.get((name, each), "") for each in kernels]
+        for name in dict.fromkeys(name for name, _ in cells)
+    }
+    return markdown_table(["time per visible pair", *kernels], lines) + machine_line(rows)
+
+
 def power_limit() -> str:
     """List the same kernels measured three ways."""
     with (results.DIRECTORY / "power_limit.csv").open(newline="") as file:
@@ -98,6 +125,34 @@ def power_limit() -> str:
     text.append(f"|---|---|{'---:|' * (len(heading) - 3)}")
     text += [f"| {' | '.join(line[:-1])} |" for line in lines]
     return "\n".join(text) + f"\n\n{lines[0][-1]}.\n"
+
+
+def visible_pairs(row: dict[str, str]) -> float:
+    """(query, key) pairs that a row's call computes: `replay.timing.flops.valid_pairs`, rounded.
+
+    Rows have TFLOPS, which are 2·pairs·(D + Dv) over the time (`replay.timing.flops.flops`).
+    """
+    dims = float(row["call.shape.head_dim"]) + float(row["call.shape.v_head_dim"])
+    return float(row["tflops"]) * float(row["time_ms.p50"]) * 1e9 / (2 * dims)
+
+
+def _pair_cell(row: dict[str, str], plain: dict[str, str]) -> str:
+    more_pairs = visible_pairs(row) / visible_pairs(plain)
+    ratios = [
+        f"{float(row[time]) / float(plain[time]) / more_pairs:.2f}"
+        for time in ("time_ms.p50", "core_time_ms.p50")
+        if row[time] and plain[time]
+    ]
+    return ratios[0] + "".join(f" [{core}]" for core in ratios[1:])
+
+
+def _each_kernel_once(path: Path) -> list[dict[str, str]]:
+    """Rows of a file; every environment times PyTorch's kernels, the replaying one's are kept."""
+    return [
+        row
+        for row in results.read(path)
+        if row["environment"] == "this" or not row["kernel"].startswith("torch-")
+    ]
 
 
 def _is_decode(row: dict[str, str]) -> bool:
@@ -136,6 +191,9 @@ def _shape(row: dict[str, str]) -> str:
         heads += f"/{size['kv_heads']}"
     if size["kv_len"] != lengths:
         lengths += f"/{size['kv_len']}"
+    dims = size["head_dim"]
+    if size["v_head_dim"] != dims:
+        dims += f"/{size['v_head_dim']}"
     causal = " causal" if row["call.is_causal"] == "True" else ""
     warm = " warm" if "warm" in row["call.name"] else ""
-    return f"{size['batch']}×{heads}×{lengths}×{size['head_dim']}{causal}{warm}"
+    return f"{size['batch']}×{heads}×{lengths}×{dims}{causal}{warm}"

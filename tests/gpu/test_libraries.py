@@ -1,6 +1,7 @@
 """Third-party kernels whose adapters are otherwise tested against stand-ins, with the libraries.
 
 A kernel that is not installed is skipped. `pytest tests/gpu/test_libraries.py -rs` says which.
+Transformer Engine has one backend a process: name a test, such as `-k te-fused`.
 """
 
 from __future__ import annotations
@@ -11,15 +12,29 @@ import pytest
 import torch
 
 from capture.call import AttentionCall
+from capture.variant import Variant
 from replay.accuracy.judge import Expected, judge
 from replay.kernels.registry import ScaledCore, find
 from replay.workloads.random_calls import Spec
-from tests.variant_calls import LIBRARY_CALLS
+from tests.variant_calls import LIBRARY_CALLS, mla_call
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 DEVICE = torch.device("cuda")
-NAMES = ("cudnn-fp8", "xformers", "fa2", "fa2-varlen", "fa2-kvcache")
+NAMES = (
+    "cudnn-fp8",
+    "xformers",
+    "fa2",
+    "fa2-varlen",
+    "fa2-kvcache",
+    "flash-mla",
+    "te-fused",
+    "te-unfused",
+    "te-flash",
+    "hub:kernels-community/flash-attn2",
+    "hub:kernels-community/flash-attn3",
+    "hub:kernels-community/sage-attention",
+)
 DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -49,7 +64,15 @@ def calls() -> dict[str, AttentionCall]:
         {name: each.contiguous().transpose(1, 2) for name, each in packed.items()}
     )
     found["scale"] = replace(plain, scale=0.05)
-    return found | {name: each.to(DEVICE) for name, each in LIBRARY_CALLS.items()}
+    bottom_right = {"is_causal": True, "variant": Variant(bottom_right=True)}
+    latent = {
+        "absorbed MLA, decode": mla_call(q_len=1, q_heads=128),
+        "absorbed MLA, scale, float16": mla_call(
+            q_len=1, q_heads=16, scale=0.05, dtype=torch.float16
+        ),
+        "absorbed MLA, two queries, bottom right": mla_call(q_len=2, q_heads=64, **bottom_right),
+    }
+    return found | {name: each.to(DEVICE) for name, each in (latent | LIBRARY_CALLS).items()}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -131,7 +131,7 @@ def _unreachable() -> str:
 
 KNOWN = (
     HubKernel(
-        "kernels-community/flash-attn",
+        "kernels-community/flash-attn2",
         "flash_attn_func",
         is_flash=True,
         about="FlashAttention 2 from the Hugging Face Hub",
@@ -147,7 +147,7 @@ KNOWN = (
         needs="9.0",
     ),
     HubKernel(
-        "kernels-community/sage_attention",
+        "kernels-community/sage-attention",
         "sageattn",
         is_flash=False,
         about="SageAttention 2 from the Hugging Face Hub",

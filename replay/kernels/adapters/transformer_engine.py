@@ -113,22 +113,34 @@ def _mask_type(call: Arguments) -> str:
     return "causal_bottom_right" if call.variant.bottom_right else "causal"
 
 
-def _side(limit: int | None) -> int:
-    return -1 if limit is None else limit
+def _window(call: Arguments) -> dict[str, tuple[int, int]]:
+    """The library takes windows with no limit on both sides or on neither, and causal ones that end
+    at the diagonal."""
+    left, right = call.variant.window
+    if (left, right) == (None, None):
+        return {}
+    if call.is_causal:
+        return {"window_size": (-1 if left is None else left, 0)}
+    no_limit = call.query.shape[1] + call.key.shape[1]
+    return {
+        "window_size": (
+            no_limit if left is None else left,
+            no_limit if right is None else right,
+        )
+    }
 
 
 def _run(call: Arguments, backend: str) -> Tensor:
     choose(backend)
     _, q_len, heads, head_dim = call.query.shape
     _, kv_len, kv_heads, _ = call.key.shape
-    dims, window = (head_dim, call.value.shape[3]), call.variant.window
-    output = _module(heads, dims, kv_heads, call.scale, q_len != kv_len)(
+    output = _module(heads, (head_dim, call.value.shape[3]), kv_heads, call.scale, q_len != kv_len)(
         call.query,
         call.key,
         call.value,
         qkv_format="bshd",
         attn_mask_type=_mask_type(call),
-        **({} if window == (None, None) else {"window_size": tuple(map(_side, window))}),
+        **_window(call),
     )
     return output.unflatten(2, (heads, -1))
 

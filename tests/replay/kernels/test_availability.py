@@ -41,9 +41,9 @@ THIRD_PARTY = {
     "flashinfer-fa2": "flashinfer-python",
     "flashinfer-fa3": "flashinfer-python",
     "flashinfer-decode": "flashinfer-python",
-    "hub:kernels-community/flash-attn": "kernels",
+    "hub:kernels-community/flash-attn2": "kernels",
     "hub:kernels-community/flash-attn3": "kernels",
-    "hub:kernels-community/sage_attention": "kernels",
+    "hub:kernels-community/sage-attention": "kernels",
 }
 QUANTISED = ("sage", "sparge", "cudnn-fp8", "fa3-fp8", "hub:kernels-community/sage")
 

@@ -39,7 +39,7 @@ from tests.replay.kernels.kinds import (
     verify,
     verify_variants,
 )
-from tests.variant_calls import LIBRARY_CALLS, paged_call
+from tests.variant_calls import LIBRARY_CALLS, MLA, mla_call
 
 Formula = Callable[..., Tensor]
 
@@ -449,15 +449,6 @@ def test_fa4_rounds_no_sinks() -> None:
     assert call.sinks is not None
     in_float32 = call.with_tensors({"sinks": call.sinks.float()})
     assert catalogue()["fa4"].refuses(in_float32) == "takes bfloat16 sinks only, not float32"
-
-
-MLA = {"head_dim": 576, "v_head_dim": 512, "q_heads": 4, "kv_heads": 1, "dtype": torch.bfloat16}
-
-
-def mla_call(page_size: int = 64, **changes: Any) -> AttentionCall:
-    """Absorbed MLA: the value is the key's first 512 columns."""
-    call = paged_call([17, 140], page_size, **{**MLA, **changes})
-    return replace(call, value=call.key[..., :512])
 
 
 @pytest.fixture

@@ -276,6 +276,12 @@ class DotProductAttention:
         dims = (key_layer.shape[3], value_layer.shape[3])
         assert self.channels == (dims if dims[0] != dims[1] else dims[0])
         assert self.type == ("self" if query_layer.shape[1] == key_layer.shape[1] else "cross")
+        left, right = window_size or (-1, 0 if attn_mask_type != "no_mask" else -1)
+        if attn_mask_type == "no_mask":  # TE 2.20.2, dot_product_attention/utils.py
+            assert (left, right) == (-1, -1) or min(left, right) >= 0
+        else:
+            assert left >= -1
+            assert right == 0
         heads_first = (each.transpose(1, 2) for each in (query_layer, key_layer, value_layer))
         output = type(self).formula(
             *heads_first,
@@ -683,7 +689,7 @@ def test_without_a_network_only_the_cache_is_asked(
 ) -> None:
     import huggingface_hub.constants
 
-    name = "kernels-community/flash-attn"
+    name = "kernels-community/flash-attn2"
     assert unavailable(f"hub:{name}") is None
     assert kernels_package[name] is True
     assert huggingface_hub.constants.HF_HUB_OFFLINE is False
@@ -696,14 +702,14 @@ def test_what_failed_is_said(
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("HF_ENDPOINT", "https://hub.example:8443")
     kernels_package["error"] = FileNotFoundError("no snapshot\nlong story")
-    assert unavailable("hub:kernels-community/sage_attention") == (
+    assert unavailable("hub:kernels-community/sage-attention") == (
         "hub.example cannot be reached (timed out), and not in the cache: no snapshot"
     )
     assert kernels_package["address"] == ("hub.example", 8443)
     # A proxy is the one to ask where there is one.
     hub._fetch.cache_clear()
     monkeypatch.setenv("https_proxy", "http://proxy.example:3128")
-    unavailable("hub:kernels-community/sage_attention")
+    unavailable("hub:kernels-community/sage-attention")
     assert kernels_package["address"] == ("proxy.example", 3128)
 
 
@@ -711,8 +717,8 @@ def test_a_hub_kernel_without_the_function(
     kernels_package: dict[str, Any], unavailable: Unavailable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub, "_fetch", lambda repository: ModuleType("empty"))
-    assert unavailable("hub:kernels-community/flash-attn") == (
-        "kernels-community/flash-attn has no flash_attn_func"
+    assert unavailable("hub:kernels-community/flash-attn2") == (
+        "kernels-community/flash-attn2 has no flash_attn_func"
     )
     assert unavailable("hub:kernels-community/flash-attn3", 8, 0) == (
         "needs compute capability 9.0 (this GPU has 8.0)"
