@@ -6,6 +6,7 @@ tile, a type, causal or not, with or without logarithms, and a schedule. These t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -167,6 +168,44 @@ def test_beyond_sdpa(head_dims: tuple[int, int], form: str) -> None:
 def test_head_dims(head_dims: tuple[int, int]) -> None:
     for sizes in FEW:
         check(sized_call((*sizes, *head_dims), dtype=torch.float16, device=DEVICE))
+
+
+MASKS: dict[str, Callable[[Sizes], torch.Tensor]] = {
+    "bool": lambda sizes: normal(*sizes[3:], seed=3, device=DEVICE) > 0,
+    "bool, by head": lambda sizes: (
+        normal(sizes[0], sizes[1], *sizes[3:], seed=3, device=DEVICE) > 0
+    ),
+    "bool, by key": lambda sizes: normal(sizes[0], 1, 1, sizes[4], seed=3, device=DEVICE) > 0,
+    "rows that see nothing": lambda sizes: (
+        torch.arange(sizes[3], device=DEVICE)[:, None] % 5 > torch.zeros(sizes[4], device=DEVICE)
+    ),
+    "bfloat16": lambda sizes: normal(*sizes[3:], seed=3, device=DEVICE).bfloat16(),
+    "float32, by head": lambda sizes: normal(1, sizes[1], *sizes[3:], seed=3, device=DEVICE),
+    "finfo.min": lambda sizes: torch.where(
+        normal(*sizes[3:], seed=3, device=DEVICE) > 0, 0.0, torch.finfo(torch.bfloat16).min
+    ).bfloat16(),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("head_dim", [64, 128, 96, 256])
+def test_masks(head_dim: int, mask: str) -> None:
+    for sizes in (*LONG_AND_SHORT[:2], (2, 3, 1, 500, 333), (1, 4, 2, 300, 4250)):
+        call = call_of(sizes, head_dim, is_causal=False)
+        attn_mask = MASKS[mask](sizes)
+        call = replace(call, attn_mask=attn_mask.to(call.dtype) if "float32" in mask else attn_mask)
+        check(call)
+        check(replace(call, variant=Variant(True, (200, 90), 5.0)))
+
+
+def test_a_row_of_the_lowest_numbers_is_an_ordinary_row() -> None:
+    call = call_of((1, 2, 2, 70, 300), 64, is_causal=False)
+    lowest = torch.full((70, 300), torch.finfo(call.dtype).min, device=DEVICE, dtype=call.dtype)
+    output = KERNEL.attention(**replace(call, attn_mask=lowest).arguments())
+    expected = call.value.float().mean(2, keepdim=True).expand_as(output)
+    torch.testing.assert_close(output.float(), expected, rtol=0, atol=2e-3)
+    nothing = torch.full_like(lowest, float("-inf"))
+    assert not KERNEL.attention(**replace(call, attn_mask=nothing).arguments()).any()
 
 
 PACKED_LENGTHS = ((700, 1, 0, 1300, 99), (700, 1, 50, 1300, 199))

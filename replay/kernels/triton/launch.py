@@ -222,7 +222,7 @@ class PlannedCall(NamedTuple):
         if self.descriptors is None or self.launch.is_compiled:
             return tensors
         return tuple(
-            tensor if descriptor is None else at(descriptor, tensor)
+            tensor if descriptor is None or tensor is None else at(descriptor, tensor)
             for descriptor, tensor in zip(self.descriptors, tensors, strict=True)
         )
 
