@@ -6,6 +6,7 @@ import functools
 from typing import NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from capture.variant import PLAIN, Variant
@@ -14,6 +15,7 @@ from replay.kernels.triton.launch import Kept, Launch, PlannedCall, layout, name
 from replay.kernels.triton.masking import window_sides
 from replay.kernels.triton.online_softmax import LOG2_E
 from replay.kernels.triton.quantised_cache import QuantisedCache
+from replay.kernels.triton.split_kv_deal import Deal
 from replay.kernels.triton.split_kv_kernel import split_kv_kernel
 from replay.kernels.triton.split_kv_plan import Tiling, plan
 from replay.kernels.triton.workspace import workspace
@@ -123,10 +125,13 @@ def _plan_call(
         access,
         _processors(query.device),
         cache.tail,
+        1 if cache.lengths is None or kept else batch,
     )
     has_descriptors = access in ("described", "quantised")
     tiles = tiles or cut.tiling
-    splits = tiles.splits
+    deal = tiles.deal
+    programs = batch * kv_heads * tiles.splits if deal is None else deal.programs(batch * kv_heads)
+    is_merged = tiles.splits > 1 or deal is not None
     scale, cap = head_dim**-0.5 if scale is None else float(scale), None
     if variant.softcap is not None:
         scale, cap = 2 * scale / variant.softcap, variant.softcap * LOG2_E.value
@@ -139,7 +144,9 @@ def _plan_call(
         mask_kind = 1 if is_shared else 2
     launch = Launch(
         split_kv_kernel,
-        (batch * kv_heads, splits, cut.row_blocks),
+        (batch * kv_heads, tiles.splits, cut.row_blocks)
+        if deal is None
+        else (programs, 1, cut.row_blocks),
         query.device,
         named("stride_query_", ("batch", "head", "token", "dim"), query.stride())
         | named("stride_key_", ("first", "head", "token", "dim"), cache.strides(cache.key))
@@ -155,7 +162,9 @@ def _plan_call(
             "q_len": q_len,
             "kv_len": kv_len,
             "kept": kept,
-            "splits": splits,
+            "splits": tiles.splits if deal is None else None,
+            "sequences": None if deal is None else batch,
+            **(dict.fromkeys(Deal._fields) if deal is None else deal._asdict()),
             "head_dim": head_dim - cache.tail,
             "tail_dim": cache.tail,
             "v_dim": v_dim,
@@ -173,6 +182,7 @@ def _plan_call(
             "BLOCK_ROWS": cut.block_rows,
             "ROW_CHUNKS": cut.row_chunks,
             "BLOCK_SPLITS": cut.block_splits,
+            "BLOCK_SEQUENCES": 0 if deal is None else triton.next_power_of_2(batch),
         },
         num_warps=tiles.warps,
         num_stages=tiles.stages,
@@ -183,7 +193,7 @@ def _plan_call(
     return _PlannedCall(
         PlannedCall(launch, descriptors),
         (batch, heads, q_len, v_dim),
-        batch * heads * q_len * splits * (v_dim + 2) if splits > 1 else 0,
+        programs * group * q_len * (v_dim + 2) if is_merged else 0,
         batch * kv_heads * cut.row_blocks,
     )
 

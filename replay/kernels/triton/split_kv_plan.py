@@ -7,11 +7,22 @@ import math
 from typing import NamedTuple
 
 from replay.kernels.triton.kv_cache import Access
+from replay.kernels.triton.split_kv_deal import Deal
 
 SHORTEST = 128
 """Keys for which a program of its own is worth its start."""
 LONG = 4096
 """Keys a program from which on two programs on a processor look up tokens faster than one."""
+RESIDENT = 2
+"""Programs of 16 bits or of 8 that a processor holds at once, in most tilings."""
+MOST_SHARES = 8
+"""Parts a processor into which keys are dealt: more end more evenly, and begin more often."""
+LEAST_SHARE = 2**21
+"""Bytes of keys and values beside which a program's start and end, some 2 µs, are little."""
+WORTH_DEALING = 2**26
+"""Bytes in keys and values from which on uneven lengths cost more than reading all of them."""
+MOST_SEQUENCES = 1024
+"""Lengths that a program can read and add up at once."""
 MERGED_ELEMENTS = 4096
 """Numbers that a program reads at once when it merges parts: 32 registers of each thread."""
 MERGED_OUTPUT = 2**14
@@ -26,6 +37,9 @@ class Tiling(NamedTuple):
     warps: int
     stages: int
     splits: int
+    """Equal parts that the keys of each head are cut into, where they are not dealt."""
+    deal: Deal | None = None
+    """How keys are dealt to programs by the sequences' lengths."""
 
 
 class Plan(NamedTuple):
@@ -56,6 +70,7 @@ def plan(
     access: Access,
     processors: int,
     tail: int = 0,
+    sequences: int = 1,
 ) -> Plan:
     """A deterministic choice, from measurements on an H200.
 
@@ -66,6 +81,8 @@ def plan(
         access: how they are read.
         processors: streaming multiprocessors of the GPU.
         tail: numbers of a key that follow its value, where that is the key's first part.
+        sequences: B where each has a length of its own, `positions` at most, which the GPU alone
+            knows; else 1.
     """
     block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
     row_blocks = -(-rows // block_m)
@@ -95,13 +112,25 @@ def plan(
     itemsize = 1 if access == "quantised" else 2
     loaded = positions * (block_d + (block_tail or block_dv)) * itemsize
     merged = merged_rows * block_dv * 4
-    splits = min(splits, math.isqrt(loaded // (2 * merged)), -(-positions // SHORTEST))
+    splits = max(1, min(splits, math.isqrt(loaded // (2 * merged)), -(-positions // SHORTEST)))
+    deal = None
+    if 1 < sequences <= MOST_SEQUENCES and heads * loaded >= WORTH_DEALING:
+        a_block = block_n * loaded // positions
+        slots = max(1, RESIDENT * processors // row_blocks)
+        most = max(1, MOST_SHARES * processors // row_blocks)
+        deal = Deal(
+            shares=max(slots, min(most, heads * loaded // LEAST_SHARE)),
+            slots=slots,
+            least=-(-LEAST_SHARE // a_block),
+            worth=a_block / (2 * merged),
+        )
     # Where nothing is merged, more warps hide more latency of a small block's loads.
-    warps = 8 if widest <= 64 and splits <= 1 and access == "direct" else 4
+    is_merged = splits > 1 or deal is not None
+    warps = 8 if widest <= 64 and not is_merged and access == "direct" else 4
     if widest > 256 and block_m > 16:
         warps = 8  # which have the registers for so large an output
     return Plan(
-        Tiling(block_n, warps, stages, max(1, splits)),
+        Tiling(block_n, warps, stages, splits, deal),
         row_blocks,
         block_m,
         block_rows,
