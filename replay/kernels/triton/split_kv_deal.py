@@ -23,11 +23,11 @@ class Deal(NamedTuple):
 
     shares: int
     """Parts that the keys of all heads are cut into, besides one that each head has anyway."""
-    slots: int
-    """Parts that run at once; fewer are made only where nothing else is possible."""
+    resident: int
+    """Parts that the GPU holds at once; with fewer, some of it would be idle."""
     least: int
-    """Blocks of keys beside which a program's start is short. With less than that for each slot,
-    parts are as small as it takes to fill the slots."""
+    """Blocks of keys beside which a program's start is short: parts are smaller only where there
+    would not be `resident` ones."""
     worth: float
     """Parts, squared, for each block of a head's keys: beyond that merging takes longer than the
     parts save."""
@@ -76,7 +76,7 @@ def dealt(
     left,
     right,
     shares,
-    slots,
+    resident,
     least,
     worth,
     IS_CAUSAL: tl.constexpr,
@@ -97,7 +97,7 @@ def dealt(
     blocks = tl.where(own < sequences, tl.cdiv(tl.maximum(end - begin, 0), BLOCK_N), 0)
     together = tl.sum(blocks, axis=0) * kv_heads
     largest = tl.maximum(
-        tl.cdiv(together, shares), tl.minimum(tl.cdiv(together, slots), least)
+        tl.cdiv(together, shares), tl.minimum(tl.cdiv(together, resident), least)
     )
     parts = tl.cdiv(blocks, tl.maximum(largest, 1))
     parts = tl.minimum(parts, tl.sqrt(blocks.to(tl.float32) * worth).to(tl.int32))

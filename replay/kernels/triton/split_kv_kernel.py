@@ -34,7 +34,7 @@ from replay.kernels.triton.split_kv_deal import dealt, seen_positions
 @triton.jit(
     do_not_specialize=[
         "group", "q_len", "kv_len", "kept", "splits", "left", "right", "stride_table",
-        "sequences", "shares", "slots", "least",
+        "sequences", "shares", "resident", "least",
     ]
 )  # fmt: skip
 def split_kv_kernel(
@@ -64,7 +64,7 @@ def split_kv_kernel(
     splits,
     sequences,
     shares,
-    slots,
+    resident,
     least,
     worth,
     head_dim,
@@ -129,7 +129,7 @@ def split_kv_kernel(
             left,
             right,
             shares,
-            slots,
+            resident,
             least,
             worth,
             IS_CAUSAL,

@@ -116,11 +116,11 @@ def plan(
     deal = None
     if 1 < sequences <= MOST_SEQUENCES and heads * loaded >= WORTH_DEALING:
         a_block = block_n * loaded // positions
-        slots = max(1, RESIDENT * processors // row_blocks)
+        resident = max(1, RESIDENT * processors // row_blocks)
         most = max(1, MOST_SHARES * processors // row_blocks)
         deal = Deal(
-            shares=max(slots, min(most, heads * loaded // LEAST_SHARE)),
-            slots=slots,
+            shares=max(resident, min(most, heads * loaded // LEAST_SHARE)),
+            resident=resident,
             least=-(-LEAST_SHARE // a_block),
             worth=a_block / (2 * merged),
         )
