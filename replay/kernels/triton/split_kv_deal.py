@@ -96,9 +96,7 @@ def dealt(
     )
     blocks = tl.where(own < sequences, tl.cdiv(tl.maximum(end - begin, 0), BLOCK_N), 0)
     together = tl.sum(blocks, axis=0) * kv_heads
-    largest = tl.maximum(
-        tl.cdiv(together, shares), tl.minimum(tl.cdiv(together, resident), least)
-    )
+    largest = tl.maximum(tl.cdiv(together, shares), tl.minimum(tl.cdiv(together, resident), least))
     parts = tl.cdiv(blocks, tl.maximum(largest, 1))
     parts = tl.minimum(parts, tl.sqrt(blocks.to(tl.float32) * worth).to(tl.int32))
     parts = tl.where(own < sequences, tl.maximum(parts, 1), 0)

@@ -318,7 +318,7 @@ def split_kv_kernel(
 
     # (B, Hq, Sq, Dv), contiguous: the rows of a key/value head follow one another.
     output_ptr += head.to(tl.int64) * q_rows * v_dim
-    if BLOCK_SEQUENCES != 0:
+    if BLOCK_SEQUENCES != 0:  # noqa: SIM102 (decided when it is compiled)
         if parts == 1:
             _store(output, total, output_ptr, rows, has_row, columns, has_column, v_dim)
             return

@@ -14,13 +14,14 @@ SHORTEST = 128
 LONG = 4096
 """Keys a program from which on two programs on a processor look up tokens faster than one."""
 RESIDENT = 2
-"""Programs of 16 bits or of 8 that a processor holds at once, in most tilings."""
+"""Programs that a processor holds at once in most tilings, and that keep its memory busy."""
 MOST_SHARES = 8
 """Parts a processor into which keys are dealt: more end more evenly, and begin more often."""
 LEAST_SHARE = 2**21
 """Bytes of keys and values beside which a program's start and end, some 2 µs, are little."""
 WORTH_DEALING = 2**26
-"""Bytes in keys and values from which on uneven lengths cost more than reading all of them."""
+"""Bytes in keys and values, some 15 µs of an H200, from which on uneven lengths may cost more than
+it does to add them up."""
 MOST_SEQUENCES = 1024
 """Lengths that a program can read and add up at once."""
 MERGED_ELEMENTS = 4096
@@ -93,6 +94,8 @@ def plan(
     block_rows = min(merged_rows, MERGED_OUTPUT // block_dv)
     if access == "quantised":
         block_n, stages = (128, 4) if widest <= 128 and block_m == 16 else (64, 4)
+        if block_n == 128 and widest > 64:
+            stages = 3  # 64 KiB under way, of which a processor has room for three programs'
     elif access == "described" and widest <= 128:
         block_n, stages = (128, 4) if widest <= 64 else (128, 3)
     elif access == "indirect":
@@ -117,12 +120,9 @@ def plan(
     if 1 < sequences <= MOST_SEQUENCES and heads * loaded >= WORTH_DEALING:
         a_block = block_n * loaded // positions
         resident = max(1, RESIDENT * processors // row_blocks)
-        most = max(1, MOST_SHARES * processors // row_blocks)
+        shares = min(MOST_SHARES * processors // row_blocks, heads * loaded // LEAST_SHARE)
         deal = Deal(
-            shares=max(resident, min(most, heads * loaded // LEAST_SHARE)),
-            resident=resident,
-            least=-(-LEAST_SHARE // a_block),
-            worth=a_block / (2 * merged),
+            max(resident, shares), resident, -(-LEAST_SHARE // a_block), a_block / (2 * merged)
         )
     # Where nothing is merged, more warps hide more latency of a small block's loads.
     is_merged = splits > 1 or deal is not None
