@@ -17,6 +17,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from replay.kernels.triton.matmul import INTERPRETED
+
 
 class Deal(NamedTuple):
     """What the GPU needs to know besides the lengths."""
@@ -102,7 +104,27 @@ def dealt(
     parts = tl.where(own < sequences, tl.maximum(parts, 1), 0)
     ends = tl.cumsum(parts, axis=0) * kv_heads
     is_before = (ends <= program) & (own < sequences)
-    sequence = tl.sum(is_before.to(tl.int32), axis=0)
-    place = program - tl.sum(tl.where(is_before, parts, 0), axis=0) * kv_heads
-    own_parts = tl.maximum(tl.sum(tl.where(own == sequence, parts, 0), axis=0), 1)
+    sequence = _uniform(tl.sum(is_before.to(tl.int32), axis=0))
+    before = _uniform(tl.sum(tl.where(is_before, parts, 0), axis=0)) * kv_heads
+    own_parts = _uniform(tl.maximum(tl.sum(tl.where(own == sequence, parts, 0), axis=0), 1))
+    place = program - before
     return sequence, place // own_parts, place % own_parts, own_parts
+
+
+@triton.jit
+def _uniform(number):
+    """An integer that is the same in every thread, known as such to `ptxas`.
+
+    What came of a sum over threads it takes for as many numbers, and loops that such a number ends
+    for divergent: descriptors of shared memory would be moved between registers at each product.
+    """
+    if not INTERPRETED:
+        number = tl.inline_asm_elementwise(
+            "redux.sync.max.s32 $0, $1, 0xffffffff;",
+            "=r,r",
+            [number],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    return number
