@@ -84,6 +84,37 @@ def test_a_value_that_is_part_of_the_key(name: str, heads: int) -> None:
     assert_kernel_right(name, replace(call, value=call.key[..., :512]))
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("triton-decode", (7, 32, 8, 1, 16384, 128, 128)),
+        ("triton-decode", (130, 8, 8, 1, 2048, 64, 64)),
+        ("triton-decode", (7, 32, 8, 8, 8192, 128, 128)),
+        ("triton-paged-decode", (7, 32, 8, 1, 16384, 128, 128)),
+        *((name, (7, 32, 8, 1, 16384, 128, 128)) for name in (*IN_8_BITS, *IN_PAGES)),
+    ],
+)
+def test_keys_dealt_by_length(name: str, sizes: Sizes) -> None:
+    """From none to all, large enough to be dealt; three times the same, since programs that merge
+    leave their counters as they found them."""
+    batch, kv_len = sizes[0], sizes[4]
+    lengths = [kv_len, 0, 1, 129, kv_len // 2 + 5, 77, kv_len // 9]
+    used = torch.tensor((lengths * batch)[:batch], dtype=torch.int32, device="cuda")
+    variant = Variant(bottom_right=sizes[3] > 1)
+    call = replace(call_of(sizes), seqused_k=used, is_causal=sizes[3] > 1, variant=variant)
+    assert_kernel_right(name, call)
+    first, *others = (find(name).attention(**call.arguments()) for _ in range(3))
+    assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("name", ["triton-decode", "triton-paged-decode"])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_latents_dealt_by_length(name: str, heads: int) -> None:
+    call = call_of((5, heads, 1, 1, 16384, 576, 512))
+    used = torch.tensor([16384, 3, 0, 7000, 12345], dtype=torch.int32, device="cuda")
+    assert_kernel_right(name, replace(call, value=call.key[..., :512], seqused_k=used))
+
+
 @pytest.mark.parametrize("sizes", [SMALL, (2, 8, 2, 3, 127, 72, 96)])
 def test_decode_in_float16(sizes: Sizes) -> None:
     assert_kernel_right("triton-decode", call_of(sizes, dtype=torch.float16))

@@ -6,6 +6,7 @@ import functools
 from typing import NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from capture.variant import PLAIN, Variant
@@ -14,8 +15,9 @@ from replay.kernels.triton.launch import Kept, Launch, PlannedCall, layout, name
 from replay.kernels.triton.masking import window_sides
 from replay.kernels.triton.online_softmax import LOG2_E
 from replay.kernels.triton.quantised_cache import QuantisedCache
+from replay.kernels.triton.split_kv_deal import Deal
 from replay.kernels.triton.split_kv_kernel import split_kv_kernel
-from replay.kernels.triton.split_kv_plan import Tiling, plan
+from replay.kernels.triton.split_kv_plan import Plan, Tiling, plan
 from replay.kernels.triton.workspace import workspace
 
 
@@ -82,6 +84,31 @@ def attend(
     return output
 
 
+def planned(
+    query: Tensor,
+    cache: Cache | QuantisedCache,
+    *,
+    is_causal: bool = False,
+    variant: Variant = PLAIN,
+) -> Plan:
+    """How `attend` cuts a call, arguments as there, unless it is told to do otherwise."""
+    batch, heads, q_len, head_dim = query.shape
+    kv_heads, kv_len, v_dim = cache.sizes
+    kept = 0 if cache.indices is None else cache.indices.shape[2]
+    is_causal, left, right = _sides(is_causal, variant, q_len, kv_len)
+    return plan(
+        batch * kv_heads,
+        heads // kv_heads * q_len,
+        kept or _most_seen(left, 0 if is_causal else right, variant, q_len, kv_len),
+        head_dim,
+        v_dim,
+        cache.access(is_causal or left is not None or right is not None),
+        _processors(query.device),
+        cache.tail,
+        1 if cache.lengths is None or kept else batch,
+    )
+
+
 class _PlannedCall(NamedTuple):
     """What calls of one shape share."""
 
@@ -109,24 +136,17 @@ def _plan_call(
     kv_heads, kv_len, v_dim = cache.sizes
     group = heads // kv_heads
     kept = 0 if cache.indices is None else cache.indices.shape[2]
-    is_causal, left, right = window_sides(is_causal, variant, q_len, kv_len)
-    if variant.bottom_right and q_len == 1:
-        # The last query's diagonal is the last token, which one query alone always sees.
-        is_causal, right = False, None
+    cut = planned(query, cache, is_causal=is_causal, variant=variant)
+    is_causal, left, right = _sides(is_causal, variant, q_len, kv_len)
     access = cache.access(is_causal or left is not None or right is not None)
-    cut = plan(
-        batch * kv_heads,
-        group * q_len,
-        kept or _most_seen(left, 0 if is_causal else right, variant, q_len, kv_len),
-        head_dim,
-        v_dim,
-        access,
-        _processors(query.device),
-        cache.tail,
-    )
     has_descriptors = access in ("described", "quantised")
     tiles = tiles or cut.tiling
-    splits = tiles.splits
+    deal = tiles.deal
+    heads_of_keys = batch * kv_heads
+    programs, splits = heads_of_keys, tiles.splits
+    if deal is not None:
+        programs, splits = deal.programs(heads_of_keys), 1
+    is_merged = splits > 1 or deal is not None
     scale, cap = head_dim**-0.5 if scale is None else float(scale), None
     if variant.softcap is not None:
         scale, cap = 2 * scale / variant.softcap, variant.softcap * LOG2_E.value
@@ -139,7 +159,7 @@ def _plan_call(
         mask_kind = 1 if is_shared else 2
     launch = Launch(
         split_kv_kernel,
-        (batch * kv_heads, splits, cut.row_blocks),
+        (programs, splits, cut.row_blocks),
         query.device,
         named("stride_query_", ("batch", "head", "token", "dim"), query.stride())
         | named("stride_key_", ("first", "head", "token", "dim"), cache.strides(cache.key))
@@ -155,7 +175,9 @@ def _plan_call(
             "q_len": q_len,
             "kv_len": kv_len,
             "kept": kept,
-            "splits": splits,
+            "splits": splits if deal is None else None,
+            "sequences": None if deal is None else batch,
+            **(dict.fromkeys(Deal._fields) if deal is None else deal._asdict()),
             "head_dim": head_dim - cache.tail,
             "tail_dim": cache.tail,
             "v_dim": v_dim,
@@ -173,6 +195,7 @@ def _plan_call(
             "BLOCK_ROWS": cut.block_rows,
             "ROW_CHUNKS": cut.row_chunks,
             "BLOCK_SPLITS": cut.block_splits,
+            "BLOCK_SEQUENCES": 0 if deal is None else triton.next_power_of_2(batch),
         },
         num_warps=tiles.warps,
         num_stages=tiles.stages,
@@ -183,9 +206,20 @@ def _plan_call(
     return _PlannedCall(
         PlannedCall(launch, descriptors),
         (batch, heads, q_len, v_dim),
-        batch * heads * q_len * splits * (v_dim + 2) if splits > 1 else 0,
-        batch * kv_heads * cut.row_blocks,
+        programs * splits * group * q_len * (v_dim + 2) if is_merged else 0,
+        heads_of_keys * cut.row_blocks,
     )
+
+
+def _sides(
+    is_causal: bool, variant: Variant, q_len: int, kv_len: int
+) -> tuple[bool, int | None, int | None]:
+    """Whether there is a diagonal, and what a window leaves on its left and right."""
+    is_causal, left, right = window_sides(is_causal, variant, q_len, kv_len)
+    if variant.bottom_right and q_len == 1:
+        # The last query's diagonal is the last token, which one query alone always sees.
+        return False, left, None
+    return is_causal, left, right
 
 
 def _most_seen(

@@ -27,12 +27,14 @@ from replay.kernels.triton.masking import in_base_2
 from replay.kernels.triton.matmul import matmul
 from replay.kernels.triton.online_softmax import LOG2_E, add_sink, soft_cap, softmax_step
 from replay.kernels.triton.quantised_cache import CACHE_BLOCK, exponent, fit_query, to_float16
+from replay.kernels.triton.split_kv_deal import dealt, seen_positions
 
 
 # Numbers that change from call to call must not each compile the kernel again.
 @triton.jit(
     do_not_specialize=[
-        "group", "q_len", "kv_len", "kept", "splits", "left", "right", "stride_table"
+        "group", "q_len", "kv_len", "kept", "splits", "left", "right", "stride_table",
+        "sequences", "shares", "resident", "least",
     ]
 )  # fmt: skip
 def split_kv_kernel(
@@ -60,6 +62,11 @@ def split_kv_kernel(
     kv_len,
     kept,
     splits,
+    sequences,
+    shares,
+    resident,
+    least,
+    worth,
     head_dim,
     tail_dim,
     v_dim,
@@ -93,18 +100,47 @@ def split_kv_kernel(
     BLOCK_ROWS: tl.constexpr,
     ROW_CHUNKS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
+    BLOCK_SEQUENCES: tl.constexpr,
 ):
     """What a call lacks is None, and no argument of the compiled program: the mask, sinks, lengths,
     indices, table, `cap`, `left` and `right`; the parts and their counters where keys are not
     split; the scales and the mean where the cache is in 16 bits.
 
+    With BLOCK_SEQUENCES keys are dealt to programs by the lengths of that many sequences or fewer
+    (`split_kv_deal.py`), and `splits` is None; else what a `Deal` has is None.
+
     `cap` is in base 2, and with one `scale` is that of the exponent in tanh. With a BLOCK_TAIL,
     `head_dim` is what the key has before its tail: Dv.
     """
     IS_8_BIT: tl.constexpr = key_scale_ptr is not None
+    ROUNDED_TO: tl.constexpr = CACHE_BLOCK if IS_8_BIT else 1
+    head = tl.program_id(0)
     split = tl.program_id(1)
-    batch = tl.program_id(0) // kv_heads
-    kv_head = tl.program_id(0) % kv_heads
+    batch = head // kv_heads
+    kv_head = head % kv_heads
+    parts = splits
+    if BLOCK_SEQUENCES != 0:
+        batch, kv_head, split, parts = dealt(
+            tl.program_id(0),
+            lengths_ptr,
+            sequences,
+            kv_heads,
+            q_len,
+            left,
+            right,
+            shares,
+            resident,
+            least,
+            worth,
+            IS_CAUSAL,
+            IS_BOTTOM_RIGHT,
+            ROUNDED_TO,
+            BLOCK_N,
+            BLOCK_SEQUENCES,
+        )
+        if batch == sequences:
+            return
+        head = batch * kv_heads + kv_head
     q_rows = group * q_len
     rows = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     has_row = rows < q_rows
@@ -133,12 +169,12 @@ def split_kv_kernel(
         )
         tail_dims = tail.to(tl.int64) * stride_key_dim
     if IS_8_BIT:
-        key_mean_ptr += tl.program_id(0) * head_dim
+        key_mean_ptr += head * head_dim
         query, row_scales, row_offsets = fit_query(query, key_mean_ptr, dims, has_dim)
         row_scales *= scale * LOG2_E
         row_offsets *= scale * LOG2_E
         if PAGE_SIZE == 0:
-            stored = tl.program_id(0).to(tl.int64) * tl.cdiv(kv_len, CACHE_BLOCK) * CACHE_BLOCK
+            stored = head.to(tl.int64) * tl.cdiv(kv_len, CACHE_BLOCK) * CACHE_BLOCK
             key_scale_ptr += stored
             value_scale_ptr += stored
     if not HAS_DESCRIPTORS:
@@ -149,23 +185,13 @@ def split_kv_kernel(
     length = kv_len
     if lengths_ptr is not None:
         length = tl.load(lengths_ptr + batch)
-    diagonal = 0
-    if IS_BOTTOM_RIGHT:
-        diagonal = length - q_len
-    positions_begin = 0
-    positions_end = length
+    positions_begin, positions_end, diagonal = seen_positions(
+        length, q_len, left, right, IS_CAUSAL, IS_BOTTOM_RIGHT, ROUNDED_TO
+    )
     if indices_ptr is not None:
-        indices_ptr += tl.program_id(0).to(tl.int64) * kept
+        indices_ptr += head.to(tl.int64) * kept
         positions_end = kept
-    if IS_CAUSAL:
-        positions_end = tl.minimum(length, q_len + diagonal)
-    if right is not None:
-        positions_end = tl.minimum(length, q_len + diagonal + right)
-    if left is not None:
-        positions_begin = tl.maximum(diagonal - left, 0)
-        if IS_8_BIT:
-            positions_begin = positions_begin // CACHE_BLOCK * CACHE_BLOCK
-    share = tl.cdiv(tl.cdiv(positions_end - positions_begin, BLOCK_N), splits) * BLOCK_N
+    share = tl.cdiv(tl.cdiv(positions_end - positions_begin, BLOCK_N), parts) * BLOCK_N
     begin = positions_begin + split * share
     end = tl.minimum(begin + share, positions_end)
 
@@ -291,12 +317,20 @@ def split_kv_kernel(
         output *= rescale[:, None]
 
     # (B, Hq, Sq, Dv), contiguous: the rows of a key/value head follow one another.
-    output_ptr += tl.program_id(0).to(tl.int64) * q_rows * v_dim
+    output_ptr += head.to(tl.int64) * q_rows * v_dim
+    if BLOCK_SEQUENCES != 0:  # noqa: SIM102 (decided when it is compiled)
+        if parts == 1:
+            _store(output, total, output_ptr, rows, has_row, columns, has_column, v_dim)
+            return
     if parts_ptr is not None:
-        # The parts as (B · Hkv, splits, M, Dv), and behind them their maxima and sums.
-        sums_ptr = parts_ptr + tl.num_programs(0).to(tl.int64) * splits * q_rows * v_dim
-        sums_ptr += tl.program_id(0).to(tl.int64) * splits * q_rows * 2
-        parts_ptr += tl.program_id(0).to(tl.int64) * splits * q_rows * v_dim
+        # The parts as (programs, M, Dv), those of a head in their order, and behind them their
+        # maxima and sums.
+        programs, first_part = tl.num_programs(0), tl.program_id(0) - split
+        if BLOCK_SEQUENCES == 0:
+            programs, first_part = programs * splits, head * splits
+        sums_ptr = parts_ptr + programs.to(tl.int64) * q_rows * v_dim
+        sums_ptr += first_part.to(tl.int64) * q_rows * 2
+        parts_ptr += first_part.to(tl.int64) * q_rows * v_dim
         own = split * q_rows + rows
         tl.store(sums_ptr + own * 2, maximum, mask=has_row)
         tl.store(sums_ptr + own * 2 + 1, total, mask=has_row)
@@ -306,8 +340,8 @@ def split_kv_kernel(
             mask=has_row[:, None] & has_column[None, :],
         )
         tl.debug_barrier()  # every thread's part is stored before one of them says so
-        arrivals_ptr += tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)
-        if tl.atomic_add(arrivals_ptr, 1, sem="acq_rel") == splits - 1:
+        arrivals_ptr += head * tl.num_programs(2) + tl.program_id(2)
+        if tl.atomic_add(arrivals_ptr, 1, sem="acq_rel") == parts - 1:
             tl.store(arrivals_ptr, 0)
             # Without the rows that only fill up a tensor core's tile.
             for chunk in tl.static_range(ROW_CHUNKS):
@@ -321,7 +355,7 @@ def split_kv_kernel(
                     has_own,
                     columns,
                     has_column,
-                    splits,
+                    parts,
                     q_rows,
                     v_dim,
                     BLOCK_SPLITS,
@@ -332,12 +366,18 @@ def split_kv_kernel(
                     mask=has_own[:, None] & has_column[None, :],
                 )
     else:
-        output = output / tl.where(total == 0.0, 1.0, total)[:, None]
-        tl.store(
-            output_ptr + rows[:, None] * v_dim + columns[None, :],
-            output.to(output_ptr.dtype.element_ty),
-            mask=has_row[:, None] & has_column[None, :],
-        )
+        _store(output, total, output_ptr, rows, has_row, columns, has_column, v_dim)
+
+
+@triton.jit
+def _store(output, total, output_ptr, rows, has_row, columns, has_column, v_dim):
+    """The output of rows all of whose keys are summed."""
+    output = output / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(
+        output_ptr + rows[:, None] * v_dim + columns[None, :],
+        output.to(output_ptr.dtype.element_ty),
+        mask=has_row[:, None] & has_column[None, :],
+    )
 
 
 @triton.jit

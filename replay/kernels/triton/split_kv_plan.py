@@ -7,11 +7,23 @@ import math
 from typing import NamedTuple
 
 from replay.kernels.triton.kv_cache import Access
+from replay.kernels.triton.split_kv_deal import Deal
 
 SHORTEST = 128
 """Keys for which a program of its own is worth its start."""
 LONG = 4096
 """Keys a program from which on two programs on a processor look up tokens faster than one."""
+RESIDENT = 2
+"""Programs that a processor holds at once in most tilings, and that keep its memory busy."""
+MOST_SHARES = 8
+"""Parts a processor into which keys are dealt: more end more evenly, and begin more often."""
+LEAST_SHARE = 2**21
+"""Bytes of keys and values beside which a program's start and end, some 2 µs, are little."""
+WORTH_DEALING = 2**26
+"""Bytes in keys and values, some 15 µs of an H200, from which on uneven lengths may cost more than
+it does to add them up."""
+MOST_SEQUENCES = 1024
+"""Lengths that a program can read and add up at once."""
 MERGED_ELEMENTS = 4096
 """Numbers that a program reads at once when it merges parts: 32 registers of each thread."""
 MERGED_OUTPUT = 2**14
@@ -26,6 +38,9 @@ class Tiling(NamedTuple):
     warps: int
     stages: int
     splits: int
+    """Equal parts that the keys of each head are cut into, where they are not dealt."""
+    deal: Deal | None = None
+    """How keys are dealt to programs by the sequences' lengths."""
 
 
 class Plan(NamedTuple):
@@ -56,6 +71,7 @@ def plan(
     access: Access,
     processors: int,
     tail: int = 0,
+    sequences: int = 1,
 ) -> Plan:
     """A deterministic choice, from measurements on an H200.
 
@@ -66,6 +82,8 @@ def plan(
         access: how they are read.
         processors: streaming multiprocessors of the GPU.
         tail: numbers of a key that follow its value, where that is the key's first part.
+        sequences: B where each has a length of its own, `positions` at most, which the GPU alone
+            knows; else 1.
     """
     block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
     row_blocks = -(-rows // block_m)
@@ -76,6 +94,8 @@ def plan(
     block_rows = min(merged_rows, MERGED_OUTPUT // block_dv)
     if access == "quantised":
         block_n, stages = (128, 4) if widest <= 128 and block_m == 16 else (64, 4)
+        if block_n == 128 and widest > 64:
+            stages = 3  # 64 KiB under way, of which a processor has room for three programs'
     elif access == "described" and widest <= 128:
         block_n, stages = (128, 4) if widest <= 64 else (128, 3)
     elif access == "indirect":
@@ -95,13 +115,22 @@ def plan(
     itemsize = 1 if access == "quantised" else 2
     loaded = positions * (block_d + (block_tail or block_dv)) * itemsize
     merged = merged_rows * block_dv * 4
-    splits = min(splits, math.isqrt(loaded // (2 * merged)), -(-positions // SHORTEST))
+    splits = max(1, min(splits, math.isqrt(loaded // (2 * merged)), -(-positions // SHORTEST)))
+    deal = None
+    if 1 < sequences <= MOST_SEQUENCES and heads * loaded >= WORTH_DEALING:
+        a_block = block_n * loaded // positions
+        resident = max(1, RESIDENT * processors // row_blocks)
+        shares = min(MOST_SHARES * processors // row_blocks, heads * loaded // LEAST_SHARE)
+        deal = Deal(
+            max(resident, shares), resident, -(-LEAST_SHARE // a_block), a_block / (2 * merged)
+        )
     # Where nothing is merged, more warps hide more latency of a small block's loads.
-    warps = 8 if widest <= 64 and splits <= 1 and access == "direct" else 4
+    is_merged = splits > 1 or deal is not None
+    warps = 8 if widest <= 64 and not is_merged and access == "direct" else 4
     if widest > 256 and block_m > 16:
         warps = 8  # which have the registers for so large an output
     return Plan(
-        Tiling(block_n, warps, stages, max(1, splits)),
+        Tiling(block_n, warps, stages, splits, deal),
         row_blocks,
         block_m,
         block_rows,

@@ -14,11 +14,14 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from capture.call import AttentionCall
+from capture.variant import Variant
 from replay.kernels.registry import catalogue
 from replay.kernels.triton import descriptors, kv_cache, split_kv
 from replay.kernels.triton.decode import decode
 from replay.kernels.triton.kv_cache import Access, Cache
-from replay.kernels.triton.split_kv_plan import Tiling, plan
+from replay.kernels.triton.paging import page
+from replay.kernels.triton.split_kv_deal import Deal
+from replay.kernels.triton.split_kv_plan import MOST_SHARES, Tiling, plan
 from tests import factories
 from tests.replay.kernels.triton.eager import attend
 
@@ -106,6 +109,96 @@ def test_splits_change_nothing_but_rounding(splits: int) -> None:
     tiles = Tiling(16, 4, 1, splits)
     output = split_kv.attend(query, Cache(key, value), tiles=tiles)
     assert_near(output, attend(query, key, value).output)
+
+
+LENGTHS = [0, 1, 32, 33, 64, 150, 160, 3]
+MANY = 1e9
+"""Parts, squared, for each block: merging costs nothing."""
+
+
+@pytest.mark.parametrize(
+    ("deal", "parts"),
+    [
+        (Deal(shares=1, resident=1, least=1, worth=MANY), [1] * 8),
+        (Deal(shares=12, resident=1, least=1, worth=MANY), [1, 1, 1, 1, 1, 2, 2, 1]),
+        (Deal(shares=50, resident=50, least=3, worth=MANY), [1, 1, 1, 2, 2, 5, 5, 1]),
+        (Deal(shares=50, resident=1, least=3, worth=MANY), [1, 1, 1, 1, 2, 4, 4, 1]),
+        (Deal(shares=50, resident=50, least=1, worth=0.6), [1, 1, 1, 1, 1, 2, 2, 1]),
+    ],
+    ids=["no part more", "few", "all resident", "no less", "no more than worth"],
+)
+@pytest.mark.parametrize("in_pages", [False, True])
+def test_keys_dealt_by_length(
+    in_pages: bool, deal: Deal, parts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of 16 keys, two heads. The parts expected are written, unless there is one only, and
+    no other; counters are zeros again; what follows a sequence is not read."""
+    query, key, value = inputs(len(LENGTHS), kv_len=160)
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE)
+    for n, length in enumerate(LENGTHS):
+        key[n, :, length:] = value[n, :, length:] = math.nan
+    cache = Cache(*page(key, value, 16)[:3]) if in_pages else Cache(key, value)
+    rooms = watched_rooms(monkeypatch)
+    output = split_kv.attend(
+        query, cache._replace(lengths=lengths), tiles=Tiling(16, 4, 1, 1, deal)
+    )
+    for n, length in enumerate(LENGTHS):
+        own = slice(n, n + 1)
+        seen = attend(query[own], key[own, :, :length], value[own, :, :length])
+        assert_near(output[own], seen.output)
+    ((room, arrivals),) = rooms
+    assert not arrivals.any()
+    programs = deal.programs(2 * len(LENGTHS))
+    is_written = ~room[programs * 2 * 64 :].view(programs, 2, 2).isnan().any(dim=(1, 2))
+    expected = [count > 1 for count in parts for _ in range(2 * count)]
+    assert is_written.tolist() == expected + [False] * (programs - len(expected))
+
+
+def watched_rooms(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
+    """What calls get for their parts from now on: NaN, and zeros for counters."""
+    rooms: list[tuple[Tensor, Tensor]] = []
+
+    def workspace(numbers: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        room = torch.full((numbers,), math.nan, device=device)
+        rooms.append((room, torch.zeros(count, dtype=torch.int32, device=device)))
+        return rooms[-1]
+
+    monkeypatch.setattr(split_kv, "workspace", workspace)
+    return rooms
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("window", [(None, None), (40, None), (20, 0)])
+def test_dealt_by_what_queries_see(window: tuple[int | None, int | None], is_causal: bool) -> None:
+    """A diagonal and a window leave other keys of each sequence; several rows share a program."""
+    query, key, value = inputs(5, q_len=3, kv_len=160)
+    lengths = torch.tensor([160, 0, 97, 5, 64], dtype=torch.int32, device=DEVICE)
+    sinks = normal(4, seed=4)
+    whole, dealt = (
+        split_kv.attend(
+            query,
+            Cache(key, value, lengths=lengths),
+            is_causal=is_causal,
+            sinks=sinks,
+            variant=Variant(bottom_right=True, window=window),
+            tiles=Tiling(16, 4, 1, 1, deal),
+        )
+        for deal in (None, Deal(shares=30, resident=30, least=1, worth=MANY))
+    )
+    torch.testing.assert_close(dealt, whole, rtol=0, atol=2e-3)
+
+
+@given(st.data(), st.integers(1, 70), st.integers(1, 20))
+@settings(max_examples=10, deadline=None)
+def test_any_lengths_are_dealt_completely(data: st.DataObject, batch: int, shares: int) -> None:
+    """However many sequences there are: a batch that is no power of two, and few programs."""
+    query, key, value = inputs(batch, 1, 1, kv_len=40, head_dim=16)
+    drawn = data.draw(st.lists(st.integers(0, 40), min_size=batch, max_size=batch))
+    cache = Cache(key, value, lengths=torch.tensor(drawn, dtype=torch.int32, device=DEVICE))
+    deal = Deal(shares, resident=shares, least=1, worth=MANY)
+    output = split_kv.attend(query, cache, tiles=Tiling(16, 4, 1, 1, deal))
+    expected = split_kv.attend(query, cache, tiles=Tiling(16, 4, 1, 1))
+    torch.testing.assert_close(output, expected, rtol=0, atol=2e-3)
 
 
 def test_a_scale_may_be_anything() -> None:
@@ -204,13 +297,16 @@ def test_empty(sizes: tuple[int, int, int, int, int]) -> None:
     assert not output.any()
 
 
-@given(
+any_plan = given(
     st.integers(1, 2000),
     st.integers(1, 600),
     st.integers(0, 200_000),
     st.integers(1, 256),
     st.sampled_from(["described", "direct", "indirect", "quantised"]),
 )
+
+
+@any_plan
 def test_plans(heads: int, rows: int, positions: int, dim: int, access: Access) -> None:
     """Every row is in a block; no split without keys of its own; the same each time."""
     found = plan(heads, rows, positions, dim, dim, access, 132)
@@ -219,6 +315,29 @@ def test_plans(heads: int, rows: int, positions: int, dim: int, access: Access) 
     assert 1 <= found.tiling.splits <= max(1, -(-positions // 128))
     assert found.block_splits >= 1
     assert found == plan.__wrapped__(heads, rows, positions, dim, dim, access, 132)
+
+
+@any_plan
+def test_plans_that_deal(heads: int, rows: int, positions: int, dim: int, access: Access) -> None:
+    """All programs run at least, and not many more; warps are those of calls that are merged."""
+    without = plan(heads, rows, positions, dim, dim, access, 132)
+    found = plan(heads, rows, positions, dim, dim, access, 132, sequences=2)
+    deal = found.tiling.deal
+    if deal is None:
+        assert found == without
+        return
+    assert 1 <= deal.resident <= deal.shares
+    assert deal.programs(heads) * found.row_blocks <= heads * found.row_blocks + MOST_SHARES * 132
+    assert deal.least >= 1
+    assert found.tiling.warps == 4 or dim > 64, "8 only where nothing is merged"
+
+
+def test_a_large_batch_is_dealt_and_a_small_or_single_one_is_not() -> None:
+    large = (64 * 8, 4, 131072, 128, 128, "direct", 132)
+    assert plan(*large, sequences=64).tiling.deal == Deal(1056, 264, least=64, worth=8.0)
+    assert plan(*large, sequences=1) == plan(*large)
+    small = (8 * 8, 4, 2000, 128, 128, "direct", 132)
+    assert plan(*small, sequences=8) == plan(*small)
 
 
 def test_what_the_kernel_declines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from replay.kernels.triton.kv_cache import Cache
 from replay.kernels.triton.paged_decode import paged_decode
 from replay.kernels.triton.paging import page
 from replay.kernels.triton.split_kv import attend
+from replay.kernels.triton.split_kv_deal import Deal
 from replay.kernels.triton.split_kv_plan import Tiling, plan
 from tests import factories
 from tests.replay.kernels.triton import eager
@@ -59,6 +60,18 @@ def test_what_follows_a_sequence_is_not_read() -> None:
         own = slice(i, i + 1)
         seen = eager.attend(query[own], key[own, :, :length], value[own, :, :length])
         assert_near(output[own], seen.output)
+
+
+def test_keys_dealt_by_length() -> None:
+    """Two blocks of rows share a sequence's keys and count for themselves."""
+    query, key, value = inputs(70, 32, 16)
+    lengths = torch.tensor([150, 33], dtype=torch.int32, device=DEVICE)
+    cache = Cache(key, value, lengths=lengths)
+    whole, dealt = (
+        attend(query, cache, tiles=Tiling(32, 4, 1, 1, deal))
+        for deal in (None, Deal(shares=6, resident=6, least=1, worth=1e9))
+    )
+    torch.testing.assert_close(dealt, whole, rtol=0, atol=2e-3)
 
 
 def test_some_queries_a_diagonal_and_a_soft_cap() -> None:

@@ -20,6 +20,7 @@ from replay.kernels.registry import find
 from replay.kernels.triton import split_kv
 from replay.kernels.triton.quantised_cache import CACHE_BLOCK, QuantisedCache, quantise_cache
 from replay.kernels.triton.quantised_decode import quantised_decode, random_pages
+from replay.kernels.triton.split_kv_deal import Deal
 from replay.kernels.triton.split_kv_plan import Tiling
 from replay.workloads.random_calls import Spec
 from tests import factories
@@ -195,6 +196,23 @@ def test_tiles_change_nothing_but_rounding(tiles: Tiling, dtype: torch.dtype) ->
     torch.testing.assert_close(
         split_kv.attend(call.query, cache, tiles=tiles), expected, rtol=0, atol=2e-3
     )
+
+
+@each_dtype
+@pytest.mark.parametrize("in_pages", [False, True])
+@pytest.mark.parametrize("variant", [Variant(), Variant(True, (126, 0))], ids=str)
+def test_keys_dealt_by_length(variant: Variant, in_pages: bool, dtype: torch.dtype) -> None:
+    """A window begins anywhere in a block, and is read from the block's first key."""
+    lengths = torch.tensor([0, 1, 128, 129, 191, 300], dtype=torch.int32, device=DEVICE)
+    call = call_of(batch=6, q_len=2, seqused_k=lengths)
+    table = random_pages(call.key) if in_pages else None
+    cache = quantise_cache(call.key, call.value, dtype, lengths=lengths, block_table=table)
+    whole, dealt = (
+        split_kv.attend(call.query, cache, variant=variant, tiles=Tiling(64, 4, 1, 1, deal))
+        for deal in (None, Deal(shares=40, resident=40, least=1, worth=1e9))
+    )
+    assert not dealt[0].any()
+    torch.testing.assert_close(dealt, whole, rtol=0, atol=2e-3)
 
 
 @each_dtype

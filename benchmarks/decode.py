@@ -1,0 +1,334 @@
+"""Times decode against the memory's floor: ms, and how much of that time reading the keys takes.
+
+    python -m benchmarks.decode [--only mixed ...] [--stages 3,4] [--parts 0.5,1,2] ...
+
+The floor is the bytes of the keys and values that count, once each, at the bandwidth of copies on
+the same GPU. Our kernels are timed without what makes their cache (pages, 8 bits), others as their
+cores are. All kernels of a case take turns in shuffled rounds, with a cold L2, and each one's
+output is compared with a reference before. Needs a GPU with 60 GB of memory, and two minutes.
+
+`--blocks`, `--warps`, `--stages` and `--parts` are alternatives to what our kernels plan: all that
+they can be combined to is compiled (seconds each) and timed beside the plan, and the fastest are
+printed. `--parts` multiplies how many parts the keys are cut into; `none` deals nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from capture.call import AttentionCall
+from capture.variant import Variant
+from replay.kernels.registry import find
+from replay.kernels.triton.kv_cache import Cache
+from replay.kernels.triton.quantised_cache import QuantisedCache, quantise_cache
+from replay.kernels.triton.quantised_decode import random_pages
+from replay.kernels.triton.split_kv import attend, planned
+from replay.kernels.triton.split_kv_plan import Tiling
+from replay.timing.roof import measure_roof
+from replay.timing.rounds import measure
+
+DEVICE = torch.device("cuda")
+ROUNDS = 20
+FASTEST = 12
+"""How many alternatives are printed of each cache."""
+PAGE_SIZE = 16
+LATENT_PAGE_SIZE = 64
+"""What FlashMLA takes."""
+LONG, SHORT = 131072, 1024
+IN_8_BITS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+ERRORS = {"fp8": 0.08, "int8": 0.03}
+"""Of the output's norm, at most; 0.01 in 16 bits."""
+RIVALS = ("torch-cudnn", "torch-flash", "flashinfer-decode")
+
+Run = Callable[[], Tensor]
+Alternatives = dict[str, list[float] | None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call, how many keys of each sequence count, and who attends to them."""
+
+    name: str
+    call: AttentionCall
+    lengths: list[int]
+    caches: tuple[str, ...] = ("16 bits",)
+    """What our kernels read: `fp8`, `int8`, and each of the three `paged`."""
+    rivals: tuple[str, ...] = ()
+
+
+def normal(*shape: int) -> Tensor:
+    """In bfloat16, the same each time; filled in pieces, whose seed is their place."""
+    tensor = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
+    for seed, each in enumerate(tensor):
+        each.normal_(generator=torch.Generator(DEVICE).manual_seed(seed))
+    return tensor
+
+
+def mixed_lengths(batch: int, seed: int) -> list[int]:
+    """Log-uniform between `SHORT` and `LONG`, and the longest."""
+    draw = random.Random(seed)
+    low, high = math.log(SHORT), math.log(LONG)
+    return [int(math.exp(draw.uniform(low, high))) for _ in range(batch - 1)] + [LONG]
+
+
+def _even() -> Iterator[Case]:
+    key, value = normal(8, 8, 32768, 128), normal(8, 8, 32768, 128)
+    call = AttentionCall(normal(8, 32, 1, 128), key, value, enable_gqa=True)
+    caches = ("16 bits", "16 bits paged", "fp8", "fp8 paged", "int8", "int8 paged")
+    yield Case("even 8x32/8x32768", call, [32768] * 8, caches, RIVALS)
+
+
+def _queries() -> Iterator[Case]:
+    key, value = normal(8, 8, 32768, 128), normal(8, 8, 32768, 128)
+    for q_len in (2, 4, 8):
+        call = AttentionCall(
+            normal(8, 32, q_len, 128),
+            key,
+            value,
+            is_causal=True,
+            enable_gqa=True,
+            variant=Variant(bottom_right=True),
+        )
+        caches = ("16 bits", "16 bits paged", "fp8")
+        yield Case(f"queries {q_len}", call, [32768] * 8, caches, ("fa2", "fa3", "fa2-kvcache"))
+
+
+def _mixed() -> Iterator[Case]:
+    batch = 64
+    key, value = normal(batch, 8, LONG, 128), normal(batch, 8, LONG, 128)
+    call = AttentionCall(normal(batch, 32, 1, 128), key, value, enable_gqa=True)
+    for name, lengths in (
+        ("mixed", mixed_lengths(batch, 0)),
+        ("mixed, other draw", mixed_lengths(batch, 1)),
+        ("mixed, longest last", sorted(mixed_lengths(batch, 0))),
+        ("short, 2048 each", [2048] * batch),
+        ("same, 24576 each", [24576] * batch),
+    ):
+        used = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+        caches = ("16 bits", "16 bits paged") if name == "mixed" else ("16 bits",)
+        yield Case(name, replace(call, seqused_k=used), lengths, caches)
+
+
+def _latent(batch: int) -> Iterator[Case]:
+    """Absorbed MLA: the value is the first 512 numbers of the key."""
+    key = normal(batch, 1, 32768, 576)
+    for heads in (16, 128):
+        call = AttentionCall(normal(batch, heads, 1, 576), key, key[..., :512], enable_gqa=True)
+        caches = ("16 bits", "16 bits paged")
+        yield Case(f"mla {heads}, batch {batch}", call, [32768] * batch, caches, ("flash-mla",))
+
+
+GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
+    "even": _even,
+    "queries": _queries,
+    "mixed": _mixed,
+    "mla-8": partial(_latent, 8),
+    "mla-64": partial(_latent, 64),
+}
+"""Cases that share tensors, made when they are asked for."""
+
+
+def paged(case: Case) -> AttentionCall:
+    """The same call over pages in a random order, which hold only what counts."""
+    call, is_latent = case.call, case.call.value_is_in_key
+    size = LATENT_PAGE_SIZE if is_latent else PAGE_SIZE
+    counts = [-(-length // size) for length in case.lengths]
+    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    table = torch.zeros(len(counts), max(counts), dtype=torch.int32, device=DEVICE)
+    for n, own in enumerate(order.split(counts)):
+        table[n, : len(own)] = own
+
+    def pool(tensor_BHSD: Tensor) -> Tensor:
+        _, heads, _, dim = tensor_BHSD.shape
+        pages = tensor_BHSD.new_empty(len(order), size, heads, dim)
+        for n, own in enumerate(order.split(counts)):
+            tokens = tensor_BHSD[n, :, : len(own) * size].unflatten(1, (len(own), size))
+            pages[own] = tokens.permute(1, 2, 0, 3)
+        return pages.transpose(1, 2)
+
+    key = pool(call.key)
+    value = key[..., : call.value.shape[3]] if is_latent else pool(call.value)
+    lengths = torch.tensor(case.lengths, dtype=torch.int32, device=DEVICE)
+    return replace(call, key=key, value=value, page_table=table, seqused_k=lengths)
+
+
+def cache_of(name: str, call: AttentionCall, in_pages: AttentionCall) -> Cache | QuantisedCache:
+    """What one of our kernels reads."""
+    dtype = IN_8_BITS.get(name.removesuffix(" paged"))
+    if dtype is not None:
+        table = random_pages(call.key) if name.endswith("paged") else None
+        key, value = call.key, call.value
+        return quantise_cache(key, value, dtype, lengths=call.seqused_k, block_table=table)
+    if not name.endswith("paged"):
+        return Cache(call.key, call.value, lengths=call.seqused_k)
+    key, value = (each.transpose(1, 2) for each in (in_pages.key, in_pages.value))
+    return Cache(key, value, in_pages.page_table, in_pages.seqused_k)
+
+
+def bytes_read(cache: Cache | QuantisedCache, tokens: int) -> int:
+    """Of the keys and values of so many tokens, scales included."""
+    kv_heads, _, v_dim = cache.sizes
+    numbers = cache.key.shape[3] + (0 if cache.tail else v_dim)
+    scales = 8 if isinstance(cache, QuantisedCache) else 0
+    return tokens * kv_heads * (numbers * cache.key.element_size() + scales)
+
+
+def tilings(plan: Tiling, alternatives: Alternatives) -> dict[str, Tiling]:
+    """The plan, and all that the alternatives can be combined to."""
+    found = {f"plan {_said(plan)}": plan}
+    blocks, warps, stages, parts = (
+        alternatives[name] or [default]
+        for name, default in (
+            ("blocks", plan.block_n),
+            ("warps", plan.warps),
+            ("stages", plan.stages),
+            ("parts", 1.0),
+        )
+    )
+    for block_n, warp_count, stage_count, factor in product(blocks, warps, stages, parts):
+        tiles = plan._replace(block_n=int(block_n), warps=int(warp_count), stages=int(stage_count))
+        if math.isnan(factor):
+            tiles = tiles._replace(deal=None)
+        elif tiles.deal is None:
+            tiles = tiles._replace(splits=max(1, round(plan.splits * factor)))
+        else:
+            deal = tiles.deal
+            shares = max(1, round(deal.shares * factor))
+            least = max(1, round(deal.least / factor * plan.block_n / block_n))
+            worth = deal.worth * block_n / plan.block_n
+            tiles = tiles._replace(deal=deal._replace(shares=shares, least=least, worth=worth))
+        if tiles != plan:
+            found[_said(tiles)] = tiles
+    return found
+
+
+def _said(tiles: Tiling) -> str:
+    parts = f"splits {tiles.splits}"
+    if tiles.deal is not None:
+        parts = f"shares {tiles.deal.shares}, least {tiles.deal.least}"
+    return f"{tiles.block_n} keys, {tiles.warps} warps, {tiles.stages} stages, {parts}"
+
+
+def expected(case: Case, n: int) -> Tensor:
+    """Sequence `n`'s output (1, Hq, Sq, Dv), in float32."""
+    call, own = case.call, slice(n, n + 1)
+    seen = slice(case.lengths[n])
+    q_len = call.query.shape[2]
+    mask = torch.ones(q_len, case.lengths[n], dtype=torch.bool, device=DEVICE)
+    if call.is_causal:
+        mask = mask.tril(case.lengths[n] - q_len)
+    return scaled_dot_product_attention(
+        call.query[own].float(),
+        call.key[own, :, seen].float(),
+        call.value[own, :, seen].float(),
+        attn_mask=mask,
+        enable_gqa=True,
+    )
+
+
+def error(output: Tensor, references: dict[int, Tensor]) -> float:
+    """The largest of some sequences, relative to the norm."""
+    return max(
+        float((output[n : n + 1].float() - right).norm() / right.norm())
+        for n, right in references.items()
+    )
+
+
+def runs(case: Case, alternatives: Alternatives) -> Iterator[tuple[str, Run, int, float]]:
+    """Who attends: a name, the function, the bytes that it has to read and its largest error."""
+    call, tokens = case.call, sum(case.lengths)
+    in_pages = paged(case) if any("paged" in name for name in case.caches) else call
+    for name in case.caches:
+        cache = cache_of(name, call, in_pages)
+        attending = partial(
+            attend, call.query, cache, is_causal=call.is_causal, variant=call.variant
+        )
+        tiling = planned(call.query, cache, is_causal=call.is_causal, variant=call.variant).tiling
+        allowed = ERRORS.get(name.removesuffix(" paged"), 0.01)
+        for said, tiles in tilings(tiling, alternatives).items():
+            yield (
+                f"{name}: {said}",
+                partial(attending, tiles=tiles),
+                bytes_read(cache, tokens),
+                allowed,
+            )
+    read = bytes_read(Cache(call.key, call.value), tokens)
+    for name in case.rivals:
+        kernel = find(name)
+        theirs = in_pages if name == "flash-mla" else call
+        if reason := kernel.unavailable(DEVICE) or kernel.refuses(theirs):
+            print(f"    {name}: {reason}", flush=True)
+            continue
+        run = partial(kernel.attention, **theirs.arguments())
+        yield name, run if kernel.prepare is None else kernel.prepare(theirs), read, 0.01
+
+
+def show(case: Case, alternatives: Alternatives, copied: float) -> None:
+    """Check and time one case, and print it; `copied` is in bytes a second."""
+    print(f"{case.name} ({sum(case.lengths)} keys)", flush=True)
+    longest, shortest = (pick(case.lengths) for pick in (max, min))
+    references = {
+        n: expected(case, n) for n in {case.lengths.index(each) for each in (longest, shortest)}
+    }
+    candidates: dict[str, Run] = {}
+    floors: dict[str, float] = {}
+    for name, run, read, allowed in runs(case, alternatives):
+        try:
+            found = error(run(), references)
+        except Exception as failure:
+            print(f"    {name}: {type(failure).__name__}: {failure}".partition("\n")[0], flush=True)
+            continue
+        if not found <= allowed:
+            print(f"    {name}: WRONG, error {found:.2%} of at most {allowed:.0%}", flush=True)
+            continue
+        candidates[name], floors[name] = run, read / copied * 1000
+    samples = measure(candidates, DEVICE, cache="cold", rounds=ROUNDS, max_seconds=1.0)
+    times = {name: statistics.median(each.ms) for name, each in samples.items() if each.ms}
+    shown: dict[str, int] = {}
+    for name in sorted(times, key=lambda name: times[name]):
+        kind = name.partition(":")[0]
+        shown[kind] = shown.get(kind, 0) + 1
+        if shown[kind] <= FASTEST or ": plan" in name:
+            ms, least = times[name], min(samples[name].ms)
+            print(f"    {floors[name] / ms:6.1%} {ms:9.4f} ms (least {least:.4f})  {name}")
+    print(flush=True)
+
+
+def _numbers(text: str) -> list[float]:
+    return [math.nan if each == "none" else float(each) for each in text.split(",")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", nargs="+", choices=GROUPS, default=list(GROUPS))
+    for name in ("blocks", "warps", "stages", "parts"):
+        parser.add_argument(f"--{name}", type=_numbers, metavar="N,...")
+    arguments = parser.parse_args()
+    alternatives = {
+        name: getattr(arguments, name) for name in ("blocks", "warps", "stages", "parts")
+    }
+    roof = measure_roof(torch.bfloat16, DEVICE)
+    if roof is None:
+        raise SystemExit("no memory is left to measure copies with")
+    name = torch.cuda.get_device_name(DEVICE)
+    print(f"{name}: copies {roof.gb_per_s / 1000:.2f} TB/s, products {roof.tflops:.0f} TFLOPS\n")
+    for group in arguments.only:
+        for case in GROUPS[group]():
+            show(case, alternatives, roof.gb_per_s * 1e9)
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        main()
