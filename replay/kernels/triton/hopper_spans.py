@@ -30,9 +30,10 @@ class Bounds(NamedTuple):
     q_offsets: Any = None
     """(B + 1,), of a packed call: where each element's queries begin, and where all end."""
     k_starts: Any = None
-    """Where each element's keys begin: (B + 1,) of a packed call, (B,) of a padded one."""
+    """Where each element's keys begin: (B + 1,) of a packed call, (B,) of a padded one, or None for
+    the first."""
     k_lengths: Any = None
-    """(B,), how many keys count from there on; None: of a packed call, all."""
+    """(B,), how many keys count from there on; None: all."""
 
 
 class Span(NamedTuple):
@@ -64,11 +65,12 @@ def span_of(batch, bounds):
         kv_len = gl.load(bounds.k_starts + batch + 1) - k_start
         if bounds.k_lengths is not None:
             kv_len = gl.minimum(kv_len, gl.load(bounds.k_lengths + batch))
-    elif bounds.k_starts is not None:
-        k_start = gl.load(bounds.k_starts + batch)
+    elif bounds.k_lengths is not None:
         kv_len = gl.load(bounds.k_lengths + batch)
-        if diagonal is not None:
-            diagonal -= k_start  # which counts from the padded tensor's first key
+        if bounds.k_starts is not None:
+            k_start = gl.load(bounds.k_starts + batch)
+            if diagonal is not None:
+                diagonal -= k_start  # which counts from the padded tensor's first key
     if diagonal is None:
         diagonal = kv_len - q_len
     lowest = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -155,8 +155,9 @@ def forward_hopper(
         is_causal,
         scale,
         None if variant is PLAIN else variant,
-        None if lengths is None else lengths[:3],
+        None if lengths is None else (*lengths[:3], *map(_type, lengths[3:])),
         None if mask is None else (mask.shape, mask.stride(), mask.dtype),
+        (has_lse, _type(sinks)),
     )
     lse = None
     if has_lse:
@@ -223,18 +224,24 @@ def _planned(
     is_causal: bool,
     scale: float | None,
     variant: Variant | None,
-    lengths: tuple[str, int, int] | None,
+    lengths: tuple[Any, ...] | None,
     mask: tuple[Sizes, Sizes, torch.dtype] | None,
+    others: tuple[Any, ...],
 ) -> _Planned:
-    """`lengths` are their kind, how many, and the most queries; `mask` its shape, strides and
-    type."""
+    """The launch of all calls that pass the same arguments, of the same types.
+
+    Args:
+        lengths: their kind, how many, the most queries, and the types of the tensors.
+        mask: its shape, strides and type.
+        others: what is None or not, and its type, and matters for nothing else.
+    """
     variant = variant or PLAIN
     batch, q_heads, q_len, head_dim = shapes[0]
     kv_heads, kv_len, v_head_dim = (*shapes[1][1:3], shapes[2][3])
     rows = q_len
     is_packed = lengths is not None and lengths[0] == "packed"
     if lengths is not None:
-        _, batch, q_len = lengths
+        _, batch, q_len, *_ = lengths
     is_causal, left, right = window_sides(is_causal, variant, rows, kv_len)
     right = 0 if is_causal else right
     is_bottom_right = variant.bottom_right and (lengths is not None or q_len != kv_len)
@@ -303,6 +310,10 @@ def _planned(
         mask and _descriptor(*mask[:2], ROWS.value, plan.keys // (1 + hides), dtype=mask[2]),
     )
     return _Planned(PlannedCall(launch, descriptors), bool(dims.rest), is_packed)
+
+
+def _type(tensor: Tensor | None) -> torch.dtype | None:
+    return None if tensor is None else tensor.dtype
 
 
 def _are_loadable(*tensors: Tensor) -> bool:

@@ -372,7 +372,7 @@ def _attend_tile(
     weights, largest, _ = _weigh(
         scores, nothing, rings, count, first, (end - 1) * KEYS, span, bounds, extras, WHO, True
     )
-    if bounds.k_starts is not None:
+    if bounds.k_lengths is not None or bounds.q_offsets is not None:
         # Behind the last key lie somebody else's values, or none that count.
         left_over = span.kv_len - (end - 1) * KEYS
         if left_over < KEYS:
