@@ -34,6 +34,9 @@ class Bounds(NamedTuple):
     the first."""
     k_lengths: Any = None
     """(B,), how many keys count from there on; None: all."""
+    visits: Any = None
+    """What a mask leaves, of tiles of as many queries: `Visits.blocks` and `.counts`, and their
+    strides in tiles, from one batch element and one head to the next."""
 
 
 class Span(NamedTuple):
@@ -122,3 +125,25 @@ def sees(scores, first_query, first_key, span, bounds):
         begin = queries + (first_query + span.lowest - first_key)
         seen = seen & (keys[None, :] >= begin[:, None])
     return seen
+
+
+@gluon.jit
+def visits_of(batch, head, tile, bounds, KEYS: gl.constexpr):
+    """A tile's blocks of keys: where the list of those without the mask begins, and of those with
+    it, and how many there are of each."""
+    blocks, counts, stride_batch, stride_head = bounds.visits
+    width = (bounds.kv_len + KEYS - 1) // KEYS
+    place = (batch * stride_batch + head * stride_head + tile).to(gl.int64)
+    plain = blocks + place * 2 * width
+    return plain, plain + width, gl.load(counts + place * 2), gl.load(counts + place * 2 + 1)
+
+
+@gluon.jit
+def visited_key(i, visits):
+    """The first key of block number i: those that need the mask come first. Where nothing is seen
+    there is one all the same."""
+    plain, masked, plain_count, masked_count = visits
+    pointer = masked + i
+    if i >= masked_count:
+        pointer = plain + (i - masked_count)
+    return gl.load(pointer, mask=i < plain_count + masked_count, other=0)

@@ -72,7 +72,18 @@ def room_for(dims: Dims, plan: Schedule, mask_size: int = 0) -> Room:
 def schedule(dims: Dims, group: int, seen: int, mask_size: int = 0) -> Schedule:
     """For `group` query heads a key head, queries that see up to `seen` keys, and a mask whose
     numbers have `mask_size` bytes."""
-    plan = _without_mask(dims, group, seen)
+    return _with_room(_without_mask(dims, group, seen), dims, mask_size)
+
+
+def schedule_of_visits(dims: Dims, mask_size: int) -> Schedule:
+    """For a mask that has been looked through: a tile is 128 queries of one head."""
+    plan = _without_mask(dims, 1, SHORT + 1)
+    if plan.consumers != 2:
+        plan = Schedule(consumers=2, heads=1, keys=128, stages=3, registers=240)
+    return _with_room(plan, dims, mask_size)
+
+
+def _with_room(plan: Schedule, dims: Dims, mask_size: int) -> Schedule:
     while mask_size and not room_for(dims, plan, mask_size).mask_stages:
         plan = plan._replace(keys=plan.keys // 2)
     return plan
