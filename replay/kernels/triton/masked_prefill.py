@@ -66,7 +66,10 @@ def masked_prefill(
     tiles = _tiles(query, value, mask)
     if visited is None:
         visited = visits(mask, *tiles)
-    elif visited.blocks.shape[-1] != triton.cdiv(value.shape[2], tiles[1]):
+    elif (visited.counts.shape[2], visited.blocks.shape[4]) != (
+        triton.cdiv(query.shape[2], tiles[0]),
+        triton.cdiv(value.shape[2], tiles[1]),
+    ):
         raise ValueError("`visited` is of a mask with other strides, which is cut up otherwise")
     if _is_for_hopper(query, value):
         from replay.kernels.triton.prefill_hopper import forward_hopper
