@@ -204,9 +204,7 @@ def _plan_call(
     )
     descriptors = None
     if has_descriptors:
-        descriptors = cache.descriptors(
-            tiles.block_n, cut.block_d, cut.block_dv, cut.block_tail
-        )
+        descriptors = cache.descriptors(tiles.block_n, cut.block_d, cut.block_dv, cut.block_tail)
     return _PlannedCall(
         PlannedCall(launch, descriptors),
         (batch, heads, q_len, v_dim),

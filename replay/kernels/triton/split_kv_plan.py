@@ -172,11 +172,13 @@ def plan(
     if 1 < sequences <= MOST_SEQUENCES and heads * loaded >= WORTH_DEALING:
         a_block = block_n * loaded // positions
         resident = max(1, RESIDENT * processors // row_blocks)
-        if access == "described" and widest > 256:
-            # Shared memory has room for one; with the part that each head has anyway, all of
-            # equal sequences are there at once.
-            resident = max(1, processors // row_blocks - heads)
         shares = min(MOST_SHARES * processors // row_blocks, heads * loaded // LEAST_SHARE)
+        if access == "described" and widest > 256:
+            # A processor has room for one: of equal sequences, which have up to one part more
+            # each, none is left for another turn.
+            turn = max(1, processors // row_blocks)
+            resident = max(1, turn - heads)
+            shares = max(1, shares // turn) * turn - heads
         deal = Deal(
             max(resident, shares), resident, -(-LEAST_SHARE // a_block), a_block / (2 * merged)
         )

@@ -41,7 +41,9 @@ def in_pages(key: Tensor, value: Tensor, lengths: Tensor, page_size: int, after:
     table = torch.full((batch, pages_each + 2), after, dtype=torch.int32, device=DEVICE)
 
     def pool(tensor: Tensor) -> Tensor:
-        pages = tensor.new_full((1 + batch * pages_each, page_size, heads, tensor.shape[3]), math.nan)
+        pages = tensor.new_full(
+            (1 + batch * pages_each, page_size, heads, tensor.shape[3]), math.nan
+        )
         for n, length in enumerate(lengths.tolist()):
             for first in range(0, length, page_size):
                 page = 1 + int(order[n * pages_each + first // page_size])
@@ -86,22 +88,24 @@ def assert_right(
             assert not output[n].any()
             continue
         places = torch.arange(length, device=DEVICE)
-        last = torch.arange(q_len, device=DEVICE) + (
-            length - q_len if variant.bottom_right else 0
-        )
+        last = torch.arange(q_len, device=DEVICE) + (length - q_len if variant.bottom_right else 0)
         mask = places <= last[:, None] if is_causal else None
         expected = eager.attend(query[own], key[own, :, :length], value[own, :, :length], mask)
         torch.testing.assert_close(output[own], expected.output, rtol=0, atol=3e-3)
 
 
-def tensors(latent: bool, q_len: int = 1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def tensors(
+    latent: bool, q_len: int = 1, as_in_models: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch = len(LENGTHS)
     lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE)
     if latent:
-        key = normal(batch, 1, 150, 40, seed=1)
-        return normal(batch, 4, q_len, 40), key, key[..., :32], lengths
-    key, value = normal(batch, 2, 150, 16, seed=1), normal(batch, 2, 150, 32, seed=2)
-    return normal(batch, 4, q_len, 16), key, value, lengths
+        v_dim, tail = (512, 64) if as_in_models else (32, 8)
+        key = normal(batch, 1, 150, v_dim + tail, seed=1)
+        return normal(batch, 4, q_len, v_dim + tail), key, key[..., :v_dim], lengths
+    dim, v_dim = (128, 128) if as_in_models else (16, 32)
+    key, value = normal(batch, 2, 150, dim, seed=1), normal(batch, 2, 150, v_dim, seed=2)
+    return normal(batch, 4, q_len, dim), key, value, lengths
 
 
 @pytest.mark.parametrize("latent", [False, True], ids=["key and value", "latent"])
@@ -113,9 +117,15 @@ def test_pages(latent: bool, tiles: Tiling | None, page_size: int, after: int) -
 
 
 @pytest.mark.parametrize("latent", [False, True], ids=["key and value", "latent"])
+def test_head_dims_of_models(latent: bool) -> None:
+    query, key, value, lengths = tensors(latent, as_in_models=True)
+    assert_right(query, key, value, in_pages(key, value, lengths, 64, -1), None)
+
+
+@pytest.mark.parametrize("latent", [False, True], ids=["key and value", "latent"])
 @pytest.mark.parametrize("variant", [PLAIN, BOTTOM_RIGHT], ids=["top left", "bottom right"])
 def test_queries_that_do_not_see_all(latent: bool, variant: Variant) -> None:
-    """Aligned bottom right in what is longer than the queries: others' first rows see nothing."""
+    """NaN begins right behind the last token that any of them sees, or counts."""
     query, key, value, _ = tensors(latent, q_len=3)
     lengths = torch.tensor([150, 0, 3, 64, 65, 128, 31], dtype=torch.int32, device=DEVICE)
     cache = in_pages(key, value, lengths, 64, 0)
@@ -130,7 +140,7 @@ def test_latents_in_one_piece(tiles: Tiling) -> None:
 
 
 def test_what_is_not_loaded_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    query, key, value, lengths = tensors(latent=False)
+    _, key, value, lengths = tensors(latent=False)
     cache = in_pages(key, value, lengths, 64, 0)
     assert cache.access(is_cut=True, begins_late=True) == "indirect", "NaN before the window"
     assert in_pages(key, value, lengths, 96, 0).access(False) == "indirect", "blocks in two pages"
