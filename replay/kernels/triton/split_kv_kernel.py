@@ -8,10 +8,10 @@ sums do not depend on who was last, and there is no second kernel to launch.
 
 One program text serves four kinds of cache. Position i of a sequence is token i, or the token that
 `indices` names; a token lies in its batch element's row, or in the page that `block_table` names.
-Where position i is token i, keys and values come through tensor descriptors (TMA), if their strides
-and the GPU allow it. What differs for a cache in 8 bits is in `quantised_cache.py`. Where the value
-is the first part of the key, as in DeepSeek's absorbed latent attention (MLA), it is read once, and
-the key's other numbers, its tail, beside it.
+Where position i is token i, or a page holds whole blocks of tokens, keys and values come through
+tensor descriptors (TMA), if their strides and the GPU allow it. What differs for a cache in 8 bits
+is in `quantised_cache.py`. Where the value is the first part of the key, as in DeepSeek's absorbed
+latent attention (MLA), it is read once, and the key's other numbers, its tail, beside it.
 
 Letters: B batch, Hq query heads, Hkv key/value heads, G = Hq / Hkv, Sq and Sk query and key length,
 D and Dv head dimensions, M = G · Sq rows of a key/value head (row r is head r // Sq, query r % Sq).
