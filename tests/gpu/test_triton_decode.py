@@ -91,6 +91,10 @@ def test_a_value_that_is_part_of_the_key(name: str, heads: int) -> None:
         ("triton-decode", (130, 8, 8, 1, 2048, 64, 64)),
         ("triton-decode", (7, 32, 8, 8, 8192, 128, 128)),
         ("triton-paged-decode", (7, 32, 8, 1, 16384, 128, 128)),
+        ("triton-paged-decode[page_size=64]", (7, 32, 8, 1, 16384, 128, 128)),
+        ("triton-paged-decode[page_size=192]", (7, 32, 8, 8, 8192, 128, 128)),
+        ("triton-paged-decode[page_size=128]", (7, 16, 8, 1, 16384, 64, 64)),
+        ("triton-paged-decode[page_size=64]", (7, 16, 4, 1, 16384, 256, 256)),
         *((name, (7, 32, 8, 1, 16384, 128, 128)) for name in (*IN_8_BITS, *IN_PAGES)),
     ],
 )
@@ -107,12 +111,21 @@ def test_keys_dealt_by_length(name: str, sizes: Sizes) -> None:
     assert all(torch.equal(first, other) for other in others)
 
 
-@pytest.mark.parametrize("name", ["triton-decode", "triton-paged-decode"])
+@pytest.mark.parametrize(
+    "name", ["triton-decode", "triton-paged-decode", "triton-paged-decode[page_size=64]"]
+)
 @pytest.mark.parametrize("heads", [16, 128])
 def test_latents_dealt_by_length(name: str, heads: int) -> None:
     call = call_of((5, heads, 1, 1, 16384, 576, 512))
     used = torch.tensor([16384, 3, 0, 7000, 12345], dtype=torch.int32, device="cuda")
     assert_kernel_right(name, replace(call, value=call.key[..., :512], seqused_k=used))
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_latents_in_one_piece(heads: int) -> None:
+    """Large enough for tensor descriptors."""
+    call = call_of((4, heads, 1, 1, 17000, 576, 512))
+    assert_kernel_right("triton-decode", replace(call, value=call.key[..., :512]))
 
 
 @pytest.mark.parametrize("sizes", [SMALL, (2, 8, 2, 3, 127, 72, 96)])

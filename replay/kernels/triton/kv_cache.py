@@ -16,6 +16,8 @@ from replay.kernels.triton.launch import layout
 WORTH_DESCRIBING = 2**26
 """Numbers in keys and values from which on a call keeps the GPU busy for as long as it does the
 host, to which descriptors cost some microseconds. They save an H200 half of one."""
+LEAST_PAGE = 64
+"""Tokens in a page from which on it is loaded in whole blocks."""
 
 Access = Literal["described", "direct", "indirect", "quantised"]
 """Through tensor descriptors, through pointers, to tokens that have to be looked up first, or to 8
@@ -66,25 +68,31 @@ class Cache(NamedTuple):
         """Tokens in a page; 0 without pages."""
         return 0 if self.block_table is None else self.key.shape[1]
 
-    def access(self, is_cut: bool) -> Access:
+    def access(self, is_cut: bool, begins_late: bool = False) -> Access:
         """How the kernel reads it.
 
-        Descriptors take whole blocks: no tokens that do not count may follow, whose values could be
-        NaN, and a head dimension must be as wide as a block.
+        Descriptors take whole blocks, and no block of tokens may lie in two pages. What does not
+        count could be NaN: no window may leave it at a sequence's beginning.
 
         Args:
             is_cut: whether a diagonal leaves some tokens out.
+            begins_late: whether a window leaves out the first ones.
         """
-        if self.block_table is not None or self.indices is not None:
-            return "indirect"
+        in_pages = self.block_table is not None
+        pointers: Access = "indirect" if in_pages or self.indices is not None else "direct"
         numbers = self.key.numel() + self.value.numel()
-        if is_cut or self.lengths is not None or numbers < WORTH_DESCRIBING or self.tail:
-            return "direct"
-        fits = all(
-            tensor.shape[3] in (16, 32, 64, 128, 256) and can_be_described(tensor)
-            for tensor in (self.key, self.value)
-        )
-        return "described" if fits else "direct"
+        if self.indices is not None or begins_late or numbers < WORTH_DESCRIBING:
+            return pointers
+        # In one piece, where something is cut off, pointers are as fast (16 bits, H200).
+        if not in_pages and not self.tail and (is_cut or self.lengths is not None):
+            return pointers
+        if in_pages and _largest_block(self.page_size) < LEAST_PAGE:
+            return pointers
+        both = self.key, self.value
+        filling_blocks = both[1:] if self.tail else both
+        fits = all(can_be_described(self._by_head(tensor)) for tensor in both)
+        fits &= all(tensor.shape[3] in (16, 32, 64, 128, 256, 512) for tensor in filling_blocks)
+        return "described" if fits else pointers
 
     def strides(self, tensor: Tensor) -> tuple[int, ...]:
         """Of batch elements or pages, of heads, of tokens and within a head."""
@@ -92,12 +100,30 @@ class Cache(NamedTuple):
         paged = self.block_table is not None
         return (first, third, second, within) if paged else (first, second, third, within)
 
-    def descriptors(self, block_n: int, block_d: int, block_dv: int) -> tuple[Any, Any]:
-        """Of key and value, without their memory."""
+    @property
+    def largest_block(self) -> int | None:
+        """Tokens that are loaded at once at most, where they are described."""
+        return _largest_block(self.page_size) if self.page_size else None
+
+    def descriptors(
+        self, block_n: int, block_d: int, block_dv: int, block_tail: int
+    ) -> tuple[Any, Any]:
+        """Of key and value, or with a tail of all that a key has, without their memory."""
+        key, value = self._by_head(self.key), self._by_head(self.value)
+        second = described(key, block_n, block_tail) if block_tail else None
         return (
-            nowhere(described(self.key, block_n, block_d)),
-            nowhere(described(self.value, block_n, block_dv)),
+            nowhere(described(key, block_n, block_d)),
+            nowhere(second or described(value, block_n, block_dv)),
         )
+
+    def _by_head(self, tensor: Tensor) -> Tensor:
+        """(B or P, Hkv, tokens, D)."""
+        return tensor if self.block_table is None else tensor.transpose(1, 2)
+
+
+def _largest_block(page_size: int) -> int:
+    """The largest power of two that divides it."""
+    return page_size & -page_size
 
 
 @triton.jit

@@ -102,7 +102,7 @@ class QuantisedCache:
     def scales(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.key_scale, self.key_mean, self.value_scale
 
-    def access(self, is_cut: bool) -> Literal["quantised"]:
+    def access(self, is_cut: bool, begins_late: bool = False) -> Literal["quantised"]:
         """Always through descriptors: blocks are whole, and what does not count is finite."""
         return "quantised"
 
@@ -110,8 +110,15 @@ class QuantisedCache:
         """Of the four dimensions, for which descriptors are used instead."""
         return tensor.stride()
 
-    def descriptors(self, block_n: int, block_d: int, block_dv: int) -> tuple[Any, Any]:
-        """Of key and value, without their memory."""
+    @property
+    def largest_block(self) -> int:
+        """Tokens that are loaded at once at most."""
+        return CACHE_BLOCK.value
+
+    def descriptors(
+        self, block_n: int, block_d: int, block_dv: int, block_tail: int
+    ) -> tuple[Any, Any]:
+        """Of key and value, which has no tail, without their memory."""
         return (
             nowhere(described(self.key, block_n, block_d)),
             nowhere(described(self.value, block_dv, block_n)),

@@ -102,10 +102,11 @@ def planned(
         kept or _most_seen(left, 0 if is_causal else right, variant, q_len, kv_len),
         head_dim,
         v_dim,
-        cache.access(is_causal or left is not None or right is not None),
+        cache.access(is_causal or left is not None or right is not None, left is not None),
         _processors(query.device),
         cache.tail,
         1 if cache.lengths is None or kept else batch,
+        cache.largest_block,
     )
 
 
@@ -138,9 +139,10 @@ def _plan_call(
     kept = 0 if cache.indices is None else cache.indices.shape[2]
     cut = planned(query, cache, is_causal=is_causal, variant=variant)
     is_causal, left, right = _sides(is_causal, variant, q_len, kv_len)
-    access = cache.access(is_causal or left is not None or right is not None)
-    has_descriptors = access in ("described", "quantised")
+    access = cache.access(is_causal or left is not None or right is not None, left is not None)
     tiles = tiles or cut.tiling
+    # A block of its own size could lie in two pages.
+    has_descriptors = access in ("described", "quantised") and cache.page_size % tiles.block_n == 0
     deal = tiles.deal
     heads_of_keys = batch * kv_heads
     programs, splits = heads_of_keys, tiles.splits
@@ -202,7 +204,7 @@ def _plan_call(
     )
     descriptors = None
     if has_descriptors:
-        descriptors = cache.descriptors(tiles.block_n, cut.block_d, cut.block_dv)
+        descriptors = cache.descriptors(tiles.block_n, cut.block_d, cut.block_dv, cut.block_tail)
     return _PlannedCall(
         PlannedCall(launch, descriptors),
         (batch, heads, q_len, v_dim),

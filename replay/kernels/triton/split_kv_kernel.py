@@ -8,10 +8,10 @@ sums do not depend on who was last, and there is no second kernel to launch.
 
 One program text serves four kinds of cache. Position i of a sequence is token i, or the token that
 `indices` names; a token lies in its batch element's row, or in the page that `block_table` names.
-Where position i is token i, keys and values come through tensor descriptors (TMA), if their strides
-and the GPU allow it. What differs for a cache in 8 bits is in `quantised_cache.py`. Where the value
-is the first part of the key, as in DeepSeek's absorbed latent attention (MLA), it is read once, and
-the key's other numbers, its tail, beside it.
+Where position i is token i, or a page holds whole blocks of tokens, keys and values come through
+tensor descriptors (TMA), if their strides and the GPU allow it. What differs for a cache in 8 bits
+is in `quantised_cache.py`. Where the value is the first part of the key, as in DeepSeek's absorbed
+latent attention (MLA), it is read once, and the key's other numbers, its tail, beside it.
 
 Letters: B batch, Hq query heads, Hkv key/value heads, G = Hq / Hkv, Sq and Sk query and key length,
 D and Dv head dimensions, M = G · Sq rows of a key/value head (row r is head r // Sq, query r % Sq).
@@ -114,6 +114,10 @@ def split_kv_kernel(
     """
     IS_8_BIT: tl.constexpr = key_scale_ptr is not None
     ROUNDED_TO: tl.constexpr = CACHE_BLOCK if IS_8_BIT else 1
+    BY_PAGE: tl.constexpr = HAS_DESCRIPTORS and PAGE_SIZE != 0
+    IS_CUT: tl.constexpr = IS_CAUSAL or right is not None or lengths_ptr is not None
+    # An 8-bit cache is finite beyond what counts.
+    ENDS_WHOLE: tl.constexpr = HAS_DESCRIPTORS and not IS_8_BIT and (BY_PAGE or IS_CUT)
     head = tl.program_id(0)
     split = tl.program_id(1)
     batch = head // kv_heads
@@ -197,42 +201,50 @@ def split_kv_kernel(
 
     place = batch
     next_place = batch
-    if IS_8_BIT and PAGE_SIZE != 0:
+    if BY_PAGE:
         # A block ahead: loads are not begun early whose place is loaded in the same turn.
         table_ptr += batch.to(tl.int64) * stride_table
-        next_place = tl.load(table_ptr + begin // CACHE_BLOCK, mask=begin < end, other=0)
+        next_place = tl.load(table_ptr + begin // PAGE_SIZE, mask=begin < end, other=0)
 
     maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     # Per key of a block, and summed at the end: a sum over warps would make them wait each time.
     totals = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     output = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     for first in range(begin, end, BLOCK_N):
-        positions = first + tl.arange(0, BLOCK_N)
+        block_begin = first
+        if ENDS_WHOLE:
+            # What follows the end is not read, as it could be NaN: the last block begins earlier,
+            # and has zeros where that is before its page.
+            block_begin = tl.minimum(first, end - BLOCK_N)
+        positions = block_begin + tl.arange(0, BLOCK_N)
         tokens, is_valid, slots, first_axis = find_tokens(
             positions,
-            positions < end,
+            positions >= first if ENDS_WHOLE else positions < end,
             batch,
             length,
             indices_ptr,
             table_ptr,
             stride_table,
-            PAGE_SIZE,
+            0 if BY_PAGE else PAGE_SIZE,
         )
+        row = block_begin
+        if BY_PAGE:
+            place = next_place
+            row = block_begin - first // PAGE_SIZE * PAGE_SIZE
+            next_page = (first + BLOCK_N) // PAGE_SIZE
+            next_place = tl.load(table_ptr + next_page, mask=first + BLOCK_N < end, other=0)
         if IS_8_BIT:
             block = first // CACHE_BLOCK
             inside = first - block * CACHE_BLOCK
             if PAGE_SIZE == 0:
                 key_row, value_row, scale_places = first, block * v_dim, positions
             else:
-                place = next_place
-                next_block = (first + BLOCK_N) // CACHE_BLOCK
-                next_place = tl.load(table_ptr + next_block, mask=first + BLOCK_N < end, other=0)
                 key_row, value_row = inside, 0
                 scale_places = (place.to(tl.int64) * kv_heads + kv_head) * CACHE_BLOCK
                 scale_places += inside + tl.arange(0, BLOCK_N)
             key = key_ptr.load([place, kv_head, key_row, 0]).reshape(BLOCK_N, BLOCK_D)
         elif HAS_DESCRIPTORS:
-            key = key_ptr.load([batch, kv_head, first, 0]).reshape(BLOCK_N, BLOCK_D)
+            key = key_ptr.load([place, kv_head, row, 0]).reshape(BLOCK_N, BLOCK_D)
         else:
             key_rows = first_axis * stride_key_first + slots * stride_key_token
             key = tl.load(
@@ -244,11 +256,15 @@ def split_kv_kernel(
             key = to_float16(key)
         scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         if BLOCK_TAIL != 0:
-            key_tail = tl.load(
-                key_ptr + key_rows[:, None] + tail_dims[None, :],
-                mask=is_valid[:, None] & has_tail[None, :],
-                other=0.0,
-            )
+            if HAS_DESCRIPTORS:
+                key_tail = value_ptr.load([place, kv_head, row, BLOCK_D])
+                key_tail = key_tail.reshape(BLOCK_N, BLOCK_TAIL)
+            else:
+                key_tail = tl.load(
+                    key_ptr + key_rows[:, None] + tail_dims[None, :],
+                    mask=is_valid[:, None] & has_tail[None, :],
+                    other=0.0,
+                )
             scores = matmul(query_tail, tl.trans(key_tail), scores)
         scores = matmul(query, tl.trans(key), scores)
         if IS_8_BIT:
@@ -295,10 +311,10 @@ def split_kv_kernel(
             value = value_ptr.load([place, kv_head, value_row, inside])
             value = to_float16(tl.trans(value.reshape(BLOCK_DV, BLOCK_N)))
             weights *= value_scales[None, :]
-        elif HAS_DESCRIPTORS:
-            value = value_ptr.load([batch, kv_head, first, 0]).reshape(BLOCK_N, BLOCK_DV)
         elif BLOCK_TAIL != 0:
             value = key
+        elif HAS_DESCRIPTORS:
+            value = value_ptr.load([place, kv_head, row, 0]).reshape(BLOCK_N, BLOCK_DV)
         else:
             value_rows = first_axis * stride_value_first + slots * stride_value_token
             value = tl.load(

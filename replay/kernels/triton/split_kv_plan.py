@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from replay.kernels.triton.kv_cache import Access
 from replay.kernels.triton.split_kv_deal import Deal
@@ -28,6 +28,58 @@ MERGED_ELEMENTS = 4096
 """Numbers that a program reads at once when it merges parts: 32 registers of each thread."""
 MERGED_OUTPUT = 2**14
 """Numbers of the output that it merges at once."""
+
+
+class Tiles(NamedTuple):
+    """What suits calls of up to so many rows and numbers of a key or value."""
+
+    rows: int
+    """Of a program, as padded."""
+    widest: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+# Of each access the first that is large enough; pages are those that are described.
+# With 3 stages, 128 keys and a head_dim of 128 an 8-bit cache has 64 KiB under way, of which a
+# processor has room for three programs'. The registers for so wide an output as that of MLA with
+# more than 16 heads are those of 8 warps.
+TILES: dict[Access | Literal["pages"], tuple[Tiles, ...]] = {
+    "quantised": (
+        Tiles(16, 64, 128, 4, 4),
+        Tiles(16, 128, 128, 4, 3),
+        Tiles(64, 512, 64, 4, 4),
+    ),
+    "described": (
+        Tiles(64, 64, 128, 4, 4),
+        Tiles(64, 128, 128, 4, 3),
+        Tiles(64, 256, 32, 4, 4),
+        Tiles(16, 512, 64, 8, 3),
+        Tiles(64, 512, 64, 8, 2),
+    ),
+    "pages": (
+        Tiles(64, 64, 128, 4, 4),
+        Tiles(64, 128, 64, 4, 4),
+        Tiles(64, 256, 32, 4, 4),
+        Tiles(16, 512, 64, 8, 3),
+        Tiles(64, 512, 64, 8, 2),
+    ),
+    "indirect": (
+        Tiles(64, 64, 128, 4, 4),
+        Tiles(64, 128, 64, 4, 5),
+        Tiles(64, 256, 32, 4, 5),
+        Tiles(16, 512, 32, 4, 5),
+        Tiles(64, 512, 32, 8, 5),
+    ),
+    "direct": (
+        Tiles(64, 64, 128, 4, 3),
+        Tiles(64, 128, 64, 4, 4),
+        Tiles(64, 256, 32, 4, 4),
+        Tiles(16, 512, 32, 4, 4),
+        Tiles(64, 512, 32, 8, 4),
+    ),
+}
 
 
 class Tiling(NamedTuple):
@@ -72,6 +124,7 @@ def plan(
     processors: int,
     tail: int = 0,
     sequences: int = 1,
+    largest_block: int | None = None,
 ) -> Plan:
     """A deterministic choice, from measurements on an H200.
 
@@ -84,6 +137,7 @@ def plan(
         tail: numbers of a key that follow its value, where that is the key's first part.
         sequences: B where each has a length of its own, `positions` at most, which the GPU alone
             knows; else 1.
+        largest_block: keys that descriptors load at once at most.
     """
     block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
     row_blocks = -(-rows // block_m)
@@ -92,16 +146,14 @@ def plan(
     widest = max(block_d, block_dv)
     merged_rows = min(1 << (rows - 1).bit_length(), block_m)
     block_rows = min(merged_rows, MERGED_OUTPUT // block_dv)
-    if access == "quantised":
-        block_n, stages = (128, 4) if widest <= 128 and block_m == 16 else (64, 4)
-        if block_n == 128 and widest > 64:
-            stages = 3  # 64 KiB under way, of which a processor has room for three programs'
-    elif access == "described" and widest <= 128:
-        block_n, stages = (128, 4) if widest <= 64 else (128, 3)
-    elif access == "indirect":
-        block_n, stages = (128, 4) if widest <= 64 else (64, 5) if widest <= 128 else (32, 5)
-    else:
-        block_n, stages = (128, 3) if widest <= 64 else (64, 4) if widest <= 128 else (32, 4)
+    in_blocks = access == "described" and largest_block is not None
+    _, _, block_n, warps, stages = next(
+        tiles
+        for tiles in TILES["pages" if in_blocks else access]
+        if block_m <= tiles.rows and widest <= tiles.widest
+    )
+    if largest_block is not None and access == "described":
+        block_n = min(block_n, largest_block)
     # One program a processor moves as many bytes as several do, unless it has to look up where
     # long sequences are.
     splits = processors // (heads * row_blocks)
@@ -121,14 +173,19 @@ def plan(
         a_block = block_n * loaded // positions
         resident = max(1, RESIDENT * processors // row_blocks)
         shares = min(MOST_SHARES * processors // row_blocks, heads * loaded // LEAST_SHARE)
+        if access == "described" and widest > 256:
+            # A processor has room for one: of equal sequences, which have up to one part more
+            # each, none is left for another turn.
+            turn = max(1, processors // row_blocks)
+            resident = max(1, turn - heads)
+            shares = max(1, shares // turn) * turn - heads
         deal = Deal(
             max(resident, shares), resident, -(-LEAST_SHARE // a_block), a_block / (2 * merged)
         )
     # Where nothing is merged, more warps hide more latency of a small block's loads.
     is_merged = splits > 1 or deal is not None
-    warps = 8 if widest <= 64 and not is_merged and access == "direct" else 4
-    if widest > 256 and block_m > 16:
-        warps = 8  # which have the registers for so large an output
+    if widest <= 64 and not is_merged and access == "direct":
+        warps = 8
     return Plan(
         Tiling(block_n, warps, stages, splits, deal),
         row_blocks,
