@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -20,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.core import PropagateNan
 
 from replay.kernels.triton.hopper_pipeline import (
     KEY,
@@ -39,6 +41,7 @@ from replay.kernels.triton.hopper_scores import ROWS, may_see, own_sums, start_s
 from replay.kernels.triton.persistent import Work, key_blocks, tile_of, turns_of
 from replay.kernels.triton.quantise import FP8_MAX, GROUP, INT8_MAX, LOG2_FP8_MAX, SMALLEST_MAXIMUM
 
+ALL = gl.constexpr(PropagateNan.ALL)
 SCALE_GROUP = gl.constexpr(GROUP)
 """Keys, and values, that share a scale."""
 
@@ -398,19 +401,35 @@ def _scales(scales, block, KEYS: gl.constexpr, FP8_VALUE: gl.constexpr):
 def _quantise_query(block, factor, buffer, SCORES: gl.constexpr):
     """A consumer's queries into shared memory; their scales, NaN where a row is not finite."""
     D: gl.constexpr = buffer.shape[1]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
-    query = block.reshape((ROWS, D)).load(LAYOUT)
-    query = query.to(gl.float32) * factor
-    not_finite = gl.sum(query * 0.0, 1)
-    query = gl.where(gl.abs(query) < float("inf"), query, 0.0)
-    largest = gl.maximum(gl.max(gl.abs(query), 1), SMALLEST_MAXIMUM)
-    inverse = (1.0 / largest)[:, None]
+    query = block.reshape((ROWS, D)).load(_four_threads_a_row(D)).to(gl.float32)
+    largest = gl.reduce(gl.abs(query), 1, _larger_or_nan) * gl.abs(factor)
+    not_finite = largest * 0.0
+    largest = gl.maximum(largest, SMALLEST_MAXIMUM)
     if buffer.dtype == gl.int8:
-        quantised = gl.floor(query * inverse * INT8_MAX + 0.5).to(gl.int8)
+        query = gl.floor(query * (factor * INT8_MAX / largest)[:, None] + 0.5)
         scale = largest / INT8_MAX + not_finite
     else:
-        quantised = (query * inverse * FP8_MAX).to(gl.float8e4nv)
+        query = query * (factor * FP8_MAX / largest)[:, None]
         scale = largest / FP8_MAX + not_finite
-    buffer.store(quantised)
+    buffer.store(query.to(buffer.dtype))
     fence_async_shared()
-    return gl.convert_layout(scale, gl.SliceLayout(1, SCORES))
+    return gl.convert_layout(scale, gl.SliceLayout(1, SCORES), assert_trivial=True)
+
+
+@gluon.jit
+def _larger_or_nan(left, right):
+    return gl.maximum(left, right, propagate_nan=ALL)
+
+
+@constexpr_function
+def _four_threads_a_row(D):
+    """The layout of (ROWS, D) queries in which a thread has the rows that it has of scores.
+
+    Its columns are such that eight threads, which read 16 bytes each at a time, find them in
+    different banks of shared memory as TMA lays out 16 bits.
+    """
+    columns = [[0, 1 << bit] for bit in range(D.bit_length() - 1)]
+    quad = 4 if D >= 64 else 3  # the bits of columns that tell a row's four threads apart
+    lanes = columns[quad : quad + 2] + [[1, 0], [2, 0], [4, 0]]
+    registers = columns[:quad] + columns[quad + 2 :] + [[8, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [ROWS.value, D])
