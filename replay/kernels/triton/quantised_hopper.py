@@ -64,6 +64,7 @@ def plan(
     query: Tensor,
     quantised: QuantisedKeyValue,
     value: Tensor,
+    output: Tensor,
     is_causal: bool,
     factor: float,
     in_tensor_cores: bool = False,
@@ -71,7 +72,7 @@ def plan(
 ) -> PlannedCall:
     """All of a call but its tensors' addresses.
 
-    `query` and `value` are as a tensor descriptor takes them; the output is contiguous.
+    `query`, `value` and `output` are as a tensor descriptor takes them.
     """
     batch, q_heads, q_len, _ = query.shape
     kv_heads, kv_rows, block_dim = quantised.key.shape[1:]
@@ -85,6 +86,7 @@ def plan(
         value_desc = _descriptor(value.view(-1, kv_rows), [kv_rows, 1], block_v_dim, tile.keys)
     else:
         value_desc = _descriptor(value, strides_of(value), 1, 1, tile.keys, block_v_dim)
+    output_desc = _descriptor(output, strides_of(output), 1, 1, ROWS.value, block_v_dim)
     blocks = -(-q_len // (tile.consumers // tile.heads * ROWS.value))
     bundles = batch * q_heads // tile.heads
     tiles = blocks * bundles
@@ -107,4 +109,5 @@ def plan(
         },
         num_warps=4,
     )
-    return PlannedCall(launch, (nowhere(query_desc), nowhere(key_desc), nowhere(value_desc)))
+    descriptors = (query_desc, key_desc, value_desc, output_desc)
+    return PlannedCall(launch, tuple(map(nowhere, descriptors)))

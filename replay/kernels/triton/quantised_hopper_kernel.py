@@ -18,6 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -34,6 +35,7 @@ from replay.kernels.triton.hopper_pipeline import (
     pass_turn,
     release,
     release_shared,
+    tma_store,
     wait_for,
     wait_for_turn_after,
 )
@@ -68,7 +70,7 @@ def quantised_hopper_kernel(
     key_scale_ptr,
     value_desc,
     value_scale_ptr,
-    output_ptr,
+    output_desc,
     tiles,
     blocks,
     bundles,
@@ -79,7 +81,6 @@ def quantised_hopper_kernel(
     kv_len,
     groups,
     factor,
-    V_HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr,
     HEADS: gl.constexpr,
@@ -102,6 +103,8 @@ def quantised_hopper_kernel(
     v_buffers = gl.allocate_shared_memory(value_desc.dtype, v_shape, value_desc.layout)
     q_shape: gl.constexpr = [CONSUMERS] + query_desc.block_type.shape  # noqa: RUF005
     q_buffers = gl.allocate_shared_memory(query_desc.dtype, q_shape, query_desc.layout)
+    o_shape: gl.constexpr = [CONSUMERS] + output_desc.block_type.shape  # noqa: RUF005
+    o_buffers = gl.allocate_shared_memory(output_desc.dtype, o_shape, output_desc.layout)
     rings = Rings(
         make_ring(q_buffers),
         make_shared_ring(k_buffers, CONSUMERS),
@@ -112,13 +115,13 @@ def quantised_hopper_kernel(
     work = Work(q_heads, q_len, kv_len, tiles, blocks, bundles, section)
     scales = (key_scale_ptr, value_scale_ptr, kv_heads, groups)
     load = (query_desc, key_desc, value_desc, rings, work, kv_heads, groups)
-    attend = (queries, rings, scales, output_ptr, work, factor)
+    attend = (queries, rings, scales, (o_buffers, output_desc), work, factor)
     # The first consumer is the program's own four warps. Gluon wants every list written out.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_attend, (attend, 0, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES)),
-                (_attend, (attend, 1, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES)),
+                (_attend, (attend, 0, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES)),
+                (_attend, (attend, 1, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES)),
                 (_load, (load, CONSUMERS, HEADS, IS_CAUSAL)),
             ],
             [4, 1],
@@ -127,9 +130,9 @@ def quantised_hopper_kernel(
     elif CONSUMERS == 3:
         gl.warp_specialize(
             [
-                (_attend, (attend, 0, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES)),
-                (_attend, (attend, 1, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES)),
-                (_attend, (attend, 2, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES)),
+                (_attend, (attend, 0, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES)),
+                (_attend, (attend, 1, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES)),
+                (_attend, (attend, 2, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES)),
                 (_load, (load, CONSUMERS, HEADS, IS_CAUSAL)),
             ],
             [4, 4, 1],
@@ -138,10 +141,10 @@ def quantised_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_attend, (attend, 0, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES)),
-                (_attend, (attend, 1, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES)),
-                (_attend, (attend, 2, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES)),
-                (_attend, (attend, 3, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES)),
+                (_attend, (attend, 0, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES)),
+                (_attend, (attend, 1, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES)),
+                (_attend, (attend, 2, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES)),
+                (_attend, (attend, 3, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES)),
                 (_load, (load, CONSUMERS, HEADS, IS_CAUSAL)),
             ],
             [4, 4, 4, 1],
@@ -185,14 +188,14 @@ def _load(arguments, CONSUMERS: gl.constexpr, HEADS: gl.constexpr, IS_CAUSAL: gl
 def _attend(
     arguments,
     WHO: gl.constexpr,
-    V_HEAD_DIM: gl.constexpr,
     HEADS: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
     IN_TURN: gl.constexpr,
     IN_TENSOR_CORES: gl.constexpr,
 ):
     """Consumer number WHO: 64 queries of every tile."""
-    queries, rings, scales, output_ptr, work, factor = arguments
+    queries, rings, scales, outputs, work, factor = arguments
+    o_buffers, output_desc = outputs
     key_scale_ptr, value_scale_ptr, kv_heads, groups = scales
     kv_len = work.kv_len
     CONSUMERS: gl.constexpr = queries.shape[0]
@@ -252,20 +255,12 @@ def _attend(
         output = (
             output * gl.convert_layout(1.0 / gl.sum(sums, 1), gl.SliceLayout(1, OUTPUT))[:, None]
         )
-        STORED: gl.constexpr = gl.BlockedLayout(
-            [1, 8], [256 // DV, DV // 8], [gl.num_warps(), 1], [1, 0]
-        )
-        stored = gl.convert_layout(output.to(output_ptr.dtype.element_ty), STORED)
-        rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, STORED))
-        columns = gl.arange(0, DV, gl.SliceLayout(0, STORED))
-        gl.store(
-            output_ptr
-            + head.to(gl.int64) * work.q_len * V_HEAD_DIM
-            + rows[:, None].to(gl.int64) * V_HEAD_DIM
-            + columns[None, :],
-            stored,
-            mask=(rows < work.q_len)[:, None] & (columns < V_HEAD_DIM)[None, :],
-        )
+        o_buffer = o_buffers.index(WHO)
+        tma.store_wait(0)  # that of the tile before, which still reads this memory
+        o_buffer.reshape((ROWS, DV)).store(output.to(o_buffer.dtype))
+        fence_async_shared()
+        tma_store(output_desc, [batch, q_head, first, 0], o_buffer)
+    tma.store_wait(0)
 
 
 @gluon.jit

@@ -67,7 +67,6 @@ def numbers_of(
         "kv_len": quantised.kv_len,
         "groups": quantised.key_scale.shape[2],
         "factor": factor,
-        "V_HEAD_DIM": quantised.v_head_dim,
         "IS_CAUSAL": is_causal,
         "IN_TENSOR_CORES": in_tensor_cores,
     }

@@ -83,16 +83,18 @@ def attend(
         value = describable(value)
     if has_gluon_kernels(query.device):
         query = describable(query)
-    output = query.new_empty((*query.shape[:3], quantised.v_head_dim))
-    planned = _planned(query, quantised, value, is_causal, scale, variant, sinks, in_tensor_cores)
-    of_query, of_key, of_value = planned.operands(query, quantised.key, value)
+    output = _empty_output(query, quantised.v_head_dim)
+    planned = _planned(
+        query, quantised, value, output, is_causal, scale, variant, sinks, in_tensor_cores
+    )
+    of_query, of_key, of_value, of_output = planned.operands(query, quantised.key, value, output)
     planned.launch(
         of_query,
         of_key,
         quantised.key_scale,
         of_value,
         quantised.key_scale if quantised.value_scale is None else quantised.value_scale,
-        output,
+        of_output,
         *((quantised.key_mean, None if sinks is None else sinks.contiguous()) if sees_mean else ()),
     )
     return output
@@ -102,6 +104,7 @@ def _planned(
     query: Tensor,
     quantised: QuantisedKeyValue,
     value: Tensor,
+    output: Tensor,
     is_causal: bool,
     scale: float | None,
     variant: Variant,
@@ -123,7 +126,15 @@ def _planned(
     return _calls.get(shape) or _calls.keep(
         shape,
         _plan(
-            query, quantised, value, is_causal, scale, variant, sinks is not None, in_tensor_cores
+            query,
+            quantised,
+            value,
+            output,
+            is_causal,
+            scale,
+            variant,
+            sinks is not None,
+            in_tensor_cores,
         ),
     )
 
@@ -131,10 +142,20 @@ def _planned(
 _calls: Kept[PlannedCall] = Kept()
 
 
+def _empty_output(query: Tensor, v_head_dim: int) -> Tensor:
+    """(B, Hq, Sq, Dv), on Hopper in rows of whole 16 bytes, as a tensor descriptor takes them."""
+    step = 8 if has_gluon_kernels(query.device) else 1
+    if v_head_dim % step == 0:
+        return query.new_empty((*query.shape[:3], v_head_dim))
+    rows = query.new_empty((*query.shape[:3], v_head_dim + step - v_head_dim % step))
+    return rows[..., :v_head_dim]
+
+
 def _plan(
     query: Tensor,
     quantised: QuantisedKeyValue,
     value: Tensor,
+    output: Tensor,
     is_causal: bool,
     scale: float | None,
     variant: Variant,
@@ -156,7 +177,9 @@ def _plan(
         # Gluon is imported only where it is of use.
         from replay.kernels.triton import quantised_hopper
 
-        return quantised_hopper.plan(query, quantised, value, is_causal, factor, in_tensor_cores)
+        return quantised_hopper.plan(
+            query, quantised, value, output, is_causal, factor, in_tensor_cores
+        )
     tile = tile_for(largest_dim, q_len, has_tma(query.device))
     key_desc = TensorDescriptor.from_tensor(quantised.key.flatten(0, 2), [tile.keys, block_dim])
     if fp8_value:
@@ -172,6 +195,8 @@ def _plan(
         | named("stride_", "bhsd", query.stride())
         | {
             "HEAD_DIM": head_dim,
+            "V_HEAD_DIM": quantised.v_head_dim,
+            "OUTPUT_STRIDE": output.stride(2),
             "BLOCK_D": block_dim,
             "BLOCK_DV": block_v_dim,
             "BLOCK_M": tile.queries,
@@ -187,7 +212,7 @@ def _plan(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    return PlannedCall(launch, (None, nowhere(key_desc), nowhere(value_desc)))
+    return PlannedCall(launch, (None, nowhere(key_desc), nowhere(value_desc), None))
 
 
 def quantised_prefill(
@@ -248,7 +273,15 @@ def quantised_prefill(
     if is_read_in_place and not keep_mean:
         quantise = launch_of(key, value, score_dtype, fp8_value, smooth_k, keep_mean)
         planned = _planned(
-            query, quantised, quantised.value, is_causal, scale, variant, None, in_tensor_cores
+            query,
+            quantised,
+            quantised.value,
+            output,
+            is_causal,
+            scale,
+            variant,
+            None,
+            in_tensor_cores,
         )
         repetition = _Repetition.of(quantise, planned.launch, quantised, output)
         if repetition is not None:
