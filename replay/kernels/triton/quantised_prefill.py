@@ -1,7 +1,7 @@
 """Prefill with 8-bit operands: INT8 or FP8 QKᵀ, and 16-bit or FP8 PV.
 
 What is quantised, and how, is in `quantise.py`, what is computed in `quantised_prefill_kernel.py`,
-or on Hopper, where the call asks for no more than SDPA does, in `quantised_hopper_kernel.py`.
+or on Hopper up to a head_dim of 128, in `quantised_hopper_kernel.py`.
 """
 
 from __future__ import annotations
@@ -166,19 +166,21 @@ def _plan(
     descriptor takes them."""
     batch, q_heads, q_len, head_dim = query.shape
     is_causal, left, right = window_sides(is_causal, variant, q_len, quantised.kv_len)
-    is_bottom_right = variant.bottom_right and q_len != quantised.kv_len
-    sees_mean = variant.softcap is not None or has_sinks
-    is_plain = left is None and right is None and not (is_bottom_right or sees_mean)
+    has_diagonal = is_causal or left is not None or right is not None
+    is_bottom_right = variant.bottom_right and has_diagonal and q_len != quantised.kv_len
     block_dim, block_v_dim = quantised.key.shape[3], padded_dim(quantised.v_head_dim)
     fp8_value = quantised.value_scale is not None
     factor, cap = base_2(head_dim**-0.5 if scale is None else scale, variant.softcap)
+    sees_mean = has_sinks or cap is not None
+    numbers = numbers_of(query, quantised, factor, cap, in_tensor_cores, sees_mean)
     largest_dim = max(block_dim, block_v_dim)
-    if is_plain and largest_dim <= 128 and has_gluon_kernels(query.device):
+    if largest_dim <= 128 and has_gluon_kernels(query.device):
         # Gluon is imported only where it is of use.
         from replay.kernels.triton import quantised_hopper
 
+        right = 0 if is_causal else right
         return quantised_hopper.plan(
-            query, quantised, value, output, is_causal, factor, in_tensor_cores
+            query, quantised, value, output, numbers, is_bottom_right, left, right
         )
     tile = tile_for(largest_dim, q_len, has_tma(query.device))
     key_desc = TensorDescriptor.from_tensor(quantised.key.flatten(0, 2), [tile.keys, block_dim])
@@ -191,9 +193,10 @@ def _plan(
         quantised_prefill_kernel,
         (-(-q_len // tile.queries) * batch * q_heads, 1, 1),
         query.device,
-        numbers_of(query, quantised, is_causal, factor, in_tensor_cores)
+        numbers
         | named("stride_", "bhsd", query.stride())
         | {
+            "kv_heads": quantised.key.shape[1],
             "HEAD_DIM": head_dim,
             "V_HEAD_DIM": quantised.v_head_dim,
             "OUTPUT_STRIDE": output.stride(2),
@@ -203,12 +206,11 @@ def _plan(
             "BLOCK_N": tile.keys,
             "GROUP": GROUP,
             "FP8_VALUE": fp8_value,
+            "IS_CAUSAL": is_causal,
             "IS_BOTTOM_RIGHT": is_bottom_right,
-            "cap": cap,
             "left": left,
             "right": right,
-        }
-        | ({} if sees_mean else {"key_mean_ptr": None, "sinks_ptr": None}),
+        },
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
