@@ -155,6 +155,7 @@ BEYOND: dict[str, dict[str, Any]] = {
     "window shorter than a block": {"is_causal": True, "variant": Variant(True, (16, None))},
     "window of one key": {"variant": Variant(False, (0, 0))},
     "window, top left": {"variant": Variant(False, (30, 70))},
+    "window to the left": {"variant": Variant(True, (100, None))},
     "window to the right": {"variant": Variant(True, (None, 100))},
     "soft cap": {"is_causal": True, "variant": Variant(softcap=5.0)},
     "sinks": {"sinks": -math.inf},

@@ -287,7 +287,8 @@ def _attend(
         state = (scores, output, maximum, total, of_keys, of_values)
         rows = Rows(query, of_queries, shift, first)
         # Blocks that a window's left side cuts, those that all queries see whole, those that the
-        # diagonal or its right side cuts, and the last.
+        # diagonal or its right side cuts, and the last. Without a right side all before the last
+        # are seen whole to their ends.
         if bounds.left is not None:
             for i in range(begin, whole_first):
                 state = _step(
