@@ -50,7 +50,7 @@ PACKED = ("packed", "packed, bottom right", "packed, window")
 FORMS: dict[str, tuple[str, ...]] = {
     "triton-fa2": (*PLAIN, *MASKED, *VARIANTS),
     "triton-masked": MASKED,
-    "triton-fa3": (*PLAIN, *VARIANTS, *PACKED),
+    "triton-fa3": (*PLAIN, *MASKED, *VARIANTS),
     "triton-sage": (*PLAIN, *VARIANTS),
     "triton-fp8": (*PLAIN, *VARIANTS),
     "triton-sage-fp8": (*PLAIN, *VARIANTS),

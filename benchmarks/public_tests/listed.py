@@ -56,7 +56,7 @@ TESTS = (
             ("test_flash_attn_varlen_output", VARLEN),
             ("test_flash_attn_causal", FA2, FA3),
             ("test_flash_attn_varlen_causal", VARLEN),
-            ("test_flash_attn_splitkv", FA2, DECODE),
+            ("test_flash_attn_splitkv", FA2, FA3, DECODE),
             ("test_flash_attn_kvcache", DECODE, PAGED),
         )
     ),
@@ -72,12 +72,12 @@ TESTS = (
     _flashinfer("test_single_prefill", "test_single_prefill_extreme_negative_logits", FA2, FA3),
     _flashinfer("test_single_prefill", "test_single_prefill_masked_key_never_dominates", FA2, FA3),
     _flashinfer("test_logits_cap", "test_single_decode_logits_soft_cap", DECODE),
-    _flashinfer("test_logits_cap", "test_single_prefill_logits_soft_cap", FA2),
+    _flashinfer("test_logits_cap", "test_single_prefill_logits_soft_cap", FA2, FA3),
     *(
         _flashinfer("test_sliding_window", name, *kernels, against="itself")
         for name, *kernels in (
             ("test_single_decode_sliding_window", DECODE),
-            ("test_single_prefill_sliding_window", FA2),
+            ("test_single_prefill_sliding_window", FA2, FA3),
         )
     ),
     *(
@@ -85,9 +85,9 @@ TESTS = (
         for name, asked, *kernels in (
             ("test_batch_decode_sliding_window", "decode", PAGED),
             ("test_single_decode_prefill_sliding_window_match", "single_decode", DECODE),
-            ("test_single_decode_prefill_sliding_window_match", "single_prefill", FA2),
+            ("test_single_decode_prefill_sliding_window_match", "single_prefill", FA2, FA3),
             ("test_batch_paged_prefill_sliding_window", "paged", VARLEN),
-            ("test_batch_ragged_prefill_sliding_window", "ragged", VARLEN, FA2),
+            ("test_batch_ragged_prefill_sliding_window", "ragged", VARLEN, FA2, FA3),
         )
     ),
     *(
@@ -116,7 +116,11 @@ TESTS = (
         )
     ),
     _flashinfer(
-        "test_non_contiguous_prefill", "test_single_prefill_packed_input", FA2, against="itself"
+        "test_non_contiguous_prefill",
+        "test_single_prefill_packed_input",
+        FA2,
+        FA3,
+        against="itself",
     ),
     _flashinfer(
         "test_non_contiguous_decode",
@@ -128,12 +132,12 @@ TESTS = (
         _flashinfer("test_attention_sink", name, *kernels, asked=asked)
         for name, kernels, asked in (
             ("test_attention_sink", (VARLEN,), None),
-            ("test_attention_sink", (FA2,), ("ragged",)),
+            ("test_attention_sink", (FA2, FA3), ("ragged",)),
             ("test_attention_sink", (PAGED,), ("paged",)),
             ("test_attention_sink_incremental_generation", (VARLEN,), None),
             ("test_attention_sink_incremental_generation", (PAGED,), ("paged",)),
             ("test_attention_sink_chunk_prefill", (VARLEN,), None),
-            ("test_attention_sink_chunk_prefill", (FA2,), ("ragged",)),
+            ("test_attention_sink_chunk_prefill", (FA2, FA3), ("ragged",)),
             ("test_attention_sink_varlen", (VARLEN,), None),
         )
     ),

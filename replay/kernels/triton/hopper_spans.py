@@ -30,9 +30,13 @@ class Bounds(NamedTuple):
     q_offsets: Any = None
     """(B + 1,), of a packed call: where each element's queries begin, and where all end."""
     k_starts: Any = None
-    """Where each element's keys begin: (B + 1,) of a packed call, (B,) of a padded one."""
+    """Where each element's keys begin: (B + 1,) of a packed call, (B,) of a padded one, or None for
+    the first."""
     k_lengths: Any = None
-    """(B,), how many keys count from there on; None: of a packed call, all."""
+    """(B,), how many keys count from there on; None: all."""
+    visits: Any = None
+    """What a mask leaves, of tiles of as many queries: `Visits.blocks` and `.counts`, and their
+    strides in tiles, from one batch element and one head to the next."""
 
 
 class Span(NamedTuple):
@@ -64,11 +68,12 @@ def span_of(batch, bounds):
         kv_len = gl.load(bounds.k_starts + batch + 1) - k_start
         if bounds.k_lengths is not None:
             kv_len = gl.minimum(kv_len, gl.load(bounds.k_lengths + batch))
-    elif bounds.k_starts is not None:
-        k_start = gl.load(bounds.k_starts + batch)
+    elif bounds.k_lengths is not None:
         kv_len = gl.load(bounds.k_lengths + batch)
-        if diagonal is not None:
-            diagonal -= k_start  # which counts from the padded tensor's first key
+        if bounds.k_starts is not None:
+            k_start = gl.load(bounds.k_starts + batch)
+            if diagonal is not None:
+                diagonal -= k_start  # which counts from the padded tensor's first key
     if diagonal is None:
         diagonal = kv_len - q_len
     lowest = 0
@@ -132,3 +137,25 @@ def sees(scores, first_query, first_key, span, bounds):
         begin = queries + (first_query + span.lowest - first_key) - 2 * threads
         seen = seen & (own >= begin[:, None, :, None])
     return gl.convert_layout(seen.reshape(scores.shape), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def visits_of(batch, head, tile, bounds, KEYS: gl.constexpr):
+    """A tile's blocks of keys: where the list of those without the mask begins, and of those with
+    it, and how many there are of each."""
+    blocks, counts, stride_batch, stride_head = bounds.visits
+    width = (bounds.kv_len + KEYS - 1) // KEYS
+    place = (batch * stride_batch + head * stride_head + tile).to(gl.int64)
+    plain = blocks + place * 2 * width
+    return plain, plain + width, gl.load(counts + place * 2), gl.load(counts + place * 2 + 1)
+
+
+@gluon.jit
+def visited_key(i, visits):
+    """The first key of block number i: those that need the mask come first. Where nothing is seen
+    there is one all the same."""
+    plain, masked, plain_count, masked_count = visits
+    pointer = masked + i
+    if i >= masked_count:
+        pointer = plain + (i - masked_count)
+    return gl.load(pointer, mask=i < plain_count + masked_count, other=0)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from replay.kernels.triton.forward import Lengths, forward
 from replay.kernels.triton.forward_tiles import blocks_of_mask
+from replay.kernels.triton.hopper import has_gluon_kernels
 from replay.kernels.triton.visits import Visits, visits
 
 
@@ -16,8 +17,26 @@ def visits_of(query: Tensor, value: Tensor, attn_mask: Tensor) -> Visits:
     Tensors are those of `masked_prefill`.
     """
     mask = attn_mask.expand(*query.shape[:3], value.shape[2])
+    return visits(mask, *_tiles(query, value, mask))
+
+
+def _tiles(query: Tensor, value: Tensor, mask: Tensor) -> tuple[int, int]:
+    """Queries of a tile, and keys of a block."""
+    if _is_for_hopper(query, value):
+        from replay.kernels.triton.prefill_hopper import visited_tiles
+
+        return visited_tiles(query, value, mask)
     cut = blocks_of_mask(query, value, mask, skips=True)
-    return visits(mask, cut.rows, cut.keys)
+    return cut.rows, cut.keys
+
+
+def _is_for_hopper(query: Tensor, value: Tensor) -> bool:
+    if not has_gluon_kernels(query.device):
+        return False
+    # Gluon is imported only where it is of use.
+    from replay.kernels.triton.prefill_hopper import takes
+
+    return takes(query, value, None)
 
 
 def masked_prefill(
@@ -44,11 +63,23 @@ def masked_prefill(
             `visited` is of a mask with other strides.
     """
     mask = attn_mask.expand(*query.shape[:3], value.shape[2])
-    cut = blocks_of_mask(query, value, mask, skips=True)
+    tiles = _tiles(query, value, mask)
     if visited is None:
-        visited = visits(mask, cut.rows, cut.keys)
-    elif visited.blocks.shape[-1] != triton.cdiv(value.shape[2], cut.keys):
+        visited = visits(mask, *tiles)
+    elif (visited.counts.shape[2], visited.blocks.shape[4]) != (
+        triton.cdiv(query.shape[2], tiles[0]),
+        triton.cdiv(value.shape[2], tiles[1]),
+    ):
         raise ValueError("`visited` is of a mask with other strides, which is cut up otherwise")
+    if _is_for_hopper(query, value):
+        from replay.kernels.triton.prefill_hopper import forward_hopper
+
+        if scale is not None and scale <= 0:  # the kernel takes the maximum before it multiplies
+            query, scale = (-query, -scale) if scale else (query * 0.0, 1.0)
+        output, _ = forward_hopper(
+            query, key, value, False, scale, None, False, attn_mask=attn_mask, visited=visited
+        )
+        return output
     output, _ = forward(
         query,
         key,
@@ -58,7 +89,7 @@ def masked_prefill(
         scale,
         Lengths("full", query.shape[0], query.shape[2]),
         False,
-        cut,
+        blocks_of_mask(query, value, mask, skips=True),
         visited=visited,
     )
     return output

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from capture.variant import PLAIN, Variant
 from replay.kernels.triton.forward import Lengths
+from replay.kernels.triton.hopper import has_gluon_kernels
 from replay.kernels.triton.hopper_scores import ROWS
 from replay.kernels.triton.launch import Launch, PlannedCall
 from replay.kernels.triton.masking import window_sides
@@ -24,7 +25,9 @@ from replay.kernels.triton.prefill_hopper_schedule import (
     dims_of,
     room_for,
     schedule,
+    schedule_of_visits,
 )
+from replay.kernels.triton.visits import Visits
 
 
 @overload
@@ -128,12 +131,14 @@ def forward_hopper(
     variant: Variant = PLAIN,
     sinks: Tensor | None = None,
     attn_mask: Tensor | None = None,
+    visited: Visits | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`prefill_hopper` of padded and packed batches too: the output, and the log-sum-exp if asked.
 
     Args:
         query, key, value: BHSD; those of packed batches have one batch element.
         lengths: which rows count; None for all. Not beside a mask.
+        visited: what `attn_mask` leaves, of `visited_tiles`; only the mask says then who sees what.
     """
     if not (query.numel() and key.numel()):
         output = query.new_zeros((*query.shape[:3], value.shape[3]))
@@ -155,8 +160,10 @@ def forward_hopper(
         is_causal,
         scale,
         None if variant is PLAIN else variant,
-        None if lengths is None else lengths[:3],
+        None if lengths is None else (*lengths[:3], *map(_type, lengths[3:])),
         None if mask is None else (mask.shape, mask.stride(), mask.dtype),
+        None if visited is None else visited.strides(),
+        (has_lse, _type(sinks)),
     )
     lse = None
     if has_lse:
@@ -168,8 +175,28 @@ def forward_hopper(
         lse,
         None if sinks is None else sinks.contiguous(),
         *((None, None, None) if lengths is None else lengths[3:]),
+        *(visited or (None, None)),
     )
     return output, lse
+
+
+def takes(query: Tensor, value: Tensor, scale: float | None) -> bool:
+    """Whether `forward_hopper` can be for such tensors, on such a device."""
+    dims = query.shape[3], value.shape[3]
+    return (
+        has_gluon_kernels(query.device)
+        and query.dtype != torch.float32
+        and max(dims) <= LARGEST_HEAD_DIM
+        and not any(dim % 8 for dim in dims)
+        and (scale is None or scale > 0)
+    )
+
+
+def visited_tiles(query: Tensor, value: Tensor, attn_mask: Tensor) -> tuple[int, int]:
+    """Queries of a tile and keys of a block, for `visits`."""
+    size = 1 if attn_mask.dtype == torch.bool else attn_mask.itemsize
+    plan = schedule_of_visits(dims_of(query.shape[3], value.shape[3]), size)
+    return plan.consumers * ROWS.value, plan.keys
 
 
 def _output_of(query: Tensor, v_head_dim: int) -> Tensor:
@@ -223,18 +250,26 @@ def _planned(
     is_causal: bool,
     scale: float | None,
     variant: Variant | None,
-    lengths: tuple[str, int, int] | None,
+    lengths: tuple[Any, ...] | None,
     mask: tuple[Sizes, Sizes, torch.dtype] | None,
+    visits: tuple[int, int] | None,
+    others: tuple[Any, ...],
 ) -> _Planned:
-    """`lengths` are their kind, how many, and the most queries; `mask` its shape, strides and
-    type."""
+    """The launch of all calls that pass the same arguments, of the same types.
+
+    Args:
+        lengths: their kind, how many, the most queries, and the types of the tensors.
+        mask: its shape, strides and type.
+        visits: strides of what the mask leaves, in tiles.
+        others: what is None or not, and its type, and matters for nothing else.
+    """
     variant = variant or PLAIN
     batch, q_heads, q_len, head_dim = shapes[0]
     kv_heads, kv_len, v_head_dim = (*shapes[1][1:3], shapes[2][3])
     rows = q_len
     is_packed = lengths is not None and lengths[0] == "packed"
     if lengths is not None:
-        _, batch, q_len = lengths
+        _, batch, q_len, *_ = lengths
     is_causal, left, right = window_sides(is_causal, variant, rows, kv_len)
     right = 0 if is_causal else right
     is_bottom_right = variant.bottom_right and (lengths is not None or q_len != kv_len)
@@ -243,12 +278,15 @@ def _planned(
     if mask is not None and not hides:  # it is added before scores are in base 2
         scale, cap = (scale / LOG2_E.value, None) if cap is None else (scale, variant.softcap)
     mask_size = 0 if mask is None else 1 if hides else mask[2].itemsize
+    visit_batch, visit_head = visits or (None, None)
     group = q_heads // kv_heads
     dims = dims_of(head_dim, v_head_dim)
     seen = kv_len // batch if is_packed else kv_len
     if left is not None and right is not None:
         seen = min(seen, left + right + 1)
     plan = schedule(dims, group, seen, mask_size)
+    if visits is not None:
+        plan = schedule_of_visits(dims, mask_size)
     room = room_for(dims, plan, mask_size)
     blocks = -(-q_len // (ROWS.value * plan.consumers // plan.heads))
     bundles = batch * q_heads // plan.heads
@@ -274,6 +312,8 @@ def _planned(
             "section": section_of(head_bytes, bundles, group // plan.heads, is_by_length),
             "mask_batch": None if mask is None else int(mask[0][0] > 1),
             "mask_head": None if mask is None else int(mask[0][1] > 1),
+            "visit_batch": visit_batch,
+            "visit_head": visit_head,
             "stride_output_head": strides[3][1] if is_packed else None,
             "stride_output_token": strides[3][2] if is_packed else None,
             "scale": scale,
@@ -303,6 +343,10 @@ def _planned(
         mask and _descriptor(*mask[:2], ROWS.value, plan.keys // (1 + hides), dtype=mask[2]),
     )
     return _Planned(PlannedCall(launch, descriptors), bool(dims.rest), is_packed)
+
+
+def _type(tensor: Tensor | None) -> torch.dtype | None:
+    return None if tensor is None else tensor.dtype
 
 
 def _are_loadable(*tensors: Tensor) -> bool:

@@ -48,7 +48,14 @@ from replay.kernels.triton.hopper_pipeline import (
     wait_for_turn,
 )
 from replay.kernels.triton.hopper_scores import ROWS, add_scores, own_sums, soft_cap, start_scores
-from replay.kernels.triton.hopper_spans import Bounds, key_blocks_of, sees, span_of
+from replay.kernels.triton.hopper_spans import (
+    Bounds,
+    key_blocks_of,
+    sees,
+    span_of,
+    visited_key,
+    visits_of,
+)
 from replay.kernels.triton.persistent import Work, tile_of, turns_of
 
 LOG2_E = gl.constexpr(math.log2(math.e))
@@ -89,7 +96,8 @@ class Extras(NamedTuple):
 @gluon.jit(
     do_not_specialize=[
         "q_heads", "group", "rows", "q_len", "kv_len", "diagonal", "left", "right", "tiles",
-        "blocks", "bundles", "section", "mask_batch", "mask_head",
+        "blocks", "bundles", "section", "mask_batch", "mask_head", "visit_batch",
+        "visit_head",
     ]
 )  # fmt: skip
 def prefill_kernel(
@@ -106,6 +114,8 @@ def prefill_kernel(
     q_offsets,
     k_starts,
     k_lengths,
+    visited,
+    visit_counts,
     q_heads,
     group,
     rows,
@@ -120,6 +130,8 @@ def prefill_kernel(
     section,
     mask_batch,
     mask_head,
+    visit_batch,
+    visit_head,
     stride_output_head,
     stride_output_token,
     scale,
@@ -138,12 +150,12 @@ def prefill_kernel(
     """A persistent program: its shared memory, and who does what.
 
     What a call lacks is None, and no argument of the compiled program: the second piece of the
-    head_dim, the mask, `lse`, `sinks`, lengths, `diagonal` (as in `Bounds`), `left`, `right` and
-    `cap`. The mask's `mask_batch` and `mask_head` are 1, or 0 where all share its only one. Of a
-    packed call, which has one batch element in memory, `q_len` is the longest sequence's, `rows`
-    are all queries, and `output` is stored through pointers, since a tile may end amid another
-    sequence's rows. OUTPUT_ON_QUERY: the output takes the query's place in shared memory.
-    BY_LENGTH: tiles differ in length, and are worked on from the longest.
+    head_dim, the mask, `lse`, `sinks`, lengths, `visited` (of `Visits`), `diagonal` (as in
+    `Bounds`), `left`, `right` and `cap`. The mask's `mask_batch` and `mask_head` are 1, or 0 where
+    all share its only one. Of a packed call, which has one batch element in memory, `q_len` is the
+    longest sequence's, `rows` are all queries, and `output` is stored through pointers, since a
+    tile may end amid another sequence's rows. OUTPUT_ON_QUERY: the output takes the query's place
+    in shared memory. BY_LENGTH: tiles differ in length, and are worked on from the longest.
     """
     dtype: gl.constexpr = q_desc.dtype
     query_shape: gl.constexpr = [CONSUMERS] + q_desc.block_type.shape  # noqa: RUF005 (none in Gluon)
@@ -182,7 +194,10 @@ def prefill_kernel(
         bias,
     )
     pass_turn(CONSUMERS - 1, CONSUMERS)  # so the first consumer's is the first
-    bounds = Bounds(q_len, kv_len, diagonal, left, right, q_offsets, k_starts, k_lengths)
+    visits = None
+    if visited is not None:
+        visits = (visited, visit_counts, visit_batch, visit_head)
+    bounds = Bounds(q_len, kv_len, diagonal, left, right, q_offsets, k_starts, k_lengths, visits)
     work = Work(q_heads, tiles, blocks, bundles, section)
     descriptors = (q_desc, k_desc, v_desc, q_rest_desc, k_rest_desc, mask_desc)
     load = (descriptors, rings, work, bounds, group, (mask_batch, mask_head))
@@ -236,6 +251,7 @@ def _load(arguments, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
     KEYS: gl.constexpr = rings.key.buffers.shape[3]
     QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
     count = 0  # key blocks so far, of all tiles
+    masks = 0  # those with a block of the mask
     done = 0
     q_rest = None
     k_rest = None
@@ -249,23 +265,32 @@ def _load(arguments, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
         first = block * QUERIES
         span = span_of(batch, bounds)
         if _exists(first, span, bounds):
-            begin, _, _, end = key_blocks_of(first, span, bounds, QUERIES, KEYS)
             element = _in_memory(batch, bounds)
             for who in gl.static_range(CONSUMERS):
                 row = span.q_start + first + who // HEADS * ROWS
                 own = [element, q_head + who % HEADS, row, 0]
                 fill(rings.query, q_desc, own, who, done, q_rest)
-            for i in range(end - begin):
-                key = span.k_start + (end - 1 - i) * KEYS
+            if bounds.visits is None:
+                begin, _, _, end = key_blocks_of(first, span, bounds, QUERIES, KEYS)
+                steps = end - begin
+            else:
+                visits = visits_of(batch, q_head, block, bounds, KEYS)
+                steps = gl.maximum(visits[2] + visits[3], 1)
+            for i in range(steps):
+                has_mask = True
+                if bounds.visits is None:
+                    key = span.k_start + (end - 1 - i) * KEYS
+                else:
+                    key = visited_key(i, visits)
+                    has_mask = i < gl.maximum(visits[3], 1)
                 stage, phase = count % STAGES, count // STAGES
                 at = [element, kv_head, key, 0]
                 fill_shared(rings.key, k_desc, at, stage, phase, KEY, CONSUMERS, k_rest)
-                if rings.mask is not None:
-                    own = [batch * mask_batch, q_head, first, key // 2]
-                    _fill_mask(rings.mask, mask_desc, own, mask_head, count, CONSUMERS, HEADS)
-                if rings.bias is not None:
-                    own = [batch * mask_batch, q_head, first, key]
-                    _fill_mask(rings.bias, mask_desc, own, mask_head, count, CONSUMERS, HEADS)
+                if mask_desc is not None:  # noqa: SIM102 (decided while this is compiled)
+                    if has_mask:
+                        own = [batch * mask_batch, q_head, first, key]
+                        _fill_mask(rings, mask_desc, own, mask_head, masks, CONSUMERS, HEADS)
+                        masks += 1
                 fill_shared(rings.value, v_desc, at, stage, phase, VALUE, CONSUMERS)
                 count += 1
             done += 1
@@ -273,13 +298,17 @@ def _load(arguments, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
 
 @gluon.jit
 def _fill_mask(
-    ring, mask_desc, place, mask_head, count, CONSUMERS: gl.constexpr, HEADS: gl.constexpr
+    rings, mask_desc, place, mask_head, count, CONSUMERS: gl.constexpr, HEADS: gl.constexpr
 ):
-    """Every consumer's part of the mask beside block number `count`; `place` is the first's."""
+    """Every consumer's part of the mask's block number `count`; `place` is the first's."""
+    batch, head, row, key = place
+    ring = rings.bias
+    if rings.mask is not None:
+        ring = rings.mask
+        key = key // 2
     STAGES: gl.constexpr = ring.buffers.shape[0] // CONSUMERS
     for who in gl.static_range(CONSUMERS):
-        head = (place[1] + who % HEADS) * mask_head
-        own = [place[0], head, place[2] + who // HEADS * ROWS, place[3]]
+        own = [batch, (head + who % HEADS) * mask_head, row + who // HEADS * ROWS, key]
         fill(ring, mask_desc, own, who * STAGES + count % STAGES, count // STAGES)
 
 
@@ -314,7 +343,9 @@ def _attend(
     rings, outputs, work, bounds, extras = arguments
     CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
     QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
+    KEYS: gl.constexpr = rings.key.buffers.shape[3]
     count = 0
+    masks = 0
     done = 0
     for turn in range(turns_of(work.tiles, gl.program_id(0), gl.num_programs(0), BY_LENGTH)):
         head, block = tile_of(turn, work, HEADS, BY_LENGTH)
@@ -322,9 +353,12 @@ def _attend(
         span = span_of(batch, bounds)
         if _exists(block * QUERIES, span, bounds):
             place = (_in_memory(batch, bounds), work.q_heads, q_head)
-            count = _attend_tile(
-                rings, outputs, place, span, bounds, extras, block * QUERIES, count, done,
-                WHO, HEADS, OUTPUT_ON_QUERY, V_HEAD_DIM,
+            visits = ()
+            if bounds.visits is not None:
+                visits = visits_of(batch, q_head, block, bounds, KEYS)
+            count, masks = _attend_tile(
+                rings, outputs, place, span, bounds, visits, extras, block * QUERIES,
+                count, masks, done, WHO, HEADS, OUTPUT_ON_QUERY, V_HEAD_DIM,
             )  # fmt: skip
             done += 1
     tma.store_wait(0)
@@ -337,17 +371,19 @@ def _attend_tile(
     place,
     span,
     bounds,
+    visits,
     extras,
     first_of_tile,
     count,
+    masks,
     done,
     WHO: gl.constexpr,
     HEADS: gl.constexpr,
     OUTPUT_ON_QUERY: gl.constexpr,
     V_HEAD_DIM: gl.constexpr,
 ):
-    """A consumer's queries of one tile; returns how many blocks of keys there were, with `count`
-    before it."""
+    """A consumer's queries of one tile. Returns how many blocks of keys there have been, and how
+    many with a block of the mask: `count` and `masks` are those of the tiles before."""
     batch, q_heads, q_head = place
     dtype: gl.constexpr = rings.value.buffers.dtype
     CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
@@ -356,7 +392,13 @@ def _attend_tile(
     DV: gl.constexpr = rings.value.buffers.shape[4]
     QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
-    begin, whole_first, whole_end, end = key_blocks_of(first_of_tile, span, bounds, QUERIES, KEYS)
+    if bounds.visits is None:
+        begin, whole_first, whole_end, end = key_blocks_of(
+            first_of_tile, span, bounds, QUERIES, KEYS
+        )
+        key = (end - 1) * KEYS
+    else:
+        key = visited_key(0, visits)
     first = first_of_tile + WHO // HEADS * ROWS
     wait_for(rings.query, WHO, done)
 
@@ -370,30 +412,47 @@ def _attend_tile(
     release_shared(rings.key, stage, KEY, CONSUMERS)
     nothing = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, scores.type.layout))
     weights, largest, _ = _weigh(
-        scores, nothing, rings, count, first, (end - 1) * KEYS, span, bounds, extras, WHO, True
+        scores, nothing, rings, masks, first, key, span, bounds, extras, WHO, True
     )
-    if bounds.k_starts is not None:
+    if bounds.k_lengths is not None or bounds.q_offsets is not None:
         # Behind the last key lie somebody else's values, or none that count.
-        left_over = span.kv_len - (end - 1) * KEYS
+        left_over = span.kv_len - key
         if left_over < KEYS:
             wait_for(rings.value, stage, count // STAGES)
             _clear(rings.value.buffers.index(stage), left_over)
     output = gl.zeros([ROWS, DV], gl.float32, OUTPUT)
     state = (_pack(weights, dtype), output, largest, own_sums(weights))
     count += 1
-    # Blocks that some of the queries do not see whole, those that all do, and again some.
-    for i in range(end - 1 - whole_end):
-        key = (end - 2 - i) * KEYS
-        state = _step(state, rings, count, first, key, span, bounds, extras, WHO, True)
-        count += 1
-    for _ in range(whole_first, whole_end):
-        state = _step(state, rings, count, first, 0, span, bounds, extras, WHO, False)
-        count += 1
-    if bounds.left is not None:
-        for i in range(whole_first - begin):
-            key = (whole_first - 1 - i) * KEYS
-            state = _step(state, rings, count, first, key, span, bounds, extras, WHO, True)
+    masks += 1
+    if bounds.visits is not None:
+        masked = gl.maximum(visits[3], 1)
+        for i in range(1, masked):
+            key = visited_key(i, visits)
+            state = _step(state, rings, count, masks, first, key, span, bounds, extras, WHO, True)
             count += 1
+            masks += 1
+        for _ in range(masked, visits[2] + visits[3]):
+            state = _step(state, rings, count, masks, first, 0, span, bounds, extras, WHO, False)
+            count += 1
+    else:
+        # Blocks that some of the queries do not see whole, those that all do, and again some.
+        for i in range(end - 1 - whole_end):
+            key = (end - 2 - i) * KEYS
+            state = _step(state, rings, count, masks, first, key, span, bounds, extras, WHO, True)
+            count += 1
+            masks += 1
+        for _ in range(whole_first, whole_end):
+            state = _step(state, rings, count, masks, first, 0, span, bounds, extras, WHO, False)
+            count += 1
+            masks += 1
+        if bounds.left is not None:
+            for i in range(whole_first - begin):
+                key = (whole_first - 1 - i) * KEYS
+                state = _step(
+                    state, rings, count, masks, first, key, span, bounds, extras, WHO, True
+                )
+                count += 1
+                masks += 1
     if not OUTPUT_ON_QUERY:
         release(rings.query, WHO)
 
@@ -446,7 +505,7 @@ def _attend_tile(
         start = (batch * q_heads + q_head).to(gl.int64) * rows + span.q_start
         logarithms = (largest + gl.log2(total)) * LN_2
         gl.store(lse + start + queries, logarithms, mask=queries < span.q_len)
-    return count
+    return count, masks
 
 
 @gluon.jit
@@ -454,6 +513,7 @@ def _step(
     state,
     rings,
     count,
+    masks,
     first_query,
     first_key,
     span,
@@ -480,7 +540,7 @@ def _step(
     scores = warpgroup_mma_wait(1, deps=[scores])
     release_shared(rings.key, stage, KEY, CONSUMERS)
     weights, largest, factor = _weigh(
-        scores, largest, rings, count, first_query, first_key, span, bounds, extras, WHO, IS_MASKED
+        scores, largest, rings, masks, first_query, first_key, span, bounds, extras, WHO, IS_MASKED
     )
     sums = own_sums(weights)
     total = total * gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
@@ -527,7 +587,7 @@ def _weigh(
     scores,
     largest,
     rings,
-    count,
+    masks,
     first_query,
     first_key,
     span,
@@ -547,12 +607,15 @@ def _weigh(
     if extras.cap is not None:
         scores = soft_cap(scores * extras.scale, extras.cap)
         scale = 1.0
-    if rings.mask is not None:
-        scores = _hide(scores, rings.mask, count, CONSUMERS, WHO)
+    # Where the mask has been looked through, other blocks are whole.
+    READS_MASK: gl.constexpr = IS_MASKED or bounds.visits is None
+    if rings.mask is not None and READS_MASK:
+        scores = _hide(scores, rings.mask, masks, CONSUMERS, WHO)
     if rings.bias is not None:
-        LAYOUT: gl.constexpr = scores.type.layout
-        bias = _mask_of(rings.bias, count, CONSUMERS, WHO, LAYOUT)
-        scores = scores * scale + bias
+        scores = scores * scale
+        if READS_MASK:
+            LAYOUT: gl.constexpr = scores.type.layout
+            scores += _mask_of(rings.bias, masks, CONSUMERS, WHO, LAYOUT)
     if IS_MASKED:
         seen = sees(scores, first_query, first_key, span, bounds)
         scores = gl.where(seen, scores, float("-inf"))
@@ -574,7 +637,7 @@ def _weigh(
 
 @gluon.jit
 def _mask_of(ring, count, CONSUMERS: gl.constexpr, WHO: gl.constexpr, LAYOUT: gl.constexpr):
-    """A consumer's part of the mask beside block number `count`, which leaves room for another."""
+    """A consumer's part of the mask's block number `count`, which leaves room for another."""
     STAGES: gl.constexpr = ring.buffers.shape[0] // CONSUMERS
     index = WHO * STAGES + count % STAGES
     wait_for(ring, index, count // STAGES)

@@ -44,19 +44,6 @@ def dims_of(head_dim: int, v_head_dim: int) -> Dims:
     return Dims(main, rest, 64 if v_head_dim <= 64 else 128 if v_head_dim <= 128 else 256)
 
 
-def schedule(dims: Dims, group: int, seen: int, mask_size: int = 0) -> Schedule:
-    """For `group` query heads a key head, queries that see up to `seen` keys, and a mask whose
-    numbers have `mask_size` bytes."""
-    is_large = dims.main > 128 or dims.value > 128
-    if is_large or (dims.rest and dims.main == 128 and mask_size):
-        return Schedule(consumers=2, heads=1, keys=64, stages=2, registers=240)
-    if max(dims.main, dims.value) > 64 or dims.rest:
-        return Schedule(consumers=2, heads=1, keys=128, stages=2, registers=240)
-    if seen <= SHORT:
-        return Schedule(consumers=4, heads=math.gcd(group, 4), keys=64, stages=6, registers=112)
-    return Schedule(consumers=3, heads=1, keys=128, stages=3, registers=160)
-
-
 class Room(NamedTuple):
     """What shared memory leaves."""
 
@@ -80,3 +67,33 @@ def room_for(dims: Dims, plan: Schedule, mask_size: int = 0) -> Room:
     left -= 0 if on_query else output
     stages = min(2, left // (rows * plan.keys * mask_size)) if mask_size and left > 0 else 0
     return Room(on_query, stages)
+
+
+def schedule(dims: Dims, group: int, seen: int, mask_size: int = 0) -> Schedule:
+    """For `group` query heads a key head, queries that see up to `seen` keys, and a mask whose
+    numbers have `mask_size` bytes."""
+    return _with_room(_without_mask(dims, group, seen), dims, mask_size)
+
+
+def schedule_of_visits(dims: Dims, mask_size: int) -> Schedule:
+    """For a mask that has been looked through: a tile is 128 queries of one head."""
+    plan = _without_mask(dims, 1, SHORT + 1)
+    if plan.consumers != 2:
+        plan = Schedule(consumers=2, heads=1, keys=128, stages=3, registers=240)
+    return _with_room(plan, dims, mask_size)
+
+
+def _with_room(plan: Schedule, dims: Dims, mask_size: int) -> Schedule:
+    while mask_size and not room_for(dims, plan, mask_size).mask_stages:
+        plan = plan._replace(keys=plan.keys // 2)
+    return plan
+
+
+def _without_mask(dims: Dims, group: int, seen: int) -> Schedule:
+    if dims.main > 128 or dims.value > 128:
+        return Schedule(consumers=2, heads=1, keys=64, stages=2, registers=240)
+    if max(dims.main, dims.value) > 64 or dims.rest:
+        return Schedule(consumers=2, heads=1, keys=128, stages=2, registers=240)
+    if seen <= SHORT:
+        return Schedule(consumers=4, heads=math.gcd(group, 4), keys=64, stages=6, registers=112)
+    return Schedule(consumers=3, heads=1, keys=128, stages=3, registers=160)

@@ -184,30 +184,22 @@ def _attend(
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """By the kernel for Hopper where it can be, else by the one for any GPU."""
-    dims = query.shape[3], value.shape[3]
-    if (
-        has_gluon_kernels(query.device)
-        and query.dtype != torch.float32
-        and lengths.batches > 0
-        and lengths.longest_query > 0
-        and max(dims) <= 256
-        and not any(dim % 8 for dim in dims)
-        and (scale is None or scale > 0)
-    ):
+    if has_gluon_kernels(query.device) and lengths.batches > 0 and lengths.longest_query > 0:
         # Gluon is imported only where it is of use.
-        from replay.kernels.triton.prefill_hopper import forward_hopper
+        from replay.kernels.triton.prefill_hopper import forward_hopper, takes
 
-        return forward_hopper(
-            query,
-            key,
-            value,
-            is_causal,
-            scale,
-            lengths,
-            return_lse,
-            variant=variant,
-            sinks=sinks,
-        )
+        if takes(query, value, scale):
+            return forward_hopper(
+                query,
+                key,
+                value,
+                is_causal,
+                scale,
+                lengths,
+                return_lse,
+                variant=variant,
+                sinks=sinks,
+            )
     return forward(
         query,
         key,

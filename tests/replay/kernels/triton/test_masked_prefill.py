@@ -105,12 +105,16 @@ def test_what_was_looked_up_serves_other_calls_with_the_same_mask() -> None:
     assert judge(output, Expected.of(second), "exact").passed
 
 
-def test_what_was_looked_up_in_another_layout_is_refused() -> None:
+def test_what_was_looked_up_of_other_blocks_is_refused() -> None:
+    """As of a mask with other strides, on GPUs where these decide how a call is cut up."""
     mask = band(128, 256, 40)
     call = call_of(mask, 128)
-    visited = visits_of(call.query, call.value, mask.mT.contiguous().mT)
-    with pytest.raises(ValueError, match="other strides"):
-        masked_prefill(call.query, call.key, call.value, mask, visited=visited)
+    visited = visits_of(call.query, call.value, mask)
+    rows, keys = 128 // visited.counts.shape[2], 256 // visited.blocks.shape[-1]
+    for rows_of_other, keys_of_other in ((rows, keys // 2), (rows // 2, keys)):
+        other = visits(mask[None, None], rows_of_other, keys_of_other)
+        with pytest.raises(ValueError, match="other strides"):
+            masked_prefill(call.query, call.key, call.value, mask, visited=other)
 
 
 @given(data=st.data())

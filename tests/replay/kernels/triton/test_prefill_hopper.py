@@ -1,10 +1,13 @@
-"""The Hopper kernel without a GPU: that it compiles for one, and what it refuses."""
+"""The Hopper kernel without a GPU: that it compiles for one, what it refuses, and what fits."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,84 +17,174 @@ from replay.kernels.registry import find
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from replay.kernels.triton import prefill_hopper
 from replay.kernels.triton.hopper_pipeline import LOADER_REGISTERS
-from replay.kernels.triton.prefill_hopper import _are_loadable, schedule
+from replay.kernels.triton.hopper_scores import ROWS
+from replay.kernels.triton.prefill_hopper import _are_loadable, _loadable_mask
+from replay.kernels.triton.prefill_hopper_schedule import (
+    SHARED_BYTES,
+    Dims,
+    dims_of,
+    room_for,
+    schedule,
+)
 
 COMPILE = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
-from replay.kernels.triton.prefill_hopper import schedule
-from replay.kernels.triton.prefill_hopper_kernel import prefill_kernel
+from dataclasses import replace
+import torch
+from benchmarks.other_gpus import as_if_on
+from capture.variant import Variant
+from replay.kernels.registry import find
+from replay.workloads.random_calls import Spec
 
-head_dim, is_causal = {head_dim}, True
-plan = schedule(head_dim, {group}, {kv_len})
+def empty(*shape, dtype):
+    return torch.empty(shape, dtype=dtype, device="meta")
 
-def tiles(rows):
-    layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, head_dim], gl.bfloat16)
-    return f"tensordesc<bf16[1, 1, {{rows}}, {{head_dim}}],{{layout!r}}>"
-
-constants = dict(
-    CONSUMERS=plan.consumers, HEADS=plan.heads, KEYS=plan.keys, STAGES=plan.stages,
-    REGISTERS=plan.registers, IS_CAUSAL=is_causal, HAS_LSE=True,
-)
-names = prefill_kernel.arg_names
-signature = dict.fromkeys(names, "i32") | dict.fromkeys(constants, "constexpr") | dict(
-    q_desc=tiles(64), k_desc=tiles(plan.keys), v_desc=tiles(plan.keys), o_desc=tiles(64),
-    lse="*fp32", scale="fp32",
-)
-places = {{(names.index(name),): value for name, value in constants.items()}}
-source = GluonASTSource(fn=prefill_kernel, signature=signature, constexprs=places)
-kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
-print(kernel.asm["ptx"])
-print("shared", kernel.metadata.shared)
+spec = Spec(1, {group}, 1, {kv_len}, {kv_len}, {head_dim}, {v_head_dim}, is_causal=True)
+call = replace(spec.without_values(), {fields})
+with as_if_on("9.0"), torch.no_grad():
+    find({kernel!r}).attention(**call.arguments())
 """
 
-
-SCHEDULES = [(64, 1, 1024), (64, 4, 1024), (64, 1, 4096), (128, 1, 4096)]
-"""head_dim, group and kv_len of calls that are cut up in different ways."""
+PACKED = (
+    "cu_seqlens_q=empty(4, dtype=torch.int32), cu_seqlens_k=empty(4, dtype=torch.int32), "
+    "variant=Variant(max_seqlen_q=4096, max_seqlen_k=4096)"
+)
+COMPILED = [
+    (64, 64, 4, 1024, "triton-fa3", "variant=Variant(True, (127, None))"),
+    (64, 64, 1, 4096, "triton-fa3", "sinks=empty(1, dtype=torch.bfloat16)"),
+    (128, 128, 1, 4096, "triton-fa3", ""),
+    (128, 128, 1, 512, "triton-fa3", "attn_mask=empty(512, 512, dtype=torch.bool)"),
+    (192, 128, 1, 4096, "triton-fa3", ""),
+    (256, 256, 1, 4096, "triton-fa3", "variant=Variant(softcap=50.0)"),
+    (128, 128, 1, 4096, "triton-varlen", PACKED),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("head_dim", "group", "kv_len"), SCHEDULES)
-def test_it_compiles_for_hopper(head_dim: int, group: int, kv_len: int) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "v_head_dim", "group", "kv_len", "kernel", "fields"), COMPILED
+)
+def test_it_compiles_for_hopper(
+    head_dim: int,
+    v_head_dim: int,
+    group: int,
+    kv_len: int,
+    kernel: str,
+    fields: str,
+    tmp_path: Path,
+) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = COMPILE.format(
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        group=group,
+        kv_len=kv_len,
+        kernel=kernel,
+        fields=fields,
+    )
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE.format(head_dim=head_dim, group=group, kv_len=kv_len)],
-        env=environment,
+        [sys.executable, "-c", script],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert "wgmma.mma_async" in done.stdout
-    assert "cp.async.bulk.tensor.4d" in done.stdout
-    assert "setmaxnreg.inc" in done.stdout
-    shared = int(done.stdout.rpartition("shared")[2])
-    assert shared <= 227 * 1024, "more than a multiprocessor gives a block"
+    (program,) = tmp_path.rglob("prefill_kernel.ptx")
+    text = program.read_text()
+    assert "wgmma.mma_async" in text
+    assert "cp.async.bulk.tensor.4d" in text
+    assert "setmaxnreg.inc" in text
+    shared = json.loads(program.with_suffix(".json").read_text())["shared"]
+    assert shared <= SHARED_BYTES, "more than a multiprocessor gives a block"
 
 
-@pytest.mark.parametrize(("head_dim", "group", "kv_len"), SCHEDULES)
-def test_registers_of_all_warp_groups_fit(head_dim: int, group: int, kv_len: int) -> None:
-    plan = schedule(head_dim, group, kv_len)
+HEAD_DIMS = (8, 64, 72, 96, 128, 136, 160, 192, 200, 256)
+ALL_DIMS = sorted({dims_of(*each) for each in itertools.product(HEAD_DIMS, HEAD_DIMS)})
+
+
+@pytest.mark.parametrize("seen", [1024, 4096])
+@pytest.mark.parametrize("dims", ALL_DIMS)
+def test_registers_of_all_warp_groups_fit(dims: Dims, seen: int) -> None:
+    plan = schedule(dims, 1, seen)
     threads = 128
     others = (plan.consumers - 1) * plan.registers + LOADER_REGISTERS.value
     left = 65536 // threads - others  # for the consumer that is the kernel's own warps
     assert left >= plan.registers - 8
 
 
+@pytest.mark.parametrize("mask_size", [0, 1, 2, 4])
+@pytest.mark.parametrize("seen", [1024, 4096])
+@pytest.mark.parametrize("dims", ALL_DIMS)
+def test_everything_fits_in_shared_memory(dims: Dims, seen: int, mask_size: int) -> None:
+    plan = schedule(dims, 4, seen, mask_size)
+    room = room_for(dims, plan, mask_size)
+    rows, keys = plan.consumers * ROWS.value, plan.stages * plan.keys
+    numbers = (rows + keys) * (dims.main + dims.rest) + keys * dims.value
+    if not room.output_on_query:
+        numbers += rows * dims.value
+    mask = rows * plan.keys * room.mask_stages * mask_size
+    assert 2 * numbers + mask <= SHARED_BYTES
+    assert room.mask_stages in ((1, 2) if mask_size else (0,))
+    assert dims.main == dims.value or not room.output_on_query
+
+
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_heads_side_by_side_share_their_keys(head_dim: int, group: int) -> None:
-    plan = schedule(head_dim, group, kv_len=1024)
+    plan = schedule(dims_of(head_dim, head_dim), group, 1024)
     assert group % plan.heads == 0
     assert plan.consumers % plan.heads == 0
 
 
-@pytest.mark.parametrize("head_dim", [136, 20])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_pieces_cover_a_head_dim(head_dim: int) -> None:
+    dims = dims_of(head_dim, head_dim)
+    for piece in filter(None, dims):
+        assert piece & (piece - 1) == 0, "a power of two"
+    assert dims.main + dims.rest >= head_dim
+    assert dims.value >= head_dim
+
+
+@pytest.mark.parametrize("head_dim", [264, 20])
 def test_refuses_head_dims(head_dim: int) -> None:
     query = torch.zeros(1, 1, 4, head_dim, dtype=torch.float16)
     with pytest.raises(ValueError, match=f"head_dim {head_dim}"):
         prefill_hopper.prefill_hopper(query, query, query)
+    narrow = torch.zeros(1, 1, 4, 64, dtype=torch.float16)
+    with pytest.raises(ValueError, match=f"head_dim {head_dim}"):
+        prefill_hopper.prefill_hopper(narrow, narrow, query)
+
+
+MASKS = {
+    "as it is": torch.ones(2, 3, 40, 64, dtype=torch.bool),
+    "for all": torch.ones(40, 64, dtype=torch.bool),
+    "one of a batch": torch.ones(1, 3, 40, 64, dtype=torch.bool).expand(2, -1, -1, -1),
+    "by key": torch.ones(2, 1, 1, 64, dtype=torch.bool),
+    "odd length": torch.ones(40, 61, dtype=torch.bool),
+    "numbers": torch.ones(1, 3, 40, 61, dtype=torch.bfloat16),
+    "numbers, apart": torch.ones(1, 1, 64, 40).mT,
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_that_tma_can_address(name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    mask = MASKS[name]
+    values = torch.randn(mask.shape, generator=generator)
+    mask = (values > 0 if mask.dtype == torch.bool else values.to(mask.dtype)).expand(mask.shape)
+    if name == "one of a batch":
+        mask = mask[:1].expand(2, -1, -1, -1)
+    q_len, kv_len = 40, mask.shape[-1]
+    loadable = _loadable_mask(mask, q_len, kv_len)
+    assert _are_loadable(loadable)
+    assert 0 not in loadable.stride()
+    numbers = loadable
+    if mask.dtype == torch.bool:
+        assert loadable.dtype == torch.uint16
+        numbers = loadable.view(torch.bool)
+    expected = mask.expand(2, 3, q_len, kv_len)
+    assert torch.equal(numbers[..., :kv_len].expand_as(expected), expected)
+    if name in ("as it is", "for all"):
+        assert loadable.data_ptr() == mask.data_ptr(), "nothing was copied"
 
 
 def test_refuses_a_negative_scale() -> None:
