@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
 
 from capture.call import AttentionCall
+from capture.variant import Variant
 from replay.accuracy.judge import Expected, judge
 from replay.kernels.registry import find
+from replay.kernels.triton.hopper import has_gluon_kernels
+from replay.kernels.triton.launch import Kept, Launch
 from replay.workloads.random_calls import Spec
+from tests.factories import normal, sized_call
+from tests.replay.kernels.pairwise import pairwise
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 DEVICE = torch.device("cuda")
 TENSOR = ("triton-fp8[accum=tensor]", "triton-sage-fp8[accum=tensor]")
+DIMS = (64, 96, 128)
 NAMES = ("triton-sage", "triton-fp8", "triton-sage-fp8", *TENSOR)
 
 
@@ -24,7 +33,9 @@ def portable(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel that other GPUs than Hopper's get, here too."""
     from replay.kernels.triton import quantised_prefill
 
-    monkeypatch.setattr(quantised_prefill, "_is_hopper", lambda device: False)
+    monkeypatch.setattr(quantised_prefill, "has_gluon_kernels", lambda device: False)
+    for plans in ("_calls", "_repetitions"):  # without those for Hopper
+        monkeypatch.setattr(quantised_prefill, plans, Kept())
 
 
 def check(name: str, call: AttentionCall) -> None:
@@ -135,3 +146,77 @@ def test_nan(name: str) -> None:
 @pytest.mark.usefixtures("portable")
 def test_nan_portable() -> None:
     nan_stays_in_its_row_and_column("triton-sage-fp8")
+
+
+BOTTOM_RIGHT = Variant(bottom_right=True)
+BEYOND: dict[str, dict[str, Any]] = {
+    "bottom right": {"is_causal": True, "variant": BOTTOM_RIGHT},
+    "window": {"is_causal": True, "variant": Variant(True, (200, None))},
+    "window shorter than a block": {"is_causal": True, "variant": Variant(True, (16, None))},
+    "window of one key": {"variant": Variant(False, (0, 0))},
+    "window, top left": {"variant": Variant(False, (30, 70))},
+    "window to the left": {"variant": Variant(True, (100, None))},
+    "window to the right": {"variant": Variant(True, (None, 100))},
+    "soft cap": {"is_causal": True, "variant": Variant(softcap=5.0)},
+    "sinks": {"sinks": -math.inf},
+    "all": {"is_causal": True, "variant": Variant(True, (90, None), 20.0), "sinks": 9.0},
+}
+"""What calls ask beyond SDPA; `sinks` is that of a head, the others are random."""
+LENGTHS = ((700, 1000), (1000, 300), (500, 3000))
+
+
+def beyond(form: str, head_dim: int, q_len: int, kv_len: int) -> AttentionCall:
+    """A call whose keys share an offset."""
+    sizes = (2, 8, 2, q_len, kv_len, head_dim, head_dim)
+    call = sized_call(sizes, dtype=torch.bfloat16, device=DEVICE)
+    fields = dict(BEYOND[form])
+    if "sinks" in fields:
+        sinks = 2 * normal(sizes[1], seed=7, device=DEVICE)
+        sinks[3] = fields["sinks"]
+        fields["sinks"] = sinks
+    return replace(call.with_tensors({"key": call.key + 1.0}), **fields)
+
+
+@pytest.mark.parametrize(("form", "head_dim", "name"), pairwise(product(BEYOND, DIMS, NAMES)))
+def test_beyond_sdpa(form: str, head_dim: int, name: str) -> None:
+    for lengths in LENGTHS:
+        call = beyond(form, head_dim, *lengths)
+        assert find(name).refuses(call) is None
+        check(name, call)
+
+
+@pytest.mark.parametrize("form", ["bottom right", "all"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rows_that_see_nothing_are_zeros(head_dim: int, form: str) -> None:
+    call = beyond(form, head_dim, 1000, 300)
+    if call.sinks is not None:
+        call.sinks[:4] = -math.inf
+    for name in NAMES:
+        output = find(name).attention(**call.arguments())
+        assert not output[:, :, :700].any()
+        assert output[:, :, 700:].isfinite().all()
+        assert output[:, :, 700:].any(dim=-1).all()
+
+
+@pytest.mark.parametrize("form", BEYOND)
+def test_hopper_has_a_kernel_for_them(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_gluon_kernels(DEVICE):
+        pytest.skip("needs a Hopper GPU and Triton's Gluon")
+    launched = []
+
+    def note(launch: Launch, *tensors: Any) -> None:
+        launched.append(launch._kernel.__name__)
+        launch._launch(tensors)
+
+    monkeypatch.setattr(Launch, "__call__", note)
+    find("triton-fp8").attention(**beyond(form, 64, 300, 310).arguments())
+    assert "quantised_hopper_kernel" in launched
+
+
+def test_keys_outside_a_window_are_not_read() -> None:
+    """Not even where the keys end before the window: a NaN in a block reaches no tile beyond it."""
+    call = replace(beyond("window", 128, 1000, 300), variant=Variant(False, (50, 0)))
+    call.value[:, :, :128] = math.nan
+    for name in NAMES:
+        output = find(name).attention(**call.arguments())
+        assert output[:, :, 256:].isfinite().all()

@@ -77,6 +77,13 @@ def make_shared_ring(buffers, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
+def buffer_of(count, STAGES: gl.constexpr):
+    """The index and the phase of the buffer for block number `count`, which is not negative."""
+    count = gl.to_tensor(count).to(gl.uint32)
+    return (count % STAGES).to(gl.int32), (count // STAGES).to(gl.int32)
+
+
+@gluon.jit
 def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     """COUNT barriers whose phases end with ARRIVALS arrivals each.
 
@@ -162,10 +169,22 @@ def wait_for_turn(WHO: gl.constexpr):
 
 @gluon.jit
 def wait_for_turn_after(sums, WHO: gl.constexpr):
-    """`wait_for_turn` once `sums` are computed, two float32 of each thread.
+    """`wait_for_turn` once `sums` are computed, two float32 of each thread."""
+    _wait_after(sums, WHO, 2 * WARP_GROUP)
 
-    What is only needed after a turn has come, the compiler (`ptxas`) also computes after, while
-    the others wait. Barriers stop no arithmetic. So the barrier's number depends on the sums: it
+
+@gluon.jit
+def meet_after(sums, WHO: gl.constexpr):
+    """The warps of consumer number WHO, who takes no turns, meet once `sums` are computed."""
+    _wait_after(sums, WHO, WARP_GROUP)
+
+
+@gluon.jit
+def _wait_after(sums, WHO: gl.constexpr, THREADS: gl.constexpr):
+    """Wait for so many threads at consumer number WHO's named barrier once `sums` are computed.
+
+    What is only needed after a wait, the compiler (`ptxas`) also computes after it, while others
+    wait. Barriers stop no arithmetic. So the barrier's number depends on the sums: it
     would be the next one if any were negative, which the compiler cannot rule out.
     """
     gl.inline_asm_elementwise(
@@ -182,7 +201,7 @@ def wait_for_turn_after(sums, WHO: gl.constexpr):
             mov.b32 $1, 0;
         }""",
         "=r,=r,f,f,r,r,r,r",
-        [sums, gl.to_tensor(FIRST_NUMBER + WHO), gl.to_tensor(2 * WARP_GROUP)],
+        [sums, gl.to_tensor(FIRST_NUMBER + WHO), gl.to_tensor(THREADS)],
         dtype=gl.int32,
         is_pure=False,
         pack=2,

@@ -48,18 +48,6 @@ def soft_cap(exponents, cap):
 
 
 @gluon.jit
-def may_see(scores, first_query, first_key, kv_len, IS_CAUSAL: gl.constexpr):
-    """Whether there is a key, and, if causal, none after the query; of the shape of `scores`."""
-    LAYOUT: gl.constexpr = scores.type.layout
-    keys = first_key + gl.arange(0, scores.shape[1], gl.SliceLayout(0, LAYOUT))
-    seen = (keys < kv_len)[None, :]
-    if IS_CAUSAL:
-        queries = first_query + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-        seen = seen & (keys[None, :] <= queries[:, None])
-    return seen
-
-
-@gluon.jit
 def own_sums(weights):
     """Sums of weights (ROWS, N), in the layout of scores, over what each thread holds: (ROWS, 4).
 

@@ -90,7 +90,8 @@ def key_blocks_of(first_row, span, bounds, ROWS: gl.constexpr, KEYS: gl.constexp
     """What some of ROWS queries from `first_row` on see, as numbers of blocks: where it begins,
     where what all of them see whole begins and ends, and where it ends.
 
-    There is always a last block, and a mask for it, even if nobody sees a key.
+    There is always a last block, and a mask for it, even if nobody sees a key. It has keys where
+    there are any.
     """
     first = 0
     whole_first = 0
@@ -100,7 +101,8 @@ def key_blocks_of(first_row, span, bounds, ROWS: gl.constexpr, KEYS: gl.constexp
         last_key = gl.minimum(last_key, first_row + ROWS + span.highest)
         last_whole = gl.minimum(last_whole, first_row + 1 + span.highest)
     if bounds.left is not None:
-        first = gl.maximum(first_row + span.lowest, 0) // KEYS
+        last = gl.maximum(span.kv_len - 1, 0)
+        first = gl.minimum(gl.maximum(first_row + span.lowest, 0), last) // KEYS
         whole_first = (gl.maximum(first_row + ROWS - 1 + span.lowest, 0) + KEYS - 1) // KEYS
     end = gl.maximum((last_key + KEYS - 1) // KEYS, first + 1)
     whole_end = gl.minimum(gl.maximum(last_whole, 0) // KEYS, end - 1)
@@ -112,19 +114,29 @@ def key_blocks_of(first_row, span, bounds, ROWS: gl.constexpr, KEYS: gl.constexp
 
 @gluon.jit
 def sees(scores, first_query, first_key, span, bounds):
-    """Whether queries from `first_query` on see keys from `first_key` on; of the scores' shape."""
+    """Whether queries from `first_query` on see keys from `first_key` on; of the scores' shape.
+
+    Four threads share a row, and have two of every eight scores. What differs between the scores of
+    a thread is written as numbers of its own, which are known when it is compiled.
+    """
     LAYOUT: gl.constexpr = scores.type.layout
-    keys = gl.arange(0, scores.shape[1], gl.SliceLayout(0, LAYOUT))
-    queries = gl.arange(0, scores.shape[0], gl.SliceLayout(1, LAYOUT))
-    if bounds.right is None:
-        seen = (keys < span.kv_len - first_key)[None, :]
-    else:
-        end = queries + (first_query + span.highest + 1 - first_key)
-        seen = keys[None, :] < gl.minimum(end, span.kv_len - first_key)[:, None]
+    EIGHTS: gl.constexpr = scores.shape[1] // 8
+    PARTS: gl.constexpr = scores.reshape((scores.shape[0], EIGHTS, 4, 2)).type.layout
+    ROWS_AND_EIGHTS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, PARTS))
+    ROWS_AND_THREADS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, PARTS))
+    eights = gl.arange(0, EIGHTS, gl.SliceLayout(0, ROWS_AND_EIGHTS))[None, :, None, None]
+    pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, PARTS))))
+    own = eights * 8 + pair[None, None, None, :]
+    threads = gl.arange(0, 4, gl.SliceLayout(0, ROWS_AND_THREADS))[None, :]
+    queries = gl.arange(0, scores.shape[0], gl.SliceLayout(1, ROWS_AND_THREADS))[:, None]
+    queries, end = gl.broadcast(queries, span.kv_len - first_key - 2 * threads)
+    if bounds.right is not None:
+        end = gl.minimum(end, queries + (first_query + span.highest + 1 - first_key) - 2 * threads)
+    seen = own < end[:, None, :, None]
     if bounds.left is not None:
-        begin = queries + (first_query + span.lowest - first_key)
-        seen = seen & (keys[None, :] >= begin[:, None])
-    return seen
+        begin = queries + (first_query + span.lowest - first_key) - 2 * threads
+        seen = seen & (own >= begin[:, None, :, None])
+    return gl.convert_layout(seen.reshape(scores.shape), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit

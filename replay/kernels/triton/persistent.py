@@ -19,8 +19,6 @@ class Work(NamedTuple):
     """Numbers of a call by which a program finds its tiles."""
 
     q_heads: Any
-    q_len: Any
-    kv_len: Any
     tiles: Any
     blocks: Any
     """Of queries, in a head."""
@@ -75,23 +73,6 @@ def place_of(tile, q_blocks, heads, section, IS_CAUSAL: gl.constexpr):
     if IS_CAUSAL:
         q_block = q_blocks - 1 - q_block
     return first + within % size, q_block
-
-
-@gluon.jit
-def key_blocks(
-    first_row, kv_len, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, IS_CAUSAL: gl.constexpr
-):
-    """How many blocks of keys some of ROWS rows see, and how many of these they all see whole.
-
-    The last block is never among the latter, for simplicity.
-    """
-    end = kv_len
-    whole = kv_len // BLOCK_N
-    if IS_CAUSAL:
-        end = gl.minimum(kv_len, first_row + ROWS)
-        whole = gl.minimum(whole, (first_row + 1) // BLOCK_N)
-    blocks = (end + BLOCK_N - 1) // BLOCK_N
-    return blocks, gl.minimum(whole, blocks - 1)
 
 
 SHORT = 2048

@@ -198,7 +198,7 @@ def prefill_kernel(
     if visited is not None:
         visits = (visited, visit_counts, visit_batch, visit_head)
     bounds = Bounds(q_len, kv_len, diagonal, left, right, q_offsets, k_starts, k_lengths, visits)
-    work = Work(q_heads, q_len, kv_len, tiles, blocks, bundles, section)
+    work = Work(q_heads, tiles, blocks, bundles, section)
     descriptors = (q_desc, k_desc, v_desc, q_rest_desc, k_rest_desc, mask_desc)
     load = (descriptors, rings, work, bounds, group, (mask_batch, mask_head))
     pointers = (output, stride_output_head, stride_output_token, lse, rows)

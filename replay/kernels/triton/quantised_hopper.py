@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from replay.kernels.triton.launch import Launch, PlannedCall
 from replay.kernels.triton.persistent import SHORT, multiprocessors, section_of
 from replay.kernels.triton.quantise import QuantisedKeyValue, padded_dim
 from replay.kernels.triton.quantised_hopper_kernel import quantised_hopper_kernel
-from replay.kernels.triton.quantised_operands import numbers_of, strides_of
+from replay.kernels.triton.quantised_operands import strides_of
 
 
 class Tile(NamedTuple):
@@ -34,12 +34,12 @@ class Tile(NamedTuple):
     """Whether consumers give the tensor cores to each other in a fixed order."""
 
 
-def tile_for(head_dim: int, group: int, kv_len: int) -> Tile:
-    """The tile for a padded head dimension and `group` query heads a key head, as measured on an
-    H200 (docs/notes.md)."""
+def tile_for(head_dim: int, group: int, seen: int) -> Tile:
+    """The tile for a padded head dimension, `group` query heads a key head, and queries that see up
+    to `seen` keys, as measured on an H200 (docs/notes.md)."""
     if head_dim > 64:
         return Tile(2, 1, 128, 2, 240, True)
-    if kv_len <= SHORT:
+    if seen <= SHORT:
         return Tile(4, math.gcd(group, 4), 64, 4, 112, False)
     return Tile(3, 1, 128, 3, 160, False)
 
@@ -64,20 +64,26 @@ def plan(
     query: Tensor,
     quantised: QuantisedKeyValue,
     value: Tensor,
-    is_causal: bool,
-    factor: float,
-    in_tensor_cores: bool = False,
+    output: Tensor,
+    numbers: dict[str, Any],
+    is_bottom_right: bool,
+    left: int | None,
+    right: int | None,
     tile: Tile | None = None,
 ) -> PlannedCall:
     """All of a call but its tensors' addresses.
 
-    `query` and `value` are as a tensor descriptor takes them; the output is contiguous.
+    `query`, `value` and `output` are as a tensor descriptor takes them, `numbers` is from
+    `numbers_of`. Queries see `left` keys before the diagonal and `right` after it; None for all.
     """
     batch, q_heads, q_len, _ = query.shape
     kv_heads, kv_rows, block_dim = quantised.key.shape[1:]
     block_v_dim = padded_dim(quantised.v_head_dim)
     group = q_heads // kv_heads
-    tile = tile or tile_for(max(block_dim, block_v_dim), group, quantised.kv_len)
+    seen = quantised.kv_len
+    if left is not None and right is not None:
+        seen = min(seen, left + right + 1)
+    tile = tile or tile_for(max(block_dim, block_v_dim), group, seen)
     query_desc = _descriptor(query, strides_of(query), 1, 1, ROWS.value, block_dim)
     key = quantised.key.view(-1, block_dim)
     key_desc = _descriptor(key, [block_dim, 1], tile.keys, block_dim)
@@ -85,26 +91,34 @@ def plan(
         value_desc = _descriptor(value.view(-1, kv_rows), [kv_rows, 1], block_v_dim, tile.keys)
     else:
         value_desc = _descriptor(value, strides_of(value), 1, 1, tile.keys, block_v_dim)
+    output_desc = _descriptor(output, strides_of(output), 1, 1, ROWS.value, block_v_dim)
     blocks = -(-q_len // (tile.consumers // tile.heads * ROWS.value))
     bundles = batch * q_heads // tile.heads
     tiles = blocks * bundles
-    head_bytes = kv_rows * (block_dim + block_v_dim * value.element_size())
+    head_bytes = min(kv_rows, seen) * (block_dim + block_v_dim * value.element_size())
+    is_by_length = right is not None and left is None
     launch = Launch(
         quantised_hopper_kernel,
         (min(tiles, multiprocessors(query.device)), 1, 1),
         query.device,
-        numbers_of(query, quantised, is_causal, factor, in_tensor_cores)
+        numbers
         | {
+            "group": group,
+            "diagonal": None if is_bottom_right else 0,
+            "left": left,
+            "right": right,
             "tiles": tiles,
             "blocks": blocks,
             "bundles": bundles,
-            "section": section_of(head_bytes, bundles, group // tile.heads, is_causal),
+            "section": section_of(head_bytes, bundles, group // tile.heads, is_by_length),
             "STAGES": tile.stages,
             "CONSUMERS": tile.consumers,
             "HEADS": tile.heads,
+            "BY_LENGTH": is_by_length,
             "IN_TURN": tile.in_turn,
             "REGISTERS": tile.registers,
         },
         num_warps=4,
     )
-    return PlannedCall(launch, (nowhere(query_desc), nowhere(key_desc), nowhere(value_desc)))
+    descriptors = (query_desc, key_desc, value_desc, output_desc)
+    return PlannedCall(launch, tuple(map(nowhere, descriptors)))

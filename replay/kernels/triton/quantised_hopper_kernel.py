@@ -7,38 +7,52 @@ the next together, and computes while they run what is left of the one before (`
 takes exponentials, the tensor cores serve the other consumers. A program stays on its
 multiprocessor and works through a list of tiles (`persistent.py`), so that the next tile's first
 keys are there when one is done.
+
+Keys are visited from the first to the last, and of those that a mask cuts, a window's left side has
+the first (`hopper_spans.py`).
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.core import PropagateNan
 
 from replay.kernels.triton.hopper_pipeline import (
     KEY,
     LOADER_REGISTERS,
     VALUE,
+    buffer_of,
     fill,
     fill_shared,
     make_ring,
     make_shared_ring,
+    meet_after,
     pass_turn,
     release,
     release_shared,
+    tma_store,
     wait_for,
     wait_for_turn_after,
 )
-from replay.kernels.triton.hopper_scores import ROWS, may_see, own_sums, start_scores
-from replay.kernels.triton.persistent import Work, key_blocks, tile_of, turns_of
+from replay.kernels.triton.hopper_scores import ROWS, own_sums, soft_cap, start_scores
+from replay.kernels.triton.hopper_spans import Bounds, key_blocks_of, sees, span_of
+from replay.kernels.triton.online_softmax import LOG2_E
+from replay.kernels.triton.persistent import Work, tile_of, turns_of
 from replay.kernels.triton.quantise import FP8_MAX, GROUP, INT8_MAX, LOG2_FP8_MAX, SMALLEST_MAXIMUM
 
+ALL = gl.constexpr(PropagateNan.ALL)
+LOG2 = gl.constexpr("lg2.approx.ftz.f32")
+RECIPROCAL = gl.constexpr("rcp.approx.ftz.f32")
 SCALE_GROUP = gl.constexpr(GROUP)
 """Keys, and values, that share a scale."""
 
@@ -54,9 +68,34 @@ class Rings(NamedTuple):
     """STAGES of (1, 1, KEYS, Dv), or in FP8, where they are transposed, of (Dv, KEYS)."""
 
 
+class Extras(NamedTuple):
+    """What scores are made of beside operands; None where a call asks for nothing."""
+
+    factor: Any
+    """Softmax's scale · log2 e, or with a cap that of the exponent in tanh."""
+    cap: Any
+    key_mean: Any
+    """(B, Hkv, D), what was subtracted from the keys, where a cap or a sink must know."""
+    sinks: Any
+    """(Hq,)."""
+
+
+class Rows(NamedTuple):
+    """A consumer's queries of a tile."""
+
+    query: Any
+    """(ROWS, D) in 8 bits, in shared memory."""
+    scale: Any
+    """(ROWS,), and with softmax's own."""
+    shift: Any
+    """(ROWS,), what the mean of the keys would add to scores, or None."""
+    first: Any
+
+
 @gluon.jit(
     do_not_specialize=[
-        "tiles", "blocks", "bundles", "section", "q_heads", "kv_heads", "q_len", "kv_len", "groups"
+        "tiles", "blocks", "bundles", "section", "q_heads", "group", "q_len", "kv_len", "diagonal",
+        "left", "right", "groups",
     ]
 )  # fmt: skip
 def quantised_hopper_kernel(
@@ -65,30 +104,38 @@ def quantised_hopper_kernel(
     key_scale_ptr,
     value_desc,
     value_scale_ptr,
-    output_ptr,
+    output_desc,
+    key_mean_ptr,
+    sinks_ptr,
     tiles,
     blocks,
     bundles,
     section,
     q_heads,
-    kv_heads,
+    group,
     q_len,
     kv_len,
+    diagonal,
+    left,
+    right,
     groups,
     factor,
-    V_HEAD_DIM: gl.constexpr,
+    cap,
     STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr,
     HEADS: gl.constexpr,
-    IS_CAUSAL: gl.constexpr,
+    BY_LENGTH: gl.constexpr,
     IN_TURN: gl.constexpr,
     IN_TENSOR_CORES: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
     """A persistent program: its shared memory, and who does what.
 
-    `factor` is softmax's scale · log2 e, `groups` are the scales of a key head. Not IN_TURN, each
-    consumer starts its products when it can. IN_TENSOR_CORES: as in the portable kernel.
+    `group` are the query heads of a key head, `groups` its scales. What a call lacks is None, and
+    no argument of the compiled program: `diagonal` (as in `Bounds`), `left`, `right`, `cap`, sinks
+    and the mean of the keys. BY_LENGTH: tiles differ in length, and are worked on from the longest.
+    Not IN_TURN, each consumer starts its products when it can. IN_TENSOR_CORES: as in the portable
+    kernel.
     """
     D: gl.constexpr = key_desc.block_type.shape[1]
     QUERY: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], key_desc.dtype)
@@ -99,6 +146,8 @@ def quantised_hopper_kernel(
     v_buffers = gl.allocate_shared_memory(value_desc.dtype, v_shape, value_desc.layout)
     q_shape: gl.constexpr = [CONSUMERS] + query_desc.block_type.shape  # noqa: RUF005
     q_buffers = gl.allocate_shared_memory(query_desc.dtype, q_shape, query_desc.layout)
+    o_shape: gl.constexpr = [CONSUMERS] + output_desc.block_type.shape  # noqa: RUF005
+    o_buffers = gl.allocate_shared_memory(output_desc.dtype, o_shape, output_desc.layout)
     rings = Rings(
         make_ring(q_buffers),
         make_shared_ring(k_buffers, CONSUMERS),
@@ -106,17 +155,19 @@ def quantised_hopper_kernel(
     )
     if IN_TURN:
         pass_turn(CONSUMERS - 1, CONSUMERS)  # so the first consumer's is the first
-    work = Work(q_heads, q_len, kv_len, tiles, blocks, bundles, section)
-    scales = (key_scale_ptr, value_scale_ptr, kv_heads, groups)
-    load = (query_desc, key_desc, value_desc, rings, work, kv_heads, groups)
-    attend = (queries, rings, scales, output_ptr, work, factor)
+    bounds = Bounds(q_len, kv_len, diagonal, left, right)
+    work = Work(q_heads, tiles, blocks, bundles, section)
+    scales = (key_scale_ptr, value_scale_ptr, group, groups)
+    extras = Extras(factor, cap, key_mean_ptr, sinks_ptr)
+    load = (query_desc, key_desc, value_desc, rings, work, bounds, group, groups)
+    attend = (queries, rings, scales, (o_buffers, output_desc), work, bounds, extras)
     # The first consumer is the program's own four warps. Gluon wants every list written out.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_attend, (attend, 0, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES)),
-                (_attend, (attend, 1, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES)),
-                (_load, (load, CONSUMERS, HEADS, IS_CAUSAL)),
+                (_attend, (attend, 0, HEADS, BY_LENGTH, IN_TURN, IN_TENSOR_CORES)),
+                (_attend, (attend, 1, HEADS, BY_LENGTH, IN_TURN, IN_TENSOR_CORES)),
+                (_load, (load, CONSUMERS, HEADS, BY_LENGTH)),
             ],
             [4, 1],
             [REGISTERS, LOADER_REGISTERS],
@@ -124,10 +175,10 @@ def quantised_hopper_kernel(
     elif CONSUMERS == 3:
         gl.warp_specialize(
             [
-                (_attend, (attend, 0, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES)),
-                (_attend, (attend, 1, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES)),
-                (_attend, (attend, 2, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES)),
-                (_load, (load, CONSUMERS, HEADS, IS_CAUSAL)),
+                (_attend, (attend, 0, HEADS, BY_LENGTH, IN_TURN, IN_TENSOR_CORES)),
+                (_attend, (attend, 1, HEADS, BY_LENGTH, IN_TURN, IN_TENSOR_CORES)),
+                (_attend, (attend, 2, HEADS, BY_LENGTH, IN_TURN, IN_TENSOR_CORES)),
+                (_load, (load, CONSUMERS, HEADS, BY_LENGTH)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, LOADER_REGISTERS],
@@ -135,11 +186,11 @@ def quantised_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_attend, (attend, 0, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES)),
-                (_attend, (attend, 1, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES)),
-                (_attend, (attend, 2, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES)),
-                (_attend, (attend, 3, V_HEAD_DIM, HEADS, IS_CAUSAL, IN_TURN, IN_TENSOR_CORES)),
-                (_load, (load, CONSUMERS, HEADS, IS_CAUSAL)),
+                (_attend, (attend, 0, HEADS, BY_LENGTH, IN_TURN, IN_TENSOR_CORES)),
+                (_attend, (attend, 1, HEADS, BY_LENGTH, IN_TURN, IN_TENSOR_CORES)),
+                (_attend, (attend, 2, HEADS, BY_LENGTH, IN_TURN, IN_TENSOR_CORES)),
+                (_attend, (attend, 3, HEADS, BY_LENGTH, IN_TURN, IN_TENSOR_CORES)),
+                (_load, (load, CONSUMERS, HEADS, BY_LENGTH)),
             ],
             [4, 4, 4, 1],
             [REGISTERS, REGISTERS, REGISTERS, LOADER_REGISTERS],
@@ -147,25 +198,25 @@ def quantised_hopper_kernel(
 
 
 @gluon.jit
-def _load(arguments, CONSUMERS: gl.constexpr, HEADS: gl.constexpr, IS_CAUSAL: gl.constexpr):
+def _load(arguments, CONSUMERS: gl.constexpr, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
     """The loading warp: all blocks of all tiles, as soon as there is room."""
-    query_desc, key_desc, value_desc, rings, work, kv_heads, groups = arguments
+    query_desc, key_desc, value_desc, rings, work, bounds, group, groups = arguments
     QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
     STAGES: gl.constexpr = rings.key.buffers.shape[0]
     KEYS: gl.constexpr = rings.key.buffers.shape[1]
+    span = span_of(0, bounds)
     count = 0  # key blocks so far, of all tiles
-    for turn in range(turns_of(work.tiles, gl.program_id(0), gl.num_programs(0), IS_CAUSAL)):
-        head, block = tile_of(turn, work, HEADS, IS_CAUSAL)
+    for turn in range(turns_of(work.tiles, gl.program_id(0), gl.num_programs(0), BY_LENGTH)):
+        head, block = tile_of(turn, work, HEADS, BY_LENGTH)
         batch, q_head = head // work.q_heads, head % work.q_heads
-        kv_head = q_head // (work.q_heads // kv_heads)
         for who in gl.static_range(CONSUMERS):
             row = block * QUERIES + who // HEADS * ROWS
             fill(rings.query, query_desc, [batch, q_head + who % HEADS, row, 0], who, turn)
-        at = batch * kv_heads + kv_head
-        blocks, _ = key_blocks(block * QUERIES, work.kv_len, QUERIES, KEYS, IS_CAUSAL)
-        for i in range(blocks):
+        at = head // group
+        begin, _, _, end = key_blocks_of(block * QUERIES, span, bounds, QUERIES, KEYS)
+        for i in range(begin, end):
             key = i * KEYS
-            stage, phase = count % STAGES, count // STAGES
+            stage, phase = buffer_of(count, STAGES)
             place = [at * groups * SCALE_GROUP + key, 0]
             fill_shared(rings.key, key_desc, place, stage, phase, KEY, CONSUMERS)
             if value_desc.dtype == gl.float8e4nv:
@@ -173,7 +224,7 @@ def _load(arguments, CONSUMERS: gl.constexpr, HEADS: gl.constexpr, IS_CAUSAL: gl
                 place = [at * DV, key]
                 fill_shared(rings.value, value_desc, place, stage, phase, VALUE, CONSUMERS)
             else:
-                place = [batch, kv_head, key, 0]
+                place = [batch, q_head // group, key, 0]
                 fill_shared(rings.value, value_desc, place, stage, phase, VALUE, CONSUMERS)
             count += 1
 
@@ -182,16 +233,15 @@ def _load(arguments, CONSUMERS: gl.constexpr, HEADS: gl.constexpr, IS_CAUSAL: gl
 def _attend(
     arguments,
     WHO: gl.constexpr,
-    V_HEAD_DIM: gl.constexpr,
     HEADS: gl.constexpr,
-    IS_CAUSAL: gl.constexpr,
+    BY_LENGTH: gl.constexpr,
     IN_TURN: gl.constexpr,
     IN_TENSOR_CORES: gl.constexpr,
 ):
     """Consumer number WHO: 64 queries of every tile."""
-    queries, rings, scales, output_ptr, work, factor = arguments
-    key_scale_ptr, value_scale_ptr, kv_heads, groups = scales
-    kv_len = work.kv_len
+    queries, rings, scales, outputs, work, bounds, extras = arguments
+    o_buffers, output_desc = outputs
+    key_scale_ptr, value_scale_ptr, group, groups = scales
     CONSUMERS: gl.constexpr = queries.shape[0]
     QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
     STAGES: gl.constexpr = rings.key.buffers.shape[0]
@@ -202,23 +252,32 @@ def _attend(
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [4, 1], [16, DV, 32 if FP8_VALUE else 16]
     )
+    span = span_of(0, bounds)
     count = 0
-    for turn in range(turns_of(work.tiles, gl.program_id(0), gl.num_programs(0), IS_CAUSAL)):
-        head, block = tile_of(turn, work, HEADS, IS_CAUSAL)
+    for turn in range(turns_of(work.tiles, gl.program_id(0), gl.num_programs(0), BY_LENGTH)):
+        wait_for(rings.query, WHO, turn)
+        # What it takes to find the tile hides behind what the query takes.
+        head, block = tile_of(turn, work, HEADS, BY_LENGTH)
         head += WHO % HEADS
         batch, q_head = head // work.q_heads, head % work.q_heads
-        at = batch * kv_heads + q_head // (work.q_heads // kv_heads)
+        at = head // group
         first = block * QUERIES + WHO // HEADS * ROWS
-        blocks, whole = key_blocks(block * QUERIES, kv_len, QUERIES, KEYS, IS_CAUSAL)
+        begin, whole_first, whole_end, end = key_blocks_of(
+            block * QUERIES, span, bounds, QUERIES, KEYS
+        )
         of_head = (key_scale_ptr + at * groups, value_scale_ptr + at * groups)
-        of_keys, of_values = _scales(of_head, 0, KEYS, FP8_VALUE)
+        of_keys, of_values = _scales(of_head, begin, KEYS, FP8_VALUE)
         query = queries.index(WHO)
-        wait_for(rings.query, WHO, turn)
-        of_queries = _quantise_query(rings.query.buffers.index(WHO), factor, query, SCORES)
+        unquantised = rings.query.buffers.index(WHO)
+        shift = None
+        if extras.key_mean is not None:
+            D: gl.constexpr = query.shape[1]
+            shift = _times_mean(unquantised, extras.key_mean + at * D, extras.factor, D, SCORES)
+        of_queries = _quantise_query(unquantised, extras.factor, query, SCORES)
         release(rings.query, WHO)
 
-        stage = count % STAGES
-        wait_for(rings.key, stage, count // STAGES)
+        stage, phase = buffer_of(count, STAGES)
+        wait_for(rings.key, stage, phase)
         scores = start_scores(query, rings.key.buffers.index(stage))
         scores = warpgroup_mma_wait(0, deps=[scores])
         release_shared(rings.key, stage, KEY, CONSUMERS)
@@ -226,59 +285,71 @@ def _attend(
         maximum = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
         total = own_sums(gl.zeros([ROWS, KEYS], gl.float32, SCORES))
         state = (scores, output, maximum, total, of_keys, of_values)
-        # Blocks that all queries see whole, those that some do not, and the last.
-        for i in range(0, whole):
+        rows = Rows(query, of_queries, shift, first)
+        # Blocks that a window's left side cuts, those that all queries see whole, those that the
+        # diagonal or its right side cuts, and the last. Without a right side all before the last
+        # are seen whole to their ends.
+        if bounds.left is not None:
+            for i in range(begin, whole_first):
+                state = _step(
+                    state, rows, rings, of_head, count, i, span, bounds, extras.cap,
+                    WHO, CONSUMERS, True, IN_TURN, IN_TENSOR_CORES, False,
+                )  # fmt: skip
+                count += 1
+        for i in range(whole_first, whole_end):
             state = _step(
-                state, query, of_queries, rings, of_head, count, first, i, kv_len,
-                WHO, CONSUMERS, IS_CAUSAL, False, IN_TURN, IN_TENSOR_CORES, False,
+                state, rows, rings, of_head, count, i, span, bounds, extras.cap,
+                WHO, CONSUMERS, False, IN_TURN, IN_TENSOR_CORES, False,
             )  # fmt: skip
             count += 1
-        for i in range(whole, blocks - 1):
-            state = _step(
-                state, query, of_queries, rings, of_head, count, first, i, kv_len,
-                WHO, CONSUMERS, IS_CAUSAL, True, IN_TURN, IN_TENSOR_CORES, False,
-            )  # fmt: skip
-            count += 1
+        if bounds.right is not None:
+            for i in range(whole_end, end - 1):
+                state = _step(
+                    state, rows, rings, of_head, count, i, span, bounds, extras.cap,
+                    WHO, CONSUMERS, True, IN_TURN, IN_TENSOR_CORES, False,
+                )  # fmt: skip
+                count += 1
         state = _step(
-            state, query, of_queries, rings, of_head, count, first, blocks - 1, kv_len,
-            WHO, CONSUMERS, IS_CAUSAL, True, IN_TURN, IN_TENSOR_CORES, True,
+            state, rows, rings, of_head, count, end - 1, span, bounds, extras.cap,
+            WHO, CONSUMERS, True, IN_TURN, IN_TENSOR_CORES, True,
         )  # fmt: skip
         count += 1
 
-        _, output, _, sums, _, _ = state
-        output = (
-            output * gl.convert_layout(1.0 / gl.sum(sums, 1), gl.SliceLayout(1, OUTPUT))[:, None]
-        )
-        STORED: gl.constexpr = gl.BlockedLayout(
-            [1, 8], [256 // DV, DV // 8], [gl.num_warps(), 1], [1, 0]
-        )
-        stored = gl.convert_layout(output.to(output_ptr.dtype.element_ty), STORED)
-        rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, STORED))
-        columns = gl.arange(0, DV, gl.SliceLayout(0, STORED))
-        gl.store(
-            output_ptr
-            + head.to(gl.int64) * work.q_len * V_HEAD_DIM
-            + rows[:, None].to(gl.int64) * V_HEAD_DIM
-            + columns[None, :],
-            stored,
-            mask=(rows < work.q_len)[:, None] & (columns < V_HEAD_DIM)[None, :],
-        )
+        _, output, maximum, sums, _, _ = state
+        total = gl.sum(sums, 1)
+        rescale = 1.0
+        if extras.sinks is not None:
+            sink = gl.load(extras.sinks + q_head).to(gl.float32) * LOG2_E
+            if extras.key_mean is not None and extras.cap is None:
+                sink = sink - gl.convert_layout(shift, total.type.layout)
+            maximum = gl.convert_layout(maximum, total.type.layout)
+            with_sink = gl.maximum(maximum, sink)
+            origin = gl.where(with_sink == float("-inf"), 0.0, with_sink)
+            rescale = gl.exp2(maximum - origin)
+            total = total * rescale + gl.exp2(sink - origin + (LOG2_FP8_MAX if FP8_VALUE else 0.0))
+        share = gl.where(total == 0.0, 0.0, rescale / total)  # a query may see nothing
+        output *= gl.convert_layout(share, gl.SliceLayout(1, OUTPUT))[:, None]
+        o_buffer = o_buffers.index(WHO)
+        tma.store_wait(0)  # that of the tile before, which still reads this memory
+        o_buffer.reshape((ROWS, DV)).store(output.to(o_buffer.dtype))
+        fence_async_shared()
+        tma_store(output_desc, [batch, q_head, first, 0], o_buffer)
+    tma.store_wait(0)
 
 
 @gluon.jit
 def _step(
     state,
-    query,
-    of_queries,
+    rows,
     rings,
     scales,
     count,
-    first_query,
     block,
-    kv_len,
+    span,
+    bounds,
+    cap,
     WHO: gl.constexpr,
     CONSUMERS: gl.constexpr,
-    IS_CAUSAL: gl.constexpr,
     IS_MASKED: gl.constexpr,
     IN_TURN: gl.constexpr,
     IN_TENSOR_CORES: gl.constexpr,
@@ -286,26 +357,29 @@ def _step(
 ):
     """Block number `count`, whose scores are there: its softmax, and PV beside QKᵀ of the next.
 
-    Leaves the scores and the scales of the next block, unless it is a tile's last.
+    Leaves the scores and the scales of the next block, unless it is a tile's last. `block` is its
+    number among those of the key head.
     """
     scores, output, maximum, total, of_keys, of_values = state
     STAGES: gl.constexpr = rings.key.buffers.shape[0]
     KEYS: gl.constexpr = rings.key.buffers.shape[1]
     FP8_VALUE: gl.constexpr = rings.value.buffers.dtype == gl.float8e4nv
     OUTPUT: gl.constexpr = output.type.layout
-    scale = of_queries * of_keys
-    exponent = gl.log2(of_values) if FP8_VALUE else 0.0
+    scale = rows.scale * of_keys
+    exponent = _approximately(LOG2, of_values) if FP8_VALUE else 0.0
     next_of_keys, next_of_values = of_keys, of_values
     if not IS_LAST:
         next_of_keys, next_of_values = _scales(scales, block + 1, KEYS, FP8_VALUE)
     weights, maximum, total, shrink = _weigh(
-        scores, scale, exponent, of_values, maximum, total, first_query, block, kv_len,
-        OUTPUT, rings.value.buffers.dtype, IS_CAUSAL, IS_MASKED,
+        scores, scale, rows, exponent, of_values, maximum, total, block, span, bounds, cap,
+        OUTPUT, rings.value.buffers.dtype, IS_MASKED,
     )  # fmt: skip
     shrink = gl.convert_layout(shrink, gl.SliceLayout(1, OUTPUT))[:, None]
 
-    stage, phase = count % STAGES, count // STAGES
-    next_stage, next_phase = (count + 1) % STAGES, (count + 1) // STAGES
+    stage, phase = buffer_of(count, STAGES)
+    next_stage, next_phase = buffer_of(count + 1, STAGES)
+    if not IN_TURN:
+        meet_after(total, WHO)
     wait_for(rings.value, stage, phase)
     if not IS_LAST:
         wait_for(rings.key, next_stage, next_phase)
@@ -320,7 +394,7 @@ def _step(
         product = warpgroup_mma(weights, values, output * shrink, is_async=True)
     next_scores = scores
     if not IS_LAST:
-        next_scores = start_scores(query, rings.key.buffers.index(next_stage))
+        next_scores = start_scores(rows.query, rings.key.buffers.index(next_stage))
     if IN_TURN:
         pass_turn(WHO, CONSUMERS)
     product = warpgroup_mma_wait(0 if IS_LAST else 1, deps=[product])
@@ -337,16 +411,17 @@ def _step(
 def _weigh(
     scores,
     scale,
+    rows,
     exponent,
     of_values,
     maximum,
     total,
-    first_query,
     block,
-    kv_len,
+    span,
+    bounds,
+    cap,
     OUTPUT: gl.constexpr,
     DTYPE: gl.constexpr,
-    IS_CAUSAL: gl.constexpr,
     IS_MASKED: gl.constexpr,
 ):
     """Softmax of one block: its weights, as PV in the layout OUTPUT wants them, and the running
@@ -354,26 +429,36 @@ def _weigh(
     FP8_VALUE: gl.constexpr = DTYPE == gl.float8e4nv  # noqa: SIM300
     KEYS: gl.constexpr = scores.shape[1]
     scores = scores.to(gl.float32)
-    if IS_MASKED:
-        seen = may_see(scores, first_query, block * KEYS, kv_len, IS_CAUSAL)
-        scores = gl.where(seen, scores * scale[:, None], float("-inf"))
+    if IS_MASKED or cap is not None:
+        scores *= scale[:, None]
+        if cap is not None:
+            if rows.shift is not None:
+                scores += rows.shift[:, None]
+            scores = soft_cap(scores, cap)
+        if IS_MASKED:
+            seen = sees(scores, rows.first, block * KEYS, span, bounds)
+            scores = gl.where(seen, scores, float("-inf"))
         largest = gl.max(scores, 1)
     else:
         # No scale is negative, so that the largest product is the largest score.
         largest = gl.max(scores, 1) * scale
     new_maximum = gl.maximum(maximum, largest + exponent)
-    origin = new_maximum - exponent
+    subtracted = new_maximum
+    if IS_MASKED and (bounds.left is not None or bounds.diagonal is None):
+        # A row that has seen no key yet: -inf minus itself would be NaN.
+        subtracted = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    origin = subtracted - exponent
     if FP8_VALUE:
         origin = origin - LOG2_FP8_MAX
-    if IS_MASKED:
+    if IS_MASKED or cap is not None:
         weights = gl.exp2(scores - origin[:, None])
     else:
         weights = gl.exp2(scores * scale[:, None] - origin[:, None])
-    shrink = gl.exp2(maximum - new_maximum)
+    shrink = gl.exp2(maximum - subtracted)
     sums = own_sums(weights)
     total = total * gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout))[:, None]
     if FP8_VALUE:
-        total = total + sums * (1.0 / of_values)
+        total = total + sums * _approximately(RECIPROCAL, of_values)
         # Into KEY_ORDER, which for the thread that holds them is a change of names only.
         weights = weights.to(DTYPE).reshape((ROWS, KEYS // 16, 2, 4, 2))
         weights = weights.permute((0, 1, 3, 2, 4)).reshape((ROWS, KEYS))
@@ -382,6 +467,14 @@ def _weigh(
         weights = weights.to(DTYPE)
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 4 if FP8_VALUE else 2)
     return gl.convert_layout(weights, WEIGHTS), new_maximum, total, shrink
+
+
+@gluon.jit
+def _approximately(INSTRUCTION: gl.constexpr, number):
+    """The GPU's own logarithm or reciprocal, to some 22 bits, instead of one that takes 20 more
+    instructions for the last bit and for numbers below 1e-38."""
+    PTX: gl.constexpr = INSTRUCTION + " $0, $1;"
+    return gl.inline_asm_elementwise(PTX, "=f,f", [number], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -395,22 +488,48 @@ def _scales(scales, block, KEYS: gl.constexpr, FP8_VALUE: gl.constexpr):
 
 
 @gluon.jit
+def _times_mean(block, mean_ptr, factor, D: gl.constexpr, SCORES: gl.constexpr):
+    """What the mean that was subtracted from the keys would add to a row's scores."""
+    LAYOUT: gl.constexpr = _four_threads_a_row(D)
+    query = block.reshape((ROWS, D)).load(LAYOUT).to(gl.float32)
+    mean = gl.load(mean_ptr + gl.arange(0, D, gl.SliceLayout(0, LAYOUT)))
+    products = gl.sum(query * mean[None, :], 1) * factor
+    return gl.convert_layout(products, gl.SliceLayout(1, SCORES), assert_trivial=True)
+
+
+@gluon.jit
 def _quantise_query(block, factor, buffer, SCORES: gl.constexpr):
     """A consumer's queries into shared memory; their scales, NaN where a row is not finite."""
     D: gl.constexpr = buffer.shape[1]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
-    query = block.reshape((ROWS, D)).load(LAYOUT)
-    query = query.to(gl.float32) * factor
-    not_finite = gl.sum(query * 0.0, 1)
-    query = gl.where(gl.abs(query) < float("inf"), query, 0.0)
-    largest = gl.maximum(gl.max(gl.abs(query), 1), SMALLEST_MAXIMUM)
-    inverse = (1.0 / largest)[:, None]
+    query = block.reshape((ROWS, D)).load(_four_threads_a_row(D)).to(gl.float32)
+    largest = gl.reduce(gl.abs(query), 1, _larger_or_nan) * gl.abs(factor)
+    not_finite = largest * 0.0
+    largest = gl.maximum(largest, SMALLEST_MAXIMUM)
     if buffer.dtype == gl.int8:
-        quantised = gl.floor(query * inverse * INT8_MAX + 0.5).to(gl.int8)
+        query = gl.floor(query * (factor * INT8_MAX / largest)[:, None] + 0.5)
         scale = largest / INT8_MAX + not_finite
     else:
-        quantised = (query * inverse * FP8_MAX).to(gl.float8e4nv)
+        query = query * (factor * FP8_MAX / largest)[:, None]
         scale = largest / FP8_MAX + not_finite
-    buffer.store(quantised)
+    buffer.store(query.to(buffer.dtype))
     fence_async_shared()
-    return gl.convert_layout(scale, gl.SliceLayout(1, SCORES))
+    return gl.convert_layout(scale, gl.SliceLayout(1, SCORES), assert_trivial=True)
+
+
+@gluon.jit
+def _larger_or_nan(left, right):
+    return gl.maximum(left, right, propagate_nan=ALL)
+
+
+@constexpr_function
+def _four_threads_a_row(D):
+    """The layout of (ROWS, D) queries in which a thread has the rows that it has of scores.
+
+    Its columns are such that eight threads, which read 16 bytes each at a time, find them in
+    different banks of shared memory as TMA lays out 16 bits.
+    """
+    columns = [[0, 1 << bit] for bit in range(D.bit_length() - 1)]
+    quad = 4 if D >= 64 else 3  # the bits of columns that tell a row's four threads apart
+    lanes = [*columns[quad : quad + 2], [1, 0], [2, 0], [4, 0]]
+    registers = [*columns[:quad], *columns[quad + 2 :], [8, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [ROWS.value, D])

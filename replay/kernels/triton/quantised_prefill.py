@@ -1,7 +1,7 @@
 """Prefill with 8-bit operands: INT8 or FP8 QKᵀ, and 16-bit or FP8 PV.
 
 What is quantised, and how, is in `quantise.py`, what is computed in `quantised_prefill_kernel.py`,
-or on Hopper, where the call asks for no more than SDPA does, in `quantised_hopper_kernel.py`.
+or on Hopper up to a head_dim of 128, in `quantised_hopper_kernel.py`.
 """
 
 from __future__ import annotations
@@ -83,16 +83,18 @@ def attend(
         value = describable(value)
     if has_gluon_kernels(query.device):
         query = describable(query)
-    output = query.new_empty((*query.shape[:3], quantised.v_head_dim))
-    planned = _planned(query, quantised, value, is_causal, scale, variant, sinks, in_tensor_cores)
-    of_query, of_key, of_value = planned.operands(query, quantised.key, value)
+    output = _empty_output(query, quantised.v_head_dim)
+    planned = _planned(
+        query, quantised, value, output, is_causal, scale, variant, sinks, in_tensor_cores
+    )
+    of_query, of_key, of_value, of_output = planned.operands(query, quantised.key, value, output)
     planned.launch(
         of_query,
         of_key,
         quantised.key_scale,
         of_value,
         quantised.key_scale if quantised.value_scale is None else quantised.value_scale,
-        output,
+        of_output,
         *((quantised.key_mean, None if sinks is None else sinks.contiguous()) if sees_mean else ()),
     )
     return output
@@ -102,6 +104,7 @@ def _planned(
     query: Tensor,
     quantised: QuantisedKeyValue,
     value: Tensor,
+    output: Tensor,
     is_causal: bool,
     scale: float | None,
     variant: Variant,
@@ -123,7 +126,15 @@ def _planned(
     return _calls.get(shape) or _calls.keep(
         shape,
         _plan(
-            query, quantised, value, is_causal, scale, variant, sinks is not None, in_tensor_cores
+            query,
+            quantised,
+            value,
+            output,
+            is_causal,
+            scale,
+            variant,
+            sinks is not None,
+            in_tensor_cores,
         ),
     )
 
@@ -131,10 +142,20 @@ def _planned(
 _calls: Kept[PlannedCall] = Kept()
 
 
+def _empty_output(query: Tensor, v_head_dim: int) -> Tensor:
+    """(B, Hq, Sq, Dv), on Hopper in rows of whole 16 bytes, as a tensor descriptor takes them."""
+    step = 8 if has_gluon_kernels(query.device) else 1
+    if v_head_dim % step == 0:
+        return query.new_empty((*query.shape[:3], v_head_dim))
+    rows = query.new_empty((*query.shape[:3], v_head_dim + step - v_head_dim % step))
+    return rows[..., :v_head_dim]
+
+
 def _plan(
     query: Tensor,
     quantised: QuantisedKeyValue,
     value: Tensor,
+    output: Tensor,
     is_causal: bool,
     scale: float | None,
     variant: Variant,
@@ -145,18 +166,22 @@ def _plan(
     descriptor takes them."""
     batch, q_heads, q_len, head_dim = query.shape
     is_causal, left, right = window_sides(is_causal, variant, q_len, quantised.kv_len)
-    is_bottom_right = variant.bottom_right and q_len != quantised.kv_len
-    sees_mean = variant.softcap is not None or has_sinks
-    is_plain = left is None and right is None and not (is_bottom_right or sees_mean)
+    has_diagonal = is_causal or left is not None or right is not None
+    is_bottom_right = variant.bottom_right and has_diagonal and q_len != quantised.kv_len
     block_dim, block_v_dim = quantised.key.shape[3], padded_dim(quantised.v_head_dim)
     fp8_value = quantised.value_scale is not None
     factor, cap = base_2(head_dim**-0.5 if scale is None else scale, variant.softcap)
+    sees_mean = has_sinks or cap is not None
+    numbers = numbers_of(query, quantised, factor, cap, in_tensor_cores, sees_mean)
     largest_dim = max(block_dim, block_v_dim)
-    if is_plain and largest_dim <= 128 and has_gluon_kernels(query.device):
+    if largest_dim <= 128 and has_gluon_kernels(query.device):
         # Gluon is imported only where it is of use.
         from replay.kernels.triton import quantised_hopper
 
-        return quantised_hopper.plan(query, quantised, value, is_causal, factor, in_tensor_cores)
+        right = 0 if is_causal else right
+        return quantised_hopper.plan(
+            query, quantised, value, output, numbers, is_bottom_right, left, right
+        )
     tile = tile_for(largest_dim, q_len, has_tma(query.device))
     key_desc = TensorDescriptor.from_tensor(quantised.key.flatten(0, 2), [tile.keys, block_dim])
     if fp8_value:
@@ -168,26 +193,28 @@ def _plan(
         quantised_prefill_kernel,
         (-(-q_len // tile.queries) * batch * q_heads, 1, 1),
         query.device,
-        numbers_of(query, quantised, is_causal, factor, in_tensor_cores)
+        numbers
         | named("stride_", "bhsd", query.stride())
         | {
+            "kv_heads": quantised.key.shape[1],
             "HEAD_DIM": head_dim,
+            "V_HEAD_DIM": quantised.v_head_dim,
+            "OUTPUT_STRIDE": output.stride(2),
             "BLOCK_D": block_dim,
             "BLOCK_DV": block_v_dim,
             "BLOCK_M": tile.queries,
             "BLOCK_N": tile.keys,
             "GROUP": GROUP,
             "FP8_VALUE": fp8_value,
+            "IS_CAUSAL": is_causal,
             "IS_BOTTOM_RIGHT": is_bottom_right,
-            "cap": cap,
             "left": left,
             "right": right,
-        }
-        | ({} if sees_mean else {"key_mean_ptr": None, "sinks_ptr": None}),
+        },
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    return PlannedCall(launch, (None, nowhere(key_desc), nowhere(value_desc)))
+    return PlannedCall(launch, (None, nowhere(key_desc), nowhere(value_desc), None))
 
 
 def quantised_prefill(
@@ -248,7 +275,15 @@ def quantised_prefill(
     if is_read_in_place and not keep_mean:
         quantise = launch_of(key, value, score_dtype, fp8_value, smooth_k, keep_mean)
         planned = _planned(
-            query, quantised, quantised.value, is_causal, scale, variant, None, in_tensor_cores
+            query,
+            quantised,
+            quantised.value,
+            output,
+            is_causal,
+            scale,
+            variant,
+            None,
+            in_tensor_cores,
         )
         repetition = _Repetition.of(quantise, planned.launch, quantised, output)
         if repetition is not None:

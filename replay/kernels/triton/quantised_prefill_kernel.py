@@ -65,6 +65,7 @@ def quantised_prefill_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     V_HEAD_DIM: tl.constexpr,
+    OUTPUT_STRIDE: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -158,9 +159,9 @@ def quantised_prefill_kernel(
         output *= rescale[:, None]
     output /= tl.where(total == 0.0, 1.0, total)[:, None]
     columns = tl.arange(0, BLOCK_DV)
-    output_ptr += head.to(tl.int64) * q_len * V_HEAD_DIM
+    output_ptr += head.to(tl.int64) * q_len * OUTPUT_STRIDE
     tl.store(
-        output_ptr + rows[:, None].to(tl.int64) * V_HEAD_DIM + columns[None, :],
+        output_ptr + rows[:, None].to(tl.int64) * OUTPUT_STRIDE + columns[None, :],
         output.to(output_ptr.dtype.element_ty),
         mask=(rows[:, None] < q_len) & (columns[None, :] < V_HEAD_DIM),
     )

@@ -59,6 +59,9 @@ def test_blocks(
         for row in range(0, q_len, rows):
             first, whole_first, whole_end, end = key_blocks_of(row, span, bounds, rows, keys)
             assert 0 <= first <= whole_first <= whole_end < end
+            assert end <= -(-kv_len // keys), "a last block without keys"
+            if right is None:  # kernels have no loop for masked blocks then, but for the last
+                assert whole_end == end - 1
             queries = range(row, row + rows)
             seen = {
                 key // keys
