@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 # Renamed between the Triton versions that we support.
 _new_names = hasattr(tma, "async_store")
@@ -159,6 +159,20 @@ def release_shared(ring, index, WHICH: gl.constexpr, CONSUMERS: gl.constexpr):
         _barrier("bar.arrive", _number(ring, index, WHICH, CONSUMERS), _everyone(CONSUMERS))
     else:
         release(ring, index)
+
+
+@gluon.jit
+def clear(buffer, count):
+    """Make zeros of a buffer's rows, (N, D), from number `count` on. Every consumer does, so that
+    none waits for another."""
+    DV: gl.constexpr = buffer.shape[1]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
+    STEP: gl.constexpr = 16
+    for i in gl.static_range(buffer.shape[0] // STEP):
+        part = buffer.slice(i * STEP, STEP, dim=0)
+        rows = i * STEP + gl.arange(0, STEP, gl.SliceLayout(1, LAYOUT))
+        part.store(gl.where((rows < count)[:, None], part.load(LAYOUT), 0.0))
+    fence_async_shared()
 
 
 @gluon.jit

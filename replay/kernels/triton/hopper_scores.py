@@ -11,6 +11,12 @@ ROWS = gl.constexpr(64)
 
 
 @gluon.jit
+def matrix(block):
+    """(rows, D) of a block of four dimensions, as descriptors have them."""
+    return block.reshape((block.shape[2], block.shape[3]))
+
+
+@gluon.jit
 def start_scores(query, keys):
     """Start QKᵀ, (ROWS, N): int32 of INT8, else float32. To be waited for before it is read.
 
@@ -55,3 +61,13 @@ def own_sums(weights):
     """
     N: gl.constexpr = weights.shape[1]
     return gl.sum(gl.sum(weights.reshape((ROWS, N // 8, 4, 2)), 3), 1)
+
+
+@gluon.jit
+def add_sink(sink, maximum, total, LOG2_UNIT: gl.constexpr):
+    """The factor for what was summed before, the new maximum and the new sum, as in
+    `online_softmax.add_sink`; a weight of 1 has been counted as 2^LOG2_UNIT."""
+    new_maximum = gl.maximum(maximum, sink)
+    origin = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    rescale = gl.exp2(maximum - origin)
+    return rescale, new_maximum, total * rescale + gl.exp2(sink - origin + LOG2_UNIT)

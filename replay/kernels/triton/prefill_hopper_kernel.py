@@ -32,10 +32,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from replay.kernels.triton.hopper_masks import fill_mask
 from replay.kernels.triton.hopper_pipeline import (
     KEY,
     LOADER_REGISTERS,
     VALUE,
+    clear,
     fill,
     fill_shared,
     make_ring,
@@ -47,18 +49,30 @@ from replay.kernels.triton.hopper_pipeline import (
     wait_for,
     wait_for_turn,
 )
-from replay.kernels.triton.hopper_scores import ROWS, add_scores, own_sums, soft_cap, start_scores
+from replay.kernels.triton.hopper_scores import (
+    ROWS,
+    add_scores,
+    add_sink,
+    matrix,
+    own_sums,
+    start_scores,
+)
 from replay.kernels.triton.hopper_spans import (
     Bounds,
     key_blocks_of,
-    sees,
     span_of,
     visited_key,
     visits_of,
 )
 from replay.kernels.triton.persistent import Work, tile_of, turns_of
+from replay.kernels.triton.prefill_hopper_softmax import (
+    LOG2_E,
+    Extras,
+    pack,
+    unpack,
+    weigh,
+)
 
-LOG2_E = gl.constexpr(math.log2(math.e))
 LN_2 = gl.constexpr(math.log(2))
 
 
@@ -78,17 +92,6 @@ class Rings(NamedTuple):
     bytes of a bool mask; None where a call has none."""
     bias: Any
     """The same of a mask of numbers, (1, 1, ROWS, KEYS)."""
-
-
-class Extras(NamedTuple):
-    """What softmax does beyond scale and mask; None where a call asks for nothing."""
-
-    scale: Any
-    """Of the scores, in base 2, but where a mask is added to them; or with a cap in the exponent of
-    its tanh."""
-    cap: Any
-    sinks: Any
-    """(Hq,)."""
 
 
 # Triton compiles a kernel anew for integers that are 1 or multiples of 16 unless told not to: every
@@ -289,27 +292,11 @@ def _load(arguments, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
                 if mask_desc is not None:  # noqa: SIM102 (decided while this is compiled)
                     if has_mask:
                         own = [batch * mask_batch, q_head, first, key]
-                        _fill_mask(rings, mask_desc, own, mask_head, masks, CONSUMERS, HEADS)
+                        fill_mask(rings, mask_desc, own, mask_head, masks, CONSUMERS, HEADS)
                         masks += 1
                 fill_shared(rings.value, v_desc, at, stage, phase, VALUE, CONSUMERS)
                 count += 1
             done += 1
-
-
-@gluon.jit
-def _fill_mask(
-    rings, mask_desc, place, mask_head, count, CONSUMERS: gl.constexpr, HEADS: gl.constexpr
-):
-    """Every consumer's part of the mask's block number `count`; `place` is the first's."""
-    batch, head, row, key = place
-    ring = rings.bias
-    if rings.mask is not None:
-        ring = rings.mask
-        key = key // 2
-    STAGES: gl.constexpr = ring.buffers.shape[0] // CONSUMERS
-    for who in gl.static_range(CONSUMERS):
-        own = [batch, (head + who % HEADS) * mask_head, row + who // HEADS * ROWS, key]
-        fill(ring, mask_desc, own, who * STAGES + count % STAGES, count // STAGES)
 
 
 @gluon.jit
@@ -384,7 +371,7 @@ def _attend_tile(
 ):
     """A consumer's queries of one tile. Returns how many blocks of keys there have been, and how
     many with a block of the mask: `count` and `masks` are those of the tiles before."""
-    batch, q_heads, q_head = place
+    _, _, q_head = place
     dtype: gl.constexpr = rings.value.buffers.dtype
     CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
     STAGES: gl.constexpr = rings.key.buffers.shape[0]
@@ -411,7 +398,7 @@ def _attend_tile(
     scores = warpgroup_mma_wait(0, deps=[scores])
     release_shared(rings.key, stage, KEY, CONSUMERS)
     nothing = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, scores.type.layout))
-    weights, largest, _ = _weigh(
+    weights, largest, _ = weigh(
         scores, nothing, rings, masks, first, key, span, bounds, extras, WHO, True
     )
     if bounds.k_lengths is not None or bounds.q_offsets is not None:
@@ -419,9 +406,9 @@ def _attend_tile(
         left_over = span.kv_len - key
         if left_over < KEYS:
             wait_for(rings.value, stage, count // STAGES)
-            _clear(rings.value.buffers.index(stage), left_over)
+            clear(matrix(rings.value.buffers.index(stage)), left_over)
     output = gl.zeros([ROWS, DV], gl.float32, OUTPUT)
-    state = (_pack(weights, dtype), output, largest, own_sums(weights))
+    state = (pack(weights, dtype), output, largest, own_sums(weights))
     count += 1
     masks += 1
     if bounds.visits is not None:
@@ -461,8 +448,8 @@ def _attend_tile(
     total = gl.sum(sums, 1)
     stage = (count - 1) % STAGES
     wait_for(rings.value, stage, (count - 1) // STAGES)
-    values = _matrix(rings.value.buffers.index(stage))
-    output = warpgroup_mma(_unpack(packed, output, dtype), values, output, is_async=True)
+    values = matrix(rings.value.buffers.index(stage))
+    output = warpgroup_mma(unpack(packed, output, dtype), values, output, is_async=True)
     output = warpgroup_mma_wait(0, deps=[output])
     release_shared(rings.value, stage, VALUE, CONSUMERS)
     largest = gl.convert_layout(largest, total.type.layout)
@@ -471,40 +458,12 @@ def _attend_tile(
     rescale = 1.0
     if extras.sinks is not None:
         sink = gl.load(extras.sinks + q_head).to(gl.float32) * LOG2_E
-        with_sink = gl.maximum(largest, sink)
-        origin = gl.where(with_sink == float("-inf"), 0.0, with_sink)
-        rescale = gl.exp2(largest - origin)
-        total = total * rescale + gl.exp2(sink - origin)
-        largest = with_sink
+        rescale, largest, total = add_sink(sink, largest, total, 0.0)
     share = gl.where(total == 0.0, 0.0, rescale / total)  # a query may see nothing
     output *= gl.convert_layout(share, gl.SliceLayout(1, OUTPUT))[:, None]
-    o_buffers, o_desc, pointers = outputs
-    o_pointer, stride_head, stride_token, lse, rows = pointers
-    o_buffer = o_buffers.index(WHO)
-    if not OUTPUT_ON_QUERY:
-        tma.store_wait(0)  # that of the tile before, which still reads this memory
-    _matrix(o_buffer).store(output.to(dtype))
-    fence_async_shared()
-    if o_pointer is None:
-        tma_store(o_desc, [batch, q_head, first, 0], o_buffer)
-        if OUTPUT_ON_QUERY:
-            tma.store_wait(0)
-    else:
-        STORED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
-        stored = _matrix(o_buffer).load(STORED)
-        queries = first + gl.arange(0, ROWS, gl.SliceLayout(1, STORED))
-        columns = gl.arange(0, DV, gl.SliceLayout(0, STORED))
-        o_pointer += q_head.to(gl.int64) * stride_head
-        at = (span.q_start + queries).to(gl.int64)[:, None] * stride_token + columns[None, :]
-        inside = (queries < span.q_len)[:, None] & (columns < V_HEAD_DIM)[None, :]
-        gl.store(o_pointer + at, stored, mask=inside)
+    _store(output, largest, total, outputs, place, span, first, WHO, OUTPUT_ON_QUERY, V_HEAD_DIM)
     if OUTPUT_ON_QUERY:
         release(rings.query, WHO)
-    if lse is not None:
-        queries = first + gl.arange(0, ROWS, total.type.layout)
-        start = (batch * q_heads + q_head).to(gl.int64) * rows + span.q_start
-        logarithms = (largest + gl.log2(total)) * LN_2
-        gl.store(lse + start + queries, logarithms, mask=queries < span.q_len)
     return count, masks
 
 
@@ -529,17 +488,17 @@ def _step(
     STAGES: gl.constexpr = rings.key.buffers.shape[0]
     stage = count % STAGES
     before = (count - 1) % STAGES
-    probabilities = _unpack(packed, output, dtype)
+    probabilities = unpack(packed, output, dtype)
     wait_for(rings.key, stage, count // STAGES)
     wait_for_turn(WHO)
     scores = _start(rings, stage, WHO)
     wait_for(rings.value, before, (count - 1) // STAGES)
-    values = _matrix(rings.value.buffers.index(before))
+    values = matrix(rings.value.buffers.index(before))
     output = warpgroup_mma(probabilities, values, output, is_async=True)
     pass_turn(WHO, CONSUMERS)
     scores = warpgroup_mma_wait(1, deps=[scores])
     release_shared(rings.key, stage, KEY, CONSUMERS)
-    weights, largest, factor = _weigh(
+    weights, largest, factor = weigh(
         scores, largest, rings, masks, first_query, first_key, span, bounds, extras, WHO, IS_MASKED
     )
     sums = own_sums(weights)
@@ -548,144 +507,58 @@ def _step(
     output, weights, packed = warpgroup_mma_wait(0, deps=[output, weights, packed])
     release_shared(rings.value, before, VALUE, CONSUMERS)
     output *= gl.convert_layout(factor, gl.SliceLayout(1, output.type.layout))[:, None]
-    return _pack(weights, dtype), output, largest, total
+    return pack(weights, dtype), output, largest, total
+
+
+@gluon.jit
+def _store(
+    output,
+    largest,
+    total,
+    outputs,
+    place,
+    span,
+    first,
+    WHO: gl.constexpr,
+    OUTPUT_ON_QUERY: gl.constexpr,
+    V_HEAD_DIM: gl.constexpr,
+):
+    """A consumer's output, and its logarithms if they are asked for."""
+    DV: gl.constexpr = output.shape[1]
+    batch, q_heads, q_head = place
+    o_buffers, o_desc, pointers = outputs
+    o_pointer, stride_head, stride_token, lse, rows = pointers
+    o_buffer = o_buffers.index(WHO)
+    if not OUTPUT_ON_QUERY:
+        tma.store_wait(0)  # that of the tile before, which still reads this memory
+    matrix(o_buffer).store(output.to(o_buffer.dtype))
+    fence_async_shared()
+    if o_pointer is None:
+        tma_store(o_desc, [batch, q_head, first, 0], o_buffer)
+        if OUTPUT_ON_QUERY:
+            tma.store_wait(0)
+    else:
+        STORED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
+        stored = matrix(o_buffer).load(STORED)
+        queries = first + gl.arange(0, ROWS, gl.SliceLayout(1, STORED))
+        columns = gl.arange(0, DV, gl.SliceLayout(0, STORED))
+        o_pointer += q_head.to(gl.int64) * stride_head
+        at = (span.q_start + queries).to(gl.int64)[:, None] * stride_token + columns[None, :]
+        inside = (queries < span.q_len)[:, None] & (columns < V_HEAD_DIM)[None, :]
+        gl.store(o_pointer + at, stored, mask=inside)
+    if lse is not None:
+        queries = first + gl.arange(0, ROWS, total.type.layout)
+        start = (batch * q_heads + q_head).to(gl.int64) * rows + span.q_start
+        logarithms = (largest + gl.log2(total)) * LN_2
+        gl.store(lse + start + queries, logarithms, mask=queries < span.q_len)
 
 
 @gluon.jit
 def _start(rings, stage, WHO: gl.constexpr):
     """Start QKᵀ of the block of keys in a buffer, one product for each piece of the head_dim."""
     query, key = rings.query, rings.key
-    scores = start_scores(_matrix(query.buffers.index(WHO)), _matrix(key.buffers.index(stage)))
+    scores = start_scores(matrix(query.buffers.index(WHO)), matrix(key.buffers.index(stage)))
     if rings.query_rest is not None:
         query_rest, key_rest = rings.query_rest.index(WHO), rings.key_rest.index(stage)
-        scores = add_scores(scores, _matrix(query_rest), _matrix(key_rest))
+        scores = add_scores(scores, matrix(query_rest), matrix(key_rest))
     return scores
-
-
-@gluon.jit
-def _matrix(block):
-    """(rows, D) of a block of four dimensions, as descriptors have them."""
-    return block.reshape((block.shape[2], block.shape[3]))
-
-
-@gluon.jit
-def _clear(block, count):
-    """Make zeros of a block's rows from number `count` on. All consumers do, so none waits."""
-    buffer = _matrix(block)
-    DV: gl.constexpr = buffer.shape[1]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
-    STEP: gl.constexpr = 16
-    for i in gl.static_range(buffer.shape[0] // STEP):
-        part = buffer.slice(i * STEP, STEP, dim=0)
-        rows = i * STEP + gl.arange(0, STEP, gl.SliceLayout(1, LAYOUT))
-        part.store(gl.where((rows < count)[:, None], part.load(LAYOUT), 0.0))
-    fence_async_shared()
-
-
-@gluon.jit
-def _weigh(
-    scores,
-    largest,
-    rings,
-    masks,
-    first_query,
-    first_key,
-    span,
-    bounds,
-    extras,
-    WHO: gl.constexpr,
-    IS_MASKED: gl.constexpr,
-):
-    """The exponentials of a block, the new maximum, and the factor for what was summed before.
-
-    The maximum is of scale · score in base 2, or, where a mask is added, in base e: masks have the
-    lowest number there is, which times log₂ e would be -inf. A row that has not seen a key yet has
-    -inf, which subtracted from -inf would be NaN.
-    """
-    CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
-    scale = extras.scale
-    if extras.cap is not None:
-        scores = soft_cap(scores * extras.scale, extras.cap)
-        scale = 1.0
-    # Where the mask has been looked through, other blocks are whole.
-    READS_MASK: gl.constexpr = IS_MASKED or bounds.visits is None
-    if rings.mask is not None and READS_MASK:
-        scores = _hide(scores, rings.mask, masks, CONSUMERS, WHO)
-    if rings.bias is not None:
-        scores = scores * scale
-        if READS_MASK:
-            LAYOUT: gl.constexpr = scores.type.layout
-            scores += _mask_of(rings.bias, masks, CONSUMERS, WHO, LAYOUT)
-    if IS_MASKED:
-        seen = sees(scores, first_query, first_key, span, bounds)
-        scores = gl.where(seen, scores, float("-inf"))
-    most = gl.max(scores, 1)
-    if rings.bias is None:
-        most = most * scale
-    new_largest = gl.maximum(largest, most)
-    subtracted = new_largest
-    if IS_MASKED or rings.mask is not None or rings.bias is not None:
-        subtracted = gl.where(new_largest == float("-inf"), 0.0, new_largest)
-    if rings.bias is not None:
-        factor = gl.exp2((largest - subtracted) * LOG2_E)
-        weights = gl.exp2((scores - subtracted[:, None]) * LOG2_E)
-    else:
-        factor = gl.exp2(largest - subtracted)
-        weights = gl.exp2(scores * scale - subtracted[:, None])
-    return weights, new_largest, factor
-
-
-@gluon.jit
-def _mask_of(ring, count, CONSUMERS: gl.constexpr, WHO: gl.constexpr, LAYOUT: gl.constexpr):
-    """A consumer's part of the mask's block number `count`, which leaves room for another."""
-    STAGES: gl.constexpr = ring.buffers.shape[0] // CONSUMERS
-    index = WHO * STAGES + count % STAGES
-    wait_for(ring, index, count // STAGES)
-    mask = _matrix(ring.buffers.index(index)).load(LAYOUT)
-    release(ring, index)
-    return mask
-
-
-@gluon.jit
-def _hide(scores, ring, count, CONSUMERS: gl.constexpr, WHO: gl.constexpr):
-    """-inf where a bool mask hides a score. A thread's scores are neighbours two by two, and so it
-    loads their bytes."""
-    left, right = gl.split(scores.reshape((scores.shape[0], scores.shape[1] // 2, 2)))
-    PAIRS: gl.constexpr = left.type.layout
-    mask = _mask_of(ring, count, CONSUMERS, WHO, PAIRS)
-    left = gl.where((mask & 0xFF) != 0, left, float("-inf"))
-    right = gl.where((mask & 0xFF00) != 0, right, float("-inf"))
-    hidden = gl.join(left, right).reshape((scores.shape[0], scores.shape[1]))
-    LAYOUT: gl.constexpr = scores.type.layout
-    return gl.convert_layout(hidden, LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
-def _pack(weights, dtype: gl.constexpr):
-    """Neighbours in one register, (ROWS, KEYS / 2) int32.
-
-    Values of 16 bits that are carried from one block to the next have a register each, and would be
-    put together each time.
-    """
-    TO: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
-    left, right = gl.split(weights.reshape((weights.shape[0], weights.shape[1] // 2, 2)))
-    CONVERT: gl.constexpr = "cvt.rn." + TO + ".f32 $0, $2, $1;"
-    return gl.inline_asm_elementwise(
-        CONVERT, "=r,f,f", [left, right], dtype=gl.int32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def _unpack(packed, output, dtype: gl.constexpr):
-    """As PV takes them, (ROWS, KEYS)."""
-    left, right = gl.inline_asm_elementwise(
-        "mov.b32 {$0, $1}, $2;",
-        "=h,=h,r",
-        [packed],
-        dtype=(gl.int16, gl.int16),
-        is_pure=True,
-        pack=1,
-    )
-    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, output.type.layout, 2)
-    weights = gl.join(left, right).reshape((packed.shape[0], packed.shape[1] * 2))
-    return gl.convert_layout(weights.to(dtype, bitcast=True), LAYOUT, assert_trivial=True)

@@ -44,7 +44,7 @@ from replay.kernels.triton.hopper_pipeline import (
     wait_for,
     wait_for_turn_after,
 )
-from replay.kernels.triton.hopper_scores import ROWS, own_sums, soft_cap, start_scores
+from replay.kernels.triton.hopper_scores import ROWS, add_sink, own_sums, soft_cap, start_scores
 from replay.kernels.triton.hopper_spans import Bounds, key_blocks_of, sees, span_of
 from replay.kernels.triton.online_softmax import LOG2_E
 from replay.kernels.triton.persistent import Work, tile_of, turns_of
@@ -323,10 +323,8 @@ def _attend(
             if extras.key_mean is not None and extras.cap is None:
                 sink = sink - gl.convert_layout(shift, total.type.layout)
             maximum = gl.convert_layout(maximum, total.type.layout)
-            with_sink = gl.maximum(maximum, sink)
-            origin = gl.where(with_sink == float("-inf"), 0.0, with_sink)
-            rescale = gl.exp2(maximum - origin)
-            total = total * rescale + gl.exp2(sink - origin + (LOG2_FP8_MAX if FP8_VALUE else 0.0))
+            LOG2_UNIT: gl.constexpr = LOG2_FP8_MAX if FP8_VALUE else 0.0
+            rescale, _, total = add_sink(sink, maximum, total, LOG2_UNIT)
         share = gl.where(total == 0.0, 0.0, rescale / total)  # a query may see nothing
         output *= gl.convert_layout(share, gl.SliceLayout(1, OUTPUT))[:, None]
         o_buffer = o_buffers.index(WHO)

@@ -1,0 +1,110 @@
+"""Softmax of a block in `prefill_hopper_kernel.py`: soft cap, mask, and weights for PV."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from replay.kernels.triton.hopper_masks import hide, mask_of
+from replay.kernels.triton.hopper_scores import soft_cap
+from replay.kernels.triton.hopper_spans import sees
+
+LOG2_E = gl.constexpr(math.log2(math.e))
+
+
+class Extras(NamedTuple):
+    """What softmax does beyond scale and mask; None where a call asks for nothing."""
+
+    scale: Any
+    """Of the scores, in base 2, but where a mask is added to them; or with a cap in the exponent of
+    its tanh."""
+    cap: Any
+    sinks: Any
+    """(Hq,)."""
+
+
+@gluon.jit
+def weigh(
+    scores,
+    largest,
+    rings,
+    masks,
+    first_query,
+    first_key,
+    span,
+    bounds,
+    extras,
+    WHO: gl.constexpr,
+    IS_MASKED: gl.constexpr,
+):
+    """The exponentials of a block, the new maximum, and the factor for what was summed before.
+
+    The maximum is of scale · score in base 2, or, where a mask is added, in base e: masks have the
+    lowest number there is, which times log₂ e would be -inf. A row that has not seen a key yet has
+    -inf, which subtracted from -inf would be NaN.
+    """
+    CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
+    scale = extras.scale
+    if extras.cap is not None:
+        scores = soft_cap(scores * extras.scale, extras.cap)
+        scale = 1.0
+    # Where the mask has been looked through, other blocks are whole.
+    READS_MASK: gl.constexpr = IS_MASKED or bounds.visits is None
+    if rings.mask is not None and READS_MASK:
+        scores = hide(scores, rings.mask, masks, CONSUMERS, WHO)
+    if rings.bias is not None:
+        scores = scores * scale
+        if READS_MASK:
+            LAYOUT: gl.constexpr = scores.type.layout
+            scores += mask_of(rings.bias, masks, CONSUMERS, WHO, LAYOUT)
+    if IS_MASKED:
+        seen = sees(scores, first_query, first_key, span, bounds)
+        scores = gl.where(seen, scores, float("-inf"))
+    most = gl.max(scores, 1)
+    if rings.bias is None:
+        most = most * scale
+    new_largest = gl.maximum(largest, most)
+    subtracted = new_largest
+    if IS_MASKED or rings.mask is not None or rings.bias is not None:
+        subtracted = gl.where(new_largest == float("-inf"), 0.0, new_largest)
+    if rings.bias is not None:
+        factor = gl.exp2((largest - subtracted) * LOG2_E)
+        weights = gl.exp2((scores - subtracted[:, None]) * LOG2_E)
+    else:
+        factor = gl.exp2(largest - subtracted)
+        weights = gl.exp2(scores * scale - subtracted[:, None])
+    return weights, new_largest, factor
+
+
+@gluon.jit
+def pack(weights, dtype: gl.constexpr):
+    """Neighbours in one register, (ROWS, KEYS / 2) int32.
+
+    Values of 16 bits that are carried from one block to the next have a register each, and would be
+    put together each time.
+    """
+    TO: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    left, right = gl.split(weights.reshape((weights.shape[0], weights.shape[1] // 2, 2)))
+    CONVERT: gl.constexpr = "cvt.rn." + TO + ".f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(
+        CONVERT, "=r,f,f", [left, right], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def unpack(packed, output, dtype: gl.constexpr):
+    """As PV takes them, (ROWS, KEYS)."""
+    left, right = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;",
+        "=h,=h,r",
+        [packed],
+        dtype=(gl.int16, gl.int16),
+        is_pure=True,
+        pack=1,
+    )
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, output.type.layout, 2)
+    weights = gl.join(left, right).reshape((packed.shape[0], packed.shape[1] * 2))
+    return gl.convert_layout(weights.to(dtype, bitcast=True), LAYOUT, assert_trivial=True)
