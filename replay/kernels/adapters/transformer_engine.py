@@ -35,7 +35,7 @@ from replay.kernels.constraints import (
 from replay.kernels.layout import on_bshd
 from replay.kernels.library import Library, version
 from replay.kernels.registry import register
-from replay.kernels.wrapping import adapt
+from replay.kernels.wrapping import adapt, at_once
 
 LIBRARY = Library(
     module="transformer_engine.pytorch",
@@ -150,12 +150,13 @@ for _backend, _about in {
     "fused": "Transformer Engine on cuDNN's fused attention",
     "unfused": "Transformer Engine's unfused attention",
 }.items():
-    _attend, _prepare = on_bshd(partial(_run, backend=_backend))
+    # Given other strides, its fused backend reads memory as if they were contiguous (2.20.2).
+    _, _prepare = on_bshd(partial(_run, backend=_backend))
     register(
         adapt(
             f"te-{_backend}",
             LIBRARY,
-            _attend,
+            at_once(_prepare),
             (
                 no_dropout,
                 half_precision,

@@ -238,6 +238,11 @@ def test_xformers_without_its_compiled_part(
     assert kernel.unavailable(device) == f"its compiled part cannot be loaded: {cause}"
 
 
+def _as_if_contiguous(tensor: Tensor) -> Tensor:
+    """What lies in memory where a tensor begins: TE 2.20.2's fused backend ignores strides."""
+    return tensor.as_strided(tensor.shape, torch.empty(tensor.shape, device="meta").stride())
+
+
 class DotProductAttention:
     """Transformer Engine's, with the arguments that the adapter may use."""
 
@@ -282,7 +287,10 @@ class DotProductAttention:
         else:
             assert left >= -1
             assert right == 0
-        heads_first = (each.transpose(1, 2) for each in (query_layer, key_layer, value_layer))
+        layers = [query_layer, key_layer, value_layer]
+        if os.environ[transformer_engine.SWITCHES["fused"]] == "1":
+            layers = [_as_if_contiguous(each) for each in layers]
+        heads_first = (each.transpose(1, 2) for each in layers)
         output = type(self).formula(
             *heads_first,
             self.scale,
