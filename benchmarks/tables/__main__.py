@@ -77,6 +77,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "other_gpus": trials.other_gpus,
     "variants": partial(speed.by_call, results.DIRECTORY / "variants.csv"),
     "variants_per_pair": partial(speed.per_pair, results.DIRECTORY / "variants.csv", PLAIN),
+    "hopper_variants": partial(speed.by_call, results.DIRECTORY / "hopper_variants.csv"),
+    "hopper_variants_per_pair": partial(
+        speed.per_pair, results.DIRECTORY / "hopper_variants.csv", PLAIN
+    ),
     "masks": partial(speed.by_call, results.DIRECTORY / "masks.csv"),
     "peers_from_source": partial(speed.by_shape, "peers_from_source.csv"),
 }
