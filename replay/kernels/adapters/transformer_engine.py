@@ -25,6 +25,7 @@ from torch import Tensor
 
 from capture.hooks.interceptor import Arguments
 from replay.kernels.constraints import (
+    AnyCall,
     causal_only_square,
     half_precision,
     max_head_dim,
@@ -32,7 +33,7 @@ from replay.kernels.constraints import (
     no_dropout,
     no_mask,
 )
-from replay.kernels.layout import on_bshd
+from replay.kernels.layout import contiguous_bshd, in_layout
 from replay.kernels.library import Library, version
 from replay.kernels.registry import register
 from replay.kernels.wrapping import adapt, at_once
@@ -145,18 +146,23 @@ def _run(call: Arguments, backend: str) -> Tensor:
     return output.unflatten(2, (heads, -1))
 
 
+def _prepare(call: AnyCall, backend: str) -> Callable[[], Tensor]:
+    """Its fused backend reads tensors of any strides as if they were contiguous (2.20.2)."""
+    laid_out = in_layout(call, contiguous_bshd)
+    return lambda: _run(laid_out, backend).transpose(1, 2)
+
+
 for _backend, _about in {
     "flash": "Transformer Engine on FlashAttention",
     "fused": "Transformer Engine on cuDNN's fused attention",
     "unfused": "Transformer Engine's unfused attention",
 }.items():
-    # Given other strides, its fused backend reads memory as if they were contiguous (2.20.2).
-    _, _prepare = on_bshd(partial(_run, backend=_backend))
+    _own_prepare = partial(_prepare, backend=_backend)
     register(
         adapt(
             f"te-{_backend}",
             LIBRARY,
-            at_once(_prepare),
+            at_once(_own_prepare),
             (
                 no_dropout,
                 half_precision,
@@ -166,7 +172,7 @@ for _backend, _about in {
                 max_head_dim(256),
             ),
             _about,
-            prepare=_prepare,
+            prepare=_own_prepare,
             unavailable=partial(_unavailable, _backend),
             own_process=True,
             features=("bottom-right", "window"),
