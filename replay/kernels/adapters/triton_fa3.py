@@ -52,6 +52,8 @@ def _attend(call: Arguments) -> Tensor:
 def _unavailable(device: torch.device) -> str | None:
     if is_interpreted():
         return "Gluon has no interpreter"
+    if device.type == "cpu":
+        return "needs a CUDA GPU"
     if reason := LIBRARY.unavailable(device):
         return reason
     try:
