@@ -21,6 +21,9 @@ SECTION_BYTES = 16 * 2**20
 """Keys and values that programs of neighbouring numbers share; a part of the L2 cache."""
 
 
+Sizes = tuple[int, ...]
+
+
 class Lengths(NamedTuple):
     """Which rows of the tensors belong to which batch element; see `forward_kernel._rows`."""
 
@@ -140,7 +143,7 @@ def _plan(
     visited: Visits | None,
 ) -> _PlannedCall:
     """All of a call but its tensors' addresses; arguments as those of `forward`, scale > 0."""
-    _check(query, key, value)
+    check_shapes(query.shape, key.shape, value.shape)
     memory, heads, q_len, head_dim = query.shape
     kv_heads, k_len, v_head_dim = key.shape[1], key.shape[2], value.shape[3]
     output = _output_of(query, v_head_dim)
@@ -223,18 +226,22 @@ def _plan(
     return _PlannedCall(PlannedCall(launch, descriptors), (tuple(output.shape), output.stride()))
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
-    batch, heads, _, head_dim = query.shape
-    kv_heads = key.shape[1]
-    if key.shape[0] != batch or key.shape[3] != head_dim or value.shape[:3] != key.shape[:3]:
+def check_shapes(query: Sizes, key: Sizes, value: Sizes) -> None:
+    """Of BHSD tensors.
+
+    Raises:
+        ValueError: they do not fit together, or a head dimension is larger than 256.
+    """
+    batch, heads, _, head_dim = query
+    kv_heads = key[1]
+    if key[0] != batch or key[3] != head_dim or value[:3] != key[:3]:
         raise ValueError(
-            f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} "
-            "do not fit together"
+            f"query {tuple(query)}, key {tuple(key)} and value {tuple(value)} do not fit together"
         )
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} key heads")
-    if max(head_dim, value.shape[3]) > 256:
-        raise ValueError(f"head_dim {max(head_dim, value.shape[3])}: at most 256")
+    if max(head_dim, value[3]) > 256:
+        raise ValueError(f"head_dim {max(head_dim, value[3])}: at most 256")
 
 
 def _allocated(query: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:

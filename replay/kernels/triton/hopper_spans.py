@@ -62,16 +62,16 @@ def span_of(batch, bounds):
     kv_len = bounds.kv_len
     diagonal = bounds.diagonal
     if bounds.q_offsets is not None:
-        q_start = gl.load(bounds.q_offsets + batch)
-        q_len = gl.load(bounds.q_offsets + batch + 1) - q_start
-        k_start = gl.load(bounds.k_starts + batch)
-        kv_len = gl.load(bounds.k_starts + batch + 1) - k_start
+        q_start = gl.load(bounds.q_offsets + batch).to(gl.int32)
+        q_len = gl.load(bounds.q_offsets + batch + 1).to(gl.int32) - q_start
+        k_start = gl.load(bounds.k_starts + batch).to(gl.int32)
+        kv_len = gl.load(bounds.k_starts + batch + 1).to(gl.int32) - k_start
         if bounds.k_lengths is not None:
-            kv_len = gl.minimum(kv_len, gl.load(bounds.k_lengths + batch))
+            kv_len = gl.minimum(kv_len, gl.load(bounds.k_lengths + batch).to(gl.int32))
     elif bounds.k_lengths is not None:
-        kv_len = gl.load(bounds.k_lengths + batch)
+        kv_len = gl.load(bounds.k_lengths + batch).to(gl.int32)
         if bounds.k_starts is not None:
-            k_start = gl.load(bounds.k_starts + batch)
+            k_start = gl.load(bounds.k_starts + batch).to(gl.int32)
             if diagonal is not None:
                 diagonal -= k_start  # which counts from the padded tensor's first key
     if diagonal is None:
@@ -151,11 +151,11 @@ def visits_of(batch, head, tile, bounds, KEYS: gl.constexpr):
 
 
 @gluon.jit
-def visited_key(i, visits):
+def visited_key(i, visits, bounds):
     """The first key of block number i: those that need the mask come first. Where nothing is seen
-    there is one all the same."""
+    there is one all the same, behind the last key."""
     plain, masked, plain_count, masked_count = visits
     pointer = masked + i
     if i >= masked_count:
         pointer = plain + (i - masked_count)
-    return gl.load(pointer, mask=i < plain_count + masked_count, other=0)
+    return gl.load(pointer, mask=i < plain_count + masked_count, other=bounds.kv_len)

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from capture.variant import PLAIN, Variant
-from replay.kernels.triton.forward import Lengths
+from replay.kernels.triton.forward import Lengths, Sizes, check_shapes
 from replay.kernels.triton.hopper import has_gluon_kernels
 from replay.kernels.triton.hopper_scores import ROWS
 from replay.kernels.triton.launch import Launch, PlannedCall
@@ -97,13 +97,16 @@ def prefill_hopper(
         sees no key; with `return_lse` also the (B, Hq, Sq) float32 logarithms.
 
     Raises:
-        ValueError: D or Dv is too large or no multiple of 8, or the scale is negative.
+        ValueError: D or Dv is too large or no multiple of 8, the scale is negative, the shapes do
+            not fit together, or the tensors' types differ or have not 16 bits.
     """
     for dim in (query.shape[3], value.shape[3]):
-        if dim > LARGEST_HEAD_DIM or dim % 8:
+        if not 8 <= dim <= LARGEST_HEAD_DIM or dim % 8:
             raise ValueError(f"head_dim {dim}: needs a multiple of 8, at most {LARGEST_HEAD_DIM}")
     if scale is not None and scale < 0:
         raise ValueError(f"scale {scale}: must not be negative")
+    if scale == 0:  # -inf, what is hidden, times 0 would be NaN
+        query, scale = query * 0.0, 1.0
     output, lse = forward_hopper(
         query,
         key,
@@ -139,23 +142,29 @@ def forward_hopper(
         query, key, value: BHSD; those of packed batches have one batch element.
         lengths: which rows count; None for all. Not beside a mask.
         visited: what `attn_mask` leaves, of `visited_tiles`; only the mask says then who sees what.
+
+    Raises:
+        ValueError: the shapes do not fit together, or the types differ or have not 16 bits.
     """
     if not (query.numel() and key.numel()):
         output = query.new_zeros((*query.shape[:3], value.shape[3]))
-        nothing = query.new_full(query.shape[:3], -math.inf, dtype=torch.float32)
-        return output, nothing if has_lse else None
+        of_nothing = query.new_full(query.shape[:3], -math.inf, dtype=torch.float32)
+        if sinks is not None:
+            of_nothing.copy_(sinks[:, None])
+        return output, of_nothing if has_lse else None
     if not _are_loadable(query, key, value):
         query, key, value = (
-            each if _are_loadable(each) else each.contiguous() for each in (query, key, value)
+            each if _are_loadable(each) else each.clone(memory_format=torch.contiguous_format)
+            for each in (query, key, value)
         )
     output = _output_of(query, value.shape[3])
     mask = None
     if attn_mask is not None:
-        mask = _loadable_mask(attn_mask, query.shape[2], key.shape[2])
+        mask = _loadable_mask(attn_mask, (*query.shape[:3], key.shape[2]))
     planned = _planned(
         (query.shape, key.shape, value.shape, output.shape),
         (query.stride(), key.stride(), value.stride(), output.stride()),
-        query.dtype,
+        (query.dtype, key.dtype, value.dtype),
         query.device,
         is_causal,
         scale,
@@ -185,16 +194,15 @@ def takes(query: Tensor, value: Tensor, scale: float | None) -> bool:
     dims = query.shape[3], value.shape[3]
     return (
         has_gluon_kernels(query.device)
-        and query.dtype != torch.float32
-        and max(dims) <= LARGEST_HEAD_DIM
-        and not any(dim % 8 for dim in dims)
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and all(8 <= dim <= LARGEST_HEAD_DIM and dim % 8 == 0 for dim in dims)
         and (scale is None or scale > 0)
     )
 
 
 def visited_tiles(query: Tensor, value: Tensor, attn_mask: Tensor) -> tuple[int, int]:
     """Queries of a tile and keys of a block, for `visits`."""
-    size = 1 if attn_mask.dtype == torch.bool else attn_mask.itemsize
+    size = _loadable_type(attn_mask.dtype).itemsize
     plan = schedule_of_visits(dims_of(query.shape[3], value.shape[3]), size)
     return plan.consumers * ROWS.value, plan.keys
 
@@ -210,15 +218,14 @@ def _output_of(query: Tensor, v_head_dim: int) -> Tensor:
     return query.new_empty(batch, heads, length, v_head_dim)
 
 
-def _loadable_mask(attn_mask: Tensor, q_len: int, kv_len: int) -> Tensor:
-    """(B or 1, Hq or 1, Sq, Sk) as TMA can address it; of a bool mask bytes two by two, (…, Sk / 2)
-    uint16."""
-    mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
+def _loadable_mask(attn_mask: Tensor, shape: Sizes) -> Tensor:
+    """(B or 1, Hq or 1, Sq, Sk) as TMA can address it, of a mask that broadcasts to `shape`; of a
+    bool mask bytes two by two, (…, Sk / 2) uint16."""
+    mask = attn_mask.to(_loadable_type(attn_mask.dtype)).expand(shape)
     for dim in (0, 1):
         if mask.stride(dim) == 0:
             mask = mask.narrow(dim, 0, 1)
-    mask = mask.expand(-1, -1, q_len, kv_len)
-    is_bool = mask.dtype == torch.bool
+    kv_len, is_bool = shape[3], mask.dtype == torch.bool
     if not _are_loadable(mask) or (is_bool and kv_len % 2):
         unit = 16 // mask.element_size()
         wide = mask.new_empty((*mask.shape[:3], -(-kv_len // unit) * unit))
@@ -227,7 +234,10 @@ def _loadable_mask(attn_mask: Tensor, q_len: int, kv_len: int) -> Tensor:
     return mask.view(torch.uint16) if is_bool else mask
 
 
-Sizes = tuple[int, ...]
+def _loadable_type(dtype: torch.dtype) -> torch.dtype:
+    """What a mask of that type is loaded as."""
+    kept = (torch.bool, torch.float16, torch.bfloat16, torch.float32)
+    return dtype if dtype in kept else torch.float32
 
 
 class _Planned(NamedTuple):
@@ -245,7 +255,7 @@ class _Planned(NamedTuple):
 def _planned(
     shapes: tuple[Sizes, ...],
     strides: tuple[Sizes, ...],
-    dtype: torch.dtype,
+    dtypes: tuple[torch.dtype, ...],
     device: torch.device,
     is_causal: bool,
     scale: float | None,
@@ -262,7 +272,15 @@ def _planned(
         mask: its shape, strides and type.
         visits: strides of what the mask leaves, in tiles.
         others: what is None or not, and its type, and matters for nothing else.
+
+    Raises:
+        ValueError: as `forward_hopper` does.
     """
+    check_shapes(*shapes[:3])
+    dtype = dtypes[0]
+    if set(dtypes) not in ({torch.float16}, {torch.bfloat16}):
+        names = ", ".join(str(each).removeprefix("torch.") for each in dtypes)
+        raise ValueError(f"query, key and value in {names}: needs one type of 16 bits")
     variant = variant or PLAIN
     batch, q_heads, q_len, head_dim = shapes[0]
     kv_heads, kv_len, v_head_dim = (*shapes[1][1:3], shapes[2][3])
@@ -281,7 +299,7 @@ def _planned(
     visit_batch, visit_head = visits or (None, None)
     group = q_heads // kv_heads
     dims = dims_of(head_dim, v_head_dim)
-    seen = kv_len // batch if is_packed else kv_len
+    seen = max(1, kv_len // batch) if is_packed else kv_len
     if left is not None and right is not None:
         seen = min(seen, left + right + 1)
     plan = schedule(dims, group, seen, mask_size)
@@ -354,15 +372,20 @@ def _are_loadable(*tensors: Tensor) -> bool:
     together = 0
     for tensor in tensors:
         together |= tensor.data_ptr()
-    strides = tuple([tensor.stride() for tensor in tensors])
-    return together % 16 == 0 and _can_be_strides(strides, tensors[0].dtype.itemsize)
+    layouts = tuple([(tensor.shape, tensor.stride()) for tensor in tensors])
+    return together % 16 == 0 and _can_be_addressed(layouts, tensors[0].dtype.itemsize)
 
 
 @functools.lru_cache(maxsize=1024)
-def _can_be_strides(of_tensors: tuple[Sizes, ...], size: int) -> bool:
+def _can_be_addressed(layouts: tuple[tuple[Sizes, Sizes], ...], size: int) -> bool:
+    """Of tensors' shapes and strides; the stride of a dimension of 1 is free."""
     return all(
-        last == 1 and all(stride > 0 and stride * size % 16 == 0 for stride in others)
-        for *others, last in of_tensors
+        strides[3] == 1
+        and all(
+            length == 1 or (stride > 0 and stride * size % 16 == 0)
+            for length, stride in zip(shape[:3], strides[:3], strict=True)
+        )
+        for shape, strides in layouts
     )
 
 
@@ -384,10 +407,14 @@ def _descriptor(
 
     It is of a tensor without memory, for `at`.
     """
+    steps = [
+        columns if length == 1 else stride
+        for length, stride in zip(shape[:3], strides[:3], strict=True)
+    ]
     return TensorDescriptor(
         torch.empty_strided(shape, strides, dtype=dtype, device="meta"),
         list(shape),
-        list(strides),
+        [*steps, 1],
         [1, 1, rows, columns],
         _layout(rows, columns, dtype),
     )

@@ -18,7 +18,7 @@ key_blocks_of, span_of = hopper_spans.key_blocks_of.fn, hopper_spans.span_of.fn
 @pytest.fixture(autouse=True)
 def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gluon's functions as Python has them; a pointer is a list and a place in it."""
-    plain = SimpleNamespace(minimum=min, maximum=max, load=lambda pointer: pointer.value)
+    plain = SimpleNamespace(minimum=min, maximum=max, load=lambda pointer: pointer, int32=int)
     monkeypatch.setitem(key_blocks_of.__globals__, "gl", plain)
 
 
@@ -29,9 +29,8 @@ class Pointer:
     def __add__(self, places: int) -> Pointer:
         return Pointer(self._values, self._place + places)
 
-    @property
-    def value(self) -> int:
-        return self._values[self._place]
+    def to(self, dtype: type[int]) -> int:
+        return dtype(self._values[self._place])
 
 
 def sees(span: Span, bounds: Bounds, query: int, key: int) -> bool:

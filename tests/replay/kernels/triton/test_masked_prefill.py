@@ -97,6 +97,17 @@ def test_what_is_hidden_in_whole_blocks_is_not_read(form: Callable[[Tensor], Ten
     torch.testing.assert_close(output, expected, rtol=0, atol=0)
 
 
+def test_rows_that_see_nothing_read_nothing() -> None:
+    """As those of padding before the others: what stands there, be it NaN, reaches nothing."""
+    counts = torch.arange(256, device=DEVICE) >= 128
+    call = call_of(counts[:, None] & counts)
+    for tensor in (call.key, call.value):
+        tensor[:, :, :128] = math.nan
+    output = find("triton-masked").attention(**call.arguments())
+    assert not output[:, :, :128].any()
+    assert output.isfinite().all()
+
+
 def test_what_was_looked_up_serves_other_calls_with_the_same_mask() -> None:
     mask = band(150, 300, 40)
     first, second = call_of(mask), call_of(mask, seed=5)

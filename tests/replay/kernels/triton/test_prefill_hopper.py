@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -144,7 +145,7 @@ def test_pieces_cover_a_head_dim(head_dim: int) -> None:
     assert dims.value >= head_dim
 
 
-@pytest.mark.parametrize("head_dim", [264, 20])
+@pytest.mark.parametrize("head_dim", [264, 20, 0])
 def test_refuses_head_dims(head_dim: int) -> None:
     query = torch.zeros(1, 1, 4, head_dim, dtype=torch.float16)
     with pytest.raises(ValueError, match=f"head_dim {head_dim}"):
@@ -174,17 +175,101 @@ def test_masks_that_tma_can_address(name: str) -> None:
     if name == "one of a batch":
         mask = mask[:1].expand(2, -1, -1, -1)
     q_len, kv_len = 40, mask.shape[-1]
-    loadable = _loadable_mask(mask, q_len, kv_len)
+    loadable = _loadable_mask(mask, (2, 3, q_len, kv_len))
     assert _are_loadable(loadable)
-    assert 0 not in loadable.stride()
     numbers = loadable
     if mask.dtype == torch.bool:
         assert loadable.dtype == torch.uint16
         numbers = loadable.view(torch.bool)
     expected = mask.expand(2, 3, q_len, kv_len)
     assert torch.equal(numbers[..., :kv_len].expand_as(expected), expected)
-    if name in ("as it is", "for all"):
+    if name in ("as it is", "for all", "one of a batch"):
         assert loadable.data_ptr() == mask.data_ptr(), "nothing was copied"
+
+
+def test_other_masks_become_float32_or_are_refused() -> None:
+    mask = torch.randn(40, 64, dtype=torch.float64)
+    assert torch.equal(_loadable_mask(mask, (2, 3, 40, 64))[0, 0], mask.float())
+    with pytest.raises(RuntimeError, match="expand"):
+        _loadable_mask(torch.ones(3, 1, 40, 64), (2, 3, 40, 64))
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are made as on a Hopper GPU, of tensors without memory."""
+    monkeypatch.setattr(prefill_hopper, "multiprocessors", lambda device: 132)
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def plan_of(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Any = None
+) -> prefill_hopper._Planned:
+    tensors = (query, key, value, query)
+    return prefill_hopper._planned(
+        tuple(each.shape for each in tensors),
+        tuple(each.stride() for each in tensors),
+        (query.dtype, key.dtype, value.dtype),
+        query.device,
+        False,
+        None,
+        None,
+        lengths,
+        None,
+        None,
+        (False, None),
+    )
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_more_sequences_than_keys_can_be_planned() -> None:
+    key = empty(1, 2, 1, 64)
+    lengths = ("packed", 2, 3, torch.int32, torch.int32, None)
+    assert plan_of(empty(1, 2, 6, 64), key, key, lengths).is_packed
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_a_dimension_of_one_may_have_any_stride() -> None:
+    wide = empty(1, 1, 1, 65)[..., :64]
+    assert wide.stride(0) % 8
+    assert _are_loadable(torch.zeros(1, 1, 1, 65, dtype=torch.float16)[..., :64])
+    again = empty(4, 4, 16, 64)[:1, :1].expand(4, 4, 16, 64)[:1, :1]
+    assert again.stride()[:2] == (0, 0)
+    for tensor in (wide, again):
+        assert plan_of(tensor, tensor, tensor).call.descriptors is not None
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(
+    ("query", "key", "value", "sentence"),
+    [
+        (empty(1, 6, 8, 64), empty(1, 4, 8, 64), empty(1, 4, 8, 64), "not a multiple of 4"),
+        (empty(1, 2, 8, 64), empty(1, 2, 8, 128), empty(1, 2, 8, 128), "do not fit together"),
+        (empty(1, 2, 8, 64), empty(1, 2, 80, 64), empty(1, 2, 8, 64), "do not fit together"),
+        (
+            empty(1, 2, 8, 64, dtype=torch.bfloat16),
+            empty(1, 2, 8, 64),
+            empty(1, 2, 8, 64),
+            "bfloat16, float16, float16: needs one type of 16 bits",
+        ),
+        (*3 * (empty(1, 2, 8, 64, dtype=torch.float32),), "needs one type of 16 bits"),
+    ],
+)
+def test_refuses_what_does_not_fit_together(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        plan_of(query, key, value)
+
+
+def test_without_keys_there_is_the_sink() -> None:
+    query, key = torch.randn(2, 3, 5, 64).half(), torch.empty(2, 3, 0, 64).half()
+    sinks = torch.tensor([1.0, -2.0, 3.0])
+    output, lse = prefill_hopper.prefill_hopper(query, key, key, sinks=sinks, return_lse=True)
+    assert not output.any()
+    assert torch.equal(lse, sinks[:, None].expand(2, 3, 5))
 
 
 def test_refuses_a_negative_scale() -> None:
