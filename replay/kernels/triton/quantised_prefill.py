@@ -240,12 +240,13 @@ def quantised_prefill(
     all; the key itself is not changed. `in_tensor_cores` is as for `attend`. `variant` is bottom
     right, window and soft cap, `sinks` (Hq,). FP8 needs compute capability 8.9.
     """
+    is_aligned = (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16 == 0
     shape = (
         query.device,
         layout(query),
         layout(key),
         layout(value),
-        (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16,
+        is_aligned,
         is_causal,
         scale,
         score_dtype,
@@ -272,7 +273,7 @@ def quantised_prefill(
     is_read_in_place = (fp8_value or is_describable(value)) and (
         is_describable(query) or not has_gluon_kernels(query.device)
     )
-    if is_read_in_place and not keep_mean:
+    if is_aligned and is_read_in_place and not keep_mean:
         quantise = launch_of(key, value, score_dtype, fp8_value, smooth_k, keep_mean)
         planned = _planned(
             query,

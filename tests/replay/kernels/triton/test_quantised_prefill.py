@@ -437,3 +437,15 @@ def test_what_cannot_be_repeated_is_right_all_the_same(compiled: None) -> None:
     assert not quantised_prefill_module._repetitions._plans
     check(call, "sage")
     assert quantised_prefill_module._repetitions._plans
+
+
+def test_odd_addresses_do_not_repeat_what_was_compiled_for_others(compiled: None) -> None:
+    """A launch of that layout is compiled for multiples of 16 already; it would load 16 bytes."""
+    call = random_call(1, 2, 2, 70, 200, 64, CPU)
+    room = torch.empty(call.key.untyped_storage().nbytes() // 2 + 1, dtype=call.dtype)
+    odd = room.as_strided(call.key.shape, call.key.stride(), 1).copy_(call.key)
+    check(call, "fp8")
+    (shape,) = quantised_prefill_module._repetitions._plans
+    for _ in range(3):
+        check(replace(call, key=odd), "fp8")
+    assert list(quantised_prefill_module._repetitions._plans) == [shape]
