@@ -175,11 +175,12 @@ def plan(
         shares = min(MOST_SHARES * processors // row_blocks, heads * loaded // LEAST_SHARE)
         if access == "described" and widest > 256:
             # A processor has room for one: of equal sequences, which have up to one part more
-            # each, none is left for another turn. Programs that have to merge 512 numbers of each
-            # row are better few.
+            # each, none is left for another turn. Parts of 512 numbers a row take long to merge, so
+            # there is one turn more than the heads fill: with 64 heads 108 % of the floor, 109 with
+            # the first turn alone, 98 with eight.
             turn = max(1, processors // row_blocks)
             resident = max(1, turn - heads)
-            shares = max(1, min(2, shares // turn)) * turn - heads
+            shares = max(1, min(-(-heads // turn) + 1, shares // turn)) * turn - heads
         deal = Deal(
             max(resident, shares), resident, -(-LEAST_SHARE // a_block), a_block / (2 * merged)
         )

@@ -62,6 +62,16 @@ def test_what_follows_a_sequence_is_not_read() -> None:
         assert_near(output[own], seen.output)
 
 
+@pytest.mark.parametrize("sequences", [2, 8, 64, 132, 300, 600])
+def test_long_sequences_have_parts_however_many_there_are(sequences: int) -> None:
+    """Beside the one that each has, on a GPU of 132 processors."""
+    deal = plan(
+        sequences, 16, 32768, 512, 512, "described", 132, 64, sequences, largest_block=64
+    ).tiling.deal
+    assert deal is not None
+    assert deal.shares >= 100
+
+
 def test_keys_dealt_by_length() -> None:
     """Two blocks of rows share a sequence's keys and count for themselves."""
     query, key, value = inputs(70, 32, 16)
