@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from replay.bench.inputs import POISON, Inputs
 from replay.bench.settings import Settings
 from replay.kernels.registry import catalogue
 from replay.rows.files import row_to_json
@@ -195,6 +196,28 @@ def test_a_kernel_that_returns_the_same_memory_again_is_flagged(
         "part": ("ok", (flag,)),
         "fresh": ("ok", ()),
     }
+
+
+def test_an_output_that_shows_what_its_memory_held_is_flagged(
+    make_call: MakeCall,
+    workload: MakeWorkload,
+    kernels: Register,
+    quick: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No allocator of a CPU promises which memory an output gets: here one number stands for it."""
+    held = [0.0]
+    monkeypatch.setattr(Inputs, "poison", lambda self, call, value=POISON: held.append(value))
+
+    def leaves_a_row(**arguments: Any) -> Tensor:
+        return sdpa(**arguments).index_fill(2, torch.tensor([8]), held[-1])
+
+    call = make_call()
+    rows = rows_of(call, workload, quick, kernels("leaves", leaves_a_row), kernels("whole", sdpa))
+    assert call.shape.q_len == 9
+    assert rows["leaves"].status == "inaccurate"
+    assert rows["leaves"].flags == ("leaves 64 output elements unwritten",)
+    assert rows["whole"].flags == ()
 
 
 @pytest.mark.parametrize("call_number", [1, 2, 5, 20])

@@ -121,13 +121,6 @@ def too_large(query: Tensor, *others: Any, **options: Any) -> Tensor:
     return query.new_empty(2**45)
 
 
-def unwritten(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
-    """Its last row is what the memory held before."""
-    output = torch.empty_like(query)
-    output[:, :, :-1] = good(query, key, value, *others, **options)[:, :, :-1]
-    return output
-
-
 def change_key(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
     output = good(query, key, value, *others, **options)
     key.add_(1)
