@@ -73,7 +73,6 @@ def rewrite(entry: FileEntry, change: Callable[[dict[str, Any]], Any]) -> None:
     manifest.write_text(json.dumps(data))
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
@@ -96,7 +95,6 @@ def test_only_regular_files_are_opened(dataset: Dataset, kind: str, sentence: st
     refused(dataset, sentence)
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize("kind", ["link", "fifo", "directory"])
 def test_a_manifest_that_is_no_file_is_not_read(dataset: Dataset, kind: str) -> None:
     manifest = dataset.directory / MANIFEST
@@ -126,7 +124,6 @@ def test_writing_follows_no_link(dataset: Dataset, tmp_path: Path, make_call: Ma
     assert len(load(dataset.directory)) == 2
 
 
-@pytest.mark.timeout(20)
 def test_writing_waits_for_no_fifo(dataset: Dataset, make_call: MakeCall) -> None:
     os.mkfifo(dataset.directory / ".manifest.json.tmp")
     os.mkfifo(dataset.directory / "model-2.safetensors")
@@ -311,7 +308,6 @@ def test_a_damaged_census_is_left_out_and_said(dataset: Dataset, census: object)
     assert "manifest.json is damaged" in again.note
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize(
     ("key", "items", "sentence"),
     [

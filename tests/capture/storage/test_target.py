@@ -162,7 +162,6 @@ def test_repair_deletes_nothing_that_the_manifest_lists(tmp_path: Path, started:
     assert all(entry.checksum for entry in load(tmp_path).entries)
 
 
-@pytest.mark.timeout(20)
 def test_what_is_no_call_is_not_read_for_a_checksum(tmp_path: Path, started: Started) -> None:
     started(tmp_path, "model", range(2))[0].end(ended("model"))
     manifest, huge = tmp_path / MANIFEST, tmp_path / "model-000001.safetensors"

@@ -1,23 +1,44 @@
-"""Times by phase, on modules that take a known time."""
+"""Times by phase, on modules that take a known time of a clock that only they move."""
 
 from __future__ import annotations
 
 import threading
-import time
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from replay.end_to_end import model_clock
 from replay.end_to_end.model_clock import OUTSIDE, Clock
 
 CPU = torch.device("cpu")
 
+Pass = Callable[[float], None]
+
+
+@pytest.fixture
+def let_pass(monkeypatch: pytest.MonkeyPatch) -> Pass:
+    """`let_pass(seconds)` of the only time there is."""
+    now = 0.0
+
+    def let_pass(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(model_clock, "time", SimpleNamespace(perf_counter=lambda: now))
+    return let_pass
+
 
 class Denoiser(nn.Module):
+    def __init__(self, let_pass: Pass) -> None:
+        super().__init__()
+        self.let_pass = let_pass
+
     def forward(self, x: Tensor, timestep: int) -> Tensor:
-        time.sleep(0.02 if timestep else 0.04)
+        self.let_pass(0.02 if timestep else 0.04)
         return x
 
 
@@ -39,18 +60,16 @@ class Cache:
         return self.length
 
 
-def test_every_forward_of_the_roots_has_its_time() -> None:
-    model, signs = Denoiser(), []
+def test_every_forward_of_the_roots_has_its_time(let_pass: Pass) -> None:
+    model, signs = Denoiser(let_pass), []
     clock = Clock({"": model}, CPU, lambda: signs.append("alive"))
     with clock.running() as times:
         for step in range(3):
             model(torch.zeros(1), timestep=step)
-        time.sleep(0.03)
-    denoise = times.forwards["denoise"]
-    assert len(denoise) == len(signs) == 3
-    assert denoise[0] >= 0.04
-    assert all(0.02 <= each < denoise[0] for each in denoise[1:])
-    assert times.run >= sum(denoise) + 0.03
+        let_pass(0.03)
+    assert len(signs) == 3
+    assert times.forwards == {"denoise": pytest.approx([0.04, 0.02, 0.02])}
+    assert times.run == pytest.approx(0.11)
     assert times.attention == times.tokens == {}
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
@@ -72,63 +91,69 @@ def test_tokens_and_phases_of_a_language_model() -> None:
     assert times.tokens == {"prefill": 14, "decode": 2}
 
 
-def test_attention_calls_belong_to_the_phase_they_are_made_in() -> None:
+def test_attention_calls_belong_to_the_phase_they_are_made_in(let_pass: Pass) -> None:
     class Attending(nn.Module):
         def forward(self, x: Tensor, timestep: int) -> Tensor:
             with clock.call():
-                time.sleep(0.01)
+                let_pass(0.01)
+            let_pass(0.04)
             return x
 
     model = Attending()
     clock = Clock({"": model}, CPU)
     with clock.running() as times:
         with clock.call():
-            time.sleep(0.02)
+            let_pass(0.02)
         for _ in range(3):
             model(torch.zeros(1), timestep=0)
-    assert times.attention.keys() == {OUTSIDE, "denoise"}
-    assert times.attention[OUTSIDE] >= 0.02
-    assert 0.03 <= times.attention["denoise"] <= sum(times.forwards["denoise"])
+    assert times.attention == pytest.approx({OUTSIDE: 0.02, "denoise": 0.03})
+    assert times.forwards == {"denoise": pytest.approx([0.05] * 3)}
     assert times.launch == {}  # on a CPU the call itself
 
 
-def test_what_calls_cost_the_host_is_told_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_calls_cost_the_host_is_told_of_a_gpu(
+    let_pass: Pass, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = Clock({}, CPU)
     monkeypatch.setattr(clock, "_on_gpu", True)
-    monkeypatch.setattr(clock, "_now", time.perf_counter)
+    monkeypatch.setattr(clock, "_now", model_clock.time.perf_counter)
     monkeypatch.setattr(clock, "_between", lambda begin, end: end - begin)
     monkeypatch.setattr(clock, "_synchronize", lambda: None)
     with clock.running() as times:
         for seconds in (0.5, 0.01, 0.01):  # the first had to wait for the GPU
             with clock.call():
-                time.sleep(seconds)
-    assert times.attention[OUTSIDE] >= 0.52
-    assert 0.03 <= times.launch[OUTSIDE] < 0.5
+                let_pass(seconds)
+    assert times.attention == {OUTSIDE: pytest.approx(0.52)}
+    assert times.launch == {OUTSIDE: pytest.approx(0.03)}
 
 
-def test_a_forward_that_raises_leaves_no_hook() -> None:
-    model = Denoiser()
+def test_a_forward_that_raises_leaves_no_hook(let_pass: Pass) -> None:
+    model = Denoiser(let_pass)
     with pytest.raises(TypeError), Clock({"": model}, CPU).running():
         model(torch.zeros(1))
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
 
 
-def test_forwards_of_two_threads_keep_their_own_times() -> None:
+def test_forwards_of_two_threads_keep_their_own_times(let_pass: Pass) -> None:
     class Waiting(nn.Module):
         def forward(self, x: Tensor, timestep: int) -> Tensor:
-            time.sleep(0.3 if timestep else 0.1)
+            begun[timestep].set()
+            assert may_end[timestep].wait(60)
             return x
 
+    begun, may_end = ([threading.Event(), threading.Event()] for _ in range(2))
     model = Waiting()
     with Clock({"": model}, CPU).running() as times:
         # The one that begins first ends first, while the other runs.
         threads = [threading.Thread(target=model, args=(torch.zeros(1), step)) for step in (0, 1)]
-        for thread in threads:
+        for thread, has_begun in zip(threads, begun, strict=True):
             thread.start()
-            time.sleep(0.05)
-        for thread in threads:
+            assert has_begun.wait(60)
+            let_pass(0.05)
+        for thread, ends in zip(threads, may_end, strict=True):
+            let_pass(0.2)
+            ends.set()
             thread.join()
-    first, second = times.forwards["denoise"]
-    assert first >= 0.1  # 0.05 by the other's beginning
-    assert second >= 0.3
+    # With one beginning for both it would be 0.25 or 0.5.
+    assert times.forwards == {"denoise": pytest.approx([0.3, 0.45])}

@@ -86,7 +86,6 @@ def test_a_time_has_samples(tmp_path: Path, samples: list[float]) -> None:
         read_jsonl(path)
 
 
-@pytest.mark.timeout(20)
 def test_only_files_and_pipes_of_the_shell_are_read(tmp_path: Path) -> None:
     path, fifo = tmp_path / "rows.jsonl", tmp_path / "fifo"
     save_jsonl([row("a")], path)
@@ -103,7 +102,6 @@ def test_only_files_and_pipes_of_the_shell_are_read(tmp_path: Path) -> None:
             read_jsonl(refused)
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize(
     "given",
     [

@@ -111,7 +111,6 @@ def test_what_is_no_recording_is_named(
         from_directory(tmp_path)[0][0].load(CPU)
 
 
-@pytest.mark.timeout(20)
 def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     save_pickled(tmp_path / "elsewhere")
     (tmp_path / "x_input_0.pt").symlink_to(tmp_path / "elsewhere")
