@@ -65,7 +65,7 @@ def run(workspace: Path, **inputs: str) -> subprocess.CompletedProcess[str]:
         "REPLAY_KERNELS": "mine.py:attention",
         "REPLAY_BASELINE": "kept/baseline.jsonl",
         "REPLAY_FAIL_ON": "inaccurate,error",
-        "REPLAY_ARGUMENTS": "--rounds 3 --max-seconds 0.01 --device cpu --in-process",
+        "REPLAY_ARGUMENTS": "--rounds 3 --device cpu --in-process",
         "GITHUB_STEP_SUMMARY": str(workspace / "summary.md"),
         "GITHUB_OUTPUT": str(workspace / "outputs"),
         "PYTHONPATH": str(REPOSITORY),

@@ -17,6 +17,7 @@ from replay.bench.inputs import POISON, Inputs
 from replay.bench.settings import Settings
 from replay.kernels.registry import catalogue
 from replay.rows.files import row_to_json
+from tests.replay.bench.conftest import CHECKED, WARMING_UP
 from tests.replay.bench.small_kernels import (
     MakeCall,
     MakeWorkload,
@@ -76,7 +77,6 @@ OUTCOMES: dict[str, tuple[Callable[..., Any], str, str]] = {
         "64 elements are NaN or infinite in the output",
     ),
     "zeros": (lambda **a: torch.zeros_like(a["query"]), "inaccurate", "exceeds"),
-    "unwritten": (lambda **a: torch.empty_like(a["query"]), "inaccurate", ""),
     "slightly-wrong": (lambda **a: sdpa(**a) * 1.001, "inaccurate", "max abs error .* exceeds"),
     "ignores-scale": (
         lambda **a: sdpa(**(a | {"scale": None})),
@@ -212,15 +212,21 @@ def test_an_output_that_shows_what_its_memory_held_is_flagged(
     def leaves_a_row(**arguments: Any) -> Tensor:
         return sdpa(**arguments).index_fill(2, torch.tensor([8]), held[-1])
 
+    def leaves_all(**arguments: Any) -> Tensor:
+        return torch.full_like(arguments["query"], held[-1])
+
     call = make_call()
-    rows = rows_of(call, workload, quick, kernels("leaves", leaves_a_row), kernels("whole", sdpa))
+    leaving = (kernels("a row", leaves_a_row), kernels("all", leaves_all))
+    rows = rows_of(call, workload, quick, *leaving, kernels("nothing", sdpa))
     assert call.shape.q_len == 9
-    assert rows["leaves"].status == "inaccurate"
-    assert rows["leaves"].flags == ("leaves 64 output elements unwritten",)
-    assert rows["whole"].flags == ()
+    found = {name: (row.status, row.flags) for name, row in rows.items()}
+    assert found["a row"] == ("inaccurate", ("leaves 64 output elements unwritten",))
+    assert found["all"] == ("inaccurate", ("leaves 576 output elements unwritten",))
+    assert found["nothing"] == ("ok", ())
 
 
-@pytest.mark.parametrize("call_number", [1, 2, 5, 20])
+@pytest.mark.usefixtures("known_calls")
+@pytest.mark.parametrize("call_number", [1, 2, CHECKED + 2, CHECKED + WARMING_UP + 2])
 def test_a_kernel_that_ends_the_program_loses_its_row_only(
     make_call: MakeCall,
     workload: MakeWorkload,

@@ -14,6 +14,7 @@ from capture.call import AttentionCall
 from replay.bench.inputs import Inputs
 from replay.bench.settings import Settings
 from replay.kernels.registry import catalogue
+from tests.replay.bench.conftest import CHECKED, WARMING_UP
 from tests.replay.bench.small_kernels import (
     MakeCall,
     MakeWorkload,
@@ -66,6 +67,7 @@ def test_changed_inputs_are_flagged_restored_and_nobody_elses(
     assert all(torch.equal(getattr(call, name), before[name]) for name in before)
 
 
+@pytest.mark.usefixtures("known_calls")
 def test_inputs_that_every_other_call_puts_back_are_seen_to_change(
     make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
 ) -> None:
@@ -75,7 +77,7 @@ def test_inputs_that_every_other_call_puts_back_are_seen_to_change(
     def toggling(**arguments: Any) -> Tensor:
         nonlocal calls
         calls += 1
-        if calls > 30:
+        if calls > CHECKED + WARMING_UP:
             arguments["key"].view(torch.int32)[0, 0, 0, 0] ^= 1
         return sdpa(**arguments)
 

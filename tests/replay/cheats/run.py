@@ -319,7 +319,10 @@ class Judge:
         """In a quick one by the best times: stalls can make most of so few samples slow."""
         if not self.quick or speedup is None:
             return speedup is not None and speedup > ENOUGH_FASTER
-        best, usual = (min(rows[each]["time_ms"]["samples"]) for each in (run.cheat, BASELINE))
+        times = [rows[each]["time_ms"] for each in (run.cheat, BASELINE)]
+        if None in times:  # of a baseline that failed since; it counts as disturbed
+            return False
+        best, usual = (min(each["samples"]) for each in times)
         return usual / best > MUCH_FASTER
 
     def _disturbed(self, run: Run, rows: dict[str, dict]) -> list[str]:

@@ -30,7 +30,7 @@ from replay.workloads.recorded import from_directory
 RunCli = Callable[..., tuple[int, str, str]]
 REPOSITORY = Path(replay_package.__file__).resolve().parent.parent
 SHAPE = ("--random", "-b", "1", "-hq", "4", "-hk", "2", "-sq", "70", "-d", "32")
-QUICK = ("--rounds", "3", "--max-seconds", "0.01", "--device", "cpu", "--in-process")
+QUICK = ("--rounds", "3", "--device", "cpu", "--in-process")
 """In this process, where the fake kernels are; `test_workers.py` has the rest."""
 
 

@@ -17,7 +17,7 @@ from replay.rows.row import HERE
 from tests import factories
 
 RunCli = Callable[..., tuple[int, str, str]]
-QUICK = ("--rounds", "3", "--max-seconds", "0.01", "--device", "cpu")
+QUICK = ("--rounds", "3", "--device", "cpu")
 
 
 class Clock:

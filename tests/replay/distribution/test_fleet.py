@@ -40,7 +40,7 @@ from tests import factories
 RunCli = Callable[..., tuple[int, str, str]]
 REPOSITORY = Path(replay_package.__file__).resolve().parent.parent
 CPUS = [Device(f"CPU {index}", "a processor", f"uuid-{index}") for index in range(2)]
-QUICK = ("--rounds", "3", "--max-seconds", "0.01")
+QUICK = ("--rounds", "3")
 
 
 def calls(count: int) -> list[Workload]:

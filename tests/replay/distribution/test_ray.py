@@ -31,7 +31,7 @@ from replay.distribution.ray_cluster import Cluster, ClusterError, _why_not, con
 
 RunCli = Callable[..., tuple[int, str, str]]
 REPOSITORY = Path(replay_package.__file__).resolve().parent.parent
-QUICK = ("--rounds", "3", "--max-seconds", "0.01", "--kernels")
+QUICK = ("--rounds", "3", "--kernels")
 
 with_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None or sys.platform != "linux",

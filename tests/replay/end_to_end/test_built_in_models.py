@@ -23,7 +23,7 @@ def checked(model: str, steps: int, place: Path, *options: str) -> dict[str, Any
         capture(["--model", model, *few, "--out", recorded])
     assert stopped.value.code == 0
     kernels = ["--kernels", f"{place}/kernels.py:wrong", "--e2e-json", str(told)]
-    quick = ["--device", "cpu", "--max-seconds", "0.01", "--rounds", "3", "--model-rounds", "1"]
+    quick = ["--device", "cpu", "--rounds", "3", "--model-rounds", "1"]
     with pytest.raises(SystemExit) as stopped:
         main(["--dir", recorded, "--e2e", *kernels, *quick, *options])
     assert stopped.value.code == 0
@@ -71,7 +71,7 @@ def test_a_spoilt_cache_shows_in_the_text_alone(tmp_path: Path) -> None:
     names = ",".join(
         f"{tmp_path}/kernels.py:{name}" for name in ("overwrites_cache", "spares_cache")
     )
-    quick = ["--device", "cpu", "--max-seconds", "0.01", "--rounds", "3", "--model-rounds", "3"]
+    quick = ["--device", "cpu", "--rounds", "3", "--model-rounds", "3"]
     rows = tmp_path / "rows.jsonl"
     files = ["--json", str(rows), "--e2e-json", str(told)]
     with pytest.raises(SystemExit) as stopped:

@@ -32,7 +32,7 @@ from replay.workloads.recorded import Workload
 from tests.factories import call_facts, kernel, row, speedup_over, unreadable
 
 REPOSITORY = Path(replay_package.__file__).resolve().parent.parent
-QUICK = ("--rounds", "3", "--max-seconds", "0.01", "--device", "cpu")
+QUICK = ("--rounds", "3", "--device", "cpu")
 
 RunCli = Callable[..., tuple[int, str, str]]
 Answers = list[Any]

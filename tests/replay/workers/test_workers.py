@@ -34,7 +34,7 @@ COMMAND = (
     f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from replay.cli.main import main; main()"
 )
 SHAPE = ("--random", "-b", "1", "-hq", "2", "-sq", "64", "-d", "32", "--dtype", "float32")
-QUICK = ("--rounds", "3", "--max-seconds", "0.01", "--device", "cpu")
+QUICK = ("--rounds", "3", "--device", "cpu")
 
 RunCli = Callable[..., tuple[int, str, str]]
 
@@ -84,17 +84,16 @@ class Surroundings(NamedTuple):
         names = [path.name for path in self.temporary.iterdir()]
         return [name for name in names if not name.startswith("torchinductor_")]
 
-    def wait_until_nothing_runs(self, seconds: float = 5) -> bool:
+    def wait_until_nothing_runs(self, seconds: float = 100) -> bool:
         deadline = time.monotonic() + seconds
         while self.processes() and time.monotonic() < deadline:
             time.sleep(0.05)
         return not self.processes()
 
 
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 60
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
     while not path.exists():
-        assert time.monotonic() < deadline, f"{path} does not come"
+        assert process.poll() is None, f"{path} does not come"
         time.sleep(0.05)
 
 
@@ -406,7 +405,7 @@ def begun(
     arguments = ("--dir", str(recorded), *QUICK, "--kernels", f"{stalling}:stall", "--json", rows)
     process = surroundings.start(*arguments)
     try:
-        wait_for(tmp_path / "stalled")
+        wait_for(tmp_path / "stalled", process)
         yield process, surroundings, arguments
     finally:
         process.kill()
@@ -419,7 +418,7 @@ def test_ctrl_c_ends_the_run_and_its_children(
     process, surroundings, _ = begun
     assert len(surroundings.processes()) == 3  # with a worker and the judge
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=100)
     assert (process.returncode, out) == (130, "")
     assert err.strip().endswith("replay: interrupted")
     assert "Traceback" not in err
