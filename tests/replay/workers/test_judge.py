@@ -163,7 +163,8 @@ def test_a_row_without_enough_judged_samples_is_not_believed(
     ("reported", "taken", "believed"),
     [
         (10.0, [12.0] * 10, True),
-        (10.0, [900.0] * 4 + [12.0] * 6, True),
+        (10.0, [900.0] * 7 + [12.0] * 3, True),
+        (10.0, [900.0] * 8 + [12.0] * 2, False),
         (10.0, [80.0] * 10, True),
         (10.0, [100.0] * 10, False),
         (100.0, [340.0] * 10, True),
