@@ -12,6 +12,10 @@ works, also where a shell started the tests in the background. One thread in eac
 here are so small that threads would spend their time waiting for one another, the more so beside
 other tests. Libraries read that when they are loaded. What is imported stays for good: nothing
 looks for garbage meanwhile, nor among it later.
+
+And chance: Hypothesis tries the same examples in every run, however long one takes, unless
+`--hypothesis-profile default` asks for others; and each test begins with the same random numbers,
+whichever ran before it.
 """
 
 from __future__ import annotations
@@ -36,6 +40,9 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()
     import torch
 
+    if importlib.util.find_spec("hypothesis") is not None:
+        if not config.getoption("--hypothesis-profile", None):
+            importlib.import_module("hypothesis").settings.load_profile("ci")
     if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
         if "triton.language" in sys.modules:  # by another conftest, or a plugin
             raise pytest.UsageError("Triton was imported before it could be told to interpret")
@@ -50,6 +57,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    import torch
+
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True, scope="session")

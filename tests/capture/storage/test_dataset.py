@@ -122,7 +122,9 @@ def calls(draw: st.DrawFn) -> AttentionCall:
     )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
+)
 @given(call=calls())
 def test_round_trip_with_and_without_the_manifest(tmp_path: Path, call: AttentionCall) -> None:
     directory = tmp_path / "round"

@@ -174,7 +174,7 @@ def test_strides(verify: Verify, layout: str, head_dim: int) -> None:
     max_examples=60,
     deadline=None,
     derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())
 def test_any_call(verify: Verify, data: st.DataObject) -> None:
