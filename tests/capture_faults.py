@@ -303,6 +303,7 @@ def kill(scratch: Path, way: str, seconds: float, *, overwrite: bool, begun: boo
         with record(model, directory, name="model", max=3):
             run(model, states)
     reads, writes = os.pipe()
+    parent = os.getpid()
     process = os.fork()
     if not process:
         with contextlib.suppress(BaseException):
@@ -310,7 +311,7 @@ def kill(scratch: Path, way: str, seconds: float, *, overwrite: bool, begun: boo
             with record(model, directory, name="model", overwrite=True, **options):
                 model(states)
                 os.write(writes, b"begun")
-                for _ in range(100_000):
+                while os.getppid() == parent:
                     model(states)
         os._exit(1)
     os.close(writes)

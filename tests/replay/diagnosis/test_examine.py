@@ -14,6 +14,7 @@ from capture.call import AttentionCall
 from replay.bench.guard import Guard
 from replay.diagnosis.derived import OutputRows, gathered, part
 from replay.diagnosis.examine import Examined, examine
+from replay.diagnosis.poison import poisoned
 from replay.kernels.registry import Kernel, find
 from replay.rows.accuracy import AccuracyClass
 from tests.factories import normal, random_call, settings
@@ -61,8 +62,9 @@ def with_alternating_outlier(made: AttentionCall) -> AttentionCall:
 def examined(
     attention: Callable[..., Tensor], made: AttentionCall, kind: AccuracyClass = "exact"
 ) -> Examined:
+    """In memory that does not happen to hold an earlier kernel's right answer."""
     faulty.forget()
-    with torch.no_grad():
+    with torch.no_grad(), poisoned(0.7):
         return examine(Kernel("kernel", attention, kind), made, settings(), Guard())
 
 
