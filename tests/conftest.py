@@ -40,9 +40,9 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()
     import torch
 
-    if importlib.util.find_spec("hypothesis") is not None:
-        if not config.getoption("--hypothesis-profile", None):
-            importlib.import_module("hypothesis").settings.load_profile("ci")
+    has_hypothesis = importlib.util.find_spec("hypothesis") is not None
+    if has_hypothesis and not config.getoption("--hypothesis-profile", None):
+        importlib.import_module("hypothesis").settings.load_profile("ci")
     if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
         if "triton.language" in sys.modules:  # by another conftest, or a plugin
             raise pytest.UsageError("Triton was imported before it could be told to interpret")

@@ -54,7 +54,7 @@ def start(
         [sys.executable, *["-S"] * bare, "-c", code, *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         cwd=cwd,
         check=False,

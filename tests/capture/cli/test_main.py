@@ -182,7 +182,7 @@ def test_help_answers_without_torch(start_python: Start, tmp_path: Path) -> None
         "print('HEAVY', [name for name in ('torch', 'numpy', 'rich') if name in sys.modules])\n"
     )
     process = start_python("-c", script, cwd=tmp_path)
-    printed, errors = process.communicate(timeout=60)
+    printed, errors = process.communicate(timeout=200)
     assert not errors
     assert "CODE 0\nHEAVY []\n" in printed
     assert "usage: capture" in printed
@@ -462,7 +462,7 @@ def stopped(start_python: Start, model_file: Path, tmp_path: Path) -> Stop:
             if "RUNNING" in line:
                 break
         process.send_signal(sent)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=200)
         return Stopped(tmp_path / "out", process.returncode, errors)
 
     return stop

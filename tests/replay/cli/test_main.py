@@ -40,7 +40,7 @@ def rows(text: str) -> list[dict[str, Any]]:
 
 def in_a_process(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=200
     )
 
 

@@ -564,7 +564,7 @@ def test_ctrl_c_leaves_finished_rows_and_no_process(recorded: Path, tmp_path: Pa
             assert time.monotonic() < deadline
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=200)
     finally:
         process.kill()
         process.communicate()
