@@ -19,6 +19,7 @@ from torch import Tensor
 from attention_replay import Error
 from capture.call import AttentionCall
 from capture.counted import counted
+from capture.hooks.autocast import autocast_dtype, cast, is_any_enabled
 from capture.hooks.interceptor import Arguments, answer, intercept
 from capture.hooks.roads import on_all_roads
 from capture.hooks.roads.wrapper import tracing_reported
@@ -317,6 +318,8 @@ class _Dispatcher:
     ) -> Tensor:
         """Answer a call that is not compiled."""
         name = self._choose(arguments) or NOT_PLANNED
+        if is_any_enabled():  # a kernel casts nothing, as SDPA would
+            arguments = cast(arguments, autocast_dtype(arguments.query))
         output, by_kernel = self._attend(name, arguments, proceed)
         if by_kernel and costs_reshape(output, arguments.query):
             self._count_copy(name, arguments.road)

@@ -91,6 +91,25 @@ def test_an_output_of_another_form_is_no_answer(
     assert swap.hits == 0
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_under_autocast_a_kernel_gets_what_sdpa_would_compute_on(compiled: bool) -> None:
+    """As a recording has it: else kernels of 16 bits, chosen by a replay, refuse each call."""
+    seen = set()
+
+    @register_kernel("telling")
+    def telling(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        seen.update({query.dtype, key.dtype, value.dtype})
+        return F.scaled_dot_product_attention(query, key, value, **options)
+
+    model = torch.compile(Attend(), backend="eager", fullgraph=True) if compiled else Attend()
+    try:
+        with use_kernel("telling") as swap, torch.autocast("cpu", torch.bfloat16):
+            output = model(torch.randn(1, 2, 5, 8))
+    finally:
+        del registry._kernels["telling"]
+    assert (swap.hits, seen, output.dtype) == (1, {torch.bfloat16}, torch.bfloat16)
+
+
 def test_sizes_may_broadcast(eightfold: str) -> None:
     one, three = torch.randn(1, 2, 5, 8), torch.randn(3, 2, 5, 8)
     with use_kernel(eightfold) as swap:
