@@ -64,6 +64,8 @@ def next_step(
         if not arguments.e2e:
             return f"see what the whole model gains: {_command(arguments, '--e2e')}"
     if path := used or written:
+        if not Plan.load(path).kernels:
+            return f"{path} changes nothing: it names no kernel but the model's own"
         trusted = ", trust_code=True" if Plan.load(path).code else ""
         return f"use the plan in your program: with replay.use_plan({str(path)!r}{trusted}): …"
     if _has_one_census(_whole_captures(dataset)):

@@ -104,6 +104,10 @@ def test_a_plan_that_changes_nothing(tmp_path: Path) -> None:
     planning = ("--dir", directory, "--plan", "plan.json", "--budget", "cosine=0.9")
     found = said(*planning, written=plan("torch-default"))
     assert found.startswith("plan.json changes nothing: no kernel is faster within cosine")
+    path = tmp_path / "nothing.json"
+    plan("torch-default").save(path)
+    checked = ("--dir", directory, "--e2e", "--use-plan", str(path))
+    assert said(*checked) == f"{path} changes nothing: it names no kernel but the model's own"
 
 
 @pytest.mark.parametrize(
