@@ -47,6 +47,9 @@ def _start(command: str) -> None:
             )
     try:
         cli = importlib.import_module(MAINS[command])
+    except KeyboardInterrupt:
+        print(f"{command}: interrupted", file=sys.stderr)
+        sys.exit(130)
     except ImportError as error:
         for package in PACKAGES[command]:
             if others := _also_installed_as(package):

@@ -6,8 +6,43 @@ import atexit
 import contextlib
 import gc
 import importlib
+import signal
 import sys
+import threading
 from collections.abc import Iterator
+from types import FrameType
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Raise KeyboardInterrupt at the end if Ctrl-C was pressed and somebody swallowed it.
+
+    Libraries catch all there is around imports of theirs, and go on with half of a module, so that
+    the command does too, or fails with a sentence about versions.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    is_main = threading.current_thread() is threading.main_thread()
+    if before is not signal.default_int_handler or not is_main:  # the program's own way
+        yield
+        return
+    pressed = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed = True
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    except Exception as error:
+        if pressed:
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
@@ -30,7 +65,7 @@ def import_for_good(*names: str) -> None:
     command, and what that holds is still collected.
     """
     is_own = names[0] not in sys.modules
-    with without_collecting():
+    with interruptible(), without_collecting():
         for name in names:
             importlib.import_module(name)
     if is_own:

@@ -19,7 +19,7 @@ from capture.cli.models_package import import_models
 from capture.cli.standard_streams import exit_with, give_up_stdout, is_of_stdout, make_usable
 from capture.cli.verbosity import add_verbosity, narrated
 from capture.counted import counted
-from capture.large_imports import import_for_good
+from capture.large_imports import import_for_good, interruptible
 from capture.printable import printable
 from capture.ranges import parse_ranges
 from capture.recording.sampling import PHASES, SAMPLES, check_sample
@@ -230,7 +230,7 @@ def _capture(arguments: argparse.Namespace) -> int:
     rank = current_rank() if arguments.rank is None else arguments.rank
     declared(arguments.split, None, rank, arguments.heads)
     Target.check(arguments.out, rank_name(name, rank), overwrite=arguments.overwrite)
-    with progress.status(Text(f"loading {arguments.model} …")):
+    with progress.status(Text(f"loading {arguments.model} …")), interruptible():
         runnable = import_models().load(
             arguments.model,
             size=arguments.size,

@@ -160,7 +160,7 @@ def _summary(capture: CaptureRecord, entries: list[FileEntry]) -> str:
     if parts_of := sorted({_part(entry.origin) for entry in entries if entry.origin.split}):
         parts.append(" and ".join(parts_of))
     if not capture.complete:
-        parts.append("incomplete: the run did not finish")
+        parts.append("incomplete: interrupted, or calls or the manifest were lost")
     return " · ".join(parts)
 
 

@@ -455,7 +455,11 @@ def _read_manifest(manifest: Path) -> tuple[list[CaptureRecord], list[Any]]:
     data = parsed(content)
     if isinstance(data, dict) and data.get("format") not in (FORMAT, _FIRST_FORMAT):
         found = shown(data.get("format"))
-        raise DatasetError(f"format {found}, but this version reads {FORMAT!r}", manifest)
+        raise DatasetError(
+            f"format {found}, but this version reads {FORMAT!r}: read it with the "
+            "version that wrote it, or record anew",
+            manifest,
+        )
     records = required(data, "captures", list[Any])
     items = required(data, "files", list[Any])
     if len(records) > _MOST_CAPTURES:

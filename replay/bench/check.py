@@ -17,9 +17,11 @@ from typing import Any
 from urllib.parse import quote
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from attention_replay import Error
 from capture.strides import narrow_expanded
 from replay.bench.failures import CannotJudge, ContextLost, Finding, classify
 from replay.bench.forms import Forms
@@ -46,6 +48,10 @@ BETWEEN_CALLS_MS = 0.005
 PATIENCE_S = 2.0
 """To see calls in a row be as fast as their samples: on a GPU that other processes use, most rows
 are interrupted by their turns."""
+
+
+class OutputNotSaved(Error):
+    """`--save-output` could not write."""
 
 
 class Checker:
@@ -395,7 +401,11 @@ def _wrong_again(sentence: str) -> Finding:
 def _save(output: Tensor, kernel: Kernel, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{file_name(kernel.name)}.safetensors"
-    save_file({"output": output.to("cpu").contiguous()}, path)
+    try:
+        save_file({"output": output.to("cpu").contiguous()}, path)
+    except SafetensorError as error:
+        path.unlink(missing_ok=True)  # or it is read as an output
+        raise OutputNotSaved(f"cannot write {path} ({error}): make room") from error
 
 
 def file_name(kernel: str) -> str:

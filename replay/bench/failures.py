@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import traceback
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from capture.printable import printable
+from replay.kernels.names import USER_MODULE
 from replay.rows.row import Status
 
 LONGEST_REASON = 500
@@ -43,15 +46,27 @@ def classify(error: BaseException) -> Finding:
     """
     if isinstance(error, KeyboardInterrupt):
         raise error
-    first = _message(error).strip().partition("\n")[0]
+    said, place, is_own = _message(error).strip(), *_place(error)
+    # A library's story is long, and begins with what counts; the author of a kernel wants all.
+    line = " ".join(said.split()) if is_own else said.partition("\n")[0]
     # It is shown in a terminal: no escape codes, no surrogates, no megabytes.
-    text = printable(first[:LONGEST_REASON]).strip() or type(error).__name__
+    text = printable(line[:LONGEST_REASON]).strip() or type(error).__name__
     if isinstance(error, CannotJudge):
         return Finding("error", text)
     out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
     if out_of_memory or "not enough memory" in text or "can't allocate memory" in text:
         return Finding("out-of-memory", _shortage(text))
-    return Finding("error", f"{type(error).__name__}: {text}")
+    return Finding("error", f"{type(error).__name__}: {text}{place}")
+
+
+def _place(error: BaseException) -> tuple[str, bool]:
+    """Where in a user's `file.py:function` an error came up, and whether that raised it."""
+    place, is_own = "", False
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        is_own = str(frame.f_globals.get("__name__")).startswith(USER_MODULE)
+        if is_own:
+            place = f" ({printable(Path(frame.f_code.co_filename).name)}, line {line})"
+    return place, is_own
 
 
 def _message(error: BaseException) -> str:

@@ -105,7 +105,7 @@ def run(argv: Sequence[str]) -> int:
         Error: an argument cannot be used.
     """
     arguments = parser().parse_args(argv)
-    if wrong := shared_file(arguments, ("tolerances",), ("json",)):
+    if wrong := shared_file(arguments, ("dir", "tolerances"), ("json",)):
         raise UsageError(wrong)
     if arguments.max is not None and arguments.model is None:
         raise UsageError("--max limits what is recorded: give --model MODEL")

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from attention_replay import Error
+from capture.storage.names import is_of_dataset
 
 
 class UsageError(Error):
@@ -54,6 +55,8 @@ def check_place(path: str | os.PathLike[str] | None) -> None:
         return
     if os.path.isdir(path):
         raise UsageError(f"cannot write {path}: it is a directory, name a file")
+    if os.path.exists(path) and is_of_dataset(os.path.basename(path)):
+        raise UsageError(f"cannot write {path}: it is a recording's own, name another file")
     directory = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(directory):
         raise UsageError(f"cannot write {path}: create its directory first")

@@ -70,7 +70,7 @@ SUBCOMMANDS = {
 
 WRITTEN_FILES = ("json", "csv", "benchmark_json", "e2e_json", "plan", "report")
 WRITTEN = (*WRITTEN_FILES, "save_output", "plot")
-READ = ("use_plan", "text", "tolerances", "env_file", "spread")
+READ = ("dir", "use_plan", "text", "tolerances", "env_file", "spread")
 """Options that name files."""
 
 
@@ -424,8 +424,10 @@ def _report(
 
 def _exit_code(rows: list[Row], checks: list[Checked], arguments: argparse.Namespace) -> int:
     unreadable = [row for row in rows if not row.kernel]
+    was_any = len(unreadable) < len(rows)
+    rest = "the other calls were replayed" if was_any else "no call could be replayed, record anew"
     for row in unreadable:
-        print(f"replay: {printable(row.reason)}; the other calls were replayed", file=sys.stderr)
+        print(f"replay: {printable(row.reason)}; {rest}", file=sys.stderr)
     harmless = ("ok", "not-timed", "unsupported", "unavailable")
     failed = {f"{row.id} ({row.status})" for row in rows if row.status not in harmless}
     failed |= {

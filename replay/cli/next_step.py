@@ -37,13 +37,19 @@ def next_step(
         plan: what `--plan` wrote.
         dataset: what was replayed; None if that was not recorded, or by an older version.
     """
+    rows = [row for row in rows if row.kernel]  # and not of a call that cannot be read
     if not rows:
         return ""
     ran = {row.id for row in rows if row.accuracy}
-    if len(ran) < 2 and any(row.id not in ran for row in rows):
+    if len(ran) < 2 and any(row.status == "unavailable" for row in rows):
         return "see what the other kernels need: replay --list-kernels"
     baselines = {row.speedup.vs for row in rows if row.speedup}
-    if not any(row.is_correct for row in rows if row.kernel not in baselines):
+    is_none_correct = not any(row.is_correct for row in rows if row.kernel not in baselines)
+    wrong = dict.fromkeys(row.kernel for row in rows if row.status in ("inaccurate", "crash"))
+    own = [kernel for kernel in wrong if ".py:" in kernel]
+    if (own or (wrong and is_none_correct)) and _can_be_diagnosed(arguments):
+        return f"find out what is wrong: {_doctor(arguments, own or list(wrong))}"
+    if is_none_correct:
         look = _command(arguments, "--metric", "accuracy", "--per-call", "--compare-stats")
         return f"no kernel is correct; see where each is wrong: {look}"
     if not arguments.dir:
@@ -58,6 +64,8 @@ def next_step(
         if not arguments.e2e:
             return f"see what the whole model gains: {_command(arguments, '--e2e')}"
     if path := used or written:
+        if not Plan.load(path).kernels:
+            return f"{path} changes nothing: it names no kernel but the model's own"
         trusted = ", trust_code=True" if Plan.load(path).code else ""
         return f"use the plan in your program: with replay.use_plan({str(path)!r}{trusted}): …"
     if _has_one_census(_whole_captures(dataset)):
@@ -70,6 +78,23 @@ def next_step(
     else:
         look = _command(arguments, "--report", "out.html")
     return f"look at it as charts, and send it to others: {look}"
+
+
+def _can_be_diagnosed(arguments: argparse.Namespace) -> bool:
+    return bool(arguments.dir) and not (
+        arguments.join_ranks or arguments.env or arguments.env_file or arguments.ray
+    )
+
+
+def _doctor(arguments: argparse.Namespace, kernels: Sequence[str]) -> str:
+    given = [
+        part
+        for name in ("call", "device", "tolerances")
+        if (value := getattr(arguments, name)) is not None
+        for part in (f"--{name}", value)
+    ]
+    where = ["--dir", arguments.dir, "--kernels", ",".join(kernels)]
+    return shlex.join(["replay", "doctor", *where, *given])
 
 
 def _command(arguments: argparse.Namespace, *further: str) -> str:

@@ -67,8 +67,8 @@ def _not_recorded(predicted: PredictedTime) -> list[str]:
         return []
     where = ", ".join(dict.fromkeys(missing.phase for missing in predicted.not_recorded))
     return [
-        f"{counted(calls, 'call')} ({where}) also used the kernel, unlike any replayed: the "
-        "prediction does not include their gain or loss"
+        f"{counted(calls, 'call')} ({where}) are unlike any replayed: the prediction "
+        "supposes that they neither gain nor lose"
     ]
 
 

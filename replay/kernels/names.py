@@ -10,6 +10,9 @@ ENTRY_POINTS = "attention_replay.kernels"
 """Entry-point group through which an installed package offers kernels: `name = "module:function"`
 (`register_kernel` on the function adds constraints)."""
 
+USER_MODULE = "attention_replay_user_"
+"""Begins the name of the module that a user's `file.py:function` is imported as."""
+
 _ADAPTERS = Path(__file__).with_name("adapters")
 
 

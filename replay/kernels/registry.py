@@ -36,7 +36,7 @@ from torch import Tensor
 from attention_replay import Error
 from capture.call import AttentionCall
 from capture.variant import FEATURES
-from replay.kernels.names import ENTRY_POINTS, parts
+from replay.kernels.names import ENTRY_POINTS, USER_MODULE, parts
 from replay.rows.accuracy import AccuracyClass
 
 Attention = Callable[..., Tensor]
@@ -245,7 +245,7 @@ def _from_file(target: str) -> Kernel:
 
     def load() -> Attention:
         # By its whole path, since two files may have one name.
-        name = "attention_replay_user_" + re.sub(r"\W", "_", str(Path(path).resolve()))
+        name = USER_MODULE + re.sub(r"\W", "_", str(Path(path).resolve()))
         if name not in sys.modules:
             spec = importlib.util.spec_from_file_location(name, path)
             assert spec is not None
@@ -258,9 +258,13 @@ def _from_file(target: str) -> Kernel:
             except BaseException:
                 del sys.modules[name]
                 raise
-        if not hasattr(sys.modules[name], function):
-            raise KernelNameError(f"{path} has no function {function!r}")
-        attention = getattr(sys.modules[name], function)
+        module = sys.modules[name]  # which may have replaced itself
+        if not hasattr(module, function):
+            known = _kernels.get(function)
+            own = "" if known is None else getattr(known.attention, "__name__", "")
+            hint = f": {own} is what it registers by that name" if own in vars(module) else ""
+            raise KernelNameError(f"{path} has no function {function!r}{hint}")
+        attention = getattr(module, function)
         if not callable(attention):
             raise KernelNameError(f"{function} in {path} is no function")
         if not _takes_a_call(attention):

@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from capture.hooks.autocast import autocast_dtype, cast
 from capture.hooks.graph_constant import constant_in_graphs
 from capture.hooks.interceptor import TORCH_SDPA, Arguments, Traced
 
@@ -58,6 +59,7 @@ def calling_operator(choose: Callable[[Arguments], str | None]) -> Traced:
         kernel = choose(arguments) or ""
         reason = _why_not_the_operator(arguments)
         if reason is None:
+            arguments = cast(arguments, autocast_dtype(arguments.query))
             output: Tensor = attend(kernel, *arguments[:8])
             return output
         _refuse(kernel, reason)

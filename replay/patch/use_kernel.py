@@ -16,12 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attention_replay import Error
 from capture.call import AttentionCall
 from capture.counted import counted
+from capture.hooks.autocast import autocast_dtype, cast, is_any_enabled
 from capture.hooks.interceptor import Arguments, answer, intercept
 from capture.hooks.roads import on_all_roads
 from capture.hooks.roads.wrapper import tracing_reported
 from capture.variant import beyond_arguments
+from replay.bench.malformed import malformed
 from replay.kernels.registry import Kernel, KernelNameError, find
 from replay.patch.custom_op import answering, calling_operator, costs_reshape, laid_out
 from replay.patch.routing import NOT_PLANNED, PlannedModules, kernel_here
@@ -29,6 +32,10 @@ from replay.plan.devices import mismatch, types_at_hand
 from replay.plan.plan import Plan, PlanError
 
 PlanFile = str | Path | Plan
+
+
+class KernelOutputError(Error):
+    """What a kernel returned in a model cannot be its output; the message says why."""
 
 
 @dataclass
@@ -132,6 +139,8 @@ def use_kernel(name: str, *, around: Around = contextlib.nullcontext) -> Iterato
 
     Raises:
         KernelNameError: no kernel has that name, or it cannot run on this machine.
+        KernelOutputError: in the block, what the kernel returned has another shape, dtype or device
+            than the call's output.
         RuntimeError: another swap, or a recording, is active.
 
     Example:
@@ -309,6 +318,8 @@ class _Dispatcher:
     ) -> Tensor:
         """Answer a call that is not compiled."""
         name = self._choose(arguments) or NOT_PLANNED
+        if is_any_enabled():  # a kernel casts nothing, as SDPA would
+            arguments = cast(arguments, autocast_dtype(arguments.query))
         output, by_kernel = self._attend(name, arguments, proceed)
         if by_kernel and costs_reshape(output, arguments.query):
             self._count_copy(name, arguments.road)
@@ -354,6 +365,9 @@ class _Dispatcher:
             self._count_fallback(name, reason, arguments.road)
             return proceed(), False
         output = self._attentions[name](**_keywords(arguments))
+        if not _fits(output, arguments):
+            wrong = malformed(output, AttentionCall(**arguments.fields()))
+            raise KernelOutputError(f"{name} {wrong or 'returned no output of this call'}")
         with self._counting:
             for tally in self._tallies(name, arguments.road):
                 tally.hits += 1
@@ -382,6 +396,21 @@ class _Dispatcher:
         """Those that count a call."""
         tallies = [self._swap.roads.setdefault(road, Tally())]
         return [*tallies, self._swap.kernels[name]] if name in self._swap.kernels else tallies
+
+
+def _fits(output: object, arguments: Arguments) -> bool:
+    """Whether an output is of the form that the model expects: what is not may pass its reshape."""
+    query, key, value = arguments[:3]
+    if not isinstance(output, Tensor) or output.ndim != 4:
+        return False
+    if output.shape[2:] != (query.shape[2], value.shape[3]):
+        return False
+    if (output.dtype, output.device) != (query.dtype, query.device):
+        return False
+    # Where sizes broadcast, or keys are in pages, the query alone does not tell the first two.
+    same_batch = query.shape[0] == key.shape[0]
+    same_heads = arguments.enable_gqa or query.shape[1] == key.shape[1]
+    return output.shape[:2] == query.shape[:2] or not (same_batch and same_heads)
 
 
 def _keywords(arguments: Arguments) -> dict[str, Any]:

@@ -161,7 +161,7 @@ class Uniform:
 def uniform(
     rows: Iterable[Row], census: Mapping[str, Any], budget: Budget, baseline: str
 ) -> list[Uniform]:
-    """Evaluate each kernel used at every layer, the baseline first.
+    """Evaluate each kernel used at every layer, the baseline first; those that are not here, not.
 
     Raises:
         PlanError: the rows are of several models, or none is of the baseline.
@@ -170,7 +170,11 @@ def uniform(
     kernels: dict[str, list[LayerCost]] = {}
     for cost in layer_costs(rows, census, budget, baseline):
         kernels.setdefault(cost.kernel, []).append(cost)
-    return [_uniform(kernel, costs, budget) for kernel, costs in kernels.items()]
+    return [
+        _uniform(kernel, costs, budget)
+        for kernel, costs in kernels.items()
+        if {cost.status for cost in costs} - {None} != {"unavailable"}
+    ]
 
 
 def _uniform(kernel: str, costs: Sequence[LayerCost], budget: Budget) -> Uniform:

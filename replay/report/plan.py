@@ -158,7 +158,7 @@ def _notes(plan: Plan) -> list[str]:
     if missing:
         notes.append(
             f"{missing} of {len(plan.choices)} layers were not captured and keep {plan.baseline}: "
-            f"capture with --max {len(plan.choices)} or more"
+            "record them too, with a larger --max, or --modules '*' for other components"
         )
     outside = sum(choice.covered and not choice.inside for choice in plan.choices)
     if outside:

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, TextIO
 
+from attention_replay import Error
 from replay.bench.failures import ContextLost, classify
 from replay.bench.streams import keep_open
 
@@ -71,7 +72,8 @@ def main(requests_fd: int, replies_fd: int, handler: str) -> None:
             say(lost=str(error), status=error.status)
             continue
         except Exception as error:  # a full disk, or a defect of ours: no kernel's fault
-            say(failed=classify(error)[1], traceback=traceback.format_exc())
+            failed = str(error) if isinstance(error, Error) else classify(error)[1]
+            say(failed=failed, traceback=traceback.format_exc())
         say(done=True)
 
 

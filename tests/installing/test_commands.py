@@ -95,6 +95,20 @@ def test_a_file_of_the_users_that_hides_a_package_is_named(
     assert f"hides the package '{name}' of attention-replay: rename it" in done.stderr
 
 
+@pytest.mark.parametrize("command", ["capture", "replay"])
+def test_ctrl_c_while_the_command_is_imported(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("importlib.import_module", interrupted)
+    with pytest.raises(SystemExit) as stopped:
+        getattr(attention_replay, command)()
+    assert stopped.value.code == 130
+    assert capsys.readouterr().err == f"{command}: interrupted\n"
+
+
 def test_another_package_of_the_same_name_is_named(tmp_path: Path) -> None:
     """Installed into the same directory, it overwrites our files."""
     (tmp_path / "attention_replay.py").write_text(Path(attention_replay.__file__).read_text())

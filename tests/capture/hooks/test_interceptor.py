@@ -271,7 +271,7 @@ def test_the_handler_s_answer_is_the_model_s() -> None:
 def test_a_second_interception_is_refused_and_the_first_goes_on(seen: Seen) -> None:
     with intercept(seen):
         with (
-            pytest.raises(RuntimeError, match="already intercepted; end that recording"),
+            pytest.raises(RuntimeError, match="already intercepted; end that recording, or leave"),
             intercept(Seen()),
         ):
             pass

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from replay.bench.failures import LONGEST_REASON, classify
+from replay.kernels.registry import find
 
 CUDA = (
     "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB of "
@@ -51,6 +54,26 @@ def test_what_ends_programs_is_an_error_like_any_other() -> None:
     )
     with pytest.raises(KeyboardInterrupt):
         classify(KeyboardInterrupt())
+
+
+def test_an_error_in_a_users_file_says_where(tmp_path: Path) -> None:
+    """And all of what the author wrote; of a library's, what begins it."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import json\n"
+        "def own(query, key, value):\n    raise ValueError('must be\\na power of 2')\n"
+        "def theirs(query, key, value):\n    json.loads('')\n"
+        "def silent(query, key, value):\n    assert False\n"
+    )
+    for name, reason in (
+        ("own", "ValueError: must be a power of 2 (mine.py, line 3)"),
+        ("theirs", "JSONDecodeError: Expecting value: line 1 column 1 (char 0) (mine.py, line 5)"),
+        ("silent", "AssertionError: AssertionError (mine.py, line 7)"),
+    ):
+        kernel = find(f"{file}:{name}").loaded()
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            kernel.attention(None, None, None)
+        assert classify(caught.value) == ("error", reason)
 
 
 def test_any_other_error_is_its_first_line_in_printable_letters() -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from replay.bench.check import file_name
+from replay.bench.check import OutputNotSaved, file_name
 from replay.bench.settings import Settings
 from tests.replay.bench.small_kernels import MakeCall, MakeWorkload, Register, rows_of, sdpa
 
@@ -54,3 +55,20 @@ def test_a_folder_that_cannot_be_written_is_no_kernels_error(
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
         rows_of(make_call(), workload, replace(quick, save_output=tmp_path / "file"))
+
+
+def test_a_full_disk_leaves_no_half_of_an_output(
+    make_call: MakeCall,
+    workload: MakeWorkload,
+    quick: Settings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(tensors: object, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("replay.bench.check.save_file", fail)
+    with pytest.raises(OutputNotSaved, match=r"^cannot write .*No space left .*: make room$"):
+        rows_of(make_call(), workload, replace(quick, save_output=tmp_path))
+    assert not list(tmp_path.rglob("*.safetensors"))

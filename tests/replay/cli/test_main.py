@@ -514,6 +514,32 @@ def test_quiet_leaves_results_and_warnings(run_cli: RunCli, recorded: Path) -> N
     assert "torch-math" in out
 
 
+def test_where_no_call_can_be_read_none_was_replayed(run_cli: RunCli, recorded: Path) -> None:
+    for call in recorded.glob("*.safetensors"):
+        call.write_bytes(b"")
+    code, _, err = run_cli("--dir", str(recorded), *QUICK, "--kernels", "torch-math")
+    assert code == 1
+    assert err.count("no call could be replayed, record anew") == len(err.splitlines()) == 3
+
+
+@pytest.mark.parametrize("option", ["--json", "--csv", "--report", "--plan", "--save-baseline"])
+def test_nothing_recorded_is_written_over(run_cli: RunCli, recorded: Path, option: str) -> None:
+    needed = ("--budget", "cosine=0.9") if option == "--plan" else ()
+    for file in ("manifest.json", "model-000000.safetensors"):
+        content = (recorded / file).read_bytes()
+        arguments = ("--dir", str(recorded), *QUICK, option, str(recorded / file), *needed)
+        code, _, err = run_cli(*arguments)
+        assert (code, len(err.splitlines())) == (2, 1)
+        assert f"{file}: it is a recording's own, name another file" in err
+        assert (recorded / file).read_bytes() == content
+
+
+def test_an_archive_is_not_written_over(run_cli: RunCli, recorded: Path) -> None:
+    archive = shutil.make_archive(str(recorded), "zip", recorded)
+    code, _, err = run_cli("--dir", archive, *QUICK, "--json", archive)
+    assert (code, "--dir and --json both name" in err) == (2, True)
+
+
 def test_verbose_says_where_the_time_goes(run_cli: RunCli, recorded: Path) -> None:
     arguments = ("--dir", str(recorded), *QUICK, "--kernels", "torch-math")
     told = run_cli(*arguments, "-v", "--json=-")[2]
@@ -606,4 +632,4 @@ def test_a_kernel_that_leaves_the_process_unusable(
     kernels = f"torch-math,{tmp_path / 'mine.py'}:lost"
     code, _, err = run_cli("--random", "-sq", "8", "-d", "8", *QUICK, "--kernels", kernels)
     assert code == 2
-    assert re.search(r"mine.py:lost on random-00: .*illegal; .* without --in-process", err), err
+    assert re.search(r"mine.py:lost on random-00: .*illegal .*; .* without --in-process", err), err

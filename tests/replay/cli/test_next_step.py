@@ -14,6 +14,7 @@ from capture.storage.call_file import FileEntry, PackedCall
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
 from replay.cli.arguments import parser
+from replay.cli.doctor import parser as doctor_parser
 from replay.cli.end_to_end import CheckError, read_options
 from replay.cli.end_to_end_arguments import misuse
 from replay.cli.next_step import next_step
@@ -103,6 +104,10 @@ def test_a_plan_that_changes_nothing(tmp_path: Path) -> None:
     planning = ("--dir", directory, "--plan", "plan.json", "--budget", "cosine=0.9")
     found = said(*planning, written=plan("torch-default"))
     assert found.startswith("plan.json changes nothing: no kernel is faster within cosine")
+    path = tmp_path / "nothing.json"
+    plan("torch-default").save(path)
+    checked = ("--dir", directory, "--e2e", "--use-plan", str(path))
+    assert said(*checked) == f"{path} changes nothing: it names no kernel but the model's own"
 
 
 @pytest.mark.parametrize(
@@ -155,6 +160,25 @@ def test_a_program_of_somebody_is_run_only_where_it_may(tmp_path: Path) -> None:
 def test_random_calls_lead_to_recorded_ones() -> None:
     assert said("--random").endswith(": capture --model llama")
     assert said("--suite", "llama").endswith(": capture --model llama")
+
+
+def test_a_wrong_kernel_of_ones_own_goes_to_the_doctor(tmp_path: Path) -> None:
+    directory = str(recording(tmp_path / "recorded", capture()))
+    rows = [*measured(), row("my file.py:k", status="inaccurate", accuracy=accuracy())]
+    asked = ("--dir", directory, "--kernels", "torch-*,my file.py:k", "--call", "llama-*")
+    found = said(*asked, rows=rows)
+    assert found.startswith("find out what is wrong: replay doctor ")
+    arguments = doctor_parser().parse_args(shlex.split(found.partition("replay doctor ")[2]))
+    assert (arguments.dir, arguments.kernels, arguments.call) == (
+        directory, "my file.py:k", "llama-*",
+    )  # fmt: skip
+    flex = row("flex", status="inaccurate", accuracy=accuracy(), speedup=speedup_over())
+    others = [measured()[0], flex]
+    assert " doctor " in said(*asked, rows=others)
+    assert " doctor " not in said(*asked, rows=[*measured(), *others[1:]])
+    raising = row("my file.py:k", status="error", reason="ValueError: no")
+    assert "list-kernels" not in said(*asked, rows=[measured()[0], raising])
+    assert said(*asked, rows=[row("", status="error", reason="0 bytes")]) == ""
 
 
 def test_nothing_correct_and_nothing_run() -> None:

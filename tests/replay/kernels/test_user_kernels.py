@@ -108,6 +108,13 @@ def test_what_is_not_there(run: Run, run_cli: RunCli, folder: Path) -> None:
     )
 
 
+def test_a_registered_name_is_not_the_functions(folder: Path) -> None:
+    """It stands in the source, so that only running that tells."""
+    (folder / "picky.py").write_text(PICKY)
+    with pytest.raises(KernelNameError, match="'picky': attention is what it registers by that"):
+        find("picky.py:picky").loaded()
+
+
 def test_what_is_no_function_once_it_is_there(folder: Path) -> None:
     (folder / "mine.py").write_text("three = int('3')\n")
     with pytest.raises(KernelNameError, match=r"^three in mine.py is no function$"):

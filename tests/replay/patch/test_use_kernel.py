@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import models
-from replay import use_kernel, use_plan
+from replay import register_kernel, use_kernel, use_plan
+from replay.kernels import registry
 from replay.kernels.registry import KernelNameError, find, select
+from replay.patch.use_kernel import KernelOutputError
 from replay.plan.plan import Budget, Choice, Plan
 
 
@@ -53,6 +58,64 @@ def test_a_kernel_that_cannot_run_here_is_refused() -> None:
         with pytest.raises(KernelNameError, match="torch-cudnn cannot run on cpu"):  # noqa: SIM117
             with use_kernel("torch-cudnn"):
                 pass
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda output: output.transpose(1, 2),
+            r"shape \(1, 5, 2, 8\) where \(1, 2, 5, 8\) is right",
+        ),
+        (lambda output: output.half(), "float16 where float32 is right"),
+        (lambda output: None, "NoneType, not a tensor"),
+    ],
+)
+def test_an_output_of_another_form_is_no_answer(
+    change: Callable[[Tensor], object], said: str, compiled: bool
+) -> None:
+    @register_kernel("misshaping")
+    def misshaping(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> object:
+        return change(F.scaled_dot_product_attention(query, key, value, **options))
+
+    model = torch.compile(Attend(), backend="eager") if compiled else Attend()
+    try:
+        with (
+            use_kernel("misshaping") as swap,
+            pytest.raises(KernelOutputError, match=f"misshaping returned {said}"),
+        ):
+            model(torch.randn(1, 2, 5, 8))
+    finally:
+        del registry._kernels["misshaping"]
+    assert swap.hits == 0
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_under_autocast_a_kernel_gets_what_sdpa_would_compute_on(compiled: bool) -> None:
+    """As a recording has it: else kernels of 16 bits, chosen by a replay, refuse each call."""
+    seen = set()
+
+    @register_kernel("telling")
+    def telling(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        seen.update({query.dtype, key.dtype, value.dtype})
+        return F.scaled_dot_product_attention(query, key, value, **options)
+
+    model = torch.compile(Attend(), backend="eager", fullgraph=True) if compiled else Attend()
+    try:
+        with use_kernel("telling") as swap, torch.autocast("cpu", torch.bfloat16):
+            output = model(torch.randn(1, 2, 5, 8))
+    finally:
+        del registry._kernels["telling"]
+    assert (swap.hits, seen, output.dtype) == (1, {torch.bfloat16}, torch.bfloat16)
+
+
+def test_sizes_may_broadcast(eightfold: str) -> None:
+    one, three = torch.randn(1, 2, 5, 8), torch.randn(3, 2, 5, 8)
+    with use_kernel(eightfold) as swap:
+        output = F.scaled_dot_product_attention(one, three, three)
+    assert torch.equal(output, 8 * F.scaled_dot_product_attention(one, three, three))
+    assert swap.hits == 1
 
 
 def test_a_model_is_the_same_afterwards_to_the_last_bit(doubling: str) -> None:

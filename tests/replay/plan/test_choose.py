@@ -196,6 +196,13 @@ def test_a_kernel_that_supports_no_call_saves_nothing_anywhere() -> None:
     assert (new.saved_ms, new.falls_back, new.not_captured) == (0, 1, 1)
 
 
+def test_a_kernel_that_is_not_here_did_not_fail() -> None:
+    call = facts("a", "layers.0")
+    rows = [row("old", call, 10.0), row("far", call, None, "unavailable", "needs a CUDA GPU")]
+    counted = census(("layers.0", "denoise", 64, 1), ("layers.1", "denoise", 64, 1))
+    assert [each.kernel for each in uniform(rows, counted, COSINE, "old")] == ["old"]
+
+
 def test_what_each_kernel_would_do_at_every_layer() -> None:
     names = [f"layers.{layer}" for layer in range(6)]
     calls = [facts(name, name) for name in names[:5]]

@@ -108,7 +108,7 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "segfault": ("crash", "ended by SIGSEGV", "the last words of segfault"),
     "hang": ("timeout", r"no sign of life for 4 s \(--timeout\)", "the last words of hang"),
     "exit_at_once": ("crash", "exited with code 7", ""),
-    "exit_politely": ("error", "SystemExit: 0$", ""),
+    "exit_politely": ("error", r"SystemExit: 0 \(bad_kernels.py, line \d+\)$", ""),
     # Where SIGINT is ignored, as in a job in the background, Python exits with 1.
     "interrupt": ("crash", "ended by SIGINT|exited with code 1", "KeyboardInterrupt"),
     "fork_and_die": ("crash", "ended by SIGKILL, perhaps by a system out of memory", ""),
@@ -128,8 +128,16 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "wrong_dtype": ("error", "returned float64 where float32 is right", ""),
     "nothing": ("error", "returned NoneType, not a tensor", ""),
     "wrong_signature": ("error", r"wrong_signature must take SDPA's arguments by", ""),
-    "fail": ("error", "ValueError: no such tile$", ""),
-    "fail_at_length": ("error", r"ValueError: größer  \[31m +x{400,500}$", ""),
+    "fail": (
+        "error",
+        r"ValueError: no such tile and a long story \(bad_kernels.py, line \d+\)$",
+        "",
+    ),
+    "fail_at_length": (
+        "error",
+        r"ValueError: größer  \[31m +x{400,500} \(bad_kernels.py, line \d+\)$",
+        "",
+    ),
     "change_key": ("ok", "is within", ""),
     "never_the_same": ("ok", "is within", ""),
     "close_stdout": ("ok", "is within", ""),
