@@ -305,11 +305,12 @@ def _softmax(scores: Tensor, sinks: Tensor | None, is_masked: bool) -> Tensor:
         scores: (H, rows, keys).
         sinks: (H,).
     """
-    if sinks is not None:
+    if sinks is None:
+        found = torch.softmax(scores, dim=-1)
+    else:
         column = sinks[:, None, None].expand(*scores.shape[:2], 1)
-        return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
-    found = torch.softmax(scores, dim=-1)
-    if is_masked:
+        found = torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
+    if is_masked:  # a sink may be -inf too
         found.masked_fill_(scores.amax(dim=-1, keepdim=True) == -math.inf, 0.0)
     return found
 

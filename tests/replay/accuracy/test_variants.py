@@ -135,7 +135,7 @@ def test_a_key_out_of_sight_never_reaches_an_output() -> None:
     assert output[:, :, 7].isnan().all()
 
 
-@pytest.mark.parametrize("sinks", [None, torch.zeros(2)])
+@pytest.mark.parametrize("sinks", [None, torch.zeros(2), torch.full((2,), -math.inf)])
 def test_nothing_reaches_the_output_of_a_sequence_without_keys(sinks: Tensor | None) -> None:
     used = torch.tensor([0, 8], dtype=torch.int32)
     call = random_call(batch=2, q_len=4, kv_len=8, seqused_k=used, sinks=sinks)
