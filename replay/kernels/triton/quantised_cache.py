@@ -334,6 +334,8 @@ def quantise_cache(
     """
     batch, kv_heads, kv_len, head_dim = key.shape
     lengths = vector("seqused_k", lengths, batch)
+    if lengths is not None and lengths.dtype != torch.int32:
+        lengths = lengths.int()  # descriptors take places of 32 bits
     v_dim, blocks = value.shape[3], triton.cdiv(kv_len, CACHE_BLOCK.value)
 
     first, inner = (batch, blocks) if block_table is None else (batch * blocks, 1)

@@ -11,6 +11,7 @@ from torch import Tensor
 from capture.call import AttentionCall
 from replay.kernels.registry import find
 from replay.kernels.triton.decode import decode
+from replay.kernels.triton.launch import Launch
 from replay.kernels.triton.masked_prefill import masked_prefill, visits_of
 from replay.kernels.triton.paged_decode import paged_decode
 from replay.kernels.triton.paging import page
@@ -69,6 +70,20 @@ def test_lengths_may_lie_apart(attend: Callable[[Tensor], Tensor]) -> None:
     expected = attend(LENGTHS)
     assert torch.equal(attend(apart(LENGTHS, 1)), expected)
     assert torch.equal(attend(LENGTHS[1:2].expand(BATCH)), attend(LENGTHS[1:2].repeat(BATCH)))
+
+
+@pytest.mark.parametrize("attend", [_decoded, _decoded_in_8_bits])
+def test_lengths_of_64_bits_are_passed_as_32(
+    attend: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton compiles no descriptor at places of 64 bits."""
+    launched, launch = [], Launch.__call__
+    monkeypatch.setattr(
+        Launch, "__call__", lambda self, *given: launched.extend(given) or launch(self, *given)
+    )
+    expected = attend(LENGTHS)
+    assert torch.equal(attend(LENGTHS.long()), expected)
+    assert not any(isinstance(each, Tensor) and each.dtype == torch.int64 for each in launched)
 
 
 def test_offsets_may_lie_apart() -> None:
