@@ -1,13 +1,15 @@
-"""Compares our Triton kernels with float64 attention on random calls (needs a GPU; 90 s).
+"""Compares our Triton kernels with float64 attention on random calls (90 s on a GPU).
 
     python -m benchmarks.random_calls [--calls 2000] [--seconds 90] [--processes 12] [--seed 0]
     python -m benchmarks.random_calls --kernel triton-fa3     # families of one kernel
     python -m benchmarks.random_calls --only 37        # one family again, and what failed in it
+    TRITON_INTERPRET=1 python -m benchmarks.random_calls --device cpu --seconds 900 --processes 2
 
 Head dimensions, types, masks, windows, lengths, strides and values are drawn from a seed. A family
 is what one program is compiled for, at a few seconds each, so calls come in families of 40 and
 families are shared out among processes. Writes `benchmarks/results/random_calls.csv`, a line for
-each kernel. Exits 1 if an output is wrong, and 2 if time ran out before every call was made.
+each kernel; on a CPU, where calls are small and none are for Gluon, only if `--out` names a file.
+Exits 1 if an output is wrong, and 2 if time ran out before every call was made.
 """
 
 from __future__ import annotations
@@ -67,8 +69,20 @@ FORMS: dict[str, tuple[str, ...]] = {
 """What is asked of each kernel."""
 DECODE = tuple(name for name in FORMS if "decode" in name)
 HEAD_DIMS = (64, 64, 128, 128, 32, 40, 72, 80, 96, 112, 192, 256)
-MOST_SCORES = 2**24
-"""Of a call, so that float64 attention to it takes milliseconds."""
+
+
+class Sizes(NamedTuple):
+    """The most that a call has."""
+
+    scores: int
+    queries: int
+    keys: int
+    cached: int
+    """Keys of a decode step."""
+
+
+SIZES = {"cuda": Sizes(2**24, 1200, 2500, 20000), "cpu": Sizes(2**14, 200, 500, 2500)}
+"""So that float64 attention takes a GPU milliseconds, and Triton's interpreter half a second."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +137,7 @@ def _apart(tensor: Tensor) -> Tensor:
 def _odd(tensor: Tensor) -> Tensor:
     """At an odd address, rows an odd number of elements apart."""
     batch, heads, length, dim = tensor.shape
-    room = tensor.new_empty(batch, heads, length, dim + 1 + dim % 2)
+    room = tensor.new_full((batch, heads, length, dim + 1 + dim % 2), math.nan)
     return room[..., 1 : dim + 1].copy_(tensor)
 
 
@@ -149,12 +163,13 @@ def draw(drawn: Family, seed: int, number: int, device: torch.device) -> Attenti
     """Draw a call of a family."""
     rng = random.Random(f"{seed} {drawn.number} {number}")
     generator = torch.Generator(device).manual_seed(rng.getrandbits(63))
+    most = SIZES[device.type]
     is_decode, is_packed = drawn.kernel in DECODE, drawn.form.startswith("packed")
     batch = 1 if is_packed else rng.choice((1, 1, 2, 3))
     kv_heads, group = rng.choice((1, 1, 2, 3)), rng.choice((1, 1, 2, 4, 7))
-    q_len = rng.choice((1, 1, 2, 5, 16)) if is_decode else _length(rng, 1200)
-    kv_len = _length(rng, 20000 if is_decode else 2500)
-    kv_len = min(kv_len, max(1, MOST_SCORES // (batch * kv_heads * group * q_len)))
+    q_len = rng.choice((1, 1, 2, 5, 16)) if is_decode else _length(rng, most.queries)
+    kv_len = _length(rng, most.cached if is_decode else most.keys)
+    kv_len = min(kv_len, max(1, most.scores // (batch * kv_heads * group * q_len)))
     if drawn.form in ("bottom right", "window", "window both ways") or is_packed:
         kv_len = max(kv_len, q_len)  # so that every query sees a key
     spec = Spec(
@@ -166,7 +181,8 @@ def draw(drawn: Family, seed: int, number: int, device: torch.device) -> Attenti
         drawn.head_dim,
         drawn.v_head_dim,
         is_causal=drawn.form == "causal",
-        dtype=drawn.dtype,
+        # Triton's interpreter rounds to bfloat16 towards zero.
+        dtype=torch.float16 if device.type == "cpu" else drawn.dtype,
         distribution=rng.choice(("normal", *DISTRIBUTIONS)),
         mask=drawn.form if drawn.form in ("padding", "random") else "none",
         scale=rng.choice((None, None, None, 0.05, 0.3)),
@@ -286,8 +302,13 @@ def main() -> int:
     parser.add_argument("--kernel", choices=FORMS, help="default: each takes its turn")
     parser.add_argument("--only", type=int, metavar="FAMILY", help="this family alone, in-process")
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
-    parser.add_argument("--out", type=Path, default=results.DIRECTORY / "random_calls.csv")
+    parser.add_argument(
+        "--out", type=Path, help="default, on a GPU: benchmarks/results/random_calls.csv"
+    )
     arguments = parser.parse_args()
+    out = arguments.out
+    if out is None and arguments.device.type == "cuda":
+        out = results.DIRECTORY / "random_calls.csv"
     seed, device, began = arguments.seed, arguments.device, time.monotonic()
     if arguments.only is not None:
         drawn = family(seed, arguments.only)
@@ -314,7 +335,8 @@ def main() -> int:
             found = job.result()
             report(found)
             failures += found
-            write(made, failures, machine, arguments.out)
+            if out is not None:
+                write(made, failures, machine, out)
             if time.monotonic() - began > arguments.seconds:
                 pool.shutdown(wait=False, cancel_futures=True)
     asked = len(families) * CALLS_OF_A_FAMILY

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,11 +13,6 @@ from benchmarks.random_calls import FORMS, check, draw, families_of, family
 from replay.kernels.registry import Kernel, find
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(random_calls, "MOST_SCORES", 2**12)
 
 
 def test_every_form_of_every_kernel_is_drawn_and_taken() -> None:
@@ -58,3 +55,8 @@ def test_wrong_outputs_and_errors_are_failures(monkeypatch: pytest.MonkeyPatch) 
         assert all(sentence in each.sentence for each in failures)
     monkeypatch.setattr(random_calls, "find", lambda name: find("eager"))
     assert check(drawn, 0, 3, CPU) == []
+
+
+def test_kernels_are_interpreted_where_there_is_no_gpu() -> None:
+    drawn = replace(family(0, list(FORMS).index("triton-paged-decode")), head_dim=16, v_head_dim=16)
+    assert check(drawn, 0, 2, CPU) == []

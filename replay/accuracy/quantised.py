@@ -181,11 +181,18 @@ def _of_one_key_head(call: AttentionCall, batch: int, heads: slice, kv_head: int
         mask = mask if mask.shape[0] == 1 else mask[batch : batch + 1]
         mask = mask if mask.shape[1] == 1 else mask[:, heads]
     used, packed = call.seqused_k, call.cu_seqlens_q is not None
+    key, value = (
+        each[batch : batch + 1, kv_head : kv_head + 1].to(torch.float32)
+        for each in (call.key, call.value)
+    )
+    if used is not None and not packed:  # what follows could be NaN, and would be in every scale
+        is_key = torch.arange(key.shape[2], device=key.device)[:, None] < used[batch]
+        key, value = (each.where(is_key, 0.0) for each in (key, value))
     return replace(
         call,
         query=call.query[batch : batch + 1, heads].to(torch.float32),
-        key=call.key[batch : batch + 1, kv_head : kv_head + 1].to(torch.float32),
-        value=call.value[batch : batch + 1, kv_head : kv_head + 1].to(torch.float32),
+        key=key,
+        value=value,
         attn_mask=mask,
         sinks=None if call.sinks is None else call.sinks[heads],
         seqused_k=None if used is None else used if packed else used[batch : batch + 1],

@@ -231,10 +231,15 @@ def _weights_of_heads(
     rows_per_block = max(1, block_elements // (count * kv_len))
     for begin in range(0, q_len, rows_per_block):
         rows = slice(begin, min(begin + rows_per_block, q_len))
-        keys = slice(0, kv_len)
+        keys, block_value = slice(0, kv_len), value
         if span is not None:
             firsts, ends = (each[rows] for each in span.of(batch))
-            keys = keys if reaches else _union(firsts, ends)
+            if not reaches:
+                seen = _union(firsts, ends)
+                keys = slice(0, 1) if seen is None else seen
+                block_value = value[:, keys]
+                if seen is None:  # a weight of zero times NaN would be NaN
+                    block_value = torch.zeros_like(block_value)
         query = call.query[batch, heads, rows].to(dtype)
         query = query if scale_scores else query * signed_root
         scores = _product(query, key[:, keys].mT)
@@ -255,7 +260,7 @@ def _weights_of_heads(
             else:
                 scores.masked_fill_(outside, -math.inf)
         is_masked = span is not None or call.attn_mask is not None
-        yield Block(batch, heads, rows, _softmax(scores, sinks, is_masked), value[:, keys])
+        yield Block(batch, heads, rows, _softmax(scores, sinks, is_masked), block_value)
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
@@ -268,11 +273,11 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     return left @ right
 
 
-def _union(firsts: Tensor, ends: Tensor) -> slice:
-    """The keys from the first to the last that any of some queries sees."""
+def _union(firsts: Tensor, ends: Tensor) -> slice | None:
+    """The keys from the first to the last that any of some queries sees; None where none is."""
     some = ends > firsts
     if not bool(some.any()):
-        return slice(0, 1)  # none is seen: all weights are zero
+        return None
     return slice(int(firsts[some].min()), int(ends[some].max()))
 
 
@@ -300,11 +305,12 @@ def _softmax(scores: Tensor, sinks: Tensor | None, is_masked: bool) -> Tensor:
         scores: (H, rows, keys).
         sinks: (H,).
     """
-    if sinks is not None:
+    if sinks is None:
+        found = torch.softmax(scores, dim=-1)
+    else:
         column = sinks[:, None, None].expand(*scores.shape[:2], 1)
-        return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
-    found = torch.softmax(scores, dim=-1)
-    if is_masked:
+        found = torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
+    if is_masked:  # a sink may be -inf too
         found.masked_fill_(scores.amax(dim=-1, keepdim=True) == -math.inf, 0.0)
     return found
 

@@ -184,6 +184,18 @@ def default_scale(call: AnyCall) -> str | None:
     return f"takes no scale: always 1/sqrt(head_dim), not {call.scale:g}"
 
 
+MOST_SOFTCAP = 2.0**14
+
+
+def no_huge_softcap(call: AnyCall) -> str | None:
+    """For kernels whose tanh is right to float32's rounding of the cap, and so of no use to scores
+    that are a millionth of it."""
+    cap = call.variant.softcap
+    if cap is None or cap <= MOST_SOFTCAP or call.query.dtype == torch.float32:
+        return None
+    return f"soft cap {cap:g}: at most {MOST_SOFTCAP:g} in 16 bits"
+
+
 def no_negative_scale(call: AttentionCall) -> str | None:
     scale = call.softmax_scale
     return None if scale >= 0 else f"scale {scale:g}: must not be negative"
@@ -348,5 +360,6 @@ ASKED_AT_EVERY_CALL: tuple[Callable[[AnyCall], str | None], ...] = (
     needs_pages,
     value_in_key,
     default_scale,
+    no_huge_softcap,
 )
 """Arguments that a kernel would ignore or read in another way. Each looks at no tensor's values."""

@@ -25,6 +25,7 @@ from replay.kernels.constraints import (
     max_head_dim,
     max_queries,
     no_dropout,
+    no_huge_softcap,
     padding_mask_only,
 )
 from replay.kernels.layout import padding_keys
@@ -34,7 +35,13 @@ from replay.kernels.registry import Kernel, register
 from replay.kernels.triton.paging import PagedCache, page
 from replay.kernels.wrapping import adapt, at_once
 
-DECODE_LIMITS = (no_dropout, half_precision, max_head_dim(256), max_queries(16))
+DECODE_LIMITS = (
+    no_dropout,
+    half_precision,
+    max_head_dim(256),
+    max_queries(16),
+    no_huge_softcap,
+)
 
 LATENT, TAIL = 512, 128
 """Where the value is the first part of the key, in absorbed MLA: the largest head dimension of the
@@ -50,7 +57,7 @@ def _head_dim(call: AttentionCall) -> str | None:
     return f"head_dim {latent} + {tail}: at most {LATENT} + {TAIL}"
 
 
-LIMITS = (no_dropout, half_precision, _head_dim, max_queries(16))
+LIMITS = (no_dropout, half_precision, _head_dim, max_queries(16), no_huge_softcap)
 
 
 @functools.cache

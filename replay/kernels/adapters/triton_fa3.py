@@ -20,6 +20,7 @@ from replay.kernels.constraints import (
     max_head_dim,
     multiple_of_8,
     no_dropout,
+    no_huge_softcap,
     no_negative_scale,
 )
 from replay.kernels.library import TRITON, is_interpreted
@@ -73,6 +74,7 @@ register(
             half_precision,
             multiple_of_8,
             max_head_dim(256),
+            no_huge_softcap,
             no_negative_scale,
         ),
         "ours for Hopper: TMA, warp specialisation, FlashAttention 3's schedule (Gluon)",

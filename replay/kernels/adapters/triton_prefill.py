@@ -11,7 +11,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from capture.hooks.interceptor import Arguments
-from replay.kernels.constraints import max_head_dim, no_dropout, up_to_float32
+from replay.kernels.constraints import max_head_dim, no_dropout, no_huge_softcap, up_to_float32
 from replay.kernels.library import TRITON
 from replay.kernels.registry import register
 from replay.kernels.wrapping import adapt
@@ -42,7 +42,7 @@ register(
         "triton-fa2",
         TRITON,
         _attend,
-        (no_dropout, up_to_float32, max_head_dim(256)),
+        (no_dropout, up_to_float32, max_head_dim(256), no_huge_softcap),
         "ours: FlashAttention 2 in Triton, of any mask, strides and head_dim",
         features=("bottom-right", "window", "softcap", "sinks"),
         prefers_restated=True,

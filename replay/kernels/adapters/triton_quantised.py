@@ -21,7 +21,13 @@ from torch import Tensor
 
 from capture.call import AttentionCall
 from capture.hooks.interceptor import Arguments
-from replay.kernels.constraints import half_precision, max_head_dim, no_dropout, no_mask
+from replay.kernels.constraints import (
+    half_precision,
+    max_head_dim,
+    no_dropout,
+    no_huge_softcap,
+    no_mask,
+)
 from replay.kernels.library import TRITON
 from replay.kernels.registry import register
 from replay.kernels.wrapping import adapt
@@ -63,6 +69,9 @@ def _prepare(
     from replay.kernels.triton.quantise import quantise_key_value
     from replay.kernels.triton.quantised_prefill import attend
 
+    if not (call.query.numel() and call.key.numel()):
+        options = {"score_dtype": score_dtype, "fp8_value": fp8_value}
+        return lambda: _kernel()(call.query, call.key, call.value, **options)
     keep_mean = call.variant.softcap is not None or call.sinks is not None
     quantised = quantise_key_value(
         call.key, call.value, score_dtype, fp8_value, smooth_k, keep_mean
@@ -93,7 +102,7 @@ def _register(
             base + variant,
             FP8_LIBRARY if is_fp8 else TRITON,
             partial(_attend, **options),
-            (no_dropout, half_precision, no_mask, max_head_dim(256)),
+            (no_dropout, half_precision, no_mask, max_head_dim(256), no_huge_softcap),
             f"ours: {about}",
             prepare=partial(_prepare, **options),
             accuracy_class="quantised",

@@ -43,9 +43,11 @@ def _attend(call: Arguments, dtype: torch.dtype, in_pages: bool) -> Tensor:
 
 def _prepare(call: AttentionCall, dtype: torch.dtype, in_pages: bool) -> Callable[[], Tensor]:
     from replay.kernels.triton.quantised_cache import quantise_cache
-    from replay.kernels.triton.quantised_decode import random_pages
+    from replay.kernels.triton.quantised_decode import quantised_decode, random_pages
     from replay.kernels.triton.split_kv import attend
 
+    if not (call.query.numel() and call.key.numel()):
+        return lambda: quantised_decode(call.query, call.key, call.value, dtype=dtype)
     table = random_pages(call.key) if in_pages else None
     cache = quantise_cache(call.key, call.value, dtype, lengths=call.seqused_k, block_table=table)
     return lambda: attend(

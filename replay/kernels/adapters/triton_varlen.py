@@ -20,6 +20,7 @@ from replay.kernels.constraints import (
     max_head_dim,
     needs_lengths,
     no_dropout,
+    no_huge_softcap,
     padding_mask_only,
     up_to_float32,
 )
@@ -108,6 +109,7 @@ register(
             no_dropout,
             up_to_float32,
             max_head_dim(256),
+            no_huge_softcap,
             needs_lengths,
             padding_mask_only,
             _mask_and_lengths,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from capture.variant import PLAIN, Variant
@@ -40,6 +41,8 @@ def decode(
         sinks: (Hq,), a logit of each head that takes weight and has no value.
         variant: bottom right, window and soft cap; keys before every query's window are not read.
     """
+    if seqused_k is not None and seqused_k.dtype != torch.int32:
+        seqused_k = seqused_k.int()  # descriptors take places of 32 bits
     return attend(
         query,
         Cache(key, value, lengths=seqused_k),

@@ -15,13 +15,11 @@ from replay.kernels.triton.forward_tiles import Blocks, blocks, is_small, pieces
 from replay.kernels.triton.launch import Kept, Launch, PlannedCall, alignments, layout, named
 from replay.kernels.triton.masking import mask_unit, window_sides
 from replay.kernels.triton.online_softmax import base_2
+from replay.kernels.triton.shapes import Sizes, check_head_dims, check_shapes, sizes_of
 from replay.kernels.triton.visits import Visits
 
 SECTION_BYTES = 16 * 2**20
 """Keys and values that programs of neighbouring numbers share; a part of the L2 cache."""
-
-
-Sizes = tuple[int, ...]
 
 
 class Lengths(NamedTuple):
@@ -99,6 +97,7 @@ def forward(
             cut,
             variant,
             visited,
+            sizes_of(sinks),
         ),
     )
     output = _allocated(query, *planned.output)
@@ -141,9 +140,12 @@ def _plan(
     cut: Blocks | None,
     variant: Variant,
     visited: Visits | None,
+    sinks: Sizes | None,
 ) -> _PlannedCall:
-    """All of a call but its tensors' addresses; arguments as those of `forward`, scale > 0."""
-    check_shapes(query.shape, key.shape, value.shape)
+    """All of a call but its tensors' addresses; arguments as those of `forward`, scale > 0, and of
+    the sinks their shape."""
+    check_shapes(query.shape, key.shape, value.shape, sinks)
+    check_head_dims(query.shape[3], value.shape[3])
     memory, heads, q_len, head_dim = query.shape
     kv_heads, k_len, v_head_dim = key.shape[1], key.shape[2], value.shape[3]
     output = _output_of(query, v_head_dim)
@@ -224,24 +226,6 @@ def _plan(
         of_key, of_value = described(key, cut.keys, main), described(value, cut.keys, v_main)
         descriptors = nowhere(of_key), nowhere(of_value)
     return _PlannedCall(PlannedCall(launch, descriptors), (tuple(output.shape), output.stride()))
-
-
-def check_shapes(query: Sizes, key: Sizes, value: Sizes) -> None:
-    """Of BHSD tensors.
-
-    Raises:
-        ValueError: they do not fit together, or a head dimension is larger than 256.
-    """
-    batch, heads, _, head_dim = query
-    kv_heads = key[1]
-    if key[0] != batch or key[3] != head_dim or value[:3] != key[:3]:
-        raise ValueError(
-            f"query {tuple(query)}, key {tuple(key)} and value {tuple(value)} do not fit together"
-        )
-    if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} key heads")
-    if max(head_dim, value[3]) > 256:
-        raise ValueError(f"head_dim {max(head_dim, value[3])}: at most 256")
 
 
 def _allocated(query: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:

@@ -357,7 +357,7 @@ def _attend(
         keys = start + tl.arange(0, BLOCK_N)
         if cap is not None:
             factor = 1.0
-            scores = soft_cap(scores * scale, cap)
+            scores = soft_cap(scores * scale, cap, query.dtype == tl.float32)
         elif MASK == "none":
             factor = scale
         else:

@@ -12,6 +12,7 @@ from torch import Tensor
 from capture.strides import is_leading_part
 from replay.kernels.triton.descriptors import can_be_described, described, nowhere
 from replay.kernels.triton.launch import layout
+from replay.kernels.triton.shapes import Sizes
 
 WORTH_DESCRIBING = 2**26
 """Numbers in keys and values from which on a call keeps the GPU busy for as long as it does the
@@ -38,6 +39,35 @@ class Cache(NamedTuple):
     indices: Tensor | None = None
     """(B, Hkv, K) int32, the tokens to attend to; None for all. Those < 0 or ≥ the length are
     skipped."""
+
+    @classmethod
+    def in_pages(
+        cls,
+        key_pages: Tensor,
+        value_pages: Tensor,
+        block_table: Tensor,
+        lengths: Tensor,
+        indices: Tensor | None = None,
+    ) -> Cache:
+        """With a table of which the kernel reads a row's numbers one after another."""
+        if block_table.shape[1] > 1 and block_table.stride(1) != 1:
+            block_table = block_table.contiguous()
+        return cls(key_pages, value_pages, block_table, lengths, indices)
+
+    @property
+    def shapes(self) -> tuple[Sizes, Sizes]:
+        """(B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), of pages all tokens that the table has room for.
+
+        Raises:
+            ValueError: keys and values lie in other pages.
+        """
+        key, value, table = self.key.shape, self.value.shape, self.block_table
+        if table is None:
+            return key, value
+        if key[:3] != value[:3]:
+            raise ValueError(f"pages of keys {tuple(key)} and of values {tuple(value)} differ")
+        tokens = table.shape[0], key[2], table.shape[1] * key[1]
+        return (*tokens, key[3]), (*tokens, value[3])
 
     @property
     def sizes(self) -> tuple[int, int, int]:

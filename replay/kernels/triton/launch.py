@@ -68,7 +68,7 @@ class Launch:
         tensors = len(kernel.arg_names) - len(arguments)
         self._rest = tuple(map(arguments.__getitem__, kernel.arg_names[tensors:]))
         self._kernel, self._grid, self._options = kernel, grid, options
-        self._index = device.index or 0
+        self._device, self._index = device, device.index or 0
         self._may_be_elsewhere = device.type == "cuda" and torch.cuda.device_count() > 1
         self._kinds: _Kinds | None = None
         self._programs: dict[tuple[bool, ...] | None, _Program] = {}
@@ -146,8 +146,16 @@ class Launch:
         """Launch what Triton compiles for the tensors, and return it.
 
         Where a GPU has less shared memory than that needs, fewer blocks are in flight.
+
+        Raises:
+            ValueError: a tensor is on another device: later launches pass addresses, of which
+                nobody asks where they are.
         """
         assert self._kinds is not None
+        for each in tensors:
+            memory = getattr(each, "base", each)
+            if isinstance(memory, Tensor) and memory.device != self._device:
+                raise ValueError(f"tensors on {self._device} and {memory.device}: needs one device")
         given = list(tensors)
         for place, descriptor in self._kinds.descriptors:
             if isinstance(given[place], Tensor):
@@ -228,8 +236,8 @@ class PlannedCall(NamedTuple):
 
 
 def layout(tensor: Tensor | None) -> Hashable:
-    """All that a plan may depend on but the address: shape, strides and type."""
-    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype)
+    """All that a plan may depend on but the address: shape, strides, type and device."""
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
 def alignments(*tensors: Tensor) -> Hashable:

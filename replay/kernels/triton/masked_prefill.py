@@ -60,12 +60,17 @@ def masked_prefill(
 
     Raises:
         ValueError: the shapes do not fit together, or a head dimension is larger than 256;
-            `visited` is of a mask with other strides.
+            `visited` is of a mask with other strides, or of another shape.
     """
     mask = attn_mask.expand(*query.shape[:3], value.shape[2])
     tiles = _tiles(query, value, mask)
     if visited is None:
         visited = visits(mask, *tiles)
+    elif any(
+        found not in (1, size)
+        for found, size in zip(visited.counts.shape[:2], mask.shape[:2], strict=True)
+    ):
+        raise ValueError("`visited` is of a mask for other batch elements or heads")
     elif (visited.counts.shape[2], visited.blocks.shape[4]) != (
         triton.cdiv(query.shape[2], tiles[0]),
         triton.cdiv(value.shape[2], tiles[1]),

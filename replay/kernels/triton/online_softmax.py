@@ -57,12 +57,21 @@ def add_sink(sink, maximum, total, unit):
 
 
 @triton.jit
-def soft_cap(exponents, cap):
-    """cap · tanh(x) of 2^exponent = e^2x: tanh x = 1 − 2 / (e^2x + 1), right to float32's rounding.
+def soft_cap(exponents, cap, IS_FLOAT32: tl.constexpr = False):
+    """cap · tanh(x) of 2^exponent = e^2x: tanh x = 1 − 2 / (e^2x + 1), right to float32's rounding
+    of the cap.
 
+    That of a score far below its cap matters in calls of float32: there a small x has its series.
     `base_2` has the scale that makes products such exponents, and the cap that makes this s.
     """
-    return cap * (1.0 - 2.0 / (tl.math.exp2(exponents) + 1.0))
+    tanh = 1.0 - 2.0 / (tl.math.exp2(exponents) + 1.0)
+    if IS_FLOAT32:
+        x = exponents * (LN_2 / 2)
+        square = x * x
+        series = 2 / 15 + square * (-17 / 315 + square * (62 / 2835))
+        series = x + x * square * (-1 / 3 + square * series)
+        tanh = tl.where(square < 0.0625, series, tanh)
+    return cap * tanh
 
 
 def base_2(scale: float, softcap: float | None) -> tuple[float, float | None]:

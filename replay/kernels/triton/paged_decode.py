@@ -36,5 +36,5 @@ def paged_decode(
         sinks: (Hq,), a logit of each head that takes weight and has no value.
         variant: bottom right, window and soft cap; pages before every query's window are not read.
     """
-    cache = Cache(key_pages, value_pages, block_table, lengths)
+    cache = Cache.in_pages(key_pages, value_pages, block_table, lengths)
     return attend(query, cache, is_causal=is_causal, scale=scale, sinks=sinks, variant=variant)

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from capture.variant import PLAIN, Variant
-from replay.kernels.triton.forward import Lengths, Sizes, check_shapes
+from replay.kernels.triton.forward import Lengths
 from replay.kernels.triton.hopper import has_gluon_kernels
 from replay.kernels.triton.hopper_scores import ROWS
 from replay.kernels.triton.launch import Launch, PlannedCall
@@ -27,6 +27,7 @@ from replay.kernels.triton.prefill_hopper_schedule import (
     schedule,
     schedule_of_visits,
 )
+from replay.kernels.triton.shapes import Sizes, check_head_dims, check_shapes, sizes_of
 from replay.kernels.triton.visits import Visits
 
 
@@ -165,14 +166,15 @@ def forward_hopper(
         (query.shape, key.shape, value.shape, output.shape),
         (query.stride(), key.stride(), value.stride(), output.stride()),
         (query.dtype, key.dtype, value.dtype),
-        query.device,
+        (query.device, key.device, value.device),
         is_causal,
         scale,
         None if variant is PLAIN else variant,
-        None if lengths is None else (*lengths[:3], *map(_type, lengths[3:])),
+        None if lengths is None else (*lengths[:3], *map(_kind, lengths[3:])),
         None if mask is None else (mask.shape, mask.stride(), mask.dtype),
         None if visited is None else visited.strides(),
-        (has_lse, _type(sinks)),
+        (has_lse, *map(_kind, (sinks, mask, *(visited or ())))),
+        sizes_of(sinks),
     )
     lse = None
     if has_lse:
@@ -256,7 +258,7 @@ def _planned(
     shapes: tuple[Sizes, ...],
     strides: tuple[Sizes, ...],
     dtypes: tuple[torch.dtype, ...],
-    device: torch.device,
+    devices: tuple[torch.device, ...],
     is_causal: bool,
     scale: float | None,
     variant: Variant | None,
@@ -264,19 +266,23 @@ def _planned(
     mask: tuple[Sizes, Sizes, torch.dtype] | None,
     visits: tuple[int, int] | None,
     others: tuple[Any, ...],
+    sinks: Sizes | None,
 ) -> _Planned:
     """The launch of all calls that pass the same arguments, of the same types.
 
     Args:
-        lengths: their kind, how many, the most queries, and the types of the tensors.
+        devices: of query, key and value.
+        lengths: their kind, how many, the most queries, and the tensors' types and devices.
         mask: its shape, strides and type.
         visits: strides of what the mask leaves, in tiles.
-        others: what is None or not, and its type, and matters for nothing else.
+        others: what is None or not, its type and device, and matters for nothing else.
+        sinks: their shape.
 
     Raises:
         ValueError: as `forward_hopper` does.
     """
-    check_shapes(*shapes[:3])
+    check_shapes(shapes[0], shapes[1], shapes[2], sinks)
+    check_head_dims(shapes[0][3], shapes[2][3])
     dtype = dtypes[0]
     if set(dtypes) not in ({torch.float16}, {torch.bfloat16}):
         names = ", ".join(str(each).removeprefix("torch.") for each in dtypes)
@@ -313,8 +319,8 @@ def _planned(
     head_bytes = seen * (head_dim + v_head_dim) * dtype.itemsize
     launch = Launch(
         prefill_kernel,
-        (min(tiles, multiprocessors(device)), 1, 1),
-        device,
+        (min(tiles, multiprocessors(devices[0])), 1, 1),
+        devices[0],
         {
             "q_heads": q_heads,
             "group": group,
@@ -363,8 +369,8 @@ def _planned(
     return _Planned(PlannedCall(launch, descriptors), bool(dims.rest), is_packed)
 
 
-def _type(tensor: Tensor | None) -> torch.dtype | None:
-    return None if tensor is None else tensor.dtype
+def _kind(tensor: Tensor | None) -> tuple[torch.dtype, torch.device] | None:
+    return None if tensor is None else (tensor.dtype, tensor.device)
 
 
 def _are_loadable(*tensors: Tensor) -> bool:

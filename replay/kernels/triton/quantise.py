@@ -36,6 +36,7 @@ from torch import Tensor
 
 from replay.kernels.triton.launch import Launch, layout, named
 from replay.kernels.triton.matmul import INTERPRETED
+from replay.kernels.triton.shapes import Sizes, check_shapes
 
 GROUP = 128
 """Keys that share a scale."""
@@ -282,6 +283,9 @@ def quantise_key_value(
     `key` (B, Hkv, Sk, D) and `value` (B, Hkv, Sk, Dv) of any strides, float16 or bfloat16, Sk at
     least 1; neither is changed. `smooth_k` subtracts a mean over the sequence from the key;
     `keep_mean` keeps it, for soft caps and sinks.
+
+    Raises:
+        ValueError: the shapes do not fit together.
     """
     batch, kv_heads, kv_len, head_dim = key.shape
     v_head_dim = value.shape[3]
@@ -317,8 +321,8 @@ def launch_of(
     return _planned(
         (key.shape, value.shape),
         (key.stride(), value.stride()),
-        key.dtype,
-        key.device,
+        (key.dtype, value.dtype),
+        (key.device, value.device),
         key_dtype,
         quantise_value,
         smooth_k,
@@ -326,27 +330,25 @@ def launch_of(
     )
 
 
-Sizes = tuple[int, ...]
-
-
 @functools.lru_cache(maxsize=1024)
 def _planned(
     shapes: tuple[Sizes, Sizes],
     strides: tuple[Sizes, Sizes],
-    dtype: torch.dtype,
-    device: torch.device,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    devices: tuple[torch.device, torch.device],
     key_dtype: torch.dtype,
     quantise_value: bool,
     smooth_k: bool,
     keep_mean: bool,
 ) -> Launch:
-    """The launch for keys and values of one shape, to be quantised in one way."""
+    """The launch for keys and values of one shape, type and device, to be quantised in one way."""
+    check_shapes(shapes[0], *shapes)
     (batch, kv_heads, kv_len, head_dim), (*_, v_head_dim) = shapes
     groups = -(-kv_len // GROUP)
     return Launch(
         _quantise,
         (groups, batch * kv_heads, 2 if quantise_value else 1),
-        device,
+        devices[0],
         named("key_stride_", "bhsd", strides[0])
         | named("value_stride_", "bhsd", strides[1])
         | {

@@ -50,6 +50,7 @@ from replay.kernels.triton.quantise import (
     to_fp8,
     to_int8,
 )
+from replay.kernels.triton.shapes import Sizes, check_shapes, vector
 
 CACHE_BLOCK = tl.constexpr(128)
 """Tokens whose values are transposed together, and what the length is rounded up to."""
@@ -85,6 +86,13 @@ class QuantisedCache:
     def page_size(self) -> int:
         """Tokens in a page; 0 without pages."""
         return 0 if self.block_table is None else CACHE_BLOCK.value
+
+    @property
+    def shapes(self) -> tuple[Sizes, Sizes]:
+        """(B, Hkv, Sk, D) and (B, Hkv, Sk, Dv) of what was quantised."""
+        batch, kv_heads, head_dim = self.key_mean.shape
+        tokens = batch, kv_heads, self.kv_len
+        return (*tokens, head_dim), (*tokens, self.sizes[2])
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -320,8 +328,14 @@ def quantise_cache(
         lengths: (B,) int32, how many tokens of each sequence count; the others are not read.
         block_table: (B, ⌈Sk / `CACHE_BLOCK`⌉) int32, contiguous: the page of each block, every
             number below their product once; None for a cache in one piece.
+
+    Raises:
+        ValueError: the shapes do not fit together.
     """
     batch, kv_heads, kv_len, head_dim = key.shape
+    lengths = vector("seqused_k", lengths, batch)
+    if lengths is not None and lengths.dtype != torch.int32:
+        lengths = lengths.int()  # descriptors take places of 32 bits
     v_dim, blocks = value.shape[3], triton.cdiv(kv_len, CACHE_BLOCK.value)
 
     first, inner = (batch, blocks) if block_table is None else (batch * blocks, 1)
@@ -342,8 +356,8 @@ def quantise_cache(
     launch = _planned(
         (key.shape, value.shape),
         (key.stride(), value.stride()),
-        (key.dtype, dtype),
-        (lengths is not None, block_table is not None),
+        (key.dtype, value.dtype, dtype),
+        (layout(lengths), layout(block_table)),
         key.device,
     )
     launch(
@@ -373,12 +387,13 @@ def _block(head_dim: int) -> int:
 def _planned(
     shapes: tuple[torch.Size, torch.Size],
     strides: tuple[tuple[int, ...], tuple[int, ...]],
-    dtypes: tuple[torch.dtype, torch.dtype],
-    has: tuple[bool, bool],
+    dtypes: tuple[torch.dtype, ...],
+    others: tuple[Hashable, Hashable],
     device: torch.device,
 ) -> Launch:
-    """The launch for keys and values of one shape; `dtypes` are theirs and the cache's, and `has`
-    says whether there are lengths and pages."""
+    """The launch for keys and values of one shape; `dtypes` are theirs and the cache's, and
+    `others` the layouts of lengths and pages, which decide for what it is compiled."""
+    check_shapes(*shapes[:1], *shapes)
     (batch, kv_heads, kv_len, head_dim), (*_, v_dim) = shapes
     return Launch(
         _quantise_cache,

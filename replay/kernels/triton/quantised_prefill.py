@@ -33,6 +33,7 @@ from replay.kernels.triton.quantised_operands import (
     strides_of,
 )
 from replay.kernels.triton.quantised_prefill_kernel import quantised_prefill_kernel
+from replay.kernels.triton.shapes import Sizes, check_head_dims, check_shapes, sizes_of
 
 
 class Tile(NamedTuple):
@@ -73,7 +74,7 @@ def attend(
 
     Raises:
         ValueError: there is a soft cap or a sink (`sinks`, (Hq,)), and the mean that was subtracted
-            from the keys was not kept.
+            from the keys was not kept; or the shapes do not fit together.
     """
     sees_mean = variant.softcap is not None or sinks is not None
     if sees_mean and quantised.is_smooth and quantised.key_mean is None:
@@ -133,7 +134,7 @@ def _planned(
             is_causal,
             scale,
             variant,
-            sinks is not None,
+            sizes_of(sinks),
             in_tensor_cores,
         ),
     )
@@ -159,19 +160,22 @@ def _plan(
     is_causal: bool,
     scale: float | None,
     variant: Variant,
-    has_sinks: bool,
+    sinks: Sizes | None,
     in_tensor_cores: bool,
 ) -> PlannedCall:
     """All of a call but its tensors' addresses; `value`, and `query` on Hopper, are as a tensor
-    descriptor takes them."""
+    descriptor takes them, `sinks` is their shape."""
     batch, q_heads, q_len, head_dim = query.shape
+    key = (*quantised.key.shape[:2], quantised.kv_len)
+    check_shapes(query.shape, (*key, head_dim), (*key, quantised.v_head_dim), sinks)
+    check_head_dims(head_dim, quantised.v_head_dim)
     is_causal, left, right = window_sides(is_causal, variant, q_len, quantised.kv_len)
     has_diagonal = is_causal or left is not None or right is not None
     is_bottom_right = variant.bottom_right and has_diagonal and q_len != quantised.kv_len
     block_dim, block_v_dim = quantised.key.shape[3], padded_dim(quantised.v_head_dim)
     fp8_value = quantised.value_scale is not None
     factor, cap = base_2(head_dim**-0.5 if scale is None else scale, variant.softcap)
-    sees_mean = has_sinks or cap is not None
+    sees_mean = sinks is not None or cap is not None
     numbers = numbers_of(query, quantised, factor, cap, in_tensor_cores, sees_mean)
     largest_dim = max(block_dim, block_v_dim)
     if largest_dim <= 128 and has_gluon_kernels(query.device):
@@ -239,6 +243,9 @@ def quantised_prefill(
     whether PV is in FP8 or in the call's dtype. `smooth_k` subtracts a mean of the keys from
     all; the key itself is not changed. `in_tensor_cores` is as for `attend`. `variant` is bottom
     right, window and soft cap, `sinks` (Hq,). FP8 needs compute capability 8.9.
+
+    Raises:
+        ValueError: the shapes do not fit together, or a head dimension is larger than 256.
     """
     is_aligned = (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16 == 0
     shape = (
@@ -259,6 +266,7 @@ def quantised_prefill(
         return again(query, key, value)
     if key.shape[2] == 0 or query.numel() == 0:
         return query.new_zeros((*query.shape[:3], value.shape[3]))
+    check_shapes(query.shape, key.shape, value.shape, sizes_of(sinks))
     keep_mean = variant.softcap is not None or sinks is not None
     quantised = quantise_key_value(key, value, score_dtype, fp8_value, smooth_k, keep_mean)
     output = attend(

@@ -46,5 +46,5 @@ def paged_sparse_decode(
         indices: (B, Hkv, K) int32 or int64, positions in the sequence; those that are negative or
             not below its length are skipped.
     """
-    cache = Cache(key_pages, value_pages, block_table, lengths, indices.contiguous())
+    cache = Cache.in_pages(key_pages, value_pages, block_table, lengths, indices.contiguous())
     return attend(query, cache, scale=scale)

@@ -15,6 +15,7 @@ from replay.kernels.triton.launch import Kept, Launch, PlannedCall, layout, name
 from replay.kernels.triton.masking import window_sides
 from replay.kernels.triton.online_softmax import LOG2_E
 from replay.kernels.triton.quantised_cache import QuantisedCache
+from replay.kernels.triton.shapes import Sizes, check_shapes, sizes_of
 from replay.kernels.triton.split_kv_deal import Deal
 from replay.kernels.triton.split_kv_kernel import split_kv_kernel
 from replay.kernels.triton.split_kv_plan import Plan, Tiling, plan
@@ -44,6 +45,9 @@ def attend(
         sinks: (Hq,), a logit of each head that takes weight and has no value.
         variant: bottom right, window and soft cap. Not with indices.
         tiles: how to cut the work, by default `tiling`.
+
+    Raises:
+        ValueError: the shapes do not fit together.
     """
     if query.numel() == 0:
         return query.new_empty((*query.shape[:3], cache.sizes[2]))
@@ -62,7 +66,8 @@ def attend(
         cache.tail,
     )
     planned = _calls.get(shape) or _calls.keep(
-        shape, _plan_call(query, cache, attn_mask, is_causal, scale, variant, tiles)
+        shape,
+        _plan_call(query, cache, attn_mask, is_causal, scale, variant, tiles, sizes_of(sinks)),
     )
     output = torch.empty(planned.output_shape, dtype=query.dtype, device=query.device)
     parts = arrivals = None
@@ -74,7 +79,7 @@ def attend(
         *cache.scales,
         attn_mask,
         None if sinks is None else sinks.contiguous(),
-        cache.lengths,
+        None if cache.lengths is None else cache.lengths.contiguous(),
         cache.indices,
         cache.block_table,
         output,
@@ -131,8 +136,12 @@ def _plan_call(
     scale: float | None,
     variant: Variant,
     tiles: Tiling | None,
+    sinks: Sizes | None,
 ) -> _PlannedCall:
-    """All of a call but its tensors' addresses; arguments as those of `attend`."""
+    """All of a call but its tensors' addresses; arguments as those of `attend`, and of the sinks
+    their shape."""
+    check_shapes(query.shape, *cache.shapes, sinks)
+    _check_by_sequence(cache)
     batch, heads, q_len, head_dim = query.shape
     kv_heads, kv_len, v_dim = cache.sizes
     group = heads // kv_heads
@@ -211,6 +220,20 @@ def _plan_call(
         programs * splits * group * q_len * (v_dim + 2) if is_merged else 0,
         heads_of_keys * cut.row_blocks,
     )
+
+
+def _check_by_sequence(cache: Cache | QuantisedCache) -> None:
+    """
+    Raises:
+        ValueError: there are more or fewer lengths than sequences, or tokens are not named for
+            each key/value head.
+    """
+    batch, kv_heads, *_ = cache.shapes[0]
+    if cache.lengths is not None and cache.lengths.shape != (batch,):
+        raise ValueError(f"{tuple(cache.lengths.shape)} lengths of {batch} sequences")
+    if cache.indices is not None and cache.indices.shape[:2] != (batch, kv_heads):
+        of = f"{batch} sequences with {kv_heads} key heads"
+        raise ValueError(f"indices of shape {tuple(cache.indices.shape)} for {of}")
 
 
 def _sides(

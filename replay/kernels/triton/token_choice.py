@@ -17,6 +17,7 @@ from torch import Tensor
 from replay.kernels.triton.kv_cache import Cache, find_tokens
 from replay.kernels.triton.launch import Kept, Launch, layout, named
 from replay.kernels.triton.matmul import matmul
+from replay.kernels.triton.shapes import check_shapes
 
 BLOCK_N = 64
 
@@ -138,7 +139,7 @@ def choose_paged_tokens(
     scale: float | None = None,
 ) -> Tensor:
     """(B, Hkv, K) int64: the same over pages; K = max(1, keep · N · page_size), rounded."""
-    cache = Cache(key_pages, key_pages, block_table, lengths)
+    cache = Cache.in_pages(key_pages, key_pages, block_table, lengths.contiguous())
     return _highest(_scores(query, cache, None, scale), keep, lengths)
 
 
@@ -162,6 +163,7 @@ def _score_launch(
     query: Tensor, cache: Cache, allowed: Tensor | None, scale: float | None
 ) -> Launch:
     """The launch for calls of one shape; arguments as those of `_scores`."""
+    check_shapes(query.shape, *cache.shapes)
     batch, heads, q_len, head_dim = query.shape
     kv_heads, kv_len, _ = cache.sizes
     return Launch(
@@ -191,7 +193,7 @@ def _score_launch(
 
 
 def _highest(scores: Tensor, keep: float, lengths: Tensor | None) -> Tensor:
-    count = max(1, round(keep * scores.shape[2]))
+    count = min(max(1, round(keep * scores.shape[2])), scores.shape[2])
     # To sort them, and to make their numbers int32, are launches of their own.
     indices = scores.topk(count, dim=2, sorted=lengths is not None).indices
     if lengths is None:

@@ -18,6 +18,7 @@ from capture.variant import PLAIN, Variant
 from replay.kernels.triton.forward import Lengths, forward
 from replay.kernels.triton.hopper import has_gluon_kernels
 from replay.kernels.triton.launch import Launch, named
+from replay.kernels.triton.shapes import vector
 
 
 class KeyRanges(NamedTuple):
@@ -87,7 +88,9 @@ def padded(
         ValueError: the shapes do not fit together, or a head dimension is larger than 256.
     """
     batch, q_len = query.shape[0], query.shape[2]
-    lengths = Lengths("padded", batch, q_len, None, keys.starts, keys.lengths)
+    starts = vector("starts", keys.starts, batch)
+    k_lengths = vector("lengths", keys.lengths, batch)
+    lengths = Lengths("padded", batch, q_len, None, starts, k_lengths)
     output, lse = _attend(
         query, key, value, is_causal, scale, lengths, variant, sinks, return_lse=return_lse
     )
@@ -163,7 +166,14 @@ def packed(
     """
     query, key, value = (each.transpose(0, 1)[None] for each in (query_THD, key_THD, value_THD))
     batches = q_offsets.shape[0] - 1
-    lengths = Lengths("packed", batches, longest_query, q_offsets, k_offsets, seqused_k)
+    lengths = Lengths(
+        "packed",
+        batches,
+        longest_query,
+        vector("q_offsets", q_offsets, batches + 1),
+        vector("k_offsets", k_offsets, batches + 1),
+        vector("seqused_k", seqused_k, batches),
+    )
     output, lse = _attend(
         query, key, value, is_causal, scale, lengths, variant, sinks, return_lse=return_lse
     )

@@ -104,7 +104,7 @@ def visits(attn_mask: Tensor, rows: int, keys: int) -> Visits:
     of blocks of `keys` keys."""
     shared = [dim for dim in (0, 1) if attn_mask.stride(dim) == 0]
     for dim in shared:
-        attn_mask = attn_mask.narrow(dim, 0, 1)
+        attn_mask = attn_mask.narrow(dim, 0, min(1, attn_mask.shape[dim]))
     batches, heads, q_len, k_len = attn_mask.shape
     is_bool = attn_mask.dtype == torch.bool
     numbers = attn_mask.view(torch.uint8) if is_bool else attn_mask

@@ -135,6 +135,29 @@ def test_a_key_out_of_sight_never_reaches_an_output() -> None:
     assert output[:, :, 7].isnan().all()
 
 
+@pytest.mark.parametrize("sinks", [None, torch.zeros(2), torch.full((2,), -math.inf)])
+def test_nothing_reaches_the_output_of_a_sequence_without_keys(sinks: Tensor | None) -> None:
+    used = torch.tensor([0, 8], dtype=torch.int32)
+    call = random_call(batch=2, q_len=4, kv_len=8, seqused_k=used, sinks=sinks)
+    call.key[0] = call.value[0] = math.nan
+    output = attention(call)
+    assert (output[0] == 0).all()
+    assert output[1].isfinite().all()
+
+
+def test_nor_is_what_follows_the_keys_in_the_noise_of_8_bits() -> None:
+    used = torch.tensor([40, 64], dtype=torch.int32)
+    call = random_call(batch=2, q_len=4, kv_len=64, seqused_k=used)
+    call.key[0, :, 40:] = call.value[0, :, 40:] = 0.0
+    expected = Expected.of(call).quantised
+    call.key[0, :, 40:] = call.value[0, :, 40:] = math.nan
+    found = Expected.of(call).quantised
+    assert expected is not None
+    assert found is not None
+    assert torch.equal(found.rows, expected.rows)
+    assert torch.equal(found.whole, expected.whole)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_what_follows_the_keys_in_a_page_never_reaches_an_output(packed: bool) -> None:
     """Nor does a page of nobody's, or what the table says after a sequence's last page."""

@@ -179,6 +179,17 @@ def test_addresses_alone_launch_what_was_compiled() -> None:
     assert kernel.launched == [(query.data_ptr(), None, output.data_ptr(), 7, 64)]
 
 
+def test_tensors_elsewhere_are_refused() -> None:
+    """A later launch would pass the address, and the GPU would read there."""
+    launch = launch_of(Kernel())
+    elsewhere = torch.zeros(8, device="meta")
+    with pytest.raises(ValueError, match="tensors on cpu and meta: needs one device"):
+        launch(aligned(), None, elsewhere)
+    moved = at(nowhere(described(described_tensor(), 8, 32)), elsewhere)
+    with pytest.raises(ValueError, match="tensors on cpu and meta"):
+        launch_of(Kernel())(moved, None, aligned())
+
+
 def test_where_nothing_is_compiled_every_call_goes_to_triton() -> None:
     """In the interpreter, which returns nothing."""
 
@@ -240,5 +251,11 @@ def test_a_layout_is_all_but_the_address() -> None:
     tensor = torch.zeros(2, 4)
     assert layout(tensor) == layout(torch.ones(2, 4))
     assert layout(None) is None
-    others = (tensor.half(), tensor.mT, torch.zeros(4, 2).mT, torch.zeros(2, 5)[:, :4])
-    assert len({layout(each) for each in (tensor, *others)}) == 5
+    others = (
+        tensor.half(),
+        tensor.mT,
+        torch.zeros(4, 2).mT,
+        torch.zeros(2, 5)[:, :4],
+        tensor.to("meta"),
+    )
+    assert len({layout(each) for each in (tensor, *others)}) == 6

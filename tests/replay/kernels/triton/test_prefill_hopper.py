@@ -205,14 +205,18 @@ def empty(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
 
 
 def plan_of(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Any = None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: Any = None,
+    sinks: tuple[int, ...] | None = None,
 ) -> prefill_hopper._Planned:
     tensors = (query, key, value, query)
     return prefill_hopper._planned(
         tuple(each.shape for each in tensors),
         tuple(each.stride() for each in tensors),
         (query.dtype, key.dtype, value.dtype),
-        query.device,
+        (query.device, key.device, value.device),
         False,
         None,
         None,
@@ -220,6 +224,7 @@ def plan_of(
         None,
         None,
         (False, None),
+        sinks,
     )
 
 
@@ -262,6 +267,37 @@ def test_refuses_what_does_not_fit_together(
 ) -> None:
     with pytest.raises(ValueError, match=sentence):
         plan_of(query, key, value)
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_refuses_too_few_sinks() -> None:
+    tensor = empty(1, 4, 8, 64)
+    assert plan_of(tensor, tensor, tensor, sinks=(4,)).call.descriptors is not None
+    with pytest.raises(ValueError, match="needs one for each of 4 query heads"):
+        plan_of(tensor, tensor, tensor, sinks=(3,))
+
+
+def test_plans_are_not_repeated_for_tensors_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: set[Any] = set()
+
+    def planned(*arguments: Any) -> None:
+        plans.add(arguments)
+        raise NotImplementedError
+
+    monkeypatch.setattr(prefill_hopper, "_planned", planned)
+    tensor, sinks = torch.zeros(1, 4, 8, 64, dtype=torch.float16), torch.zeros(4)
+    offsets = torch.zeros(2, dtype=torch.int32)
+    for far in range(4):
+        query, key, sink, starts = (
+            each.to("meta") if number == far else each
+            for number, each in enumerate((tensor, tensor, sinks, offsets))
+        )
+        lengths = prefill_hopper.Lengths("packed", 1, 8, offsets, starts)
+        with pytest.raises(NotImplementedError):
+            prefill_hopper.forward_hopper(
+                query, key, tensor, False, None, lengths, False, sinks=sink
+            )
+    assert len(plans) == 4
 
 
 def test_without_keys_there_is_the_sink() -> None:

@@ -15,6 +15,7 @@ from replay.kernels.triton.quantise import (
     GROUP,
     KEY_ORDER,
     QuantisedKeyValue,
+    launch_of,
     padded_dim,
     quantise_key_value,
 )
@@ -163,3 +164,12 @@ def test_key_order_is_a_permutation_of_sixteen() -> None:
     assert sorted(KEY_ORDER) == list(range(16))
     assert KEY_ORDER[:6] == (0, 1, 8, 9, 2, 3)
     assert padded_dim(80) == 128
+
+
+def test_a_plan_is_of_both_types() -> None:
+    """What was compiled for one type would read the bits of the other."""
+    key, value = torch.zeros(2, 1, 1, 8, 32, dtype=torch.float16).unbind()
+    options = (torch.int8, True, True, False)
+    assert launch_of(key, value, *options) is launch_of(key.clone(), value, *options)
+    for others in ((key.bfloat16(), value), (key, value.bfloat16()), (key, value.to("meta"))):
+        assert launch_of(*others, *options) is not launch_of(key, value, *options)

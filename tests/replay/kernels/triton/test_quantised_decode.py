@@ -17,7 +17,7 @@ from capture.variant import Variant
 from replay.accuracy.judge import Expected, judge
 from replay.accuracy.reference import attention
 from replay.kernels.registry import find
-from replay.kernels.triton import split_kv
+from replay.kernels.triton import quantised_cache, split_kv
 from replay.kernels.triton.quantised_cache import CACHE_BLOCK, QuantisedCache, quantise_cache
 from replay.kernels.triton.quantised_decode import quantised_decode, random_pages
 from replay.kernels.triton.split_kv_deal import Deal
@@ -297,3 +297,18 @@ def test_fp8_needs_a_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
     assert "8.9 or higher" in str(find("triton-decode-fp8").unavailable(cuda))
     assert find("triton-decode-int8").unavailable(cuda) is None
+
+
+def test_a_plan_is_of_the_type_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was compiled for one type would read the bits of the other."""
+    planned, plans = quantised_cache._planned, []
+    monkeypatch.setattr(
+        quantised_cache, "_planned", lambda *shape: plans.append(planned(*shape)) or plans[-1]
+    )
+    key = normal(2, 1, 200, 32).half()
+    lengths, table = torch.tensor([5, 200], device=DEVICE), random_pages(key)
+    for used, pages in ((lengths.int(), table), (lengths, table), (lengths, table.long())):
+        for _ in range(2):
+            cache = quantise_cache(key, key, torch.int8, lengths=used, block_table=pages)
+            assert cache.key_scale[int(table[0, 1])].isfinite().all()
+    assert [plans.index(each) for each in plans] == [0, 0, 0, 0, 4, 4]

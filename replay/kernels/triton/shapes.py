@@ -1,0 +1,51 @@
+"""Whether a call's tensors fit together: asked where a call is planned, as kernels ask nothing."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+Sizes = tuple[int, ...]
+
+
+def check_shapes(query: Sizes, key: Sizes, value: Sizes, sinks: Sizes | None = None) -> None:
+    """Of BHSD tensors, and of a logit for each query head.
+
+    Raises:
+        ValueError: they do not fit together.
+    """
+    batch, heads, _, head_dim = query
+    kv_heads = key[1]
+    if key[0] != batch or key[3] != head_dim or value[:3] != key[:3]:
+        raise ValueError(
+            f"query {tuple(query)}, key {tuple(key)} and value {tuple(value)} do not fit together"
+        )
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} key heads")
+    if sinks is not None and sinks != (heads,):
+        raise ValueError(f"sinks {tuple(sinks)}: needs one for each of {heads} query heads")
+
+
+def check_head_dims(*head_dims: int) -> None:
+    """
+    Raises:
+        ValueError: one is larger than 256.
+    """
+    if max(head_dims) > 256:
+        raise ValueError(f"head_dim {max(head_dims)}: at most 256")
+
+
+def sizes_of(tensor: Tensor | None) -> Sizes | None:
+    return None if tensor is None else tensor.shape
+
+
+def vector(name: str, tensor: Tensor | None, count: int) -> Tensor | None:
+    """A tensor of `count` numbers that follow one another in memory, as kernels read them.
+
+    Raises:
+        ValueError: it has another shape.
+    """
+    if tensor is None:
+        return None
+    if tensor.shape != (count,):
+        raise ValueError(f"{name} of shape {tuple(tensor.shape)}: needs {count} numbers")
+    return tensor.contiguous()
