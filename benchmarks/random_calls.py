@@ -82,7 +82,7 @@ class Sizes(NamedTuple):
 
 
 SIZES = {"cuda": Sizes(2**24, 1200, 2500, 20000), "cpu": Sizes(2**12, 100, 300, 2000)}
-"""So that float64 attention takes a GPU milliseconds, and a call in the interpreter a fraction of a second."""
+"""So that float64 attention takes a GPU milliseconds, and the interpreter less than a second."""
 
 
 @dataclass(frozen=True)
