@@ -81,8 +81,8 @@ class Sizes(NamedTuple):
     """Keys of a decode step."""
 
 
-SIZES = {"cuda": Sizes(2**24, 1200, 2500, 20000), "cpu": Sizes(2**14, 200, 500, 2500)}
-"""So that float64 attention takes a GPU milliseconds, and Triton's interpreter half a second."""
+SIZES = {"cuda": Sizes(2**24, 1200, 2500, 20000), "cpu": Sizes(2**12, 100, 300, 2000)}
+"""So that float64 attention takes a GPU milliseconds, and the interpreter less than a second."""
 
 
 @dataclass(frozen=True)
