@@ -317,7 +317,7 @@ class Environment:
             "settings": settings.to_json(),
             "options": options.to_json(),
         }
-        hearing = None
+        hearing, disbelieved = None, set()
         if self._judge is not None:
             # First, since the worker waits for the reference, and may still be importing.
             self._judge.expect(workload, settings)
@@ -333,6 +333,7 @@ class Environment:
                 objection = "" if hearing is None else hearing.objection(row)
                 if objection:
                     row = self._row(row.kernel, heard.loaded, "error", objection)
+                    disbelieved.add(row.kernel)
                 heard.rows.append(row)
             elif "unreadable" in message:
                 heard.rows = [self._row("", heard.loaded, "error", message["unreadable"])]
@@ -345,6 +346,7 @@ class Environment:
             elif "at" in message and message["at"] != DONE:
                 heard.timing = heard.timing or message["at"] == TIMING
                 report(message["at"])
+        heard.rows = [_over_what_is_believed(row, disbelieved) for row in heard.rows]
 
     def _options(self, synchronous: bool, excluded: set[str]) -> WorkerOptions:
         if self._own_kernel:  # no other kernel with a worker of its own runs here
@@ -398,6 +400,14 @@ class Environment:
 def _in_every_worker(settings: Settings) -> set[str]:
     """The kernels that others are compared with."""
     return {settings.baseline or DEFAULT_BASELINE, settings.compared_kernel or ""}
+
+
+def _over_what_is_believed(row: Row, disbelieved: set[str]) -> Row:
+    """Without a speed-up over a baseline whose own row was taken back."""
+    if row.speedup is None or row.speedup.vs not in disbelieved:
+        return row
+    flag = f"no speed-up: the row of {row.speedup.vs} is not believed"
+    return dataclasses.replace(row, speedup=None, flags=(*row.flags, flag))
 
 
 def _compared_fairly(row: Row, beside: list[Row], clean: list[Row]) -> Row:

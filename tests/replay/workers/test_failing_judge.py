@@ -12,7 +12,7 @@ from replay.bench.settings import Settings
 from replay.kernels.registry import find
 from replay.rows.row import Row
 from replay.workers.environments import Environment
-from replay.workers.judge import Judge
+from replay.workers.judge import Hearing, Judge
 from replay.workers.process import judge_process
 from replay.workloads.random_calls import Spec
 from replay.workloads.random_calls import workload as synthetic_workload
@@ -75,6 +75,20 @@ def test_an_output_that_cannot_be_judged_costs_its_row(rows_by: Rows, at: str) -
     for rows in found:
         assert [row.status for row in rows] == ["ok", "error"]
         assert rows[1].reason == said
+
+
+def test_nothing_is_faster_than_a_baseline_that_is_not_believed(
+    rows_by: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    baseline = "torch-default"
+    assert all(rows[1].speedup is not None for rows in rows_by(Judge(judge_process(60))))
+    monkeypatch.setattr(
+        Hearing, "objection", lambda self, row: "planted" if row.kernel == baseline else ""
+    )
+    for rows in rows_by(Judge(judge_process(60))):
+        assert (rows[0].status, rows[0].reason) == ("error", "planted")
+        assert (rows[1].status, rows[1].speedup) == ("ok", None)
+        assert rows[1].flags[-1] == f"no speed-up: the row of {baseline} is not believed"
 
 
 def test_a_call_whose_reference_cannot_be_computed_costs_its_rows(rows_by: Rows) -> None:
