@@ -161,7 +161,9 @@ class Uniform:
 def uniform(
     rows: Iterable[Row], census: Mapping[str, Any], budget: Budget, baseline: str
 ) -> list[Uniform]:
-    """Evaluate each kernel used at every layer, the baseline first; those that are not here, not.
+    """Evaluate each kernel used at every layer, the baseline first.
+
+    Kernels that are unavailable at every layer are left out.
 
     Raises:
         PlanError: the rows are of several models, or none is of the baseline.

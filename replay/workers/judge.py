@@ -198,8 +198,8 @@ class Hearing:
     def _wrong_time(self, row: Row) -> str:
         """Whether samples on a CPU took much longer, from one message to the next, than they say.
 
-        One that does nearly always: a busy machine delays what is done between the calls too, which
-        is in no time of the row. A quarter of the samples in which it did not speaks for the row.
+        A busy machine also delays what is done between the calls, which is in no time of the row:
+        if only a quarter of the samples were not delayed, the row is believed.
         """
         if (
             self.settings.device.type != "cpu"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 
-from capture import load
+from capture import load, record
 from capture.cli.main import main
 from capture.cli.show import show, show_statistics
 from capture.storage.call_file import PackedCall
@@ -45,6 +46,17 @@ def test_pages_and_a_value_in_the_key_in_words(tmp_path: Path) -> None:
     show(load(tmp_path), Console(file=file, width=200))
     said = "seqused_k, 14 pages of 16, value = 16 columns of key · query and key BHSD"
     assert said in file.getvalue()
+
+
+def test_a_recording_that_ended_early_is_called_incomplete(
+    layers: nn.Module, states: Tensor, tmp_path: Path
+) -> None:
+    with contextlib.suppress(KeyboardInterrupt), record(layers, tmp_path):
+        layers(states)
+        raise KeyboardInterrupt
+    file = io.StringIO()
+    show(load(tmp_path), Console(file=file, width=200))
+    assert "incomplete: interrupted, or calls or the manifest were lost" in file.getvalue()
 
 
 def test_statistics_by_layer(tmp_path: Path) -> None:

@@ -483,9 +483,8 @@ def test_a_file_of_the_first_version_is_read(tmp_path: Path, make_call: MakeCall
 @pytest.mark.parametrize("version", ["attention-replay/3", None, 1])
 def test_a_manifest_of_another_format_is_not_guessed_at(dataset: Dataset, version: Any) -> None:
     edit_manifest(dataset, lambda data: {**data, "format": version})
-    with pytest.raises(
-        DatasetError, match=rf"format {version!r}, but this version reads '{FORMAT}'"
-    ):
+    told = rf"format {version!r}, but this version reads '{FORMAT}': read it with the version that"
+    with pytest.raises(DatasetError, match=told):
         load(dataset.directory)
 
 

@@ -632,4 +632,5 @@ def test_a_kernel_that_leaves_the_process_unusable(
     kernels = f"torch-math,{tmp_path / 'mine.py'}:lost"
     code, _, err = run_cli("--random", "-sq", "8", "-d", "8", *QUICK, "--kernels", kernels)
     assert code == 2
-    assert re.search(r"mine.py:lost on random-00: .*illegal .*; .* without --in-process", err), err
+    lost = r"mine.py:lost on random-00: .*illegal \(mine.py, line 2\); .* without --in-process"
+    assert re.search(lost, err), err

@@ -107,7 +107,7 @@ def test_what_is_not_covered_or_not_inside_is_said() -> None:
         ]
     )
     told = re.sub(r"\s+", " ", text)
-    assert "1 of 3 layers were not captured and keep torch-default: record them too" in told
+    assert "1 of 3 layers were not captured and keep torch-default: record them too, with" in told
     assert "1 of 3 layers have no kernel within cosine ≥ 0.998 and keep torch-default" in told
 
 
