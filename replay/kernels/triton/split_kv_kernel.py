@@ -22,11 +22,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from replay.kernels.triton.halves import (
+    in_halves,
+    largest_of_halves,
+    product_of_halves,
+)
 from replay.kernels.triton.kv_cache import find_tokens
 from replay.kernels.triton.masking import in_base_2
 from replay.kernels.triton.matmul import matmul
 from replay.kernels.triton.online_softmax import LOG2_E, add_sink, soft_cap, softmax_step
-from replay.kernels.triton.quantised_cache import CACHE_BLOCK, exponent, fit_query, to_float16
+from replay.kernels.triton.quantised_cache import CACHE_BLOCK, fit_query, log2
 from replay.kernels.triton.split_kv_deal import dealt, seen_positions
 
 
@@ -113,6 +118,9 @@ def split_kv_kernel(
     `head_dim` is what the key has before its tail: Dv.
     """
     IS_8_BIT: tl.constexpr = key_scale_ptr is not None
+    IS_INT8: tl.constexpr = IS_8_BIT and key_ptr.dtype == tl.int8
+    # What a weight of 1 is counted as.
+    UNIT: tl.constexpr = largest_of_halves(IS_INT8) if IS_8_BIT else 1.0
     ROUNDED_TO: tl.constexpr = CACHE_BLOCK if IS_8_BIT else 1
     BY_PAGE: tl.constexpr = HAS_DESCRIPTORS and PAGE_SIZE != 0
     IS_CUT: tl.constexpr = IS_CAUSAL or right is not None or lengths_ptr is not None
@@ -174,7 +182,7 @@ def split_kv_kernel(
         tail_dims = tail.to(tl.int64) * stride_key_dim
     if IS_8_BIT:
         key_mean_ptr += head * head_dim
-        query, row_scales, row_offsets = fit_query(query, key_mean_ptr, dims, has_dim)
+        query, row_scales, row_offsets = fit_query(query, key_mean_ptr, dims, has_dim, IS_INT8)
         row_scales *= scale * LOG2_E
         row_offsets *= scale * LOG2_E
         if PAGE_SIZE == 0:
@@ -237,11 +245,10 @@ def split_kv_kernel(
             block = first // CACHE_BLOCK
             inside = first - block * CACHE_BLOCK
             if PAGE_SIZE == 0:
-                key_row, value_row, scale_places = first, block * v_dim, positions
+                key_row, value_row, scale_row = first, block * v_dim, first
             else:
                 key_row, value_row = inside, 0
-                scale_places = (place.to(tl.int64) * kv_heads + kv_head) * CACHE_BLOCK
-                scale_places += inside + tl.arange(0, BLOCK_N)
+                scale_row = (place.to(tl.int64) * kv_heads + kv_head) * CACHE_BLOCK + inside
             key = key_ptr.load([place, kv_head, key_row, 0]).reshape(BLOCK_N, BLOCK_D)
         elif HAS_DESCRIPTORS:
             key = key_ptr.load([place, kv_head, row, 0]).reshape(BLOCK_N, BLOCK_D)
@@ -253,8 +260,9 @@ def split_kv_kernel(
                 other=0.0,
             )
         if IS_8_BIT:
-            key = to_float16(key)
-        scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            scores = product_of_halves(query, key)
+        else:
+            scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         if BLOCK_TAIL != 0:
             if HAS_DESCRIPTORS:
                 key_tail = value_ptr.load([place, kv_head, row, BLOCK_D])
@@ -266,12 +274,14 @@ def split_kv_kernel(
                     other=0.0,
                 )
             scores = matmul(query_tail, tl.trans(key_tail), scores)
-        scores = matmul(query, tl.trans(key), scores)
         if IS_8_BIT:
-            key_scales = tl.load(key_scale_ptr + scale_places)
+            # Pointers of the block first: its keys' places in it are the same for all blocks.
+            key_scales = tl.load(key_scale_ptr + scale_row + tl.arange(0, BLOCK_N))
+            value_scales = value_scale_ptr + scale_row + tl.arange(0, BLOCK_N)
+            value_logs = log2(tl.load(value_scales, mask=is_valid, other=1.0))
             scores = scores * row_scales[:, None] * key_scales[None, :] + row_offsets[:, None]
         else:
-            scores *= scale * LOG2_E
+            scores = matmul(query, tl.trans(key), scores) * (scale * LOG2_E)
         if cap is not None:
             scores = soft_cap(scores, cap)
         if MASK != 0:
@@ -300,36 +310,41 @@ def split_kv_kernel(
             scores += tl.where(is_seen, 0.0, float("-inf"))
         scores = tl.where(is_valid[None, :], scores, float("-inf"))
         if IS_8_BIT:
-            value_scales = tl.load(value_scale_ptr + scale_places, mask=is_valid, other=1.0)
-            largest = tl.max(scores + exponent(value_scales)[None, :], axis=1)
+            # Weights times their values' scales are fractions of the block's own largest, so that
+            # what halves round away is little beside it. A block then counts as one score does.
+            scores += value_logs[None, :]
+            largest = tl.max(scores, axis=1)
+            block_share, maximum, rescale = softmax_step(largest[:, None], largest, maximum, 1.0)
+            weights, _, _ = softmax_step(scores, largest, largest, 1.0)
+            weights *= UNIT
+            unscaled = weights * tl.math.exp2(-value_logs)[None, :]
+            totals = totals * rescale[:, None] + unscaled * block_share
+            value = value_ptr.load([place, kv_head, value_row, inside]).reshape(BLOCK_DV, BLOCK_N)
+            summed = product_of_halves(in_halves(weights, IS_INT8), value)
+            output = output * rescale[:, None] + summed * block_share
         else:
             largest = tl.max(scores, axis=1)
-        weights, maximum, rescale = softmax_step(scores, largest, maximum, 1.0)
-        totals = totals * rescale[:, None] + weights
-
-        if IS_8_BIT:
-            value = value_ptr.load([place, kv_head, value_row, inside])
-            value = to_float16(tl.trans(value.reshape(BLOCK_DV, BLOCK_N)))
-            weights *= value_scales[None, :]
-        elif BLOCK_TAIL != 0:
-            value = key
-        elif HAS_DESCRIPTORS:
-            value = value_ptr.load([place, kv_head, row, 0]).reshape(BLOCK_N, BLOCK_DV)
-        else:
-            value_rows = first_axis * stride_value_first + slots * stride_value_token
-            value = tl.load(
-                value_ptr + value_rows[:, None] + value_dims[None, :],
-                mask=is_valid[:, None] & has_column[None, :],
-                other=0.0,
-            )
-        output = matmul(weights.to(value.dtype), value, output * rescale[:, None])
+            weights, maximum, rescale = softmax_step(scores, largest, maximum, 1.0)
+            totals = totals * rescale[:, None] + weights
+            if BLOCK_TAIL != 0:
+                value = key
+            elif HAS_DESCRIPTORS:
+                value = value_ptr.load([place, kv_head, row, 0]).reshape(BLOCK_N, BLOCK_DV)
+            else:
+                value_rows = first_axis * stride_value_first + slots * stride_value_token
+                value = tl.load(
+                    value_ptr + value_rows[:, None] + value_dims[None, :],
+                    mask=is_valid[:, None] & has_column[None, :],
+                    other=0.0,
+                )
+            output = matmul(weights.to(value.dtype), value, output * rescale[:, None])
 
     total = tl.sum(totals, axis=1)
     if sinks_ptr is not None:
         # As if they were keys of the first part.
         counts = has_row & (split == 0)
         sinks = tl.load(sinks_ptr + q_heads, mask=counts, other=float("-inf")).to(tl.float32)
-        rescale, maximum, total = add_sink(sinks * LOG2_E, maximum, total, 1.0)
+        rescale, maximum, total = add_sink(sinks * LOG2_E, maximum, total, UNIT)
         output *= rescale[:, None]
 
     # (B, Hq, Sq, Dv), contiguous: the rows of a key/value head follow one another.

@@ -139,10 +139,14 @@ def plan(
             knows; else 1.
         largest_block: keys that descriptors load at once at most.
     """
-    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    # Of a cache in 8 bits each row is two of a product's columns (`halves.py`).
+    least = 8 if access == "quantised" else 16
+    block_m = min(max(least, 1 << (rows - 1).bit_length()), 64)
     row_blocks = -(-rows // block_m)
     block_dv = _side(v_dim)
     block_d, block_tail = (block_dv, _side(tail)) if tail else (_side(head_dim), 0)
+    if access == "quantised":
+        block_d = max(32, block_d)
     widest = max(block_d, block_dv)
     merged_rows = min(1 << (rows - 1).bit_length(), block_m)
     block_rows = min(merged_rows, MERGED_OUTPUT // block_dv)
