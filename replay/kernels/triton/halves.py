@@ -28,15 +28,15 @@ _ROUNDS = tl.constexpr(1.5 * 2**23)
 
 
 @triton.constexpr_function
-def largest_of_halves(is_int8: bool) -> float:
-    """The largest number that `in_halves` takes."""
-    return 16383.0 if is_int8 else 256.0
+def log2_of_largest(is_int8: bool) -> float:
+    """Of the largest number that `in_halves` takes: below 2¹⁴, which would be 128 · 128, or 2⁸."""
+    return 13.9999 if is_int8 else 8.0
 
 
 @triton.jit
 def in_halves(numbers, IS_INT8: tl.constexpr):
-    """(M, N) float32, at most `largest_of_halves`, as (2M, N) 8-bit numbers: the high halves of row
-    m are row 2m, the low ones row 2m + 1."""
+    """(M, N) float32, at most 2 ** `log2_of_largest`, as (2M, N) 8-bit numbers: the high halves of
+    row m are row 2m, the low ones row 2m + 1."""
     if IS_INT8:
         integers = (numbers + _ROUNDS).to(tl.int32, bitcast=True)
         high = (integers >> 7).to(tl.int8)

@@ -40,7 +40,7 @@ import triton.language as tl
 from torch import Tensor
 
 from replay.kernels.triton.descriptors import described, nowhere
-from replay.kernels.triton.halves import in_halves, largest_of_halves
+from replay.kernels.triton.halves import in_halves, log2_of_largest
 from replay.kernels.triton.launch import Launch, layout, named
 from replay.kernels.triton.matmul import INTERPRETED
 from replay.kernels.triton.quantise import (
@@ -135,9 +135,16 @@ def fit_query(query, mean_ptr, dims, has_dim, IS_INT8: tl.constexpr):
     offsets = tl.sum(query * mean, axis=1) + tl.sum(query * 0.0, axis=1)
     query = tl.where(tl.abs(query) < float("inf"), query, 0.0)
     largest = tl.maximum(tl.max(tl.abs(query), axis=1), SMALLEST_MAXIMUM)
-    unit: tl.constexpr = largest_of_halves(IS_INT8)
+    unit: tl.constexpr = 2.0 ** log2_of_largest(IS_INT8)
     halves = in_halves(query / largest[:, None] * unit, IS_INT8)
     return halves, largest / unit, offsets
+
+
+@triton.jit
+def in_value_order(numbers):
+    """8-bit numbers (M, N) of N tokens, in the order of their values."""
+    eights = numbers.reshape(numbers.shape[0], numbers.shape[1] // 16, 2, 8)
+    return eights.permute(0, 1, 3, 2).reshape(numbers.shape[0], numbers.shape[1])
 
 
 @triton.jit
@@ -215,7 +222,8 @@ def _quantise_values(
     value = tl.load(value_ptr + places, mask=is_token[:, None] & has_dim[None, :], other=0.0)
     is_int8: tl.constexpr = output_ptr.dtype.element_ty == tl.int8
     quantised, scale = _quantise_rows(value.to(tl.float32), is_token, is_int8)
-    places = dims[:, None] * CACHE_BLOCK + inside[None, :]
+    order = inside // 16 * 16 + inside % 8 * 2 + inside // 8 % 2
+    places = dims[:, None] * CACHE_BLOCK + order[None, :]
     tl.store(output_ptr + places, tl.trans(quantised), mask=has_dim[:, None])
     tl.store(scale_ptr + inside, scale)
 

@@ -24,14 +24,19 @@ import triton.language as tl
 
 from replay.kernels.triton.halves import (
     in_halves,
-    largest_of_halves,
+    log2_of_largest,
     product_of_halves,
 )
 from replay.kernels.triton.kv_cache import find_tokens
 from replay.kernels.triton.masking import in_base_2
 from replay.kernels.triton.matmul import matmul
 from replay.kernels.triton.online_softmax import LOG2_E, add_sink, soft_cap, softmax_step
-from replay.kernels.triton.quantised_cache import CACHE_BLOCK, fit_query, log2
+from replay.kernels.triton.quantised_cache import (
+    CACHE_BLOCK,
+    fit_query,
+    in_value_order,
+    log2,
+)
 from replay.kernels.triton.split_kv_deal import dealt, seen_positions
 
 
@@ -120,7 +125,7 @@ def split_kv_kernel(
     IS_8_BIT: tl.constexpr = key_scale_ptr is not None
     IS_INT8: tl.constexpr = IS_8_BIT and key_ptr.dtype == tl.int8
     # What a weight of 1 is counted as.
-    UNIT: tl.constexpr = largest_of_halves(IS_INT8) if IS_8_BIT else 1.0
+    LOG2_UNIT: tl.constexpr = log2_of_largest(IS_INT8) if IS_8_BIT else 0.0
     ROUNDED_TO: tl.constexpr = CACHE_BLOCK if IS_8_BIT else 1
     BY_PAGE: tl.constexpr = HAS_DESCRIPTORS and PAGE_SIZE != 0
     IS_CUT: tl.constexpr = IS_CAUSAL or right is not None or lengths_ptr is not None
@@ -206,6 +211,16 @@ def split_kv_kernel(
     share = tl.cdiv(tl.cdiv(positions_end - positions_begin, BLOCK_N), parts) * BLOCK_N
     begin = positions_begin + split * share
     end = tl.minimum(begin + share, positions_end)
+
+    # Between these all queries see all positions.
+    whole_begin = begin
+    whole_end = end
+    if IS_CAUSAL:
+        whole_end = tl.minimum(whole_end, diagonal + 1)
+    if right is not None:
+        whole_end = tl.minimum(whole_end, diagonal + right + 1)
+    if left is not None:
+        whole_begin = diagonal + q_len - 1 - left
 
     place = batch
     next_place = batch
@@ -299,28 +314,24 @@ def split_kv_kernel(
                 stride_mask_token,
                 MASK == 2,
             )
-        if IS_CAUSAL:
-            is_seen = tokens[None, :] <= queries[:, None] + diagonal
-            scores += tl.where(is_seen, 0.0, float("-inf"))
-        if right is not None:
-            is_seen = tokens[None, :] <= queries[:, None] + (diagonal + right)
-            scores += tl.where(is_seen, 0.0, float("-inf"))
-        if left is not None:
-            is_seen = tokens[None, :] >= queries[:, None] + (diagonal - left)
-            scores += tl.where(is_seen, 0.0, float("-inf"))
-        scores = tl.where(is_valid[None, :], scores, float("-inf"))
+        if IS_8_BIT:
+            if (first < whole_begin) | (first + BLOCK_N > whole_end):
+                scores = _hide(scores, tokens, is_valid, queries, diagonal, left, right, IS_CAUSAL)
+        else:
+            # Without a branch one instruction multiplies a score and takes its maximum away.
+            scores = _hide(scores, tokens, is_valid, queries, diagonal, left, right, IS_CAUSAL)
         if IS_8_BIT:
             # Weights times their values' scales are fractions of the block's own largest, so that
             # what halves round away is little beside it. A block then counts as one score does.
             scores += value_logs[None, :]
             largest = tl.max(scores, axis=1)
             block_share, maximum, rescale = softmax_step(largest[:, None], largest, maximum, 1.0)
-            weights, _, _ = softmax_step(scores, largest, largest, 1.0)
-            weights *= UNIT
+            unit = largest - LOG2_UNIT
+            weights, _, _ = softmax_step(scores, unit, unit, 1.0)
             unscaled = weights * tl.math.exp2(-value_logs)[None, :]
             totals = totals * rescale[:, None] + unscaled * block_share
             value = value_ptr.load([place, kv_head, value_row, inside]).reshape(BLOCK_DV, BLOCK_N)
-            summed = product_of_halves(in_halves(weights, IS_INT8), value)
+            summed = product_of_halves(in_value_order(in_halves(weights, IS_INT8)), value)
             output = output * rescale[:, None] + summed * block_share
         else:
             largest = tl.max(scores, axis=1)
@@ -344,7 +355,7 @@ def split_kv_kernel(
         # As if they were keys of the first part.
         counts = has_row & (split == 0)
         sinks = tl.load(sinks_ptr + q_heads, mask=counts, other=float("-inf")).to(tl.float32)
-        rescale, maximum, total = add_sink(sinks * LOG2_E, maximum, total, UNIT)
+        rescale, maximum, total = add_sink(sinks * LOG2_E, maximum, total, 2.0**LOG2_UNIT)
         output *= rescale[:, None]
 
     # (B, Hq, Sq, Dv), contiguous: the rows of a key/value head follow one another.
@@ -409,6 +420,21 @@ def _store(output, total, output_ptr, rows, has_row, columns, has_column, v_dim)
         output.to(output_ptr.dtype.element_ty),
         mask=has_row[:, None] & has_column[None, :],
     )
+
+
+@triton.jit
+def _hide(scores, tokens, is_valid, queries, diagonal, left, right, IS_CAUSAL: tl.constexpr):
+    """Scores (M, N), those of tokens that a query does not see, or that are none, -inf."""
+    if IS_CAUSAL:
+        is_seen = tokens[None, :] <= queries[:, None] + diagonal
+        scores += tl.where(is_seen, 0.0, float("-inf"))
+    if right is not None:
+        is_seen = tokens[None, :] <= queries[:, None] + (diagonal + right)
+        scores += tl.where(is_seen, 0.0, float("-inf"))
+    if left is not None:
+        is_seen = tokens[None, :] >= queries[:, None] + (diagonal - left)
+        scores += tl.where(is_seen, 0.0, float("-inf"))
+    return tl.where(is_valid[None, :], scores, float("-inf"))
 
 
 @triton.jit
