@@ -23,20 +23,17 @@ import triton.language as tl
 from replay.kernels.triton.matmul import INTERPRETED
 from replay.kernels.triton.quantise import round_to_fp8
 
+LOG2_LARGEST_INT8 = tl.constexpr(13.9999)
+"""Of the largest number that `in_halves` takes: 2¹⁴ would be 128 · 128."""
+LOG2_LARGEST_FP8 = tl.constexpr(8.0)
 _ROUNDS = tl.constexpr(1.5 * 2**23)
 """A float32 number that has integers for its last bits: adding it rounds to them."""
 
 
-@triton.constexpr_function
-def log2_of_largest(is_int8: bool) -> float:
-    """Of the largest number that `in_halves` takes: below 2¹⁴, which would be 128 · 128, or 2⁸."""
-    return 13.9999 if is_int8 else 8.0
-
-
 @triton.jit
 def in_halves(numbers, IS_INT8: tl.constexpr):
-    """(M, N) float32, at most 2 ** `log2_of_largest`, as (2M, N) 8-bit numbers: the high halves of
-    row m are row 2m, the low ones row 2m + 1."""
+    """(M, N) float32, as (2M, N) 8-bit numbers: the high halves of row m are row 2m, the low ones
+    row 2m + 1. None is larger than 2 ** `LOG2_LARGEST_INT8` or `LOG2_LARGEST_FP8`."""
     if IS_INT8:
         integers = (numbers + _ROUNDS).to(tl.int32, bitcast=True)
         high = (integers >> 7).to(tl.int8)

@@ -40,7 +40,7 @@ import triton.language as tl
 from torch import Tensor
 
 from replay.kernels.triton.descriptors import described, nowhere
-from replay.kernels.triton.halves import in_halves, log2_of_largest
+from replay.kernels.triton.halves import LOG2_LARGEST_FP8, LOG2_LARGEST_INT8, in_halves
 from replay.kernels.triton.launch import Launch, layout, named
 from replay.kernels.triton.matmul import INTERPRETED
 from replay.kernels.triton.quantise import (
@@ -135,7 +135,7 @@ def fit_query(query, mean_ptr, dims, has_dim, IS_INT8: tl.constexpr):
     offsets = tl.sum(query * mean, axis=1) + tl.sum(query * 0.0, axis=1)
     query = tl.where(tl.abs(query) < float("inf"), query, 0.0)
     largest = tl.maximum(tl.max(tl.abs(query), axis=1), SMALLEST_MAXIMUM)
-    unit: tl.constexpr = 2.0 ** log2_of_largest(IS_INT8)
+    unit: tl.constexpr = 2.0 ** (LOG2_LARGEST_INT8 if IS_INT8 else LOG2_LARGEST_FP8)
     halves = in_halves(query / largest[:, None] * unit, IS_INT8)
     return halves, largest / unit, offsets
 

@@ -23,8 +23,9 @@ import triton
 import triton.language as tl
 
 from replay.kernels.triton.halves import (
+    LOG2_LARGEST_FP8,
+    LOG2_LARGEST_INT8,
     in_halves,
-    log2_of_largest,
     product_of_halves,
 )
 from replay.kernels.triton.kv_cache import find_tokens
@@ -124,8 +125,9 @@ def split_kv_kernel(
     """
     IS_8_BIT: tl.constexpr = key_scale_ptr is not None
     IS_INT8: tl.constexpr = IS_8_BIT and key_ptr.dtype == tl.int8
-    # What a weight of 1 is counted as.
-    LOG2_UNIT: tl.constexpr = log2_of_largest(IS_INT8) if IS_8_BIT else 0.0
+    # Of what a weight of 1 is counted as.
+    LOG2_LARGEST: tl.constexpr = LOG2_LARGEST_INT8 if IS_INT8 else LOG2_LARGEST_FP8
+    LOG2_UNIT: tl.constexpr = LOG2_LARGEST if IS_8_BIT else 0.0
     ROUNDED_TO: tl.constexpr = CACHE_BLOCK if IS_8_BIT else 1
     BY_PAGE: tl.constexpr = HAS_DESCRIPTORS and PAGE_SIZE != 0
     IS_CUT: tl.constexpr = IS_CAUSAL or right is not None or lengths_ptr is not None

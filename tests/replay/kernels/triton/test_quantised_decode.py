@@ -44,7 +44,8 @@ def dequantised(cache: QuantisedCache, head_dim: int) -> tuple[Tensor, Tensor]:
     """(B, Hkv, Sk, D) and (B, Hkv, Sk, Dv) in float64, zeros beyond each sequence."""
     block, v_dim = CACHE_BLOCK.value, cache.sizes[2]
     key = cache.key.double()[..., :head_dim] * cache.key_scale.double()[..., None]
-    value = cache.value.double().unflatten(2, (-1, v_dim)).mT.flatten(2, 3)
+    value = cache.value.double().unflatten(3, (-1, 8, 2)).mT.flatten(3)  # the two eights of 16
+    value = value.unflatten(2, (-1, v_dim)).mT.flatten(2, 3)
     value = value * cache.value_scale.double()[..., None]
     assert key.shape[2] == value.shape[2] == -(-cache.kv_len // block) * block
     key = key + cache.key_mean.double()[:, :, None]
