@@ -103,7 +103,9 @@ class QuantisedCache:
     def scales(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.key_scale, self.key_mean, self.value_scale
 
-    def access(self, is_cut: bool, begins_late: bool = False) -> Literal["quantised"]:
+    def access(
+        self, is_cut: bool, begins_late: bool = False, rows: int = 1
+    ) -> Literal["quantised"]:
         """Always through descriptors: blocks are whole, and what does not count is finite."""
         return "quantised"
 

@@ -55,6 +55,8 @@ TILES: dict[Access | Literal["pages"], tuple[Tiles, ...]] = {
     ),
     "described": (
         Tiles(64, 64, 128, 4, 4),
+        Tiles(16, 128, 128, 4, 3),
+        Tiles(32, 128, 128, 4, 2),
         Tiles(64, 128, 128, 4, 3),
         Tiles(64, 256, 32, 4, 4),
         Tiles(16, 512, 64, 8, 3),
@@ -165,8 +167,9 @@ def plan(
     splits = processors // (heads * row_blocks)
     if access == "indirect" and positions > splits * LONG:
         splits *= 2
-    # Half the bytes come in half the time: two programs a processor hide each other's waiting.
-    if access == "quantised":
+    # Where bytes are half as many, or rows twice, two programs a processor hide each other's
+    # waiting.
+    if access == "quantised" or (block_m == 32 and widest <= 128):
         splits *= 2
     # Loading takes as long as bytes / splits and merging as bytes · splits: the sum is least where
     # both take as long. A program loads about twice as fast as it merges.
