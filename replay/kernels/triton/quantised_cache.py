@@ -10,15 +10,16 @@ server would take that of the prompt. It is that of the keys that `quantise.py` 
 since sinks and soft caps see what softmax alone does not: the queries' products with it are added
 to the scores again.
 
-No number of the cache is ever multiplied by its scale. Those of keys are factors of their scores,
-those of values of their probabilities. A probability in float16 must not underflow because of its
-value's small scale: the running maximum counts the scale's exponent in. Numbers of 8 bits are exact
-in float16, to which one instruction converts a pair from FP8, and which the query is brought to by
-a factor for each row.
+No number of the cache is ever multiplied by its scale, nor converted. Scales of keys are factors of
+their scores, those of values of their probabilities, which are two 8-bit numbers each, like the
+numbers of the query (`halves.py`). So that these have bits left, the largest product of a
+probability and its value's scale is the largest number they have, in each block anew.
 
 Values lie transposed within every `CACHE_BLOCK` tokens, as in the pages of vLLM's first kernels: no
 instruction transposes bytes on their way to the tensor cores, which want those of neighbouring
-tokens side by side.
+tokens side by side. Of every 16 tokens the two eights take turns, 0, 8, 1, 9 and so on: a thread
+has the scores of such pairs (PTX, the accumulator of `wgmma` and `mma.m16n8`), and stores both
+weights at once.
 
 In pages, a page is one such block, and the pages of a sequence lie anywhere: a program looks up
 where a block is that it would otherwise count to.
@@ -66,7 +67,8 @@ class QuantisedCache:
     key: Tensor
     """(B, Hkv, N, D') int8 or float8_e4m3fn, zeros beyond each sequence and D."""
     value: Tensor
-    """(B, Hkv, N / 128 · Dv, 128) in the key's dtype: Dv rows of every `CACHE_BLOCK` tokens."""
+    """(B, Hkv, N / 128 · Dv, 128) in the key's dtype: Dv rows of every `CACHE_BLOCK` tokens, in the
+    order of `in_value_order`."""
     key_scale: Tensor
     """(B, Hkv, N) float32: key ≈ quantised · scale + mean."""
     key_mean: Tensor

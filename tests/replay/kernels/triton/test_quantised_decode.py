@@ -131,6 +131,22 @@ def test_every_number_is_near_the_original(dtype: torch.dtype) -> None:
 
 
 @each_dtype
+@pytest.mark.parametrize("has_heavy_token", [False, True])
+def test_two_halves_are_nearly_exact(has_heavy_token: bool, dtype: torch.dtype) -> None:
+    """One half alone would be 3 % off."""
+    call = call_of(kv_len=600, head_dim=128)
+    if has_heavy_token:
+        call.key[:, :, 5] = 4 * call.query[:, ::2, 0]
+        call.value[:, :, 5] *= 0.02
+    key, value = dequantised(quantise_cache(call.key, call.value, dtype), 128)
+    stored = call.with_tensors({"query": call.query.double(), "key": key, "value": value})
+    expected = attention(stored)
+    output = find(NAMES[dtype]).attention(**call.arguments()).double()
+    rounding = 3e-4  # float16's
+    assert (output - expected).norm() < {torch.int8: 2, FP8: 10}[dtype] * rounding * expected.norm()
+
+
+@each_dtype
 @pytest.mark.parametrize("distribution", ["normal", "outlier-channels", "sink", "staircase"])
 def test_the_judge_calls_it_right(distribution: str, dtype: torch.dtype) -> None:
     """Channels of the keys far from 0, and a heavy token of small value, as in trained models."""
