@@ -17,6 +17,9 @@ from replay.kernels.triton.shapes import Sizes
 WORTH_DESCRIBING = 2**26
 """Numbers in keys and values from which on a call keeps the GPU busy for as long as it does the
 host, to which descriptors cost some microseconds. They save an H200 half of one."""
+BUSY_ROWS = range(17, 33)
+"""Queries of a key/value head that keep a processor busy while memory delivers: without addresses
+they take 40 % fewer instructions. More take so many registers that descriptors spill some."""
 LEAST_PAGE = 64
 """Tokens in a page from which on it is loaded in whole blocks."""
 
@@ -98,7 +101,7 @@ class Cache(NamedTuple):
         """Tokens in a page; 0 without pages."""
         return 0 if self.block_table is None else self.key.shape[1]
 
-    def access(self, is_cut: bool, begins_late: bool = False) -> Access:
+    def access(self, is_cut: bool, begins_late: bool = False, rows: int = 1) -> Access:
         """How the kernel reads it.
 
         Descriptors take whole blocks, and no block of tokens may lie in two pages. What does not
@@ -107,14 +110,16 @@ class Cache(NamedTuple):
         Args:
             is_cut: whether a diagonal leaves some tokens out.
             begins_late: whether a window leaves out the first ones.
+            rows: queries of a key/value head.
         """
         in_pages = self.block_table is not None
         pointers: Access = "indirect" if in_pages or self.indices is not None else "direct"
         numbers = self.key.numel() + self.value.numel()
         if self.indices is not None or begins_late or numbers < WORTH_DESCRIBING:
             return pointers
-        # In one piece, where something is cut off, pointers are as fast (16 bits, H200).
-        if not in_pages and not self.tail and (is_cut or self.lengths is not None):
+        # In one piece, where something is cut off, pointers are as fast (one query, H200).
+        is_cut |= self.lengths is not None
+        if not in_pages and not self.tail and is_cut and rows not in BUSY_ROWS:
             return pointers
         if in_pages and _largest_block(self.page_size) < LEAST_PAGE:
             return pointers

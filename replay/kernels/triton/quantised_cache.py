@@ -10,15 +10,16 @@ server would take that of the prompt. It is that of the keys that `quantise.py` 
 since sinks and soft caps see what softmax alone does not: the queries' products with it are added
 to the scores again.
 
-No number of the cache is ever multiplied by its scale. Those of keys are factors of their scores,
-those of values of their probabilities. A probability in float16 must not underflow because of its
-value's small scale: the running maximum counts the scale's exponent in. Numbers of 8 bits are exact
-in float16, to which one instruction converts a pair from FP8, and which the query is brought to by
-a factor for each row.
+No number of the cache is ever multiplied by its scale, nor converted. Scales of keys are factors of
+their scores, those of values of their probabilities, which are two 8-bit numbers each, like the
+numbers of the query (`halves.py`). So that these have bits left, the largest product of a
+probability and its value's scale is the largest number they have, in each block anew.
 
 Values lie transposed within every `CACHE_BLOCK` tokens, as in the pages of vLLM's first kernels: no
 instruction transposes bytes on their way to the tensor cores, which want those of neighbouring
-tokens side by side.
+tokens side by side. Of every 16 tokens the two eights take turns, 0, 8, 1, 9 and so on: a thread
+has the scores of such pairs (PTX, the accumulator of `wgmma` and `mma.m16n8`), and stores both
+weights at once.
 
 In pages, a page is one such block, and the pages of a sequence lie anywhere: a program looks up
 where a block is that it would otherwise count to.
@@ -40,6 +41,7 @@ import triton.language as tl
 from torch import Tensor
 
 from replay.kernels.triton.descriptors import described, nowhere
+from replay.kernels.triton.halves import LOG2_LARGEST_FP8, LOG2_LARGEST_INT8, in_halves
 from replay.kernels.triton.launch import Launch, layout, named
 from replay.kernels.triton.matmul import INTERPRETED
 from replay.kernels.triton.quantise import (
@@ -66,7 +68,8 @@ class QuantisedCache:
     key: Tensor
     """(B, Hkv, N, D') int8 or float8_e4m3fn, zeros beyond each sequence and D."""
     value: Tensor
-    """(B, Hkv, N / 128 · Dv, 128) in the key's dtype: Dv rows of every `CACHE_BLOCK` tokens."""
+    """(B, Hkv, N / 128 · Dv, 128) in the key's dtype: Dv rows of every `CACHE_BLOCK` tokens, in the
+    order of `in_value_order`."""
     key_scale: Tensor
     """(B, Hkv, N) float32: key ≈ quantised · scale + mean."""
     key_mean: Tensor
@@ -110,7 +113,9 @@ class QuantisedCache:
     def scales(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.key_scale, self.key_mean, self.value_scale
 
-    def access(self, is_cut: bool, begins_late: bool = False) -> Literal["quantised"]:
+    def access(
+        self, is_cut: bool, begins_late: bool = False, rows: int = 1
+    ) -> Literal["quantised"]:
         """Always through descriptors: blocks are whole, and what does not count is finite."""
         return "quantised"
 
@@ -134,45 +139,34 @@ class QuantisedCache:
 
 
 @triton.jit
-def to_float16(numbers):
-    """8-bit numbers in float16, exactly."""
-    if numbers.dtype == tl.int8 and not INTERPRETED:
-        # With 128 added, a byte below the byte of 1024 is the last of a float16 between 1024 and
-        # 1279; conversions of integers are four times as slow as what arrives from memory.
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 bytes, offset;
-            mov.b32 offset, 0x64806480;
-            xor.b32 bytes, $2, 0x80808080;
-            prmt.b32 $0, bytes, 0x64646464, 0x4140;
-            prmt.b32 $1, bytes, 0x64646464, 0x4342;
-            sub.f16x2 $0, $0, offset;
-            sub.f16x2 $1, $1, offset;
-            }
-            """,
-            "=r,=r,r",
-            [numbers],
-            dtype=tl.float16,
-            is_pure=True,
-            pack=4,
-        )
-    return numbers.to(tl.float16)
-
-
-@triton.jit
-def fit_query(query, mean_ptr, dims, has_dim):
-    """A query (M, D) in float16, at most 1; each row's factor (M,) and score of the mean (M,)."""
+def fit_query(query, mean_ptr, dims, has_dim, IS_INT8: tl.constexpr):
+    """A query (M, D) `in_halves`, each row's factor (M,) and its score of the mean (M,), which are
+    NaN where the row is not finite."""
     query = query.to(tl.float32)
     mean = tl.load(mean_ptr + dims, mask=has_dim, other=0.0)
+    offsets = tl.sum(query * mean, axis=1) + tl.sum(query * 0.0, axis=1)
+    query = tl.where(tl.abs(query) < float("inf"), query, 0.0)
     largest = tl.maximum(tl.max(tl.abs(query), axis=1), SMALLEST_MAXIMUM)
-    return (query / largest[:, None]).to(tl.float16), largest, tl.sum(query * mean, axis=1)
+    unit: tl.constexpr = 2.0 ** (LOG2_LARGEST_INT8 if IS_INT8 else LOG2_LARGEST_FP8)
+    halves = in_halves(query / largest[:, None] * unit, IS_INT8)
+    return halves, largest / unit, offsets
 
 
 @triton.jit
-def exponent(scales):
-    """⌊log2⌋ of positive float32 numbers, as float32."""
-    return ((scales.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.float32)
+def in_value_order(numbers):
+    """8-bit numbers (M, N) of N tokens, in the order of their values."""
+    eights = numbers.reshape(numbers.shape[0], numbers.shape[1] // 16, 2, 8)
+    return eights.permute(0, 1, 3, 2).reshape(numbers.shape[0], numbers.shape[1])
+
+
+@triton.jit
+def log2(scales):
+    """Of positive float32 numbers; one instruction, where Triton's takes a dozen."""
+    if INTERPRETED:
+        return tl.math.log2(scales)
+    return tl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=r,r", [scales], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
@@ -240,7 +234,8 @@ def _quantise_values(
     value = tl.load(value_ptr + places, mask=is_token[:, None] & has_dim[None, :], other=0.0)
     is_int8: tl.constexpr = output_ptr.dtype.element_ty == tl.int8
     quantised, scale = _quantise_rows(value.to(tl.float32), is_token, is_int8)
-    places = dims[:, None] * CACHE_BLOCK + inside[None, :]
+    order = inside // 16 * 16 + inside % 8 * 2 + inside // 8 % 2
+    places = dims[:, None] * CACHE_BLOCK + order[None, :]
     tl.store(output_ptr + places, tl.trans(quantised), mask=has_dim[:, None])
     tl.store(scale_ptr + inside, scale)
 

@@ -101,13 +101,15 @@ def planned(
     kv_heads, kv_len, v_dim = cache.sizes
     kept = 0 if cache.indices is None else cache.indices.shape[2]
     is_causal, left, right = _sides(is_causal, variant, q_len, kv_len)
+    rows = heads // kv_heads * q_len
+    is_cut = is_causal or left is not None or right is not None
     return plan(
         batch * kv_heads,
-        heads // kv_heads * q_len,
+        rows,
         kept or _most_seen(left, 0 if is_causal else right, variant, q_len, kv_len),
         head_dim,
         v_dim,
-        cache.access(is_causal or left is not None or right is not None, left is not None),
+        cache.access(is_cut, left is not None, rows),
         _processors(query.device),
         cache.tail,
         1 if cache.lengths is None or kept else batch,
@@ -148,7 +150,8 @@ def _plan_call(
     kept = 0 if cache.indices is None else cache.indices.shape[2]
     cut = planned(query, cache, is_causal=is_causal, variant=variant)
     is_causal, left, right = _sides(is_causal, variant, q_len, kv_len)
-    access = cache.access(is_causal or left is not None or right is not None, left is not None)
+    is_cut = is_causal or left is not None or right is not None
+    access = cache.access(is_cut, left is not None, group * q_len)
     tiles = tiles or cut.tiling
     # A block of its own size could lie in two pages.
     has_descriptors = access in ("described", "quantised") and cache.page_size % tiles.block_n == 0

@@ -22,11 +22,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from replay.kernels.triton.halves import (
+    LOG2_LARGEST_FP8,
+    LOG2_LARGEST_INT8,
+    in_halves,
+    product_of_halves,
+)
 from replay.kernels.triton.kv_cache import find_tokens
 from replay.kernels.triton.masking import in_base_2
 from replay.kernels.triton.matmul import matmul
 from replay.kernels.triton.online_softmax import LOG2_E, add_sink, soft_cap, softmax_step
-from replay.kernels.triton.quantised_cache import CACHE_BLOCK, exponent, fit_query, to_float16
+from replay.kernels.triton.quantised_cache import (
+    CACHE_BLOCK,
+    fit_query,
+    in_value_order,
+    log2,
+)
 from replay.kernels.triton.split_kv_deal import dealt, seen_positions
 
 
@@ -113,6 +124,10 @@ def split_kv_kernel(
     `head_dim` is what the key has before its tail: Dv.
     """
     IS_8_BIT: tl.constexpr = key_scale_ptr is not None
+    IS_INT8: tl.constexpr = IS_8_BIT and key_ptr.dtype == tl.int8
+    # Of what a weight of 1 is counted as.
+    LOG2_LARGEST: tl.constexpr = LOG2_LARGEST_INT8 if IS_INT8 else LOG2_LARGEST_FP8
+    LOG2_UNIT: tl.constexpr = LOG2_LARGEST if IS_8_BIT else 0.0
     ROUNDED_TO: tl.constexpr = CACHE_BLOCK if IS_8_BIT else 1
     BY_PAGE: tl.constexpr = HAS_DESCRIPTORS and PAGE_SIZE != 0
     IS_CUT: tl.constexpr = IS_CAUSAL or right is not None or lengths_ptr is not None
@@ -174,7 +189,7 @@ def split_kv_kernel(
         tail_dims = tail.to(tl.int64) * stride_key_dim
     if IS_8_BIT:
         key_mean_ptr += head * head_dim
-        query, row_scales, row_offsets = fit_query(query, key_mean_ptr, dims, has_dim)
+        query, row_scales, row_offsets = fit_query(query, key_mean_ptr, dims, has_dim, IS_INT8)
         row_scales *= scale * LOG2_E
         row_offsets *= scale * LOG2_E
         if PAGE_SIZE == 0:
@@ -198,6 +213,16 @@ def split_kv_kernel(
     share = tl.cdiv(tl.cdiv(positions_end - positions_begin, BLOCK_N), parts) * BLOCK_N
     begin = positions_begin + split * share
     end = tl.minimum(begin + share, positions_end)
+
+    # Between these all queries see all positions.
+    whole_begin = begin
+    whole_end = end
+    if IS_CAUSAL:
+        whole_end = tl.minimum(whole_end, diagonal + 1)
+    if right is not None:
+        whole_end = tl.minimum(whole_end, diagonal + right + 1)
+    if left is not None:
+        whole_begin = diagonal + q_len - 1 - left
 
     place = batch
     next_place = batch
@@ -237,11 +262,10 @@ def split_kv_kernel(
             block = first // CACHE_BLOCK
             inside = first - block * CACHE_BLOCK
             if PAGE_SIZE == 0:
-                key_row, value_row, scale_places = first, block * v_dim, positions
+                key_row, value_row, scale_row = first, block * v_dim, first
             else:
                 key_row, value_row = inside, 0
-                scale_places = (place.to(tl.int64) * kv_heads + kv_head) * CACHE_BLOCK
-                scale_places += inside + tl.arange(0, BLOCK_N)
+                scale_row = (place.to(tl.int64) * kv_heads + kv_head) * CACHE_BLOCK + inside
             key = key_ptr.load([place, kv_head, key_row, 0]).reshape(BLOCK_N, BLOCK_D)
         elif HAS_DESCRIPTORS:
             key = key_ptr.load([place, kv_head, row, 0]).reshape(BLOCK_N, BLOCK_D)
@@ -253,8 +277,9 @@ def split_kv_kernel(
                 other=0.0,
             )
         if IS_8_BIT:
-            key = to_float16(key)
-        scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            scores = product_of_halves(query, key)
+        else:
+            scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         if BLOCK_TAIL != 0:
             if HAS_DESCRIPTORS:
                 key_tail = value_ptr.load([place, kv_head, row, BLOCK_D])
@@ -266,12 +291,14 @@ def split_kv_kernel(
                     other=0.0,
                 )
             scores = matmul(query_tail, tl.trans(key_tail), scores)
-        scores = matmul(query, tl.trans(key), scores)
         if IS_8_BIT:
-            key_scales = tl.load(key_scale_ptr + scale_places)
+            # Pointers of the block first: its keys' places in it are the same for all blocks.
+            key_scales = tl.load(key_scale_ptr + scale_row + tl.arange(0, BLOCK_N))
+            value_scales = value_scale_ptr + scale_row + tl.arange(0, BLOCK_N)
+            value_logs = log2(tl.load(value_scales, mask=is_valid, other=1.0))
             scores = scores * row_scales[:, None] * key_scales[None, :] + row_offsets[:, None]
         else:
-            scores *= scale * LOG2_E
+            scores = matmul(query, tl.trans(key), scores) * (scale * LOG2_E)
         if cap is not None:
             scores = soft_cap(scores, cap)
         if MASK != 0:
@@ -289,47 +316,48 @@ def split_kv_kernel(
                 stride_mask_token,
                 MASK == 2,
             )
-        if IS_CAUSAL:
-            is_seen = tokens[None, :] <= queries[:, None] + diagonal
-            scores += tl.where(is_seen, 0.0, float("-inf"))
-        if right is not None:
-            is_seen = tokens[None, :] <= queries[:, None] + (diagonal + right)
-            scores += tl.where(is_seen, 0.0, float("-inf"))
-        if left is not None:
-            is_seen = tokens[None, :] >= queries[:, None] + (diagonal - left)
-            scores += tl.where(is_seen, 0.0, float("-inf"))
-        scores = tl.where(is_valid[None, :], scores, float("-inf"))
         if IS_8_BIT:
-            value_scales = tl.load(value_scale_ptr + scale_places, mask=is_valid, other=1.0)
-            largest = tl.max(scores + exponent(value_scales)[None, :], axis=1)
+            if (first < whole_begin) | (first + BLOCK_N > whole_end):
+                scores = _hide(scores, tokens, is_valid, queries, diagonal, left, right, IS_CAUSAL)
+        else:
+            # Without a branch one instruction multiplies a score and takes its maximum away.
+            scores = _hide(scores, tokens, is_valid, queries, diagonal, left, right, IS_CAUSAL)
+        if IS_8_BIT:
+            # Weights times their values' scales are fractions of the block's own largest, so that
+            # what halves round away is little beside it. A block then counts as one score does.
+            scores += value_logs[None, :]
+            largest = tl.max(scores, axis=1)
+            block_share, maximum, rescale = softmax_step(largest[:, None], largest, maximum, 1.0)
+            unit = largest - LOG2_UNIT
+            weights, _, _ = softmax_step(scores, unit, unit, 1.0)
+            unscaled = weights * tl.math.exp2(-value_logs)[None, :]
+            totals = totals * rescale[:, None] + unscaled * block_share
+            value = value_ptr.load([place, kv_head, value_row, inside]).reshape(BLOCK_DV, BLOCK_N)
+            summed = product_of_halves(in_value_order(in_halves(weights, IS_INT8)), value)
+            output = output * rescale[:, None] + summed * block_share
         else:
             largest = tl.max(scores, axis=1)
-        weights, maximum, rescale = softmax_step(scores, largest, maximum, 1.0)
-        totals = totals * rescale[:, None] + weights
-
-        if IS_8_BIT:
-            value = value_ptr.load([place, kv_head, value_row, inside])
-            value = to_float16(tl.trans(value.reshape(BLOCK_DV, BLOCK_N)))
-            weights *= value_scales[None, :]
-        elif BLOCK_TAIL != 0:
-            value = key
-        elif HAS_DESCRIPTORS:
-            value = value_ptr.load([place, kv_head, row, 0]).reshape(BLOCK_N, BLOCK_DV)
-        else:
-            value_rows = first_axis * stride_value_first + slots * stride_value_token
-            value = tl.load(
-                value_ptr + value_rows[:, None] + value_dims[None, :],
-                mask=is_valid[:, None] & has_column[None, :],
-                other=0.0,
-            )
-        output = matmul(weights.to(value.dtype), value, output * rescale[:, None])
+            weights, maximum, rescale = softmax_step(scores, largest, maximum, 1.0)
+            totals = totals * rescale[:, None] + weights
+            if BLOCK_TAIL != 0:
+                value = key
+            elif HAS_DESCRIPTORS:
+                value = value_ptr.load([place, kv_head, row, 0]).reshape(BLOCK_N, BLOCK_DV)
+            else:
+                value_rows = first_axis * stride_value_first + slots * stride_value_token
+                value = tl.load(
+                    value_ptr + value_rows[:, None] + value_dims[None, :],
+                    mask=is_valid[:, None] & has_column[None, :],
+                    other=0.0,
+                )
+            output = matmul(weights.to(value.dtype), value, output * rescale[:, None])
 
     total = tl.sum(totals, axis=1)
     if sinks_ptr is not None:
         # As if they were keys of the first part.
         counts = has_row & (split == 0)
         sinks = tl.load(sinks_ptr + q_heads, mask=counts, other=float("-inf")).to(tl.float32)
-        rescale, maximum, total = add_sink(sinks * LOG2_E, maximum, total, 1.0)
+        rescale, maximum, total = add_sink(sinks * LOG2_E, maximum, total, 2.0**LOG2_UNIT)
         output *= rescale[:, None]
 
     # (B, Hq, Sq, Dv), contiguous: the rows of a key/value head follow one another.
@@ -394,6 +422,21 @@ def _store(output, total, output_ptr, rows, has_row, columns, has_column, v_dim)
         output.to(output_ptr.dtype.element_ty),
         mask=has_row[:, None] & has_column[None, :],
     )
+
+
+@triton.jit
+def _hide(scores, tokens, is_valid, queries, diagonal, left, right, IS_CAUSAL: tl.constexpr):
+    """Scores (M, N), those of tokens that a query does not see, or that are none, -inf."""
+    if IS_CAUSAL:
+        is_seen = tokens[None, :] <= queries[:, None] + diagonal
+        scores += tl.where(is_seen, 0.0, float("-inf"))
+    if right is not None:
+        is_seen = tokens[None, :] <= queries[:, None] + (diagonal + right)
+        scores += tl.where(is_seen, 0.0, float("-inf"))
+    if left is not None:
+        is_seen = tokens[None, :] >= queries[:, None] + (diagonal - left)
+        scores += tl.where(is_seen, 0.0, float("-inf"))
+    return tl.where(is_valid[None, :], scores, float("-inf"))
 
 
 @triton.jit

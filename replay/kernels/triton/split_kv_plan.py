@@ -42,17 +42,21 @@ class Tiles(NamedTuple):
 
 
 # Of each access the first that is large enough; pages are those that are described.
-# With 3 stages, 128 keys and a head_dim of 128 an 8-bit cache has 64 KiB under way, of which a
-# processor has room for three programs'. The registers for so wide an output as that of MLA with
-# more than 16 heads are those of 8 warps.
+# With 128 keys and a head_dim of 128 an 8-bit cache has 32 KiB in a block: a processor has room for
+# two programs of three blocks, or of two beside the weights of 32 rows. The registers for so wide
+# an output as that of MLA with more than 16 heads are those of 8 warps.
 TILES: dict[Access | Literal["pages"], tuple[Tiles, ...]] = {
     "quantised": (
-        Tiles(16, 64, 128, 4, 4),
+        Tiles(32, 64, 128, 4, 4),
         Tiles(16, 128, 128, 4, 3),
-        Tiles(64, 512, 64, 4, 4),
+        Tiles(32, 128, 128, 4, 2),
+        Tiles(16, 256, 64, 4, 3),
+        Tiles(32, 512, 64, 8, 3),
     ),
     "described": (
         Tiles(64, 64, 128, 4, 4),
+        Tiles(16, 128, 128, 4, 3),
+        Tiles(32, 128, 128, 4, 2),
         Tiles(64, 128, 128, 4, 3),
         Tiles(64, 256, 32, 4, 4),
         Tiles(16, 512, 64, 8, 3),
@@ -139,10 +143,14 @@ def plan(
             knows; else 1.
         largest_block: keys that descriptors load at once at most.
     """
-    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    # Beside 8 bits a row is two columns of a product (`halves.py`), whose registers 32 rows fill.
+    least, most = (8, 32) if access == "quantised" else (16, 64)
+    block_m = min(max(least, 1 << (rows - 1).bit_length()), most)
     row_blocks = -(-rows // block_m)
     block_dv = _side(v_dim)
     block_d, block_tail = (block_dv, _side(tail)) if tail else (_side(head_dim), 0)
+    if access == "quantised":
+        block_d = max(block_d, 32)  # bytes that a tensor core sums at once
     widest = max(block_d, block_dv)
     merged_rows = min(1 << (rows - 1).bit_length(), block_m)
     block_rows = min(merged_rows, MERGED_OUTPUT // block_dv)
@@ -159,8 +167,9 @@ def plan(
     splits = processors // (heads * row_blocks)
     if access == "indirect" and positions > splits * LONG:
         splits *= 2
-    # Half the bytes come in half the time: two programs a processor hide each other's waiting.
-    if access == "quantised":
+    # Where bytes are half as many, or rows twice, two programs a processor hide each other's
+    # waiting.
+    if access == "quantised" or (block_m == 32 and widest <= 128):
         splits *= 2
     # Loading takes as long as bytes / splits and merging as bytes · splits: the sum is least where
     # both take as long. A program loads about twice as fast as it merges.

@@ -76,7 +76,8 @@ def assert_right(
     variant: Variant = PLAIN,
 ) -> None:
     """`key` and `value` (B, Hkv, S, D) as they were before they became `cache`."""
-    assert cache.access(is_causal) == "described"
+    rows = query.shape[1] // key.shape[1] * query.shape[2]
+    assert cache.access(is_causal, rows=rows) == "described"
     output = split_kv.attend(
         query, cache, is_causal=is_causal, variant=variant, tiles=tiles
     ).double()
@@ -137,6 +138,14 @@ def test_latents_in_one_piece(tiles: Tiling) -> None:
     query, key, value, lengths = tensors(latent=True)
     whole = key.clone()
     assert_right(query, whole, whole[..., :32], in_one_piece(key, value, lengths), tiles)
+
+
+@pytest.mark.parametrize("variant", [PLAIN, BOTTOM_RIGHT], ids=["top left", "bottom right"])
+def test_many_queries_of_keys_in_one_piece(variant: Variant) -> None:
+    query, key, value, _ = tensors(latent=False, q_len=10)
+    lengths = torch.tensor([150, 0, 10, 64, 65, 128, 31], dtype=torch.int32, device=DEVICE)
+    cache = in_one_piece(key.clone(), value.clone(), lengths)
+    assert_right(query, key, value, cache, EVEN, is_causal=True, variant=variant)
 
 
 def test_what_is_not_loaded_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
