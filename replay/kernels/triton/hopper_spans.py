@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from replay.kernels.triton.hopper_scores import matrix
+
 
 class Bounds(NamedTuple):
     """What a call says of all its batch elements; what it lacks is None."""
@@ -86,6 +88,24 @@ def span_of(batch, bounds):
 
 
 @gluon.jit
+def tile_exists(first_query, span, bounds):
+    """Whether there is such a tile: a packed sequence may be shorter than the longest."""
+    exists = True
+    if bounds.q_offsets is not None:
+        exists = first_query < span.q_len
+    return exists
+
+
+@gluon.jit
+def element_of(batch, bounds):
+    """Which batch element of the tensors has this one's rows: packed ones are all in the first."""
+    element = batch
+    if bounds.q_offsets is not None:
+        element = batch * 0
+    return element
+
+
+@gluon.jit
 def key_blocks_of(first_row, span, bounds, ROWS: gl.constexpr, KEYS: gl.constexpr):
     """What some of ROWS queries from `first_row` on see, as numbers of blocks: where it begins,
     where what all of them see whole begins and ends, and where it ends.
@@ -137,6 +157,20 @@ def sees(scores, first_query, first_key, span, bounds):
         begin = queries + (first_query + span.lowest - first_key) - 2 * threads
         seen = seen & (own >= begin[:, None, :, None])
     return gl.convert_layout(seen.reshape(scores.shape), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def store_rows(block, pointer, stride_token, first, span, V_HEAD_DIM: gl.constexpr):
+    """Store a block of output in shared memory, of a packed sequence's queries from `first` on, as
+    far as the sequence goes; `pointer` is that of the head."""
+    DV: gl.constexpr = block.shape[3]
+    STORED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
+    stored = matrix(block).load(STORED)
+    queries = first + gl.arange(0, stored.shape[0], gl.SliceLayout(1, STORED))
+    columns = gl.arange(0, DV, gl.SliceLayout(0, STORED))
+    at = (span.q_start + queries).to(gl.int64)[:, None] * stride_token + columns[None, :]
+    inside = (queries < span.q_len)[:, None] & (columns < V_HEAD_DIM)[None, :]
+    gl.store(pointer + at, stored, mask=inside)
 
 
 @gluon.jit
