@@ -134,29 +134,74 @@ def key_blocks_of(first_row, span, bounds, ROWS: gl.constexpr, KEYS: gl.constexp
 
 @gluon.jit
 def sees(scores, first_query, first_key, span, bounds):
-    """Whether queries from `first_query` on see keys from `first_key` on; of the scores' shape.
+    """Whether queries from `first_query` on see keys from `first_key` on; of the scores' shape."""
+    seen = _before_end(scores, first_query, first_key, span, bounds)
+    if bounds.left is not None:
+        seen = seen & _behind_begin(scores, first_query, first_key, span)
+    return seen
+
+
+@gluon.jit
+def hide_unseen(scores, first_query, first_key, span, bounds):
+    """-inf where queries from `first_query` on do not see keys from `first_key` on.
+
+    Large blocks are looked at on that side only where a window cuts them: few are cut on both.
+    """
+    if bounds.left is None or scores.shape[1] < 128:
+        seen = sees(scores, first_query, first_key, span, bounds)
+        scores = gl.where(seen, scores, float("-inf"))
+    else:
+        end = span.kv_len
+        if bounds.right is not None:
+            end = gl.minimum(end, first_query + 1 + span.highest)
+        if first_key + scores.shape[1] > end:
+            seen = _before_end(scores, first_query, first_key, span, bounds)
+            scores = gl.where(seen, scores, float("-inf"))
+        if first_key < first_query + scores.shape[0] - 1 + span.lowest:
+            seen = _behind_begin(scores, first_query, first_key, span)
+            scores = gl.where(seen, scores, float("-inf"))
+    return scores
+
+
+@gluon.jit
+def _before_end(scores, first_query, first_key, span, bounds):
+    """Whether keys are before the last that counts and the window's right side."""
+    own, queries, threads = _places_of(scores)
+    queries, end = gl.broadcast(queries, span.kv_len - first_key - 2 * threads)
+    if bounds.right is not None:
+        end = gl.minimum(end, queries + (first_query + span.highest + 1 - first_key) - 2 * threads)
+    seen = own < end[:, None, :, None]
+    LAYOUT: gl.constexpr = scores.type.layout
+    return gl.convert_layout(seen.reshape(scores.shape), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _behind_begin(scores, first_query, first_key, span):
+    """Whether keys are behind the beginning of the window."""
+    own, queries, threads = _places_of(scores)
+    begin = queries + (first_query + span.lowest - first_key) - 2 * threads
+    seen = own >= begin[:, None, :, None]
+    LAYOUT: gl.constexpr = scores.type.layout
+    return gl.convert_layout(seen.reshape(scores.shape), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _places_of(scores):
+    """Places of scores as (rows, eights, threads, pairs): the keys' but for the thread's part, the
+    queries', and the threads.
 
     Four threads share a row, and have two of every eight scores. What differs between the scores of
     a thread is written as numbers of its own, which are known when it is compiled.
     """
-    LAYOUT: gl.constexpr = scores.type.layout
     EIGHTS: gl.constexpr = scores.shape[1] // 8
     PARTS: gl.constexpr = scores.reshape((scores.shape[0], EIGHTS, 4, 2)).type.layout
     ROWS_AND_EIGHTS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, PARTS))
     ROWS_AND_THREADS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, PARTS))
     eights = gl.arange(0, EIGHTS, gl.SliceLayout(0, ROWS_AND_EIGHTS))[None, :, None, None]
     pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, PARTS))))
-    own = eights * 8 + pair[None, None, None, :]
     threads = gl.arange(0, 4, gl.SliceLayout(0, ROWS_AND_THREADS))[None, :]
     queries = gl.arange(0, scores.shape[0], gl.SliceLayout(1, ROWS_AND_THREADS))[:, None]
-    queries, end = gl.broadcast(queries, span.kv_len - first_key - 2 * threads)
-    if bounds.right is not None:
-        end = gl.minimum(end, queries + (first_query + span.highest + 1 - first_key) - 2 * threads)
-    seen = own < end[:, None, :, None]
-    if bounds.left is not None:
-        begin = queries + (first_query + span.lowest - first_key) - 2 * threads
-        seen = seen & (own >= begin[:, None, :, None])
-    return gl.convert_layout(seen.reshape(scores.shape), LAYOUT, assert_trivial=True)
+    return eights * 8 + pair[None, None, None, :], queries, threads
 
 
 @gluon.jit

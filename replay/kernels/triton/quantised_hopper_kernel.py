@@ -57,8 +57,8 @@ from replay.kernels.triton.hopper_scores import (
 from replay.kernels.triton.hopper_spans import (
     Bounds,
     element_of,
+    hide_unseen,
     key_blocks_of,
-    sees,
     span_of,
     store_rows,
     tile_exists,
@@ -624,22 +624,27 @@ def _weigh(
     FP8_VALUE: gl.constexpr = DTYPE == gl.float8e4nv  # noqa: SIM300
     KEYS: gl.constexpr = scores.shape[1]
     scores = scores.to(gl.float32)
-    if IS_MASKED or cap is not None:
+    if cap is not None:
         scores *= scale[:, None]
-        if cap is not None:
-            if rows.shift is not None:
-                scores += rows.shift[:, None]
-            scores = soft_cap(scores, cap)
-        if IS_MASKED:
-            if rings.mask is not None:
-                scores = hide(scores, rings.mask, masks, CONSUMERS, WHO)
-            else:
-                seen = sees(scores, rows.first, block * KEYS, span, bounds)
-                scores = gl.where(seen, scores, float("-inf"))
-        largest = gl.max(scores, 1)
-    else:
+        if rows.shift is not None:
+            scores += rows.shift[:, None]
+        scores = soft_cap(scores, cap)
+    if IS_MASKED:
+        if rings.mask is not None:
+            scores = hide(scores, rings.mask, masks, CONSUMERS, WHO)
+        else:
+            scores = hide_unseen(scores, rows.first, block * KEYS, span, bounds)
+    largest = gl.max(scores, 1)
+    # A group of INT8 keys with a NaN has it in its scale. That times -inf is NaN, but a row that
+    # sees none of the group has nothing of its NaN.
+    SPREADS_NAN: gl.constexpr = IS_MASKED and cap is None and rows.query.dtype == gl.int8
+    not_finite = 0.0
+    if SPREADS_NAN:
+        not_finite = gl.where(largest > float("-inf"), scale * 0.0, 0.0)
+        scale = gl.where(scale == scale, scale, 1.0)
+    if cap is None:
         # No scale is negative, so that the largest product is the largest score.
-        largest = gl.max(scores, 1) * scale
+        largest = largest * scale
     new_maximum = gl.maximum(maximum, largest + exponent)
     subtracted = new_maximum
     MAY_SEE_NOTHING: gl.constexpr = (
@@ -655,7 +660,9 @@ def _weigh(
     origin = subtracted - exponent
     if FP8_VALUE:
         origin = origin - LOG2_FP8_MAX
-    if IS_MASKED or cap is not None:
+    if SPREADS_NAN:
+        origin = origin + not_finite
+    if cap is not None:
         weights = gl.exp2(scores - origin[:, None])
     else:
         weights = gl.exp2(scores * scale[:, None] - origin[:, None])
@@ -707,7 +714,8 @@ def _times_mean(block, mean_ptr, factor, D: gl.constexpr, SCORES: gl.constexpr):
 
 @gluon.jit
 def _quantise_query(block, factor, buffer, SCORES: gl.constexpr):
-    """A consumer's queries into shared memory; their scales, NaN where a row is not finite."""
+    """A consumer's queries into shared memory; their scales. Where a row is not finite, a number of
+    it is NaN in FP8, and its scale in INT8."""
     D: gl.constexpr = buffer.shape[1]
     query = block.reshape((ROWS, D)).load(_four_threads_a_row(D)).to(gl.float32)
     largest = gl.reduce(gl.abs(query), 1, _larger_or_nan) * gl.abs(factor)
@@ -718,7 +726,7 @@ def _quantise_query(block, factor, buffer, SCORES: gl.constexpr):
         scale = largest / INT8_MAX + not_finite
     else:
         query = query * (factor * FP8_MAX / largest)[:, None]
-        scale = largest / FP8_MAX + not_finite
+        scale = gl.where(not_finite == 0.0, largest / FP8_MAX, 1.0)
     buffer.store(query.to(buffer.dtype))
     fence_async_shared()
     return gl.convert_layout(scale, gl.SliceLayout(1, SCORES), assert_trivial=True)
