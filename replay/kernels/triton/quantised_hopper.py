@@ -12,6 +12,7 @@ from replay.kernels.triton.descriptors import nowhere
 from replay.kernels.triton.hopper_operands import block_layout
 from replay.kernels.triton.hopper_scores import ROWS
 from replay.kernels.triton.launch import Launch, PlannedCall
+from replay.kernels.triton.online_softmax import LN_2
 from replay.kernels.triton.persistent import SHORT, multiprocessors, section_of
 from replay.kernels.triton.quantise import QuantisedKeyValue, padded_dim
 from replay.kernels.triton.quantised_hopper_kernel import quantised_hopper_kernel
@@ -139,6 +140,7 @@ def plan(
             "BY_LENGTH": is_by_length,
             "IN_TURN": tile.in_turn,
             "REGISTERS": tile.registers,
+            "factor": numbers["factor"] * (1.0 if numbers["cap"] is None else LN_2.value / 2),
             "V_HEAD_DIM": quantised.v_head_dim if is_packed else block_v_dim,
         },
         num_warps=4,

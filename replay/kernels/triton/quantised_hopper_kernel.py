@@ -51,7 +51,6 @@ from replay.kernels.triton.hopper_scores import (
     add_sink,
     matrix,
     own_sums,
-    soft_cap,
     start_scores,
 )
 from replay.kernels.triton.hopper_spans import (
@@ -79,6 +78,9 @@ from replay.kernels.triton.quantise import (
 ALL = gl.constexpr(PropagateNan.ALL)
 LOG2 = gl.constexpr("lg2.approx.ftz.f32")
 RECIPROCAL = gl.constexpr("rcp.approx.ftz.f32")
+TANH = gl.constexpr("tanh.approx.f32")
+"""To some 11 bits: beside scores of 8 bits that is little, and of three special functions a score,
+which a soft cap waits for, it leaves two."""
 SCALE_GROUP = gl.constexpr(GROUP)
 """Keys, and values, that share a scale."""
 MASK_STAGES = gl.constexpr(2)
@@ -103,8 +105,9 @@ class Extras(NamedTuple):
     """What scores are made of beside operands; None where a call asks for nothing."""
 
     factor: Any
-    """Softmax's scale · log2 e, or with a cap that of the exponent in tanh."""
+    """Softmax's scale · log2 e, or with a cap what is tanh's argument per product."""
     cap: Any
+    """Times log2 e."""
     key_mean: Any
     """(B, Hkv, D), what was subtracted from the keys, where a cap or a sink must know."""
     sinks: Any
@@ -628,7 +631,7 @@ def _weigh(
         scores *= scale[:, None]
         if rows.shift is not None:
             scores += rows.shift[:, None]
-        scores = soft_cap(scores, cap)
+        scores = _approximately(TANH, scores)
     if IS_MASKED:
         if rings.mask is not None:
             scores = hide(scores, rings.mask, masks, CONSUMERS, WHO)
@@ -642,9 +645,8 @@ def _weigh(
     if SPREADS_NAN:
         not_finite = gl.where(largest > float("-inf"), scale * 0.0, 0.0)
         scale = gl.where(scale == scale, scale, 1.0)
-    if cap is None:
-        # No scale is negative, so that the largest product is the largest score.
-        largest = largest * scale
+    # No scale is negative, so that the largest product is the largest score.
+    largest = largest * (scale if cap is None else cap)
     new_maximum = gl.maximum(maximum, largest + exponent)
     subtracted = new_maximum
     MAY_SEE_NOTHING: gl.constexpr = (
@@ -662,10 +664,10 @@ def _weigh(
         origin = origin - LOG2_FP8_MAX
     if SPREADS_NAN:
         origin = origin + not_finite
-    if cap is not None:
-        weights = gl.exp2(scores - origin[:, None])
-    else:
+    if cap is None:
         weights = gl.exp2(scores * scale[:, None] - origin[:, None])
+    else:
+        weights = gl.exp2(scores * cap - origin[:, None])
     shrink = gl.exp2(maximum - subtracted)
     sums = own_sums(weights)
     total = total * gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout))[:, None]
@@ -684,7 +686,7 @@ def _weigh(
 @gluon.jit
 def _approximately(INSTRUCTION: gl.constexpr, number):
     """The GPU's own logarithm or reciprocal, to some 22 bits, instead of one that takes 20 more
-    instructions for the last bit and for numbers below 1e-38."""
+    instructions for the last bit and for numbers below 1e-38; or its tanh."""
     PTX: gl.constexpr = INSTRUCTION + " $0, $1;"
     return gl.inline_asm_elementwise(PTX, "=f,f", [number], dtype=gl.float32, is_pure=True, pack=1)
 
