@@ -59,7 +59,7 @@ def verify(name: str, call: AttentionCall) -> None:
 
 
 Q_LENGTHS, K_LENGTHS = (70, 1, 200), (130, 40, 150)
-PACKED = {"cu_seqlens_q": offsets(*Q_LENGTHS), "cu_seqlens_k": offsets(*K_LENGTHS)}
+PACKED: dict[str, Any] = {"cu_seqlens_q": offsets(*Q_LENGTHS), "cu_seqlens_k": offsets(*K_LENGTHS)}
 
 
 @settings(max_examples=15, deadline=None, phases=[Phase.explicit, Phase.generate])
@@ -172,7 +172,7 @@ def test_another_sequences_keys_reach_nothing(name: str) -> None:
 
 
 def test_sequences_without_queries_or_keys() -> None:
-    at = {"cu_seqlens_q": offsets(0, 3, 4, 5), "cu_seqlens_k": offsets(5, 0, 130, 0)}
+    at: dict[str, Any] = {"cu_seqlens_q": offsets(0, 3, 4, 5), "cu_seqlens_k": offsets(5, 0, 130, 0)}
     for name in NAMES:
         verify(name, call_of(12, 135, **at))
     call = call_of(12, 135)
