@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -68,6 +68,7 @@ PACKED: dict[str, Any] = {"cu_seqlens_q": offsets(*Q_LENGTHS), "cu_seqlens_k": o
     key_dtype=st.sampled_from([torch.int8, FP8]),
     smooth_k=st.booleans(),
 )
+@example(each=[5, 0, 130, 0], key_dtype=torch.int8, smooth_k=True)
 def test_each_sequence_is_quantised_as_if_it_stood_alone(
     each: list[int], key_dtype: torch.dtype, smooth_k: bool
 ) -> None:
@@ -92,6 +93,7 @@ def test_each_sequence_is_quantised_as_if_it_stood_alone(
         if length == 0:
             assert not any(part.float().any() for part in (found[0], found[2]))
             assert all(part.isfinite().all() for part in (found[1], found[3]))
+            assert together.key_mean is None or not together.key_mean[n].any()
             continue
         alone = quantise_key_value(
             key[:, :, own], value[:, :, own], key_dtype, True, smooth_k, True
@@ -172,7 +174,10 @@ def test_another_sequences_keys_reach_nothing(name: str) -> None:
 
 
 def test_sequences_without_queries_or_keys() -> None:
-    at: dict[str, Any] = {"cu_seqlens_q": offsets(0, 3, 4, 5), "cu_seqlens_k": offsets(5, 0, 130, 0)}
+    at: dict[str, Any] = {
+        "cu_seqlens_q": offsets(0, 3, 4, 5),
+        "cu_seqlens_k": offsets(5, 0, 130, 0),
+    }
     for name in NAMES:
         verify(name, call_of(12, 135, **at))
     call = call_of(12, 135)
