@@ -18,7 +18,9 @@ from benchmarks.sweep import Sweeps, parser, sweep_all
 from benchmarks.tables.speed import by_call
 from replay.workloads.random_calls import Spec
 
-KERNELS = "torch-default,torch-efficient,torch-cudnn,triton-fa2,triton-fa3,triton-masked,flex"
+KERNELS = (
+    "torch-default,torch-efficient,torch-cudnn,triton-fa2,triton-fa3,triton-fp8,triton-masked,flex"
+)
 
 WIDE = Spec(1, 24, 24, 4096, 4096, 128, 128)
 NARROW = Spec(1, 24, 24, 4096, 4096, 64, 64)

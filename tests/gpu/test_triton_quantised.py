@@ -198,7 +198,164 @@ def test_rows_that_see_nothing_are_zeros(head_dim: int, form: str) -> None:
         assert output[:, :, 700:].any(dim=-1).all()
 
 
-@pytest.mark.parametrize("form", BEYOND)
+def test_keys_outside_a_window_are_not_read() -> None:
+    """Not even where the keys end before the window: a NaN in a block reaches no tile beyond it."""
+    call = replace(beyond("window", 128, 1000, 300), variant=Variant(False, (50, 0)))
+    call.value[:, :, :128] = math.nan
+    for name in NAMES:
+        output = find(name).attention(**call.arguments())
+        assert output[:, :, 256:].isfinite().all()
+
+
+Q_LENGTHS, K_LENGTHS = (700, 1, 0, 1300, 99, 64), (1000, 300, 5, 1300, 0, 128)
+PACKED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "bottom right": {"is_causal": True, "variant": BOTTOM_RIGHT},
+    "window": {"is_causal": True, "variant": Variant(True, (200, None))},
+    "key lengths": {"seqused_k": torch.tensor([900, 300, 5, 1, 0, 128]).int()},
+    "all": {"is_causal": True, "variant": Variant(True, (90, None), 20.0), "sinks": 9.0},
+}
+
+
+def offsets(*lengths: int) -> torch.Tensor:
+    return torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+
+
+def packed(form: str, head_dim: int) -> AttentionCall:
+    sizes = (1, 8, 2, sum(Q_LENGTHS), sum(K_LENGTHS), head_dim, head_dim)
+    call = sized_call(sizes, dtype=torch.bfloat16, device=DEVICE)
+    fields = dict(PACKED[form])
+    if "sinks" in fields:
+        fields["sinks"] = 2 * normal(8, seed=7, device=DEVICE)
+    if "seqused_k" in fields:
+        fields["seqused_k"] = fields["seqused_k"].to(DEVICE)
+    fields |= {"cu_seqlens_q": offsets(*Q_LENGTHS), "cu_seqlens_k": offsets(*K_LENGTHS)}
+    return replace(call.with_tensors({"key": call.key + 1.0}), **fields)
+
+
+@pytest.mark.parametrize(
+    ("form", "head_dim", "name"), pairwise(product(PACKED, (40, 64, 128), NAMES))
+)
+def test_packed(form: str, head_dim: int, name: str) -> None:
+    check(name, packed(form, head_dim))
+
+
+@pytest.mark.usefixtures("portable")
+@pytest.mark.parametrize("form", ["bottom right", "key lengths", "all"])
+def test_packed_portable(form: str) -> None:
+    for name, head_dim in (("triton-sage", 128), ("triton-fp8", 64), ("triton-sage-fp8", 256)):
+        check(name, packed(form, head_dim))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_packed_sequence_gets_the_bits_that_it_gets_alone(name: str) -> None:
+    if reason := find(name).unavailable(DEVICE):
+        pytest.skip(reason)
+    call = packed("bottom right", 128)
+    output = find(name).attention(**call.arguments())
+    at_q, at_k = offsets(*Q_LENGTHS).tolist(), offsets(*K_LENGTHS).tolist()
+    for n in (0, 3, 5):
+        q_rows, k_rows = slice(*at_q[n : n + 2]), slice(*at_k[n : n + 2])
+        tensors = call.query[:, :, q_rows], call.key[:, :, k_rows], call.value[:, :, k_rows]
+        alone = AttentionCall(*tensors, is_causal=True, enable_gqa=True, variant=BOTTOM_RIGHT)
+        assert torch.equal(output[:, :, q_rows], find(name).attention(**alone.arguments()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_what_does_not_count_reaches_nothing(head_dim: int, name: str) -> None:
+    """Another sequence's keys and values, and those past a length, be they NaN."""
+    if reason := find(name).unavailable(DEVICE):
+        pytest.skip(reason)
+    call = packed("all", head_dim)
+    expected = find(name).attention(**call.arguments())
+    for tensor in (call.key, call.value):
+        tensor[:, :, 1000:1300] = math.nan  # of the sequence with one query
+    output = find(name).attention(**call.arguments())
+    assert output[:, :, 700].isnan().all()
+    assert torch.equal(output[:, :, :700], expected[:, :, :700])
+    assert torch.equal(output[:, :, 701:], expected[:, :, 701:])
+    used = torch.tensor([77, 500, 0], device=DEVICE).int()
+    padded = call_of(Spec(3, 8, 2, 300, 500, head_dim, head_dim))
+    padded = replace(padded, seqused_k=used)
+    check(name, padded)
+    expected = find(name).attention(**padded.arguments())
+    for tensor in (padded.key, padded.value):
+        tensor[0, :, 77:] = tensor[2] = math.nan
+    assert torch.equal(find(name).attention(**padded.arguments()), expected)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_packed_calls_have_the_same_bits_each_time(head_dim: int) -> None:
+    call = packed("all", head_dim)
+    for name in NAMES:
+        first = find(name).attention(**call.arguments())
+        for _ in range(20):
+            assert torch.equal(find(name).attention(**call.arguments()), first)
+
+
+def band(q_len: int, kv_len: int, width: int) -> torch.Tensor:
+    rows, keys = (torch.arange(length, device=DEVICE) for length in (q_len, kv_len))
+    return (keys - rows[:, None]).abs() < width
+
+
+MASKS = {
+    "band": lambda: band(700, 1000, 100),
+    "odd": lambda: band(300, 333, 100),
+    "by head": lambda: torch.stack([band(700, 1000, 50 * head) for head in range(8)]),
+    "by batch": lambda: torch.stack([band(700, 1000, 5), ~band(700, 1000, 400)])[:, None],
+    "some": lambda: normal(300, 500, seed=3, device=DEVICE) > 0,
+    "everything is seen": lambda: torch.ones(300, 512, dtype=torch.bool, device=DEVICE),
+    "nothing is seen": lambda: torch.zeros(300, 512, dtype=torch.bool, device=DEVICE),
+    "keys alone": lambda: torch.arange(500, device=DEVICE)[None, :] % 190 < 60,
+}
+
+
+def masked(mask: torch.Tensor, head_dim: int, **fields: Any) -> AttentionCall:
+    batch = mask.shape[0] if mask.ndim == 4 else 1
+    q_len = 300 if mask.shape[-2] == 1 else mask.shape[-2]
+    call = call_of(Spec(batch, 8, 2, q_len, mask.shape[-1], head_dim, head_dim))
+    return replace(call, attn_mask=mask, **fields)
+
+
+@pytest.mark.parametrize(("mask", "head_dim", "name"), pairwise(product(MASKS, DIMS, NAMES)))
+def test_masks(mask: str, head_dim: int, name: str) -> None:
+    call = masked(MASKS[mask](), head_dim)
+    check(name, call)
+    capped = Variant(softcap=5.0)
+    check(name, replace(call, variant=capped, sinks=normal(8, seed=7, device=DEVICE)))
+
+
+@pytest.mark.usefixtures("portable")
+def test_masks_portable() -> None:
+    for name, head_dim in (("triton-sage", 128), ("triton-fp8", 64), ("triton-sage-fp8", 256)):
+        check(name, masked(MASKS["by head"](), head_dim))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_blocks_that_a_mask_hides_are_not_visited(name: str) -> None:
+    if reason := find(name).unavailable(DEVICE):
+        pytest.skip(reason)
+    for head_dim in (64, 128):
+        call = masked(band(256, 2000, 60), head_dim)
+        expected = find(name).attention(**call.arguments())
+        call.value[:, :, 512:] = math.nan
+        assert torch.equal(find(name).attention(**call.arguments()), expected)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rows_that_a_mask_leaves_nothing_see_nothing(head_dim: int) -> None:
+    counts = torch.arange(512, device=DEVICE) >= 256
+    call = masked(counts[:, None] & counts, head_dim)
+    call.value[:, :, :256] = math.nan
+    for name in NAMES:
+        output = find(name).attention(**call.arguments())
+        assert not output[:, :, :256].any()
+        assert output.isfinite().all()
+
+
+@pytest.mark.parametrize("form", [*BEYOND, "packed", "masked"])
 def test_hopper_has_a_kernel_for_them(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not has_gluon_kernels(DEVICE):
         pytest.skip("needs a Hopper GPU and Triton's Gluon")
@@ -209,14 +366,9 @@ def test_hopper_has_a_kernel_for_them(form: str, monkeypatch: pytest.MonkeyPatch
         launch._launch(tensors)
 
     monkeypatch.setattr(Launch, "__call__", note)
-    find("triton-fp8").attention(**beyond(form, 64, 300, 310).arguments())
+    if form in BEYOND:
+        call = beyond(form, 64, 300, 310)
+    else:
+        call = packed("plain", 64) if form == "packed" else masked(MASKS["band"](), 64)
+    find("triton-fp8").attention(**call.arguments())
     assert "quantised_hopper_kernel" in launched
-
-
-def test_keys_outside_a_window_are_not_read() -> None:
-    """Not even where the keys end before the window: a NaN in a block reaches no tile beyond it."""
-    call = replace(beyond("window", 128, 1000, 300), variant=Variant(False, (50, 0)))
-    call.value[:, :, :128] = math.nan
-    for name in NAMES:
-        output = find(name).attention(**call.arguments())
-        assert output[:, :, 256:].isfinite().all()

@@ -5,7 +5,7 @@ bits), `triton-fp8` has both products in FP8, `triton-sage-fp8` INT8 QKᵀ and F
 `[smooth_k=off]` the key's mean stays where it is. PV in FP8 is summed in float32 from block to
 block, or with `[accum=tensor]` in the tensor cores, as in FlashAttention 3 and cuDNN. The drop-in
 quantises key and value with every call, the core is the attention kernel on what is quantised
-already (it quantises the query itself).
+already (it quantises the query itself), with a mask that has been looked through.
 """
 
 from __future__ import annotations
@@ -21,12 +21,16 @@ from torch import Tensor
 
 from capture.call import AttentionCall
 from capture.hooks.interceptor import Arguments
+from capture.variant import FEATURES
 from replay.kernels.constraints import (
+    AnyCall,
+    bool_mask_only,
     half_precision,
+    mask_alone,
+    mask_or_causal,
     max_head_dim,
     no_dropout,
     no_huge_softcap,
-    no_mask,
 )
 from replay.kernels.library import TRITON
 from replay.kernels.registry import register
@@ -55,8 +59,25 @@ def _attend(call: Arguments, **options: Any) -> Tensor:
         scale=call.scale,
         variant=call.variant,
         sinks=call.sinks,
+        attn_mask=call.attn_mask,
+        lengths=_lengths_of(call),
         **options,
     )
+
+
+def _lengths_of(call: AnyCall) -> Any:
+    """Which rows belong to which sequence, where a call says so; waits for the GPU where it does
+    not say how long the longest is."""
+    offsets, used = call.cu_seqlens_q, call.seqused_k
+    if offsets is None and used is None:
+        return None
+    from replay.kernels.triton.forward import Lengths
+
+    if offsets is None:
+        return Lengths("padded", call.query.shape[0], call.query.shape[2], k_lengths=used)
+    longest = call.variant.max_seqlen_q
+    longest = int(offsets.diff().max()) if longest is None else longest
+    return Lengths("packed", offsets.shape[0] - 1, longest, offsets, call.cu_seqlens_k, used)
 
 
 def _prepare(
@@ -67,15 +88,17 @@ def _prepare(
     in_tensor_cores: bool,
 ) -> Callable[[], Tensor]:
     from replay.kernels.triton.quantise import quantise_key_value
-    from replay.kernels.triton.quantised_prefill import attend
+    from replay.kernels.triton.quantised_prefill import attend, visits_of
 
     if not (call.query.numel() and call.key.numel()):
         options = {"score_dtype": score_dtype, "fp8_value": fp8_value}
         return lambda: _kernel()(call.query, call.key, call.value, **options)
     keep_mean = call.variant.softcap is not None or call.sinks is not None
     quantised = quantise_key_value(
-        call.key, call.value, score_dtype, fp8_value, smooth_k, keep_mean
+        call.key, call.value, score_dtype, fp8_value, smooth_k, keep_mean, _lengths_of(call)
     )
+    mask = call.attn_mask
+    visited = None if mask is None else visits_of(call.query, quantised, mask)
     return lambda: attend(
         call.query,
         quantised,
@@ -84,6 +107,8 @@ def _prepare(
         variant=call.variant,
         sinks=call.sinks,
         in_tensor_cores=in_tensor_cores,
+        attn_mask=mask,
+        visited=visited,
     )
 
 
@@ -102,11 +127,20 @@ def _register(
             base + variant,
             FP8_LIBRARY if is_fp8 else TRITON,
             partial(_attend, **options),
-            (no_dropout, half_precision, no_mask, max_head_dim(256), no_huge_softcap),
+            (
+                no_dropout,
+                half_precision,
+                bool_mask_only,
+                mask_or_causal,
+                mask_alone,
+                max_head_dim(256),
+                no_huge_softcap,
+            ),
             f"ours: {about}",
             prepare=partial(_prepare, **options),
             accuracy_class="quantised",
-            features=("bottom-right", "window", "softcap", "sinks"),
+            features=FEATURES.keys() - {"paged"},
+            prefers_restated=True,
             variant_of=base if variant else "",
         )
     )

@@ -26,6 +26,7 @@ import triton.language as tl
 from replay.kernels.triton.masking import mask_bias, may_see, stretches
 from replay.kernels.triton.matmul import matmul
 from replay.kernels.triton.online_softmax import LN_2, LOG2_E, add_sink, soft_cap, softmax_step
+from replay.kernels.triton.visits import first_key
 
 
 # What changes from call to call must not compile the kernel again for integers that are 1 or
@@ -335,13 +336,12 @@ def _attend(
     STEP: tl.constexpr = BLOCK_N if blocks is None else 1
     next_start = first
     if blocks is not None:
-        # A block ahead: loads are not begun early whose place is loaded in the same turn.
-        next_start = _first_key(blocks, first, last, BLOCK_N)
+        next_start = first_key(blocks, first, last, BLOCK_N)
     for place in tl.range(first, last, STEP):
         start = place
         if blocks is not None:
             start = next_start
-            next_start = _first_key(blocks, place + 1, last, BLOCK_N)
+            next_start = first_key(blocks, place + 1, last, BLOCK_N)
         key_main = _load_block(
             key, batch, kv_head, start, k_end, stride_kn, stride_kd,
             0, D_MAIN, BLOCK_N, D, IS_BOUNDED, HAS_DESCRIPTORS,
@@ -393,12 +393,6 @@ def _attend(
             sums_rest = sums_rest * rescale[:, None]
             sums_rest = matmul(weights, value_rest, sums_rest)
     return sums, sums_rest, maximum, total
-
-
-@triton.jit
-def _first_key(blocks, place, last, BLOCK_N: tl.constexpr):
-    """Of a block, as a number that Triton knows to be a multiple; 0 past the last one."""
-    return tl.multiple_of(tl.load(blocks + place, mask=place < last, other=0), BLOCK_N)
 
 
 @triton.jit

@@ -11,13 +11,11 @@ from replay.kernels.triton.hopper_scores import ROWS, matrix
 
 @gluon.jit
 def fill_mask(
-    rings, mask_desc, place, mask_head, count, CONSUMERS: gl.constexpr, HEADS: gl.constexpr
+    ring, mask_desc, place, mask_head, count, CONSUMERS: gl.constexpr, HEADS: gl.constexpr
 ):
     """Every consumer's part of the mask's block number `count`; `place` is the first's."""
     batch, head, row, key = place
-    ring = rings.bias
-    if rings.mask is not None:
-        ring = rings.mask
+    if mask_desc.dtype == gl.uint16:  # two bytes of a bool mask
         key = key // 2
     STAGES: gl.constexpr = ring.buffers.shape[0] // CONSUMERS
     for who in gl.static_range(CONSUMERS):

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from replay.kernels.triton.hopper_scores import matrix
+
 
 class Bounds(NamedTuple):
     """What a call says of all its batch elements; what it lacks is None."""
@@ -86,6 +88,24 @@ def span_of(batch, bounds):
 
 
 @gluon.jit
+def tile_exists(first_query, span, bounds):
+    """Whether there is such a tile: a packed sequence may be shorter than the longest."""
+    exists = True
+    if bounds.q_offsets is not None:
+        exists = first_query < span.q_len
+    return exists
+
+
+@gluon.jit
+def element_of(batch, bounds):
+    """Which batch element of the tensors has this one's rows: packed ones are all in the first."""
+    element = batch
+    if bounds.q_offsets is not None:
+        element = batch * 0
+    return element
+
+
+@gluon.jit
 def key_blocks_of(first_row, span, bounds, ROWS: gl.constexpr, KEYS: gl.constexpr):
     """What some of ROWS queries from `first_row` on see, as numbers of blocks: where it begins,
     where what all of them see whole begins and ends, and where it ends.
@@ -114,29 +134,88 @@ def key_blocks_of(first_row, span, bounds, ROWS: gl.constexpr, KEYS: gl.constexp
 
 @gluon.jit
 def sees(scores, first_query, first_key, span, bounds):
-    """Whether queries from `first_query` on see keys from `first_key` on; of the scores' shape.
+    """Whether queries from `first_query` on see keys from `first_key` on; of the scores' shape."""
+    seen = _before_end(scores, first_query, first_key, span, bounds)
+    if bounds.left is not None:
+        seen = seen & _behind_begin(scores, first_query, first_key, span)
+    return seen
+
+
+@gluon.jit
+def hide_unseen(scores, first_query, first_key, span, bounds):
+    """-inf where queries from `first_query` on do not see keys from `first_key` on.
+
+    Large blocks are looked at on that side only where a window cuts them: few are cut on both.
+    """
+    if bounds.left is None or scores.shape[1] < 128:
+        seen = sees(scores, first_query, first_key, span, bounds)
+        scores = gl.where(seen, scores, float("-inf"))
+    else:
+        end = span.kv_len
+        if bounds.right is not None:
+            end = gl.minimum(end, first_query + 1 + span.highest)
+        if first_key + scores.shape[1] > end:
+            seen = _before_end(scores, first_query, first_key, span, bounds)
+            scores = gl.where(seen, scores, float("-inf"))
+        if first_key < first_query + scores.shape[0] - 1 + span.lowest:
+            seen = _behind_begin(scores, first_query, first_key, span)
+            scores = gl.where(seen, scores, float("-inf"))
+    return scores
+
+
+@gluon.jit
+def _before_end(scores, first_query, first_key, span, bounds):
+    """Whether keys are before the last that counts and the window's right side."""
+    own, queries, threads = _places_of(scores)
+    queries, end = gl.broadcast(queries, span.kv_len - first_key - 2 * threads)
+    if bounds.right is not None:
+        end = gl.minimum(end, queries + (first_query + span.highest + 1 - first_key) - 2 * threads)
+    seen = own < end[:, None, :, None]
+    LAYOUT: gl.constexpr = scores.type.layout
+    return gl.convert_layout(seen.reshape(scores.shape), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _behind_begin(scores, first_query, first_key, span):
+    """Whether keys are behind the beginning of the window."""
+    own, queries, threads = _places_of(scores)
+    begin = queries + (first_query + span.lowest - first_key) - 2 * threads
+    seen = own >= begin[:, None, :, None]
+    LAYOUT: gl.constexpr = scores.type.layout
+    return gl.convert_layout(seen.reshape(scores.shape), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _places_of(scores):
+    """Places of scores as (rows, eights, threads, pairs): the keys' but for the thread's part, the
+    queries', and the threads.
 
     Four threads share a row, and have two of every eight scores. What differs between the scores of
     a thread is written as numbers of its own, which are known when it is compiled.
     """
-    LAYOUT: gl.constexpr = scores.type.layout
     EIGHTS: gl.constexpr = scores.shape[1] // 8
     PARTS: gl.constexpr = scores.reshape((scores.shape[0], EIGHTS, 4, 2)).type.layout
     ROWS_AND_EIGHTS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, PARTS))
     ROWS_AND_THREADS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, PARTS))
     eights = gl.arange(0, EIGHTS, gl.SliceLayout(0, ROWS_AND_EIGHTS))[None, :, None, None]
     pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, PARTS))))
-    own = eights * 8 + pair[None, None, None, :]
     threads = gl.arange(0, 4, gl.SliceLayout(0, ROWS_AND_THREADS))[None, :]
     queries = gl.arange(0, scores.shape[0], gl.SliceLayout(1, ROWS_AND_THREADS))[:, None]
-    queries, end = gl.broadcast(queries, span.kv_len - first_key - 2 * threads)
-    if bounds.right is not None:
-        end = gl.minimum(end, queries + (first_query + span.highest + 1 - first_key) - 2 * threads)
-    seen = own < end[:, None, :, None]
-    if bounds.left is not None:
-        begin = queries + (first_query + span.lowest - first_key) - 2 * threads
-        seen = seen & (own >= begin[:, None, :, None])
-    return gl.convert_layout(seen.reshape(scores.shape), LAYOUT, assert_trivial=True)
+    return eights * 8 + pair[None, None, None, :], queries, threads
+
+
+@gluon.jit
+def store_rows(block, pointer, stride_token, first, span, V_HEAD_DIM: gl.constexpr):
+    """Store a block of output in shared memory, of a packed sequence's queries from `first` on, as
+    far as the sequence goes; `pointer` is that of the head."""
+    DV: gl.constexpr = block.shape[3]
+    STORED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
+    stored = matrix(block).load(STORED)
+    queries = first + gl.arange(0, stored.shape[0], gl.SliceLayout(1, STORED))
+    columns = gl.arange(0, DV, gl.SliceLayout(0, STORED))
+    at = (span.q_start + queries).to(gl.int64)[:, None] * stride_token + columns[None, :]
+    inside = (queries < span.q_len)[:, None] & (columns < V_HEAD_DIM)[None, :]
+    gl.store(pointer + at, stored, mask=inside)
 
 
 @gluon.jit

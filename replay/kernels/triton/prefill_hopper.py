@@ -8,12 +8,17 @@ from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from capture.variant import PLAIN, Variant
 from replay.kernels.triton.forward import Lengths
 from replay.kernels.triton.hopper import has_gluon_kernels
+from replay.kernels.triton.hopper_operands import (
+    are_loadable,
+    block_layout,
+    loadable_mask,
+    loadable_type,
+)
 from replay.kernels.triton.hopper_scores import ROWS
 from replay.kernels.triton.launch import Launch, PlannedCall
 from replay.kernels.triton.masking import window_sides
@@ -153,15 +158,15 @@ def forward_hopper(
         if sinks is not None:
             of_nothing.copy_(sinks[:, None])
         return output, of_nothing if has_lse else None
-    if not _are_loadable(query, key, value):
+    if not are_loadable(query, key, value):
         query, key, value = (
-            each if _are_loadable(each) else each.clone(memory_format=torch.contiguous_format)
+            each if are_loadable(each) else each.clone(memory_format=torch.contiguous_format)
             for each in (query, key, value)
         )
     output = _output_of(query, value.shape[3])
     mask = None
     if attn_mask is not None:
-        mask = _loadable_mask(attn_mask, (*query.shape[:3], key.shape[2]))
+        mask = loadable_mask(attn_mask, (*query.shape[:3], key.shape[2]))
     planned = _planned(
         (query.shape, key.shape, value.shape, output.shape),
         (query.stride(), key.stride(), value.stride(), output.stride()),
@@ -204,7 +209,7 @@ def takes(query: Tensor, value: Tensor, scale: float | None) -> bool:
 
 def visited_tiles(query: Tensor, value: Tensor, attn_mask: Tensor) -> tuple[int, int]:
     """Queries of a tile and keys of a block, for `visits`."""
-    size = _loadable_type(attn_mask.dtype).itemsize
+    size = loadable_type(attn_mask.dtype).itemsize
     plan = schedule_of_visits(dims_of(query.shape[3], value.shape[3]), size)
     return plan.consumers * ROWS.value, plan.keys
 
@@ -212,34 +217,12 @@ def visited_tiles(query: Tensor, value: Tensor, attn_mask: Tensor) -> tuple[int,
 def _output_of(query: Tensor, v_head_dim: int) -> Tensor:
     if v_head_dim == query.shape[3]:
         output = torch.empty_like(query)
-        if output.stride() == query.stride() or _are_loadable(output):
+        if output.stride() == query.stride() or are_loadable(output):
             return output
     batch, heads, length, _ = query.shape
     if query.stride(1) < query.stride(2):
         return query.new_empty(batch, length, heads, v_head_dim).transpose(1, 2)
     return query.new_empty(batch, heads, length, v_head_dim)
-
-
-def _loadable_mask(attn_mask: Tensor, shape: Sizes) -> Tensor:
-    """(B or 1, Hq or 1, Sq, Sk) as TMA can address it, of a mask that broadcasts to `shape`; of a
-    bool mask bytes two by two, (…, Sk / 2) uint16."""
-    mask = attn_mask.to(_loadable_type(attn_mask.dtype)).expand(shape)
-    for dim in (0, 1):
-        if mask.stride(dim) == 0:
-            mask = mask.narrow(dim, 0, 1)
-    kv_len, is_bool = shape[3], mask.dtype == torch.bool
-    if not _are_loadable(mask) or (is_bool and kv_len % 2):
-        unit = 16 // mask.element_size()
-        wide = mask.new_empty((*mask.shape[:3], -(-kv_len // unit) * unit))
-        wide[..., :kv_len].copy_(mask)
-        mask = wide
-    return mask.view(torch.uint16) if is_bool else mask
-
-
-def _loadable_type(dtype: torch.dtype) -> torch.dtype:
-    """What a mask of that type is loaded as."""
-    kept = (torch.bool, torch.float16, torch.bfloat16, torch.float32)
-    return dtype if dtype in kept else torch.float32
 
 
 class _Planned(NamedTuple):
@@ -373,39 +356,6 @@ def _kind(tensor: Tensor | None) -> tuple[torch.dtype, torch.device] | None:
     return None if tensor is None else (tensor.dtype, tensor.device)
 
 
-def _are_loadable(*tensors: Tensor) -> bool:
-    """Whether TMA can address them."""
-    together = 0
-    for tensor in tensors:
-        together |= tensor.data_ptr()
-    layouts = tuple([(tensor.shape, tensor.stride()) for tensor in tensors])
-    return together % 16 == 0 and _can_be_addressed(layouts, tensors[0].dtype.itemsize)
-
-
-@functools.lru_cache(maxsize=1024)
-def _can_be_addressed(layouts: tuple[tuple[Sizes, Sizes], ...], size: int) -> bool:
-    """Of tensors' shapes and strides; the stride of a dimension of 1 is free."""
-    return all(
-        strides[3] == 1
-        and all(
-            length == 1 or (stride > 0 and stride * size % 16 == 0)
-            for length, stride in zip(shape[:3], strides[:3], strict=True)
-        )
-        for shape, strides in layouts
-    )
-
-
-@functools.lru_cache
-def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    element = {
-        torch.float16: gl.float16,
-        torch.bfloat16: gl.bfloat16,
-        torch.float32: gl.float32,
-        torch.uint16: gl.uint16,
-    }[dtype]
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], element)
-
-
 def _descriptor(
     shape: Sizes, strides: Sizes, rows: int, columns: int, *, dtype: torch.dtype
 ) -> TensorDescriptor:
@@ -422,5 +372,5 @@ def _descriptor(
         list(shape),
         [*steps, 1],
         [1, 1, rows, columns],
-        _layout(rows, columns, dtype),
+        block_layout((1, 1, rows, columns), dtype),
     )

@@ -59,8 +59,11 @@ from replay.kernels.triton.hopper_scores import (
 )
 from replay.kernels.triton.hopper_spans import (
     Bounds,
+    element_of,
     key_blocks_of,
     span_of,
+    store_rows,
+    tile_exists,
     visited_key,
     visits_of,
 )
@@ -261,14 +264,17 @@ def _load(arguments, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
     if q_rest_desc is not None:
         q_rest = (q_rest_desc, rings.query_rest)
         k_rest = (k_rest_desc, rings.key_rest)
+    mask_ring = rings.mask
+    if rings.bias is not None:
+        mask_ring = rings.bias
     for turn in range(turns_of(work.tiles, gl.program_id(0), gl.num_programs(0), BY_LENGTH)):
         head, block = tile_of(turn, work, HEADS, BY_LENGTH)
         batch, q_head = head // work.q_heads, head % work.q_heads
         kv_head = q_head // group
         first = block * QUERIES
         span = span_of(batch, bounds)
-        if _exists(first, span, bounds):
-            element = _in_memory(batch, bounds)
+        if tile_exists(first, span, bounds):
+            element = element_of(batch, bounds)
             for who in gl.static_range(CONSUMERS):
                 row = span.q_start + first + who // HEADS * ROWS
                 own = [element, q_head + who % HEADS, row, 0]
@@ -292,29 +298,11 @@ def _load(arguments, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
                 if mask_desc is not None:  # noqa: SIM102 (decided while this is compiled)
                     if has_mask:
                         own = [batch * mask_batch, q_head, first, key]
-                        fill_mask(rings, mask_desc, own, mask_head, masks, CONSUMERS, HEADS)
+                        fill_mask(mask_ring, mask_desc, own, mask_head, masks, CONSUMERS, HEADS)
                         masks += 1
                 fill_shared(rings.value, v_desc, at, stage, phase, VALUE, CONSUMERS)
                 count += 1
             done += 1
-
-
-@gluon.jit
-def _exists(first_query, span, bounds):
-    """Whether there is such a tile: a packed sequence may be shorter than the longest."""
-    exists = True
-    if bounds.q_offsets is not None:
-        exists = first_query < span.q_len
-    return exists
-
-
-@gluon.jit
-def _in_memory(batch, bounds):
-    """Which batch element of the tensors has this one's rows: packed ones are all in the first."""
-    element = batch
-    if bounds.q_offsets is not None:
-        element = batch * 0
-    return element
 
 
 @gluon.jit
@@ -338,8 +326,8 @@ def _attend(
         head, block = tile_of(turn, work, HEADS, BY_LENGTH)
         batch, q_head = head // work.q_heads, head % work.q_heads + WHO % HEADS
         span = span_of(batch, bounds)
-        if _exists(block * QUERIES, span, bounds):
-            place = (_in_memory(batch, bounds), work.q_heads, q_head)
+        if tile_exists(block * QUERIES, span, bounds):
+            place = (element_of(batch, bounds), work.q_heads, q_head)
             visits = ()
             if bounds.visits is not None:
                 visits = visits_of(batch, q_head, block, bounds, KEYS)
@@ -524,7 +512,6 @@ def _store(
     V_HEAD_DIM: gl.constexpr,
 ):
     """A consumer's output, and its logarithms if they are asked for."""
-    DV: gl.constexpr = output.shape[1]
     batch, q_heads, q_head = place
     o_buffers, o_desc, pointers = outputs
     o_pointer, stride_head, stride_token, lse, rows = pointers
@@ -538,14 +525,8 @@ def _store(
         if OUTPUT_ON_QUERY:
             tma.store_wait(0)
     else:
-        STORED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
-        stored = matrix(o_buffer).load(STORED)
-        queries = first + gl.arange(0, ROWS, gl.SliceLayout(1, STORED))
-        columns = gl.arange(0, DV, gl.SliceLayout(0, STORED))
         o_pointer += q_head.to(gl.int64) * stride_head
-        at = (span.q_start + queries).to(gl.int64)[:, None] * stride_token + columns[None, :]
-        inside = (queries < span.q_len)[:, None] & (columns < V_HEAD_DIM)[None, :]
-        gl.store(o_pointer + at, stored, mask=inside)
+        store_rows(o_buffer, o_pointer, stride_token, first, span, V_HEAD_DIM)
     if lse is not None:
         queries = first + gl.arange(0, ROWS, total.type.layout)
         start = (batch * q_heads + q_head).to(gl.int64) * rows + span.q_start

@@ -18,6 +18,11 @@ The query is quantised by the attention kernel itself, a scale for each row: it 
 
 All of it is one launch. Rows beyond the last key are zeros, their scores are masked.
 
+Batch elements with lengths of their own (`Lengths`) begin with a group of their own each, so that
+no scale and no mean is shared. A padded one begins where it would anyway, with its first key that
+counts. Sequence n of a packed batch, whose first key is number s, begins with group
+s // `GROUP` + n: whatever the lengths are, which the host does not know, the next one is behind it.
+
 NaN and infinity: in an INT8 group of keys they make the scale NaN, hence every score of that group,
 in FP8 they become NaN where they stand. In a key of the sample they make the mean so as well, and
 all scores of that head.
@@ -28,12 +33,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from replay.kernels.triton.forward import Lengths
 from replay.kernels.triton.launch import Launch, layout, named
 from replay.kernels.triton.matmul import INTERPRETED
 from replay.kernels.triton.shapes import Sizes, check_shapes
@@ -65,7 +72,10 @@ recurs in the sequence, as a column of an image does, is not met at the same pla
 
 @dataclass(frozen=True)
 class QuantisedKeyValue:
-    """What the attention kernels of `quantised_prefill.py` read. N = Sk rounded up to `GROUP`."""
+    """What the attention kernels of `quantised_prefill.py` read.
+
+    N = Sk rounded up to `GROUP`; of a packed batch the most that its sequences can take.
+    """
 
     key: Tensor
     """(B, Hkv, N, D') int8 or float8_e4m3fn, D' = `padded_dim(D)`, zeros beyond Sk and D."""
@@ -80,7 +90,9 @@ class QuantisedKeyValue:
     is_smooth: bool
     """Whether a mean was subtracted from the key."""
     key_mean: Tensor | None = None
-    """(B, Hkv, D') float32, that mean, where it is kept."""
+    """(B, Hkv, D') float32, that mean, where it is kept; of each sequence of a packed batch."""
+    lengths: Lengths | None = None
+    """Which keys belong to which batch element; None: all to their own."""
 
     @functools.cached_property
     def layouts(self) -> Hashable:
@@ -89,6 +101,7 @@ class QuantisedKeyValue:
             *map(layout, (self.key, self.value_scale, self.key_mean)),
             self.kv_len,
             self.v_head_dim,
+            self.lengths and (*self.lengths[:3], *map(layout, self.lengths[3:])),
         )
 
 
@@ -121,14 +134,15 @@ def to_fp8(x, largest):
 
 
 @triton.jit
-def sampled_mean(key_ptr, stride_s, stride_d, columns, kv_len, HEAD_DIM: tl.constexpr):
-    """The mean (D,) of `SAMPLE` of a head's first `kv_len` keys; `key_ptr` is that of the head."""
+def sampled_mean(key_ptr, stride_s, stride_d, columns, is_column, kv_len):
+    """The mean (D,) of `SAMPLE` of a head's first `kv_len` keys; `key_ptr` is that of the head.
+    Columns that are none are zeros and not read."""
     part = tl.arange(0, SAMPLE)
     place = (part * SAMPLE + part * SAMPLE_STEP % SAMPLE).to(tl.int64)
     sampled = place * kv_len // (SAMPLE * SAMPLE)
     sample = tl.load(
         key_ptr + sampled[:, None] * stride_s + columns[None, :] * stride_d,
-        mask=columns[None, :] < HEAD_DIM,
+        mask=is_column[None, :],
         other=0.0,
     )
     return tl.sum(sample.to(tl.float32), axis=0) / SAMPLE
@@ -149,6 +163,7 @@ def _quantise_key(
     GROUP: tl.constexpr,
     SMOOTH: tl.constexpr,
     KEEP_MEAN: tl.constexpr,
+    MAY_BE_EMPTY: tl.constexpr,
 ):
     """One group of keys; the pointers are those of its head, `output_ptr` that of the group."""
     rows = group * GROUP + tl.arange(0, GROUP)
@@ -157,7 +172,10 @@ def _quantise_key(
     offsets = rows[:, None].to(tl.int64) * stride_s + columns[None, :] * stride_d
     key = tl.load(key_ptr + offsets, mask=is_key, other=0.0).to(tl.float32)
     if SMOOTH:
-        mean = sampled_mean(key_ptr, stride_s, stride_d, columns, kv_len, HEAD_DIM)
+        is_column = columns < HEAD_DIM
+        if MAY_BE_EMPTY:
+            is_column = is_column & (kv_len > 0)
+        mean = sampled_mean(key_ptr, stride_s, stride_d, columns, is_column, kv_len)
         key = tl.where(is_key, key - mean[None, :], 0.0)
         if KEEP_MEAN and group == 0:
             tl.store(mean_ptr + columns, mean)
@@ -205,7 +223,25 @@ def _quantise_value(
     tl.store(scale_ptr + group, largest / FP8_MAX)
 
 
-@triton.jit(do_not_specialize=["kv_heads", "kv_len"])
+@triton.jit
+def first_group(k_start, sequence, GROUP: tl.constexpr):
+    """Where the keys of a packed batch's sequence begin."""
+    return k_start // GROUP + sequence
+
+
+@triton.jit
+def _sequence_of(group, k_starts_ptr, sequences, GROUP: tl.constexpr):
+    """The sequence of a packed batch that a group is for: the last to begin there or before."""
+    before = 0
+    for some in range(0, sequences, 128):
+        each = some + tl.arange(0, 128)
+        is_one = each < sequences
+        k_start = tl.load(k_starts_ptr + each, mask=is_one, other=0).to(tl.int32)
+        before += tl.sum((is_one & (first_group(k_start, each, GROUP) <= group)).to(tl.int32))
+    return tl.maximum(before - 1, 0)
+
+
+@triton.jit(do_not_specialize=["kv_heads", "kv_len", "sequences"])
 def _quantise(
     key_ptr,
     value_ptr,
@@ -214,6 +250,8 @@ def _quantise(
     value_out_ptr,
     value_scale_ptr,
     key_mean_ptr,
+    k_starts_ptr,
+    k_lengths_ptr,
     key_stride_b,
     key_stride_h,
     key_stride_s,
@@ -224,6 +262,7 @@ def _quantise(
     value_stride_d,
     kv_heads,
     kv_len,
+    sequences,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     V_HEAD_DIM: tl.constexpr,
@@ -231,20 +270,47 @@ def _quantise(
     GROUP: tl.constexpr,
     SMOOTH: tl.constexpr,
     KEEP_MEAN: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
 ):
-    """One group of keys, or (in programs with a third index of 1) one group of values."""
+    """One group of keys, or (in programs with a third index of 1) one group of values.
+
+    `sequences` is how many a packed batch has, `k_starts_ptr` and `k_lengths_ptr` are those of
+    `Lengths`; None where a batch has none.
+    """
     group, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     groups = tl.num_programs(0)
     batch, kv_head = head // kv_heads, head % kv_heads
+    of_mean = head
+    first = 0
+    if HAS_LENGTHS:
+        k_start = 0
+        element = batch
+        if sequences is not None:
+            element = _sequence_of(group, k_starts_ptr, sequences, GROUP)
+            of_mean = element.to(tl.int64) * kv_heads + kv_head
+            k_start = tl.load(k_starts_ptr + element).to(tl.int32)
+            kv_len = tl.load(k_starts_ptr + element + 1).to(tl.int32) - k_start
+            first = first_group(k_start, element, GROUP)
+            group -= first
+        elif k_starts_ptr is not None:
+            k_start = tl.load(k_starts_ptr + element).to(tl.int32)
+        if k_lengths_ptr is not None:
+            length = tl.load(k_lengths_ptr + element).to(tl.int32)
+            kv_len = tl.minimum(kv_len, length)
+        # Groups that hold no keys are not read, but the first of an element without any.
+        if (group < 0) | ((group > 0) & (group * GROUP >= kv_len)):
+            return
+        key_ptr += tl.cast(k_start, tl.int64) * key_stride_s
+        value_ptr += tl.cast(k_start, tl.int64) * value_stride_s
     if tl.program_id(2) == 0:
         if KEEP_MEAN:
-            key_mean_ptr += head * BLOCK_D
+            key_mean_ptr += of_mean * BLOCK_D
         _quantise_key(
             key_ptr + batch * key_stride_b + kv_head * key_stride_h,
             key_stride_s,
             key_stride_d,
-            key_out_ptr + (head * groups + group) * GROUP * BLOCK_D,
-            key_scale_ptr + head * groups,
+            key_out_ptr + (head * groups + first + group) * GROUP * BLOCK_D,
+            key_scale_ptr + head * groups + first,
             key_mean_ptr,
             group,
             kv_len,
@@ -253,14 +319,15 @@ def _quantise(
             GROUP,
             SMOOTH,
             KEEP_MEAN,
+            HAS_LENGTHS,
         )
     elif value_scale_ptr is not None:
         _quantise_value(
             value_ptr + batch * value_stride_b + kv_head * value_stride_h,
             value_stride_s,
             value_stride_d,
-            value_out_ptr + head * BLOCK_DV * groups * GROUP,
-            value_scale_ptr + head * groups,
+            value_out_ptr + head * BLOCK_DV * groups * GROUP + first * GROUP,
+            value_scale_ptr + head * groups + first,
             group,
             groups,
             kv_len,
@@ -277,19 +344,21 @@ def quantise_key_value(
     quantise_value: bool = False,
     smooth_k: bool = True,
     keep_mean: bool = False,
+    lengths: Lengths | None = None,
 ) -> QuantisedKeyValue:
     """Key in `key_dtype` (int8 or float8_e4m3fn) and, if wanted, value in float8_e4m3fn.
 
     `key` (B, Hkv, Sk, D) and `value` (B, Hkv, Sk, Dv) of any strides, float16 or bfloat16, Sk at
     least 1; neither is changed. `smooth_k` subtracts a mean over the sequence from the key;
-    `keep_mean` keeps it, for soft caps and sinks.
+    `keep_mean` keeps it, for soft caps and sinks. Of a batch with `lengths`, keys and values that
+    do not count are not read.
 
     Raises:
         ValueError: the shapes do not fit together.
     """
     batch, kv_heads, kv_len, head_dim = key.shape
     v_head_dim = value.shape[3]
-    groups = -(-kv_len // GROUP)
+    groups = groups_for(kv_len, lengths)
     block_dim, block_v_dim = padded_dim(head_dim), padded_dim(v_head_dim)
 
     def empty(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -301,12 +370,25 @@ def quantise_key_value(
     if quantise_value:
         value_out = empty(block_v_dim, groups * GROUP, dtype=torch.float8_e4m3fn)
         value_scale = empty(groups, dtype=torch.float32)
-    key_mean = empty(block_dim, dtype=torch.float32) if smooth_k and keep_mean else None
-    launch = launch_of(key, value, key_dtype, quantise_value, smooth_k, key_mean is not None)
-    launch(key, value, key_out, key_scale, value_out, value_scale, key_mean)
-    return QuantisedKeyValue(
-        key_out, key_scale, value_out, value_scale, kv_len, v_head_dim, smooth_k, key_mean
+    key_mean = None
+    if smooth_k and keep_mean:
+        batches = batch if lengths is None else lengths.batches
+        key_mean = key.new_empty((batches, kv_heads, block_dim), dtype=torch.float32)
+    launch = launch_of(
+        key, value, key_dtype, quantise_value, smooth_k, key_mean is not None, lengths
     )
+    k_starts, k_lengths = (None, None) if lengths is None else (lengths.k_starts, lengths.k_lengths)
+    launch(key, value, key_out, key_scale, value_out, value_scale, key_mean, k_starts, k_lengths)
+    return QuantisedKeyValue(
+        key_out, key_scale, value_out, value_scale, kv_len, v_head_dim, smooth_k, key_mean, lengths
+    )
+
+
+def groups_for(kv_len: int, lengths: Lengths | None) -> int:
+    """That hold `kv_len` keys of a head, whatever the lengths of their sequences."""
+    if lengths is not None and lengths.kind == "packed":
+        return kv_len // GROUP + lengths.batches
+    return -(-kv_len // GROUP)
 
 
 def launch_of(
@@ -316,6 +398,7 @@ def launch_of(
     quantise_value: bool,
     smooth_k: bool,
     keep_mean: bool,
+    lengths: Lengths | None = None,
 ) -> Launch:
     """What `quantise_key_value` launches; arguments as its own."""
     return _planned(
@@ -327,6 +410,7 @@ def launch_of(
         quantise_value,
         smooth_k,
         keep_mean,
+        lengths and (lengths.kind, lengths.batches, *map(layout, lengths[4:])),
     )
 
 
@@ -340,11 +424,17 @@ def _planned(
     quantise_value: bool,
     smooth_k: bool,
     keep_mean: bool,
+    lengths: tuple[Any, ...] | None,
 ) -> Launch:
-    """The launch for keys and values of one shape, type and device, to be quantised in one way."""
+    """The launch for keys and values of one shape, type and device, to be quantised in one way.
+
+    Args:
+        lengths: their kind, how many, and the layouts of `k_starts` and `k_lengths`.
+    """
     check_shapes(shapes[0], *shapes)
     (batch, kv_heads, kv_len, head_dim), (*_, v_head_dim) = shapes
-    groups = -(-kv_len // GROUP)
+    kind, batches = lengths[:2] if lengths else ("full", batch)
+    groups = groups_for(kv_len, Lengths(kind, batches, 0))
     return Launch(
         _quantise,
         (groups, batch * kv_heads, 2 if quantise_value else 1),
@@ -354,6 +444,7 @@ def _planned(
         | {
             "kv_heads": kv_heads,
             "kv_len": kv_len,
+            "sequences": batches if kind == "packed" else None,
             "HEAD_DIM": head_dim,
             "BLOCK_D": padded_dim(head_dim),
             "V_HEAD_DIM": v_head_dim,
@@ -361,6 +452,7 @@ def _planned(
             "GROUP": GROUP,
             "SMOOTH": smooth_k,
             "KEEP_MEAN": keep_mean,
+            "HAS_LENGTHS": lengths is not None,
         },
         num_warps=4,
     )

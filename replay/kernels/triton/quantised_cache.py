@@ -204,7 +204,7 @@ def _quantise_keys(
     is_token = tokens < length
     places = tokens[:, None].to(tl.int64) * stride_s + dims[None, :] * stride_d
     key = tl.load(key_ptr + places, mask=is_token[:, None] & has_dim[None, :], other=0.0)
-    mean = sampled_mean(key_ptr, stride_s, stride_d, dims, length, HEAD_DIM)
+    mean = sampled_mean(key_ptr, stride_s, stride_d, dims, has_dim, length)
     mean = tl.where(tl.abs(mean) < float("inf"), mean, 0.0)  # any offset will do
     key = tl.where(has_dim[None, :], key.to(tl.float32) - mean[None, :], 0.0)
     quantised, scale = _quantise_rows(key, is_token, output_ptr.dtype.element_ty == tl.int8)

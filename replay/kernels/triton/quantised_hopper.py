@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from replay.kernels.triton.descriptors import nowhere
+from replay.kernels.triton.hopper_operands import block_layout
 from replay.kernels.triton.hopper_scores import ROWS
 from replay.kernels.triton.launch import Launch, PlannedCall
+from replay.kernels.triton.online_softmax import LN_2
 from replay.kernels.triton.persistent import SHORT, multiprocessors, section_of
 from replay.kernels.triton.quantise import QuantisedKeyValue, padded_dim
 from replay.kernels.triton.quantised_hopper_kernel import quantised_hopper_kernel
 from replay.kernels.triton.quantised_operands import strides_of
+from replay.kernels.triton.visits import Visits
 
 
 class Tile(NamedTuple):
@@ -44,19 +44,19 @@ def tile_for(head_dim: int, group: int, seen: int) -> Tile:
     return Tile(3, 1, 128, 3, 160, False)
 
 
-@functools.cache
-def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    dtypes = {
-        torch.int8: gl.int8,
-        torch.float8_e4m3fn: gl.float8e4nv,
-        torch.float16: gl.float16,
-        torch.bfloat16: gl.bfloat16,
-    }
-    return gl.NVMMASharedLayout.get_default_for(list(block), dtypes[dtype])
+def tile_of_visits(head_dim: int) -> Tile:
+    """The tile for a mask that has been looked through: 128 queries of one head."""
+    return Tile(2, 1, 128, 2 if head_dim > 64 else 3, 240, True)
+
+
+def visited_tiles(head_dim: int) -> tuple[int, int]:
+    """Queries of such a tile and keys of a block, for `visits`."""
+    tile = tile_of_visits(head_dim)
+    return tile.consumers * ROWS.value, tile.keys
 
 
 def _descriptor(tensor: Tensor, strides: list[int], *block: int) -> TensorDescriptor:
-    layout = _layout(block, tensor.dtype)
+    layout = block_layout(block, tensor.dtype)
     return TensorDescriptor(tensor, list(tensor.shape), strides, list(block), layout)
 
 
@@ -69,21 +69,32 @@ def plan(
     is_bottom_right: bool,
     left: int | None,
     right: int | None,
+    mask: Tensor | None = None,
+    visited: Visits | None = None,
     tile: Tile | None = None,
 ) -> PlannedCall:
     """All of a call but its tensors' addresses.
 
     `query`, `value` and `output` are as a tensor descriptor takes them, `numbers` is from
     `numbers_of`. Queries see `left` keys before the diagonal and `right` after it; None for all.
+    `mask` is of `loadable_mask`, and `visited` what it leaves in tiles of `tile_of_visits`.
     """
-    batch, q_heads, q_len, _ = query.shape
+    batch, q_heads, _, _ = query.shape
+    q_len = numbers["q_len"]
+    lengths = quantised.lengths
+    is_packed = lengths is not None and lengths.kind == "packed"
+    if lengths is not None:
+        batch = lengths.batches
     kv_heads, kv_rows, block_dim = quantised.key.shape[1:]
     block_v_dim = padded_dim(quantised.v_head_dim)
     group = q_heads // kv_heads
-    seen = quantised.kv_len
+    seen = max(1, quantised.kv_len // batch) if is_packed else quantised.kv_len
     if left is not None and right is not None:
         seen = min(seen, left + right + 1)
-    tile = tile or tile_for(max(block_dim, block_v_dim), group, seen)
+    largest_dim = max(block_dim, block_v_dim)
+    if tile is None:
+        is_masked = visited is not None
+        tile = tile_of_visits(largest_dim) if is_masked else tile_for(largest_dim, group, seen)
     query_desc = _descriptor(query, strides_of(query), 1, 1, ROWS.value, block_dim)
     key = quantised.key.view(-1, block_dim)
     key_desc = _descriptor(key, [block_dim, 1], tile.keys, block_dim)
@@ -91,7 +102,13 @@ def plan(
         value_desc = _descriptor(value.view(-1, kv_rows), [kv_rows, 1], block_v_dim, tile.keys)
     else:
         value_desc = _descriptor(value, strides_of(value), 1, 1, tile.keys, block_v_dim)
-    output_desc = _descriptor(output, strides_of(output), 1, 1, ROWS.value, block_v_dim)
+    output_desc = None
+    if not is_packed:
+        output_desc = _descriptor(output, strides_of(output), 1, 1, ROWS.value, block_v_dim)
+    mask_desc = None
+    if mask is not None:
+        mask_desc = _descriptor(mask, strides_of(mask), 1, 1, ROWS.value, tile.keys // 2)
+    visit_batch, visit_head = (None, None) if visited is None else visited.strides()
     blocks = -(-q_len // (tile.consumers // tile.heads * ROWS.value))
     bundles = batch * q_heads // tile.heads
     tiles = blocks * bundles
@@ -111,14 +128,22 @@ def plan(
             "blocks": blocks,
             "bundles": bundles,
             "section": section_of(head_bytes, bundles, group // tile.heads, is_by_length),
+            "mask_batch": None if mask is None else int(mask.shape[0] > 1),
+            "mask_head": None if mask is None else int(mask.shape[1] > 1),
+            "visit_batch": visit_batch,
+            "visit_head": visit_head,
+            "stride_output_head": output.stride(1) if is_packed else None,
+            "stride_output_token": output.stride(2) if is_packed else None,
             "STAGES": tile.stages,
             "CONSUMERS": tile.consumers,
             "HEADS": tile.heads,
             "BY_LENGTH": is_by_length,
             "IN_TURN": tile.in_turn,
             "REGISTERS": tile.registers,
+            "factor": numbers["factor"] * (1.0 if numbers["cap"] is None else LN_2.value / 2),
+            "V_HEAD_DIM": quantised.v_head_dim if is_packed else block_v_dim,
         },
         num_warps=4,
     )
-    descriptors = (query_desc, key_desc, value_desc, output_desc)
-    return PlannedCall(launch, tuple(map(nowhere, descriptors)))
+    descriptors = (query_desc, key_desc, value_desc, output_desc, mask_desc)
+    return PlannedCall(launch, tuple(each and nowhere(each) for each in descriptors))

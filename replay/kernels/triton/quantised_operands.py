@@ -52,23 +52,20 @@ def numbers_of(
     factor: float,
     cap: float | None,
     in_tensor_cores: bool,
-    sees_mean: bool,
 ) -> dict[str, Any]:
     """What a call's tensors say, as arguments by the kernels' names for them.
 
     Args:
         factor, cap: as `online_softmax.base_2` has them.
         in_tensor_cores: whether FP8 products are summed there from the first block to the last.
-        sees_mean: whether the launch is given the mean of the keys, and sinks; either may be None.
     """
     _, q_heads, q_len, _ = query.shape
     return {
         "q_heads": q_heads,
-        "q_len": q_len,
+        "q_len": q_len if quantised.lengths is None else quantised.lengths.longest_query,
         "kv_len": quantised.kv_len,
         "groups": quantised.key_scale.shape[2],
         "factor": factor,
         "cap": cap,
         "IN_TENSOR_CORES": in_tensor_cores,
-        **({} if sees_mean else {"key_mean_ptr": None, "sinks_ptr": None}),
     }

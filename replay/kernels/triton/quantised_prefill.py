@@ -15,9 +15,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from capture.variant import PLAIN, Variant
 from replay.kernels.triton.descriptors import has_tma, nowhere
+from replay.kernels.triton.forward import Lengths
 from replay.kernels.triton.hopper import has_gluon_kernels
 from replay.kernels.triton.launch import Kept, Launch, PlannedCall, layout, named
-from replay.kernels.triton.masking import window_sides
+from replay.kernels.triton.masking import mask_unit, window_sides
 from replay.kernels.triton.online_softmax import base_2
 from replay.kernels.triton.quantise import (
     GROUP,
@@ -34,6 +35,7 @@ from replay.kernels.triton.quantised_operands import (
 )
 from replay.kernels.triton.quantised_prefill_kernel import quantised_prefill_kernel
 from replay.kernels.triton.shapes import Sizes, check_head_dims, check_shapes, sizes_of
+from replay.kernels.triton.visits import Visits, visits
 
 
 class Tile(NamedTuple):
@@ -64,21 +66,32 @@ def attend(
     variant: Variant = PLAIN,
     sinks: Tensor | None = None,
     in_tensor_cores: bool = False,
+    attn_mask: Tensor | None = None,
+    visited: Visits | None = None,
 ) -> Tensor:
     """Attention of `query` (B, Hq, Sq, D), any strides, to a quantised key and value.
 
     Returns (B, Hq, Sq, Dv) in the query's dtype. Causal is aligned top left, or as `variant` says.
     `scale` defaults to 1/sqrt(D). Query heads share key heads in groups when there are more of
     them. A query that sees no key gets zeros. `in_tensor_cores` sums FP8 products there, which is
-    faster and less exact, from the first key to the last.
+    faster and less exact, from the first key to the last. `attn_mask` is bool (True = attend) and
+    broadcasts to (B, Hq, Sq, Sk); what it hides in whole blocks is not read. `visited` is what
+    `visits_of` says of it; None asks.
 
     Raises:
         ValueError: there is a soft cap or a sink (`sinks`, (Hq,)), and the mean that was subtracted
-            from the keys was not kept; or the shapes do not fit together.
+            from the keys was not kept; a mask lies beside lengths, a diagonal or a window, or is
+            not bool; or the shapes do not fit together.
     """
     sees_mean = variant.softcap is not None or sinks is not None
     if sees_mean and quantised.is_smooth and quantised.key_mean is None:
         raise ValueError("soft caps and sinks need the mean of the keys: quantise with keep_mean")
+    mask = None
+    if attn_mask is not None:
+        if is_causal or variant.window != (None, None) or quantised.lengths is not None:
+            raise ValueError("attn_mask beside a diagonal, a window or lengths of sequences")
+        mask = _mask_of(query, quantised, attn_mask)
+        visited = visited or visits_of(query, quantised, attn_mask)
     value = quantised.value
     if quantised.value_scale is None:
         value = describable(value)
@@ -86,9 +99,21 @@ def attend(
         query = describable(query)
     output = _empty_output(query, quantised.v_head_dim)
     planned = _planned(
-        query, quantised, value, output, is_causal, scale, variant, sinks, in_tensor_cores
+        query,
+        quantised,
+        value,
+        output,
+        is_causal,
+        scale,
+        variant,
+        sinks,
+        in_tensor_cores,
+        mask,
+        visited,
     )
-    of_query, of_key, of_value, of_output = planned.operands(query, quantised.key, value, output)
+    of_query, of_key, of_value, of_output, of_mask = planned.operands(
+        query, quantised.key, value, output, mask
+    )
     planned.launch(
         of_query,
         of_key,
@@ -96,9 +121,43 @@ def attend(
         of_value,
         quantised.key_scale if quantised.value_scale is None else quantised.value_scale,
         of_output,
-        *((quantised.key_mean, None if sinks is None else sinks.contiguous()) if sees_mean else ()),
+        quantised.key_mean if sees_mean else None,
+        None if sinks is None else sinks.contiguous(),
+        of_mask,
+        *((None, None, None) if quantised.lengths is None else quantised.lengths[3:]),
+        *(visited or (None, None)),
     )
     return output
+
+
+def visits_of(query: Tensor, quantised: QuantisedKeyValue, attn_mask: Tensor) -> Visits:
+    """What a bool mask leaves, so that it can be found once for calls with the same mask; tensors
+    are those of `attend`."""
+    largest_dim = max(quantised.key.shape[3], padded_dim(quantised.v_head_dim))
+    if _is_for_hopper(query, largest_dim):
+        from replay.kernels.triton import quantised_hopper
+
+        rows, keys = quantised_hopper.visited_tiles(largest_dim)
+    else:
+        rows, keys, *_ = tile_for(largest_dim, query.shape[2], has_tma(query.device))
+    return visits(attn_mask.expand(*query.shape[:3], quantised.kv_len), rows, keys)
+
+
+def _is_for_hopper(query: Tensor, largest_dim: int) -> bool:
+    return largest_dim <= 128 and has_gluon_kernels(query.device)
+
+
+def _mask_of(query: Tensor, quantised: QuantisedKeyValue, attn_mask: Tensor) -> Tensor:
+    """A bool mask as the kernel for these tensors reads it."""
+    if attn_mask.dtype != torch.bool:
+        raise ValueError(f"attn_mask in {attn_mask.dtype}: needs bool")
+    shape = (*query.shape[:3], quantised.kv_len)
+    if not _is_for_hopper(query, max(quantised.key.shape[3], padded_dim(quantised.v_head_dim))):
+        return attn_mask.expand(shape).view(torch.uint8)
+    # Gluon is imported only where it is of use.
+    from replay.kernels.triton.hopper_operands import loadable_mask
+
+    return loadable_mask(attn_mask, shape)
 
 
 def _planned(
@@ -111,6 +170,8 @@ def _planned(
     variant: Variant,
     sinks: Tensor | None,
     in_tensor_cores: bool,
+    mask: Tensor | None = None,
+    visited: Visits | None = None,
 ) -> PlannedCall:
     """`_plan`, once for all calls of one shape."""
     shape = (
@@ -119,6 +180,8 @@ def _planned(
         quantised.layouts,
         layout(value),
         layout(sinks),
+        layout(mask),
+        visited and tuple(map(layout, visited)),
         is_causal,
         scale,
         variant,
@@ -136,6 +199,8 @@ def _planned(
             variant,
             sizes_of(sinks),
             in_tensor_cores,
+            mask,
+            visited,
         ),
     )
 
@@ -162,30 +227,36 @@ def _plan(
     variant: Variant,
     sinks: Sizes | None,
     in_tensor_cores: bool,
+    mask: Tensor | None,
+    visited: Visits | None,
 ) -> PlannedCall:
     """All of a call but its tensors' addresses; `value`, and `query` on Hopper, are as a tensor
-    descriptor takes them, `sinks` is their shape."""
-    batch, q_heads, q_len, head_dim = query.shape
+    descriptor takes them, `mask` is of `_mask_of`, `sinks` is a shape."""
+    batch, q_heads, q_rows, head_dim = query.shape
+    lengths = quantised.lengths
     key = (*quantised.key.shape[:2], quantised.kv_len)
     check_shapes(query.shape, (*key, head_dim), (*key, quantised.v_head_dim), sinks)
     check_head_dims(head_dim, quantised.v_head_dim)
-    is_causal, left, right = window_sides(is_causal, variant, q_len, quantised.kv_len)
+    is_causal, left, right = window_sides(is_causal, variant, q_rows, quantised.kv_len)
     has_diagonal = is_causal or left is not None or right is not None
-    is_bottom_right = variant.bottom_right and has_diagonal and q_len != quantised.kv_len
+    is_square = lengths is None and q_rows == quantised.kv_len
+    is_bottom_right = variant.bottom_right and has_diagonal and not is_square
     block_dim, block_v_dim = quantised.key.shape[3], padded_dim(quantised.v_head_dim)
     fp8_value = quantised.value_scale is not None
     factor, cap = base_2(head_dim**-0.5 if scale is None else scale, variant.softcap)
-    sees_mean = sinks is not None or cap is not None
-    numbers = numbers_of(query, quantised, factor, cap, in_tensor_cores, sees_mean)
+    numbers = numbers_of(query, quantised, factor, cap, in_tensor_cores)
     largest_dim = max(block_dim, block_v_dim)
-    if largest_dim <= 128 and has_gluon_kernels(query.device):
+    if _is_for_hopper(query, largest_dim):
         # Gluon is imported only where it is of use.
         from replay.kernels.triton import quantised_hopper
 
         right = 0 if is_causal else right
         return quantised_hopper.plan(
-            query, quantised, value, output, numbers, is_bottom_right, left, right
+            query, quantised, value, output, numbers, is_bottom_right, left, right, mask, visited
         )
+    if lengths is not None:
+        batch = lengths.batches
+    q_len = numbers["q_len"]
     tile = tile_for(largest_dim, q_len, has_tma(query.device))
     key_desc = TensorDescriptor.from_tensor(quantised.key.flatten(0, 2), [tile.keys, block_dim])
     if fp8_value:
@@ -199,7 +270,10 @@ def _plan(
         query.device,
         numbers
         | named("stride_", "bhsd", query.stride())
+        | named("stride_m", "bhmn", (None,) * 4 if mask is None else mask.stride())
+        | named("stride_w", "bh", (None, None) if visited is None else visited.strides())
         | {
+            "q_rows": q_rows if lengths is not None and lengths.kind == "packed" else None,
             "kv_heads": quantised.key.shape[1],
             "HEAD_DIM": head_dim,
             "V_HEAD_DIM": quantised.v_head_dim,
@@ -209,6 +283,7 @@ def _plan(
             "BLOCK_M": tile.queries,
             "BLOCK_N": tile.keys,
             "GROUP": GROUP,
+            "MASK_UNIT": 1 if mask is None else mask_unit(mask),
             "FP8_VALUE": fp8_value,
             "IS_CAUSAL": is_causal,
             "IS_BOTTOM_RIGHT": is_bottom_right,
@@ -218,7 +293,7 @@ def _plan(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    return PlannedCall(launch, (None, nowhere(key_desc), nowhere(value_desc), None))
+    return PlannedCall(launch, (None, nowhere(key_desc), nowhere(value_desc), None, None))
 
 
 def quantised_prefill(
@@ -234,6 +309,8 @@ def quantised_prefill(
     in_tensor_cores: bool = False,
     variant: Variant = PLAIN,
     sinks: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    lengths: Lengths | None = None,
 ) -> Tensor:
     """softmax(scale · QKᵀ) · V with operands in 8 bits, quantisation included.
 
@@ -241,11 +318,13 @@ def quantised_prefill(
     float16 or bfloat16, Hq a multiple of Hkv, D and Dv at most 256. Returns (B, Hq, Sq, Dv) in
     their dtype. `score_dtype` (int8 or float8_e4m3fn) is what QKᵀ is computed in, `fp8_value`
     whether PV is in FP8 or in the call's dtype. `smooth_k` subtracts a mean of the keys from
-    all; the key itself is not changed. `in_tensor_cores` is as for `attend`. `variant` is bottom
-    right, window and soft cap, `sinks` (Hq,). FP8 needs compute capability 8.9.
+    all; the key itself is not changed. `in_tensor_cores` and `attn_mask` are as for `attend`.
+    `variant` is bottom right, window and soft cap, `sinks` (Hq,), `lengths` which rows count; a
+    packed batch has one batch element, and a padded one is answered as `varlen.padded` does it. FP8
+    needs compute capability 8.9.
 
     Raises:
-        ValueError: the shapes do not fit together, or a head dimension is larger than 256.
+        ValueError: as `attend`, of masks and shapes.
     """
     is_aligned = (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16 == 0
     shape = (
@@ -262,13 +341,15 @@ def quantised_prefill(
         in_tensor_cores,
         variant,
     )
-    if sinks is None and (again := _repetitions.get(shape)) is not None:
+    is_plain = sinks is None and attn_mask is None and lengths is None
+    if is_plain and (again := _repetitions.get(shape)) is not None:
         return again(query, key, value)
-    if key.shape[2] == 0 or query.numel() == 0:
+    is_empty = lengths is not None and 0 in (lengths.batches, lengths.longest_query)
+    if key.shape[2] == 0 or query.numel() == 0 or is_empty:
         return query.new_zeros((*query.shape[:3], value.shape[3]))
     check_shapes(query.shape, key.shape, value.shape, sizes_of(sinks))
     keep_mean = variant.softcap is not None or sinks is not None
-    quantised = quantise_key_value(key, value, score_dtype, fp8_value, smooth_k, keep_mean)
+    quantised = quantise_key_value(key, value, score_dtype, fp8_value, smooth_k, keep_mean, lengths)
     output = attend(
         query,
         quantised,
@@ -277,11 +358,12 @@ def quantised_prefill(
         variant=variant,
         sinks=sinks,
         in_tensor_cores=in_tensor_cores,
+        attn_mask=attn_mask,
     )
     is_read_in_place = (fp8_value or is_describable(value)) and (
         is_describable(query) or not has_gluon_kernels(query.device)
     )
-    if is_aligned and is_read_in_place and not keep_mean:
+    if is_plain and is_aligned and is_read_in_place and not keep_mean:
         quantise = launch_of(key, value, score_dtype, fp8_value, smooth_k, keep_mean)
         planned = _planned(
             query,
@@ -336,7 +418,7 @@ class _Repetition(NamedTuple):
         key_out, key_scale, *quantised = [begin + place for place in self.places]
         value_out, value_scale = quantised or (value_address, None)
         self.quantise.repeat(
-            key.data_ptr(), value_address, key_out, key_scale, value_out, value_scale, None
+            key.data_ptr(), value_address, key_out, key_scale, value_out, value_scale, *(None,) * 3
         )
         self.attend.repeat(
             query.data_ptr(),
@@ -345,6 +427,7 @@ class _Repetition(NamedTuple):
             value_out,
             value_scale or key_scale,
             output.data_ptr(),
+            *(None,) * 8,
         )
         return output
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from replay.kernels.triton.masking import may_see, stretches
+from replay.kernels.triton.masking import mask_bias, may_see, stretches
 from replay.kernels.triton.matmul import matmul
 from replay.kernels.triton.online_softmax import LOG2_E, add_sink, soft_cap
 from replay.kernels.triton.quantise import (
@@ -33,13 +33,20 @@ from replay.kernels.triton.quantise import (
     INT8_MAX,
     LOG2_FP8_MAX,
     SMALLEST_MAXIMUM,
+    first_group,
     round_to_fp8,
     to_fp8,
     to_int8,
 )
+from replay.kernels.triton.visits import first_key
 
 
-@triton.jit(do_not_specialize=["q_heads", "kv_heads", "q_len", "kv_len", "groups", "left", "right"])
+@triton.jit(
+    do_not_specialize=[
+        "q_heads", "kv_heads", "q_len", "q_rows", "kv_len", "groups", "left", "right", "stride_mb",
+        "stride_mh", "stride_wb", "stride_wh",
+    ]
+)  # fmt: skip
 def quantised_prefill_kernel(
     query_ptr,
     key_desc,
@@ -49,13 +56,26 @@ def quantised_prefill_kernel(
     output_ptr,
     key_mean_ptr,
     sinks_ptr,
+    mask_ptr,
+    q_offsets_ptr,
+    k_starts_ptr,
+    k_lengths_ptr,
+    blocks_ptr,
+    counts_ptr,
     stride_b,
     stride_h,
     stride_s,
     stride_d,
+    stride_mb,
+    stride_mh,
+    stride_mm,
+    stride_mn,
+    stride_wb,
+    stride_wh,
     q_heads,
     kv_heads,
     q_len,
+    q_rows,
     kv_len,
     groups,
     factor,
@@ -70,6 +90,7 @@ def quantised_prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
+    MASK_UNIT: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     IS_BOTTOM_RIGHT: tl.constexpr,
     FP8_VALUE: tl.constexpr,
@@ -79,7 +100,9 @@ def quantised_prefill_kernel(
 
     `factor` is softmax's scale · log2 e, or with a soft cap that of the exponent in tanh
     (`online_softmax.base_2`). `sinks_ptr`, `cap`, `left` and `right` are None where a call has
-    none, `key_mean_ptr` where neither sink nor cap asks for it.
+    none, `key_mean_ptr` where neither sink nor cap asks for it, the mask and what was found in it
+    (`Visits`) where there is none, offsets, starts and lengths as in `Lengths`. Of a packed batch
+    `q_len` is the longest sequence's and `q_rows` are all queries, else None.
     """
     q_blocks = tl.cdiv(q_len, BLOCK_M)
     head, q_block = tl.program_id(0) // q_blocks, tl.program_id(0) % q_blocks
@@ -91,7 +114,23 @@ def quantised_prefill_kernel(
 
     rows = q_block * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_D)
-    query_ptr += batch.to(tl.int64) * stride_b + q_head.to(tl.int64) * stride_h
+    at = batch * kv_heads + kv_head
+    # Rows and keys count from a batch element's own first; packed ones lie in the tensors' first.
+    q_start, q_len, k_start, kv_len, diagonal = _lengths_of(
+        batch, q_len, kv_len, q_offsets_ptr, k_starts_ptr, k_lengths_ptr, IS_BOTTOM_RIGHT
+    )
+    element = batch
+    head_in_memory = head
+    first = 0
+    if q_offsets_ptr is not None:
+        if q_block * BLOCK_M >= q_len:
+            return
+        element = batch * 0
+        head_in_memory = q_head
+        first = first_group(k_start, batch, GROUP)
+    kept = element * kv_heads + kv_head
+    query_ptr += element.to(tl.int64) * stride_b + q_head.to(tl.int64) * stride_h
+    query_ptr += q_start * stride_s
     query = tl.load(
         query_ptr + rows[:, None].to(tl.int64) * stride_s + columns[None, :] * stride_d,
         mask=(rows[:, None] < q_len) & (columns[None, :] < HEAD_DIM),
@@ -99,56 +138,48 @@ def quantised_prefill_kernel(
     )
     is_int8: tl.constexpr = key_desc.dtype == tl.int8
     query = query.to(tl.float32) * factor
-    at = batch * kv_heads + kv_head
     shift = tl.zeros([BLOCK_M], tl.float32)
     if key_mean_ptr is not None:
         shift += tl.sum(query * tl.load(key_mean_ptr + at * BLOCK_D + columns)[None, :], axis=1)
     query, query_scale = _quantise_query(query, is_int8)
 
-    key_scale_ptr += at * groups
+    key_scale_ptr += kept * groups + first
     if FP8_VALUE:
-        value_scale_ptr += at * groups
-        value_batch, value_head = at * BLOCK_DV, 0
+        value_scale_ptr += kept * groups + first
+        value_batch, value_head, value_key = kept * BLOCK_DV, 0, first * GROUP
     else:
-        value_batch, value_head = batch, kv_head
+        value_batch, value_head, value_key = element, kv_head, k_start
     output = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    diagonal = kv_len - q_len if IS_BOTTOM_RIGHT else 0
-    ends = stretches(
-        q_block * BLOCK_M + diagonal, 0, kv_len, left, right, BLOCK_M, BLOCK_N, IS_CAUSAL, True
-    )
-    for stretch in tl.static_range(1 if left is None else 0, 3):
-        output, maximum, total = _attend_blocks(
-            ends[stretch],
-            ends[stretch + 1],
-            output,
-            maximum,
-            total,
-            query,
-            query_scale,
-            shift,
-            key_desc,
-            at * groups * GROUP,
-            key_scale_ptr,
-            value_desc,
-            value_batch,
-            value_head,
-            value_scale_ptr,
-            rows + diagonal,
-            kv_len,
-            cap,
-            left,
-            right,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_DV,
-            GROUP,
-            IS_CAUSAL,
-            stretch != 1,
-            FP8_VALUE,
-            IN_TENSOR_CORES,
+    if blocks_ptr is None:
+        ends = stretches(
+            q_block * BLOCK_M + diagonal, 0, kv_len, left, right, BLOCK_M, BLOCK_N, IS_CAUSAL, True
         )
+        for stretch in tl.static_range(1 if left is None else 0, 3):
+            output, maximum, total = _attend_blocks(
+                None, ends[stretch], ends[stretch + 1], output, maximum, total, query, query_scale,
+                shift, key_desc, (kept * groups + first) * GROUP, key_scale_ptr, value_desc,
+                value_batch, value_head, value_key, value_scale_ptr, None, 0, 0,
+                rows, rows + diagonal, q_len, kv_len, cap, left, right,
+                BLOCK_M, BLOCK_N, BLOCK_DV, GROUP, MASK_UNIT, IS_CAUSAL, stretch != 1,
+                k_lengths_ptr is not None or q_offsets_ptr is not None, FP8_VALUE, IN_TENSOR_CORES,
+            )  # fmt: skip
+    else:
+        mask_ptr += batch.to(tl.int64) * stride_mb + q_head.to(tl.int64) * stride_mh
+        place = batch.to(tl.int64) * stride_wb + q_head.to(tl.int64) * stride_wh + q_block
+        width = tl.cdiv(kv_len, BLOCK_N)
+        blocks_ptr += place * 2 * width
+        for kind in tl.static_range(2):
+            output, maximum, total = _attend_blocks(
+                blocks_ptr + kind * width, 0, tl.load(counts_ptr + place * 2 + kind),
+                output, maximum, total, query, query_scale,
+                shift, key_desc, kept * groups * GROUP, key_scale_ptr, value_desc,
+                value_batch, value_head, value_key, value_scale_ptr, mask_ptr, stride_mm, stride_mn,
+                rows, rows, q_len, kv_len, cap, None, None,
+                BLOCK_M, BLOCK_N, BLOCK_DV, GROUP, MASK_UNIT, False, kind == 1,
+                False, FP8_VALUE, IN_TENSOR_CORES,
+            )  # fmt: skip
 
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + q_head).to(tl.float32) * LOG2_E
@@ -159,7 +190,9 @@ def quantised_prefill_kernel(
         output *= rescale[:, None]
     output /= tl.where(total == 0.0, 1.0, total)[:, None]
     columns = tl.arange(0, BLOCK_DV)
-    output_ptr += head.to(tl.int64) * q_len * OUTPUT_STRIDE
+    if q_offsets_ptr is None:
+        q_rows = q_len
+    output_ptr += (head_in_memory.to(tl.int64) * q_rows + q_start) * OUTPUT_STRIDE
     tl.store(
         output_ptr + rows[:, None].to(tl.int64) * OUTPUT_STRIDE + columns[None, :],
         output.to(output_ptr.dtype.element_ty),
@@ -168,7 +201,40 @@ def quantised_prefill_kernel(
 
 
 @triton.jit
+def _lengths_of(
+    batch,
+    q_len,
+    kv_len,
+    q_offsets_ptr,
+    k_starts_ptr,
+    k_lengths_ptr,
+    IS_BOTTOM_RIGHT: tl.constexpr,
+):
+    """A batch element's first query in memory, how many it has, its first key, how many count, and
+    how far the key beside a query is from it, both counted from the first."""
+    q_start = 0
+    k_start = 0
+    diagonal = 0
+    if q_offsets_ptr is not None:
+        q_start = tl.load(q_offsets_ptr + batch).to(tl.int64)
+        q_len = (tl.load(q_offsets_ptr + batch + 1) - q_start).to(tl.int32)
+        k_start = tl.load(k_starts_ptr + batch).to(tl.int32)
+        kv_len = tl.load(k_starts_ptr + batch + 1).to(tl.int32) - k_start
+        if k_lengths_ptr is not None:
+            kv_len = tl.minimum(kv_len, tl.load(k_lengths_ptr + batch).to(tl.int32))
+    elif k_lengths_ptr is not None:
+        kv_len = tl.load(k_lengths_ptr + batch).to(tl.int32)
+        if k_starts_ptr is not None:
+            k_start = tl.load(k_starts_ptr + batch).to(tl.int32)
+            diagonal = -k_start
+    if IS_BOTTOM_RIGHT:
+        diagonal = kv_len - q_len
+    return q_start, q_len, k_start, kv_len, diagonal
+
+
+@triton.jit
 def _attend_blocks(
+    blocks,
     first,
     last,
     output,
@@ -183,8 +249,14 @@ def _attend_blocks(
     value_desc,
     value_batch,
     value_head,
+    value_key,
     value_scale_ptr,
+    mask_ptr,
+    stride_mm,
+    stride_mn,
+    rows,
     diagonals,
+    q_len,
     kv_len,
     cap,
     left,
@@ -193,16 +265,28 @@ def _attend_blocks(
     BLOCK_N: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     GROUP: tl.constexpr,
+    MASK_UNIT: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     IS_MASKED: tl.constexpr,
+    IS_PART: tl.constexpr,
     FP8_VALUE: tl.constexpr,
     IN_TENSOR_CORES: tl.constexpr,
 ):
-    """Keys [first, last), in blocks, into the running output, maximum and sum.
+    """Keys [first, last), in blocks, or that range of `blocks`, of which each entry is a first key,
+    into the running output, maximum and sum.
 
     `diagonals` are the keys beside the rows, `shift` is what a soft cap must know of the scores.
+    IS_PART: past the last key there may be somebody else's values.
     """
-    for start in tl.range(first, last, BLOCK_N):
+    STEP: tl.constexpr = BLOCK_N if blocks is None else 1
+    next_start = first
+    if blocks is not None:
+        next_start = first_key(blocks, first, last, BLOCK_N)
+    for place in tl.range(first, last, STEP):
+        start = place
+        if blocks is not None:
+            start = next_start
+            next_start = first_key(blocks, place + 1, last, BLOCK_N)
         group = start // GROUP
         key = key_desc.load([key_row + start, 0])
         scores = tl.dot(query, key.T).to(tl.float32)
@@ -214,6 +298,11 @@ def _attend_blocks(
                 scores = soft_cap(scores + shift[:, None], cap)
             if IS_MASKED:
                 keys = start + tl.arange(0, BLOCK_N)
+                if mask_ptr is not None:
+                    scores += mask_bias(
+                        mask_ptr, rows, keys, q_len, kv_len, stride_mm, stride_mn, MASK_UNIT,
+                        True, True, True,
+                    )  # fmt: skip
                 seen = may_see(diagonals, keys, kv_len, left, right, IS_CAUSAL)
                 scores = tl.where(seen, scores, float("-inf"))
             largest = tl.max(scores, axis=1)
@@ -245,14 +334,18 @@ def _attend_blocks(
             # Into KEY_ORDER, which for the thread that holds them is a change of names only.
             weights = round_to_fp8(weights).reshape(BLOCK_M, BLOCK_N // 16, 2, 4, 2)
             weights = weights.permute(0, 1, 3, 2, 4).reshape(BLOCK_M, BLOCK_N)
-            value = value_desc.load([value_batch, start])
+            value = value_desc.load([value_batch, value_key + start])
             if IN_TENSOR_CORES:
                 output = tl.dot(weights, value.T, output)
             else:
                 output += tl.dot(weights, value.T)
         else:
             total = total * shrink + tl.sum(weights, axis=1)
-            value = value_desc.load([value_batch, value_head, start, 0]).reshape(BLOCK_N, BLOCK_DV)
+            value = value_desc.load([value_batch, value_head, value_key + start, 0])
+            value = value.reshape(BLOCK_N, BLOCK_DV)
+            if IS_MASKED and IS_PART:
+                own = start + tl.arange(0, BLOCK_N) < kv_len
+                value = tl.where(own[:, None], value, 0.0)
             output = matmul(weights.to(value.dtype), value, output)
     return output, maximum, total
 

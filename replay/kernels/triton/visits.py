@@ -99,6 +99,15 @@ def _visits_kernel(
     tl.store(counts_ptr + place * 2 + 1, cut)
 
 
+@triton.jit
+def first_key(blocks, place, last, BLOCK_N: tl.constexpr):
+    """The first key of a block, as a number that Triton knows to be a multiple; 0 past the last.
+
+    To be asked a block ahead: loads are not begun early whose place is loaded in the same turn.
+    """
+    return tl.multiple_of(tl.load(blocks + place, mask=place < last, other=0), BLOCK_N)
+
+
 def visits(attn_mask: Tensor, rows: int, keys: int) -> Visits:
     """What a mask (B, Hq, Sq, Sk), bool or float, any strides, leaves to tiles of `rows` queries,
     of blocks of `keys` keys."""

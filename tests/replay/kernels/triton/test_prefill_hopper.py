@@ -17,9 +17,9 @@ from replay.kernels.registry import find
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from replay.kernels.triton import prefill_hopper
+from replay.kernels.triton.hopper_operands import are_loadable, loadable_mask
 from replay.kernels.triton.hopper_pipeline import LOADER_REGISTERS
 from replay.kernels.triton.hopper_scores import ROWS
-from replay.kernels.triton.prefill_hopper import _are_loadable, _loadable_mask
 from replay.kernels.triton.prefill_hopper_schedule import (
     SHARED_BYTES,
     Dims,
@@ -175,8 +175,8 @@ def test_masks_that_tma_can_address(name: str) -> None:
     if name == "one of a batch":
         mask = mask[:1].expand(2, -1, -1, -1)
     q_len, kv_len = 40, mask.shape[-1]
-    loadable = _loadable_mask(mask, (2, 3, q_len, kv_len))
-    assert _are_loadable(loadable)
+    loadable = loadable_mask(mask, (2, 3, q_len, kv_len))
+    assert are_loadable(loadable)
     numbers = loadable
     if mask.dtype == torch.bool:
         assert loadable.dtype == torch.uint16
@@ -189,9 +189,9 @@ def test_masks_that_tma_can_address(name: str) -> None:
 
 def test_other_masks_become_float32_or_are_refused() -> None:
     mask = torch.randn(40, 64, dtype=torch.float64)
-    assert torch.equal(_loadable_mask(mask, (2, 3, 40, 64))[0, 0], mask.float())
+    assert torch.equal(loadable_mask(mask, (2, 3, 40, 64))[0, 0], mask.float())
     with pytest.raises(RuntimeError, match="expand"):
-        _loadable_mask(torch.ones(3, 1, 40, 64), (2, 3, 40, 64))
+        loadable_mask(torch.ones(3, 1, 40, 64), (2, 3, 40, 64))
 
 
 @pytest.fixture
@@ -239,7 +239,7 @@ def test_more_sequences_than_keys_can_be_planned() -> None:
 def test_a_dimension_of_one_may_have_any_stride() -> None:
     wide = empty(1, 1, 1, 65)[..., :64]
     assert wide.stride(0) % 8
-    assert _are_loadable(torch.zeros(1, 1, 1, 65, dtype=torch.float16)[..., :64])
+    assert are_loadable(torch.zeros(1, 1, 1, 65, dtype=torch.float16)[..., :64])
     again = empty(4, 4, 16, 64)[:1, :1].expand(4, 4, 16, 64)[:1, :1]
     assert again.stride()[:2] == (0, 0)
     for tensor in (wide, again):
@@ -316,12 +316,12 @@ def test_refuses_a_negative_scale() -> None:
 
 def test_what_tma_can_address() -> None:
     tensor = torch.zeros(2, 8, 3, 64, dtype=torch.float16)
-    assert _are_loadable(tensor)
-    assert _are_loadable(tensor.transpose(1, 2))
-    assert not _are_loadable(tensor.mT), "elements of a head must be adjacent"
-    assert not _are_loadable(tensor.flatten()[1:-63].view(-1, 1, 1, 64)[:4]), "16 bytes aligned"
-    assert not _are_loadable(tensor[:, :, :1].expand(2, 8, 3, 64)), "a stride of 0"
-    assert not _are_loadable(torch.zeros(1, 1, 4, 68, dtype=torch.float16)[..., :64]), "odd rows"
+    assert are_loadable(tensor)
+    assert are_loadable(tensor.transpose(1, 2))
+    assert not are_loadable(tensor.mT), "elements of a head must be adjacent"
+    assert not are_loadable(tensor.flatten()[1:-63].view(-1, 1, 1, 64)[:4]), "16 bytes aligned"
+    assert not are_loadable(tensor[:, :, :1].expand(2, 8, 3, 64)), "a stride of 0"
+    assert not are_loadable(torch.zeros(1, 1, 4, 68, dtype=torch.float16)[..., :64]), "odd rows"
 
 
 def test_says_why_it_cannot_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
