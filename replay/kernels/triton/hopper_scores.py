@@ -6,6 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
+from replay.kernels.triton.hopper_special_functions import RECIPROCAL, approximately
+
 ROWS = gl.constexpr(64)
 """Queries of a consumer: what one warp group's matrix instruction (`wgmma`) takes."""
 
@@ -42,15 +44,7 @@ def add_scores(scores, query, keys):
 @gluon.jit
 def soft_cap(exponents, cap):
     """`online_softmax.soft_cap`, with the GPU's reciprocal, right to a bit, for the division."""
-    inverse = gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;",
-        "=f,f",
-        [gl.exp2(exponents) + 1.0],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=1,
-    )
-    return cap - 2.0 * cap * inverse
+    return cap - 2.0 * cap * approximately(RECIPROCAL, gl.exp2(exponents) + 1.0)
 
 
 @gluon.jit

@@ -20,7 +20,6 @@ head_dim that is no power of two is two pieces, with a product each: 192 is 128 
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
@@ -67,16 +66,9 @@ from replay.kernels.triton.hopper_spans import (
     visited_key,
     visits_of,
 )
+from replay.kernels.triton.online_softmax import LN_2, LOG2_E
 from replay.kernels.triton.persistent import Work, tile_of, turns_of
-from replay.kernels.triton.prefill_hopper_softmax import (
-    LOG2_E,
-    Extras,
-    pack,
-    unpack,
-    weigh,
-)
-
-LN_2 = gl.constexpr(math.log(2))
+from replay.kernels.triton.prefill_hopper_softmax import Extras, pack, unpack, weigh
 
 
 class Rings(NamedTuple):

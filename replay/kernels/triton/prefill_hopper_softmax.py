@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
@@ -11,8 +10,7 @@ from triton.experimental.gluon import language as gl
 from replay.kernels.triton.hopper_masks import hide, mask_of
 from replay.kernels.triton.hopper_scores import soft_cap
 from replay.kernels.triton.hopper_spans import sees
-
-LOG2_E = gl.constexpr(math.log2(math.e))
+from replay.kernels.triton.online_softmax import LOG2_E
 
 
 class Extras(NamedTuple):

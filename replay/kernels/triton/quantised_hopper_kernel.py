@@ -2,11 +2,11 @@
 
 Roles as in FlashAttention 3 and `prefill_hopper_kernel.py`: one warp of a program keeps loading
 blocks of keys and values, and two to four warp groups, 64 queries each, consume them
-(`hopper_pipeline.py`). A consumer quantises its own queries. It starts PV of one block and QKᵀ of
-the next together, and computes while they run what is left of the one before (`_step`); while it
-takes exponentials, the tensor cores serve the other consumers. A program stays on its
-multiprocessor and works through a list of tiles (`persistent.py`), so that the next tile's first
-keys are there when one is done.
+(`hopper_pipeline.py`). A consumer quantises its own queries (`quantised_hopper_operands.py`). It
+starts PV of one block and QKᵀ of the next together, and computes while they run what is left of the
+one before (`_step`); while it takes exponentials (`quantised_hopper_softmax.py`), the tensor cores
+serve the other consumers. A program stays on its multiprocessor and works through a list of tiles
+(`persistent.py`), so that the next tile's first keys are there when one is done.
 
 Keys are visited from the first to the last, and of those that a mask cuts, a window's left side has
 the first (`hopper_spans.py`). A given mask leaves lists of blocks: those that it cuts come last.
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -25,9 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.core import PropagateNan
 
-from replay.kernels.triton.hopper_masks import fill_mask, hide
+from replay.kernels.triton.hopper_masks import fill_mask
 from replay.kernels.triton.hopper_pipeline import (
     KEY,
     LOADER_REGISTERS,
@@ -56,7 +54,6 @@ from replay.kernels.triton.hopper_scores import (
 from replay.kernels.triton.hopper_spans import (
     Bounds,
     element_of,
-    hide_unseen,
     key_blocks_of,
     span_of,
     store_rows,
@@ -64,25 +61,20 @@ from replay.kernels.triton.hopper_spans import (
     visited_key,
     visits_of,
 )
+from replay.kernels.triton.hopper_special_functions import LOG2, approximately
 from replay.kernels.triton.online_softmax import LOG2_E
 from replay.kernels.triton.persistent import Work, tile_of, turns_of
-from replay.kernels.triton.quantise import (
-    FP8_MAX,
-    GROUP,
-    INT8_MAX,
-    LOG2_FP8_MAX,
-    SMALLEST_MAXIMUM,
-    first_group,
+from replay.kernels.triton.quantise import LOG2_FP8_MAX
+from replay.kernels.triton.quantised_hopper_operands import (
+    SCALE_GROUP,
+    Rows,
+    kept_of,
+    quantise_query,
+    scales_of,
+    times_mean,
 )
+from replay.kernels.triton.quantised_hopper_softmax import weigh
 
-ALL = gl.constexpr(PropagateNan.ALL)
-LOG2 = gl.constexpr("lg2.approx.ftz.f32")
-RECIPROCAL = gl.constexpr("rcp.approx.ftz.f32")
-TANH = gl.constexpr("tanh.approx.f32")
-"""To some 11 bits: beside scores of 8 bits that is little, and of three special functions a score,
-which a soft cap waits for, it leaves two."""
-SCALE_GROUP = gl.constexpr(GROUP)
-"""Keys, and values, that share a scale."""
 MASK_STAGES = gl.constexpr(2)
 """Blocks of the mask that each consumer has room for."""
 
@@ -112,27 +104,6 @@ class Extras(NamedTuple):
     """(B, Hkv, D), what was subtracted from the keys, where a cap or a sink must know."""
     sinks: Any
     """(Hq,)."""
-
-
-class Kept(NamedTuple):
-    """Where a tile's keys and values are kept in 8 bits."""
-
-    head: Any
-    """Of keys, counted over the tensors' batch."""
-    group: Any
-    """The first of its batch element among the head's."""
-
-
-class Rows(NamedTuple):
-    """A consumer's queries of a tile."""
-
-    query: Any
-    """(ROWS, D) in 8 bits, in shared memory."""
-    scale: Any
-    """(ROWS,), and with softmax's own."""
-    shift: Any
-    """(ROWS,), what the mean of the keys would add to scores, or None."""
-    first: Any
 
 
 @gluon.jit(
@@ -293,7 +264,7 @@ def _load(arguments, CONSUMERS: gl.constexpr, HEADS: gl.constexpr, BY_LENGTH: gl
             for who in gl.static_range(CONSUMERS):
                 row = span.q_start + block * QUERIES + who // HEADS * ROWS
                 fill(rings.query, query_desc, [element, q_head + who % HEADS, row, 0], who, done)
-            kept = _kept(head, span, work, bounds, group)
+            kept = kept_of(head, span, work, bounds, group)
             if bounds.visits is None:
                 begin, _, _, end = key_blocks_of(block * QUERIES, span, bounds, QUERIES, KEYS)
             else:
@@ -321,17 +292,6 @@ def _load(arguments, CONSUMERS: gl.constexpr, HEADS: gl.constexpr, BY_LENGTH: gl
                     fill_shared(rings.value, value_desc, place, stage, phase, VALUE, CONSUMERS)
                 count += 1
             done += 1
-
-
-@gluon.jit
-def _kept(head, span, work, bounds, group):
-    """Where the keys of a query head, counted over the batch, are kept."""
-    at = head // group
-    first = 0
-    if bounds.q_offsets is not None:
-        at = head % work.q_heads // group
-        first = first_group(span.k_start, head // work.q_heads, SCALE_GROUP)
-    return Kept(at, first)
 
 
 @gluon.jit
@@ -404,7 +364,7 @@ def _attend_tile(
     batch, q_head = head // work.q_heads, head % work.q_heads
     span = span_of(batch, bounds)
     first = block * QUERIES + WHO // HEADS * ROWS
-    kept = _kept(head, span, work, bounds, group)
+    kept = kept_of(head, span, work, bounds, group)
     of_groups = kept.head * groups + kept.group
     of_head = (key_scale_ptr + of_groups, value_scale_ptr + of_groups)
     if bounds.visits is None:
@@ -416,15 +376,15 @@ def _attend_tile(
         visits = visits_of(batch, q_head, block, bounds, KEYS)
         end = gl.maximum(visits[2] + visits[3], 1)
         current = visited_key(end - 1, visits, bounds) // KEYS
-    of_keys, of_values = _scales(of_head, current, bounds, KEYS, FP8_VALUE)
+    of_keys, of_values = scales_of(of_head, current, bounds, KEYS, FP8_VALUE)
     query = queries.index(WHO)
     unquantised = rings.query.buffers.index(WHO)
     shift = None
     if extras.key_mean is not None:
         D: gl.constexpr = query.shape[1]
         mean = extras.key_mean + head // group * D
-        shift = _times_mean(unquantised, mean, extras.factor, D, SCORES)
-    of_queries = _quantise_query(unquantised, extras.factor, query, SCORES)
+        shift = times_mean(unquantised, mean, extras.factor, D, SCORES)
+    of_queries = quantise_query(unquantised, extras.factor, query, SCORES)
     release(rings.query, WHO)
 
     stage, phase = buffer_of(count, STAGES)
@@ -553,11 +513,11 @@ def _step(
     FP8_VALUE: gl.constexpr = rings.value.buffers.dtype == gl.float8e4nv
     OUTPUT: gl.constexpr = output.type.layout
     scale = rows.scale * of_keys
-    exponent = _approximately(LOG2, of_values) if FP8_VALUE else 0.0
+    exponent = approximately(LOG2, of_values) if FP8_VALUE else 0.0
     next_of_keys, next_of_values = of_keys, of_values
     if not IS_LAST:
-        next_of_keys, next_of_values = _scales(scales, next_block, bounds, KEYS, FP8_VALUE)
-    weights, maximum, total, shrink = _weigh(
+        next_of_keys, next_of_values = scales_of(scales, next_block, bounds, KEYS, FP8_VALUE)
+    weights, maximum, total, shrink = weigh(
         scores, scale, rows, rings, exponent, of_values, maximum, total, masks, block, span, bounds,
         cap, OUTPUT, WHO, IS_MASKED,
     )  # fmt: skip
@@ -599,155 +559,3 @@ def _step(
         next_scores = warpgroup_mma_wait(0, deps=[next_scores])
         release_shared(rings.key, next_stage, KEY, CONSUMERS)
     return next_scores, product, maximum, total, next_of_keys, next_of_values
-
-
-@gluon.jit
-def _weigh(
-    scores,
-    scale,
-    rows,
-    rings,
-    exponent,
-    of_values,
-    maximum,
-    total,
-    masks,
-    block,
-    span,
-    bounds,
-    cap,
-    OUTPUT: gl.constexpr,
-    WHO: gl.constexpr,
-    IS_MASKED: gl.constexpr,
-):
-    """Softmax of one block: its weights, as PV in the layout OUTPUT wants them, and the running
-    maximum and sum with the factor for what was summed before."""
-    CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
-    DTYPE: gl.constexpr = rings.value.buffers.dtype
-    FP8_VALUE: gl.constexpr = DTYPE == gl.float8e4nv  # noqa: SIM300
-    KEYS: gl.constexpr = scores.shape[1]
-    scores = scores.to(gl.float32)
-    if cap is not None:
-        scores *= scale[:, None]
-        if rows.shift is not None:
-            scores += rows.shift[:, None]
-        scores = _approximately(TANH, scores)
-    if IS_MASKED:
-        if rings.mask is not None:
-            scores = hide(scores, rings.mask, masks, CONSUMERS, WHO)
-        else:
-            scores = hide_unseen(scores, rows.first, block * KEYS, span, bounds)
-    largest = gl.max(scores, 1)
-    # A group of INT8 keys with a NaN has it in its scale. That times -inf is NaN, but a row that
-    # sees none of the group has nothing of its NaN.
-    SPREADS_NAN: gl.constexpr = IS_MASKED and cap is None and rows.query.dtype == gl.int8
-    not_finite = 0.0
-    if SPREADS_NAN:
-        not_finite = gl.where(largest > float("-inf"), scale * 0.0, 0.0)
-        scale = gl.where(scale == scale, scale, 1.0)
-    # No scale is negative, so that the largest product is the largest score.
-    largest = largest * (scale if cap is None else cap)
-    new_maximum = gl.maximum(maximum, largest + exponent)
-    subtracted = new_maximum
-    MAY_SEE_NOTHING: gl.constexpr = (
-        bounds.left is not None
-        or bounds.diagonal is None
-        or bounds.k_lengths is not None
-        or bounds.q_offsets is not None
-        or rings.mask is not None
-    )
-    if IS_MASKED and MAY_SEE_NOTHING:
-        # A row that has seen no key yet: -inf minus itself would be NaN.
-        subtracted = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-    origin = subtracted - exponent
-    if FP8_VALUE:
-        origin = origin - LOG2_FP8_MAX
-    if SPREADS_NAN:
-        origin = origin + not_finite
-    if cap is None:
-        weights = gl.exp2(scores * scale[:, None] - origin[:, None])
-    else:
-        weights = gl.exp2(scores * cap - origin[:, None])
-    shrink = gl.exp2(maximum - subtracted)
-    sums = own_sums(weights)
-    total = total * gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout))[:, None]
-    if FP8_VALUE:
-        total = total + sums * _approximately(RECIPROCAL, of_values)
-        # Into KEY_ORDER, which for the thread that holds them is a change of names only.
-        weights = weights.to(DTYPE).reshape((ROWS, KEYS // 16, 2, 4, 2))
-        weights = weights.permute((0, 1, 3, 2, 4)).reshape((ROWS, KEYS))
-    else:
-        total = total + sums
-        weights = weights.to(DTYPE)
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 4 if FP8_VALUE else 2)
-    return gl.convert_layout(weights, WEIGHTS), new_maximum, total, shrink
-
-
-@gluon.jit
-def _approximately(INSTRUCTION: gl.constexpr, number):
-    """The GPU's own logarithm or reciprocal, to some 22 bits, instead of one that takes 20 more
-    instructions for the last bit and for numbers below 1e-38; or its tanh."""
-    PTX: gl.constexpr = INSTRUCTION + " $0, $1;"
-    return gl.inline_asm_elementwise(PTX, "=f,f", [number], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _scales(scales, block, bounds, KEYS: gl.constexpr, FP8_VALUE: gl.constexpr):
-    """A block's scales of keys and of values; values of 16 bits have none."""
-    key_scale_ptr, value_scale_ptr = scales
-    group = block * KEYS // SCALE_GROUP
-    if bounds.visits is not None:
-        # Where nothing is seen, what is visited may be behind the last.
-        group = gl.minimum(group, (bounds.kv_len - 1) // SCALE_GROUP)
-    of_keys = gl.load(key_scale_ptr + group)
-    of_values = gl.load(value_scale_ptr + group) if FP8_VALUE else of_keys
-    return of_keys, of_values
-
-
-@gluon.jit
-def _times_mean(block, mean_ptr, factor, D: gl.constexpr, SCORES: gl.constexpr):
-    """What the mean that was subtracted from the keys would add to a row's scores."""
-    LAYOUT: gl.constexpr = _four_threads_a_row(D)
-    query = block.reshape((ROWS, D)).load(LAYOUT).to(gl.float32)
-    mean = gl.load(mean_ptr + gl.arange(0, D, gl.SliceLayout(0, LAYOUT)))
-    products = gl.sum(query * mean[None, :], 1) * factor
-    return gl.convert_layout(products, gl.SliceLayout(1, SCORES), assert_trivial=True)
-
-
-@gluon.jit
-def _quantise_query(block, factor, buffer, SCORES: gl.constexpr):
-    """A consumer's queries into shared memory; their scales. Where a row is not finite, a number of
-    it is NaN in FP8, and its scale in INT8."""
-    D: gl.constexpr = buffer.shape[1]
-    query = block.reshape((ROWS, D)).load(_four_threads_a_row(D)).to(gl.float32)
-    largest = gl.reduce(gl.abs(query), 1, _larger_or_nan) * gl.abs(factor)
-    not_finite = largest * 0.0
-    largest = gl.maximum(largest, SMALLEST_MAXIMUM)
-    if buffer.dtype == gl.int8:
-        query = gl.floor(query * (factor * INT8_MAX / largest)[:, None] + 0.5)
-        scale = largest / INT8_MAX + not_finite
-    else:
-        query = query * (factor * FP8_MAX / largest)[:, None]
-        scale = gl.where(not_finite == 0.0, largest / FP8_MAX, 1.0)
-    buffer.store(query.to(buffer.dtype))
-    fence_async_shared()
-    return gl.convert_layout(scale, gl.SliceLayout(1, SCORES), assert_trivial=True)
-
-
-@gluon.jit
-def _larger_or_nan(left, right):
-    return gl.maximum(left, right, propagate_nan=ALL)
-
-
-@constexpr_function
-def _four_threads_a_row(D):
-    """The layout of (ROWS, D) queries in which a thread has the rows that it has of scores.
-
-    Its columns are such that eight threads, which read 16 bytes each at a time, find them in
-    different banks of shared memory as TMA lays out 16 bits.
-    """
-    columns = [[0, 1 << bit] for bit in range(D.bit_length() - 1)]
-    quad = 4 if D >= 64 else 3  # the bits of columns that tell a row's four threads apart
-    lanes = [*columns[quad : quad + 2], [1, 0], [2, 0], [4, 0]]
-    registers = [*columns[:quad], *columns[quad + 2 :], [8, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [ROWS.value, D])
