@@ -1,8 +1,9 @@
 """Which blocks of keys a mask leaves to each tile of queries, so that the others are not read.
 
 A block is gone through without the mask if it hides nothing and adds nothing there, with it if it
-does so for some, and not at all if it hides all of it. The mask is read once for that. What comes
-out depends on nothing but the mask: a model's layers and steps can share it.
+does so for some, and not at all if it hides all of it. For that the mask is read once, or twice if
+it is added, by a program for each block; a second kernel makes lists of the blocks. What comes out
+depends on nothing but the mask: a model's layers and steps can share it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from replay.kernels.triton.masking import mask_unit
 HIDDEN = tl.constexpr(-1e30)
 """A key to which no more is added has no weight beside any of its row with more: some models add
 -finfo.max where others add -inf. A row of such keys alone is an ordinary row."""
+CUT, WHOLE = tl.constexpr(1), tl.constexpr(2)
+"""Kinds of blocks: those that need the mask, and those that do not. Hidden ones are 0."""
 
 
 class Visits(NamedTuple):
@@ -39,10 +42,10 @@ class Visits(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["heads", "q_len", "k_len"])
-def _visits_kernel(
+def _kinds_kernel(
     mask_ptr,
-    blocks_ptr,
-    counts_ptr,
+    largest_ptr,
+    kinds_ptr,
     heads,
     q_len,
     k_len,
@@ -55,48 +58,48 @@ def _visits_kernel(
     BLOCK_N: tl.constexpr,
     IS_BOOL: tl.constexpr,
 ):
-    """One tile of queries; loads as those of `masking.mask_bias`."""
-    tile, head = tl.program_id(0), tl.program_id(1)
-    width = tl.cdiv(k_len, BLOCK_N)
-    place = head.to(tl.int64) * tl.num_programs(0) + tile
-    blocks_ptr += place * 2 * width
+    """What the mask does to one block; loads as those of `masking.mask_bias`."""
+    block, tile, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    place = head.to(tl.int64) * tl.num_programs(1) + tile
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row = rows[:, None] < q_len
     mask_ptr += (head // heads).to(tl.int64) * stride_b + (head % heads).to(tl.int64) * stride_h
     row_ptrs = mask_ptr + tl.minimum(rows, q_len - 1)[:, None].to(tl.int64) * stride_m
-    end = tl.cdiv(k_len, UNIT) * UNIT
-    largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    if not IS_BOOL:
-        for first in range(0, k_len, BLOCK_N):
-            keys = first + tl.arange(0, BLOCK_N)
-            places = row_ptrs + keys[None, :].to(tl.int64) * stride_n
-            values = tl.load(places, mask=keys[None, :] < end, other=float("-inf"))
-            largest = tl.maximum(largest, tl.max(values.to(tl.float32), axis=1))
-    has_more = largest[:, None] > HIDDEN
-    whole = 0
-    cut = 0
-    for first in range(0, k_len, BLOCK_N):
-        keys = first + tl.arange(0, BLOCK_N)
-        places = row_ptrs + keys[None, :].to(tl.int64) * stride_n
-        values = tl.load(places, mask=keys[None, :] < end, other=0)
-        if IS_BOOL:
-            is_seen = values != 0
-            is_plain = is_seen
-        else:
-            is_hidden = (values <= HIDDEN) & (has_more | (values == float("-inf")))
-            is_seen = is_hidden == 0  # NaN too
-            is_plain = values == 0
-        inside = is_row & (keys[None, :] < k_len)
-        is_visited = tl.max((is_seen & inside).to(tl.int32)) == 1
-        is_whole = tl.min((is_plain | ~is_row).to(tl.int32)) == 1
-        is_whole = is_whole & (first + BLOCK_N <= k_len)
-        is_cut = is_visited & (is_whole == 0)
-        tl.store(blocks_ptr + whole, first, mask=is_whole)
-        tl.store(blocks_ptr + width + cut, first, mask=is_cut)
-        whole += is_whole.to(tl.int32)
-        cut += is_cut.to(tl.int32)
-    tl.store(counts_ptr + place * 2, whole)
-    tl.store(counts_ptr + place * 2 + 1, cut)
+    is_loaded = keys[None, :] < tl.cdiv(k_len, UNIT) * UNIT
+    values = tl.load(row_ptrs + keys[None, :].to(tl.int64) * stride_n, mask=is_loaded, other=0)
+    if IS_BOOL:
+        is_seen = values != 0
+        is_plain = is_seen
+    else:
+        largest = tl.load(largest_ptr + head.to(tl.int64) * q_len + rows, mask=rows < q_len)
+        has_more = (largest[:, None] <= HIDDEN) == 0  # a NaN too
+        is_hidden = (values <= HIDDEN) & (has_more | (values == float("-inf")))
+        is_seen = is_hidden == 0
+        is_plain = values == 0
+    inside = is_row & (keys[None, :] < k_len)
+    is_visited = tl.max((is_seen & inside).to(tl.int32)) == 1
+    is_whole = tl.min((is_plain | ~is_row).to(tl.int32)) == 1
+    is_whole = is_whole & ((block + 1) * BLOCK_N <= k_len)
+    kind = tl.where(is_whole, WHOLE, tl.where(is_visited, CUT, 0))
+    tl.store(kinds_ptr + place * tl.num_programs(0) + block, kind.to(tl.int8))
+
+
+@triton.jit(do_not_specialize=["width"])
+def _list_kernel(
+    kinds_ptr, blocks_ptr, counts_ptr, width, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr
+):
+    """The blocks of one tile, of `width`, at most WIDTH."""
+    place = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    blocks = tl.arange(0, WIDTH)
+    kinds = tl.load(kinds_ptr + place * width + blocks, mask=blocks < width, other=0)
+    blocks_ptr += place * 2 * width
+    is_whole = (kinds == WHOLE).to(tl.int32)
+    is_cut = (kinds == CUT).to(tl.int32)
+    tl.store(blocks_ptr + tl.cumsum(is_whole) - 1, blocks * BLOCK_N, mask=is_whole == 1)
+    tl.store(blocks_ptr + width + tl.cumsum(is_cut) - 1, blocks * BLOCK_N, mask=is_cut == 1)
+    tl.store(counts_ptr + place * 2, tl.sum(is_whole))
+    tl.store(counts_ptr + place * 2 + 1, tl.sum(is_cut))
 
 
 @triton.jit
@@ -117,14 +120,23 @@ def visits(attn_mask: Tensor, rows: int, keys: int) -> Visits:
     batches, heads, q_len, k_len = attn_mask.shape
     is_bool = attn_mask.dtype == torch.bool
     numbers = attn_mask.view(torch.uint8) if is_bool else attn_mask
-    tiles = triton.cdiv(q_len, rows), triton.cdiv(k_len, keys)
-    blocks = attn_mask.new_empty((batches, heads, tiles[0], 2, tiles[1]), dtype=torch.int32)
-    counts = attn_mask.new_empty((batches, heads, tiles[0], 2), dtype=torch.int32)
-    unit = mask_unit(numbers)
-    plan = _planned(
-        numbers.shape, numbers.stride(), attn_mask.dtype, numbers.device, unit, rows, keys
+    tiles, width = triton.cdiv(q_len, rows), triton.cdiv(k_len, keys)
+    blocks = attn_mask.new_empty((batches, heads, tiles, 2, width), dtype=torch.int32)
+    counts = attn_mask.new_empty((batches, heads, tiles, 2), dtype=torch.int32)
+    if not blocks.numel():
+        return Visits(blocks, counts.zero_())
+    kinds = attn_mask.new_empty((batches, heads, tiles, width), dtype=torch.int8)
+    find_kinds, list_blocks = _planned(
+        numbers.shape,
+        numbers.stride(),
+        attn_mask.dtype,
+        numbers.device,
+        mask_unit(numbers),
+        rows,
+        keys,
     )
-    plan(numbers, blocks, counts)
+    find_kinds(numbers, None if is_bool else numbers.amax(3), kinds)
+    list_blocks(kinds, blocks, counts)
     return Visits(blocks, counts)
 
 
@@ -137,12 +149,13 @@ def _planned(
     unit: int,
     rows: int,
     keys: int,
-) -> Launch:
-    """The launch for masks of one shape; `dtype` is theirs before bool became bytes."""
+) -> tuple[Launch, Launch]:
+    """The launches for masks of one shape; `dtype` is theirs before bool became bytes."""
     batches, heads, q_len, k_len = shape
-    return Launch(
-        _visits_kernel,
-        (triton.cdiv(q_len, rows), batches * heads, 1),
+    tiles, width = triton.cdiv(q_len, rows), triton.cdiv(k_len, keys)
+    find_kinds = Launch(
+        _kinds_kernel,
+        (width, tiles, batches * heads),
         device,
         named("stride_", "bhmn", strides)
         | {
@@ -156,3 +169,11 @@ def _planned(
         },
         num_warps=4,
     )
+    list_blocks = Launch(
+        _list_kernel,
+        (tiles, batches * heads, 1),
+        device,
+        {"width": width, "BLOCK_N": keys, "WIDTH": triton.next_power_of_2(width)},
+        num_warps=1,
+    )
+    return find_kinds, list_blocks
