@@ -230,11 +230,13 @@ def visits_of(batch, head, tile, bounds, KEYS: gl.constexpr):
 
 
 @gluon.jit
-def visited_key(i, visits, bounds):
+def visited_key(i, visits, bounds, KEYS: gl.constexpr):
     """The first key of block number i: those that need the mask come first. Where nothing is seen
-    there is one all the same, behind the last key."""
+    there is one all the same, behind the last key. It is a multiple of KEYS like the others: TMA
+    takes a mask's bytes, or transposed values, from multiples of 16 bytes only."""
     plain, masked, plain_count, masked_count = visits
     pointer = masked + i
     if i >= masked_count:
         pointer = plain + (i - masked_count)
-    return gl.load(pointer, mask=i < plain_count + masked_count, other=bounds.kv_len)
+    behind = (bounds.kv_len + KEYS - 1) // KEYS * KEYS
+    return gl.load(pointer, mask=i < plain_count + masked_count, other=behind)

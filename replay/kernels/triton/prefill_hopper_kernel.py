@@ -282,7 +282,7 @@ def _load(arguments, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
                 if bounds.visits is None:
                     key = span.k_start + (end - 1 - i) * KEYS
                 else:
-                    key = visited_key(i, visits, bounds)
+                    key = visited_key(i, visits, bounds, KEYS)
                     has_mask = i < gl.maximum(visits[3], 1)
                 stage, phase = count % STAGES, count // STAGES
                 at = [element, kv_head, key, 0]
@@ -365,7 +365,7 @@ def _attend_tile(
         )
         key = (end - 1) * KEYS
     else:
-        key = visited_key(0, visits, bounds)
+        key = visited_key(0, visits, bounds, KEYS)
     first = first_of_tile + WHO // HEADS * ROWS
     wait_for(rings.query, WHO, done)
 
@@ -394,7 +394,7 @@ def _attend_tile(
     if bounds.visits is not None:
         masked = gl.maximum(visits[3], 1)
         for i in range(1, masked):
-            key = visited_key(i, visits, bounds)
+            key = visited_key(i, visits, bounds, KEYS)
             state = _step(state, rings, count, masks, first, key, span, bounds, extras, WHO, True)
             count += 1
             masks += 1

@@ -274,7 +274,7 @@ def _load(arguments, CONSUMERS: gl.constexpr, HEADS: gl.constexpr, BY_LENGTH: gl
             for i in range(begin, end):
                 key = i * KEYS
                 if bounds.visits is not None:
-                    key = visited_key(end - 1 - i, visits, bounds)
+                    key = visited_key(end - 1 - i, visits, bounds, KEYS)
                 stage, phase = buffer_of(count, STAGES)
                 row = (kept.head * groups + kept.group) * SCALE_GROUP + key
                 fill_shared(rings.key, key_desc, [row, 0], stage, phase, KEY, CONSUMERS)
@@ -375,7 +375,7 @@ def _attend_tile(
     else:
         visits = visits_of(batch, q_head, block, bounds, KEYS)
         end = gl.maximum(visits[2] + visits[3], 1)
-        current = visited_key(end - 1, visits, bounds) // KEYS
+        current = visited_key(end - 1, visits, bounds, KEYS) // KEYS
     of_keys, of_values = scales_of(of_head, current, bounds, KEYS, FP8_VALUE)
     query = queries.index(WHO)
     unquantised = rings.query.buffers.index(WHO)
@@ -426,9 +426,9 @@ def _attend_tile(
         # Those that the mask leaves whole, and those that it cuts. A block's place is looked up
         # two blocks ahead, its scales one.
         plain = end - gl.maximum(visits[3], 1)
-        following = visited_key(gl.maximum(end - 2, 0), visits, bounds) // KEYS
+        following = visited_key(gl.maximum(end - 2, 0), visits, bounds, KEYS) // KEYS
         for i in range(plain):
-            later = visited_key(gl.maximum(end - 3 - i, 0), visits, bounds) // KEYS
+            later = visited_key(gl.maximum(end - 3 - i, 0), visits, bounds, KEYS) // KEYS
             state = _step(
                 state, rows, rings, of_head, count, masks, current, following, span,
                 bounds, extras.cap, WHO, CONSUMERS, False, IN_TURN, IN_TENSOR_CORES, False,
@@ -436,7 +436,7 @@ def _attend_tile(
             current, following = following, later
             count += 1
         for i in range(plain, end - 1):
-            later = visited_key(gl.maximum(end - 3 - i, 0), visits, bounds) // KEYS
+            later = visited_key(gl.maximum(end - 3 - i, 0), visits, bounds, KEYS) // KEYS
             state = _step(
                 state, rows, rings, of_head, count, masks, current, following, span,
                 bounds, extras.cap, WHO, CONSUMERS, True, IN_TURN, IN_TENSOR_CORES, False,
