@@ -6,8 +6,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from replay.kernels.triton.hopper_special_functions import RECIPROCAL, approximately
-
 ROWS = gl.constexpr(64)
 """Queries of a consumer: what one warp group's matrix instruction (`wgmma`) takes."""
 
@@ -39,12 +37,6 @@ def start_scores(query, keys):
 def add_scores(scores, query, keys):
     """Start QKᵀ of another piece of the head_dim, added to `scores`."""
     return warpgroup_mma(query, keys.permute((1, 0)), scores, is_async=True)
-
-
-@gluon.jit
-def soft_cap(exponents, cap):
-    """`online_softmax.soft_cap`, with the GPU's reciprocal, right to a bit, for the division."""
-    return cap - 2.0 * cap * approximately(RECIPROCAL, gl.exp2(exponents) + 1.0)
 
 
 @gluon.jit

@@ -22,7 +22,7 @@ from replay.kernels.triton.hopper_operands import (
 from replay.kernels.triton.hopper_scores import ROWS
 from replay.kernels.triton.launch import Launch, PlannedCall
 from replay.kernels.triton.masking import window_sides
-from replay.kernels.triton.online_softmax import LOG2_E, base_2
+from replay.kernels.triton.online_softmax import LOG2_E
 from replay.kernels.triton.persistent import multiprocessors, section_of
 from replay.kernels.triton.prefill_hopper_kernel import prefill_kernel
 from replay.kernels.triton.prefill_hopper_schedule import (
@@ -280,10 +280,12 @@ def _planned(
     is_causal, left, right = window_sides(is_causal, variant, rows, kv_len)
     right = 0 if is_causal else right
     is_bottom_right = variant.bottom_right and (lengths is not None or q_len != kv_len)
-    scale, cap = base_2(head_dim**-0.5 if scale is None else scale, variant.softcap)
     hides = mask is not None and mask[2] == torch.uint16
-    if mask is not None and not hides:  # it is added before scores are in base 2
-        scale, cap = (scale / LOG2_E.value, None) if cap is None else (scale, variant.softcap)
+    # A mask is added before scores are in base 2.
+    unit = LOG2_E.value if mask is None or hides else 1.0
+    scale = head_dim**-0.5 if scale is None else scale
+    cap = None if variant.softcap is None else variant.softcap * unit
+    scale = scale * unit if variant.softcap is None else scale / variant.softcap
     mask_size = 0 if mask is None else 1 if hides else mask[2].itemsize
     visit_batch, visit_head = visits or (None, None)
     group = q_heads // kv_heads

@@ -8,8 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from replay.kernels.triton.hopper_masks import hide, mask_of
-from replay.kernels.triton.hopper_scores import soft_cap
-from replay.kernels.triton.hopper_spans import sees
+from replay.kernels.triton.hopper_spans import hide_unseen
+from replay.kernels.triton.hopper_special_functions import TANH, approximately
 from replay.kernels.triton.online_softmax import LOG2_E
 
 
@@ -17,9 +17,10 @@ class Extras(NamedTuple):
     """What softmax does beyond scale and mask; None where a call asks for nothing."""
 
     scale: Any
-    """Of the scores, in base 2, but where a mask is added to them; or with a cap in the exponent of
-    its tanh."""
+    """Of the scores, in base 2, but where a mask is added to them; or with a cap what tanh is taken
+    of."""
     cap: Any
+    """In base 2, but where a mask is added."""
     sinks: Any
     """(Hq,)."""
 
@@ -47,8 +48,9 @@ def weigh(
     CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
     scale = extras.scale
     if extras.cap is not None:
-        scores = soft_cap(scores * extras.scale, extras.cap)
-        scale = 1.0
+        # Of three special functions a score, which a soft cap waits for, this leaves two.
+        scores = approximately(TANH, scores * extras.scale)
+        scale = extras.cap
     # Where the mask has been looked through, other blocks are whole.
     READS_MASK: gl.constexpr = IS_MASKED or bounds.visits is None
     if rings.mask is not None and READS_MASK:
@@ -59,8 +61,7 @@ def weigh(
             LAYOUT: gl.constexpr = scores.type.layout
             scores += mask_of(rings.bias, masks, CONSUMERS, WHO, LAYOUT)
     if IS_MASKED:
-        seen = sees(scores, first_query, first_key, span, bounds)
-        scores = gl.where(seen, scores, float("-inf"))
+        scores = hide_unseen(scores, first_query, first_key, span, bounds)
     most = gl.max(scores, 1)
     if rings.bias is None:
         most = most * scale
