@@ -39,8 +39,12 @@ def in_halves(numbers, IS_INT8: tl.constexpr):
         high = (integers >> 7).to(tl.int8)
         low = (integers & 127).to(tl.int8)
     else:
-        high = round_to_fp8(numbers)
-        low = round_to_fp8(numbers - high.to(tl.float32))
+        # Rounded to 3 bits behind the first by arithmetic of the number's bits, not by converting
+        # high back: where four of them share a register, ptxas 12.8 converts another register's.
+        bits = numbers.to(tl.int32, bitcast=True)
+        rounded = ((bits + 0x80000) & -0x100000).to(tl.float32, bitcast=True)
+        high = round_to_fp8(rounded)
+        low = round_to_fp8(numbers - rounded)
     pairs = tl.join(high, low).permute(0, 2, 1)
     return pairs.reshape(2 * numbers.shape[0], numbers.shape[1])
 
