@@ -101,6 +101,19 @@ def _tests_of(row: dict[str, str]) -> str:
     return "FlashInfer, with itself" if row["against"] == "itself" else "FlashInfer"
 
 
+def accumulation() -> str:
+    """List errors by kernel and what values are around, and by the number of keys."""
+    rows = results.read(results.DIRECTORY / "accumulation.csv")
+    lengths = list(dict.fromkeys(row["keys"] for row in rows))
+    lines: dict[str, list[str]] = {}
+    for row in rows:
+        name = f"`{row['kernel']}`, mean {row['mean of the values']}"
+        error = f"{100 * float(row['relative L1']):.2f}"
+        lines.setdefault(name, [""] * len(lengths))[lengths.index(row["keys"])] = error
+    headings = [f"{int(length) // 1024}K" for length in lengths]
+    return markdown_table(["relative L1, %", *headings], lines) + machine_line(rows)
+
+
 def other_gpus() -> str:
     """List, by kernel and compute capability, the head dimensions that a kernel compiles for."""
     rows = results.read(results.DIRECTORY / "other_gpus.csv")

@@ -1,0 +1,99 @@
+"""Errors of 8-bit kernels against the number of keys: PV summed in float32 or by tensor cores.
+
+    python -m benchmarks.accumulation [--out FILE]
+
+The tensor cores add products of FP8 with some 14 bits. `[accum=tensor]`, like FlashAttention 3 and
+cuDNN, leaves all blocks of keys to them; the others start at zero with each block and add up blocks
+in float32. Queries, keys and values are standard normal; around a mean of 0 the sums hardly grow
+with the length, around 1 they do. The error is |output - reference| over |reference|, each summed
+over the output, with the reference in float64. Writes `benchmarks/results/accumulation.csv`.
+Needs a GPU; seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import results
+from capture.call import AttentionCall
+from replay.kernels.registry import find
+from replay.timing.machine import describe
+
+KERNELS = (
+    "triton-fa3",
+    "triton-sage",
+    "triton-fp8",
+    "triton-fp8[accum=tensor]",
+    "triton-sage-fp8",
+    "triton-sage-fp8[accum=tensor]",
+    "cudnn-fp8",
+)
+LENGTHS = tuple(1024 * 2**n for n in range(8))
+MEANS = (0, 1)
+HEADS, QUERIES, HEAD_DIM = 4, 256, 128
+
+COLUMNS = (
+    "kernel",
+    "mean of the values",
+    "keys",
+    "relative L1",
+    "machine.device",
+    "machine.torch",
+    "machine.triton",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=results.DIRECTORY / "accumulation.csv")
+    arguments = parser.parse_args()
+    device = torch.device("cuda")
+    machine = describe(device)
+    lines: list[dict[str, Any]] = []
+    for mean in MEANS:
+        for length in LENGTHS:
+            call = _call(length, mean, device)
+            expected = _attention(call)
+            for name in KERNELS:
+                kernel = find(name)
+                if kernel.unavailable(device) is not None or kernel.refuses(call) is not None:
+                    continue
+                error = kernel.attention(**call.arguments()).double() - expected
+                lines.append(
+                    {
+                        "kernel": name,
+                        "mean of the values": mean,
+                        "keys": length,
+                        "relative L1": float(error.abs().sum() / expected.abs().sum()),
+                        "machine.device": machine.device,
+                        "machine.torch": machine.torch,
+                        "machine.triton": machine.triton,
+                    }
+                )
+                print(f"{mean} {length:6} {name:32} {lines[-1]['relative L1']:.3%}")
+    results.write_lines(lines, COLUMNS, arguments.out)
+
+
+def _call(length: int, mean: int, device: torch.device) -> AttentionCall:
+    generator = torch.Generator(device).manual_seed(length)
+
+    def normal(tokens: int) -> Tensor:
+        shape = (1, HEADS, tokens, HEAD_DIM)
+        return torch.randn(shape, device=device, generator=generator).bfloat16()
+
+    return AttentionCall(normal(QUERIES), normal(length), normal(length) + mean)
+
+
+def _attention(call: AttentionCall) -> Tensor:
+    query, key, value = (each.double() for each in (call.query, call.key, call.value))
+    return (query @ key.mT * HEAD_DIM**-0.5).softmax(-1) @ value
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        main()
