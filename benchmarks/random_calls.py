@@ -46,16 +46,17 @@ CALLS_OF_A_FAMILY = 40
 COLUMNS = ("kernel", "calls", "wrong", "machine.device", "machine.torch", "machine.triton")
 
 PLAIN = ("plain", "causal")
-MASKED = ("padding", "random", "float mask", "mask by head")
+HIDING = ("padding", "random", "mask by head")
+MASKED = (*HIDING, "float mask")
 VARIANTS = ("bottom right", "window", "window both ways", "soft cap", "sinks")
 PACKED = ("packed", "packed, bottom right", "packed, window")
 FORMS: dict[str, tuple[str, ...]] = {
     "triton-fa2": (*PLAIN, *MASKED, *VARIANTS),
     "triton-masked": MASKED,
     "triton-fa3": (*PLAIN, *MASKED, *VARIANTS),
-    "triton-sage": (*PLAIN, *VARIANTS),
-    "triton-fp8": (*PLAIN, *VARIANTS),
-    "triton-sage-fp8": (*PLAIN, *VARIANTS),
+    "triton-sage": (*PLAIN, *HIDING, *VARIANTS, "key lengths", *PACKED),
+    "triton-fp8": (*PLAIN, *HIDING, *VARIANTS, "key lengths", *PACKED),
+    "triton-sage-fp8": (*PLAIN, *HIDING, *VARIANTS, "key lengths", *PACKED),
     "triton-varlen": ("padding", "key lengths", *PACKED),
     "triton-decode": (*PLAIN, *MASKED, *VARIANTS, "key lengths"),
     "triton-decode-int8": (*PLAIN, *MASKED, *VARIANTS, "key lengths"),
