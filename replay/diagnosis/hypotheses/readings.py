@@ -26,6 +26,13 @@ from replay.diagnosis.derived import (
     scores,
     seen,
 )
+from replay.diagnosis.hypotheses.factors import (
+    Factor,
+    fits,
+    unnamed,
+    with_mask_times,
+    with_scale,
+)
 from replay.diagnosis.subject import Cause, Evidence, Subject
 
 LOG2_E = math.log2(math.e)
@@ -37,6 +44,8 @@ class Reading(NamedTuple):
     cause: Cause
     sentence: str
     call: AttentionCall
+    factor: Factor | None = None
+    """Where a number is misread: others beside it must fit the output less well."""
 
 
 def misread(subject: Subject) -> Evidence | None:
@@ -45,6 +54,8 @@ def misread(subject: Subject) -> Evidence | None:
         return nothing_seen
     for reading in readings(subject.call, subject.place):
         if not subject.computed(reading.call):
+            continue
+        if reading.factor is not None and not fits(subject, reading.factor):
             continue
         if reading.cause == "causal-alignment" and _ignores_causal(subject):
             reading = Reading("mask-ignored", IGNORES_CAUSAL, reading.call)
@@ -55,7 +66,7 @@ def misread(subject: Subject) -> Evidence | None:
             **_mask_numbers(subject),
         }
         return Evidence(reading.cause, reading.sentence, numbers)
-    return _multiplied(subject)
+    return _multiplied(subject) or unnamed(subject)
 
 
 IGNORES_CAUSAL = "the output equals attention without the causal mask"
@@ -72,6 +83,7 @@ def readings(call: AttentionCall, place: OutputRows) -> Iterator[Reading]:
     if call.attn_mask is not None:
         for sentence, cause, read in _of_mask(call, place):
             yield Reading(cause, sentence, replace(call, attn_mask=read))
+        yield from _of_mask_times(call, place)
     yield from _scales(call)
     yield from _heads(call)
 
@@ -190,18 +202,6 @@ def _of_mask(call: AttentionCall, place: OutputRows) -> Iterator[tuple[str, Caus
             ("of the additive mask only which keys are above 0 is read", mask > 0),
         ):
             yield sentence, "mask-misread", read
-        scale = call.softmax_scale
-        factors = [
-            ("the additive mask is multiplied by the scale", scale),
-            ("the additive mask is divided by the scale", 1 / scale if scale else 1.0),
-            ("the additive mask is multiplied by ln 2, as a kernel of powers of 2", 1 / LOG2_E),
-            ("the additive mask is multiplied by log2 e", LOG2_E),
-            ("the additive mask is added twice", 2.0),
-            ("the additive mask is subtracted", -1.0),
-        ]
-        for sentence, factor in factors:
-            wide = mask.to(torch.float32)
-            yield sentence, "mask-misread", torch.where(wide == 0, wide, wide * factor)
     for sentence, moved in (*_moved(mask), *_of_others(full, place)):
         yield sentence, "mask-misread", moved
     for block in (256, 128, 64, 32, 16):
@@ -210,6 +210,26 @@ def _of_mask(call: AttentionCall, place: OutputRows) -> Iterator[tuple[str, Caus
             shown = mask.clone()
             shown[:, end:] = True if mask.dtype == torch.bool else 0.0
             yield f"the mask is ignored from key {end:,} on", "mask-ignored", shown
+
+
+def _of_mask_times(call: AttentionCall, place: OutputRows) -> Iterator[Reading]:
+    assert call.attn_mask is not None
+    if call.attn_mask.dtype == torch.bool:
+        return
+    every = torch.arange(call.shape.q_len, device=call.device)
+    of_head = replace(call, attn_mask=mask_of(call, place.batch, place.head, every))
+    scale = call.softmax_scale
+    factors = {
+        "the additive mask is multiplied by the scale": scale,
+        "the additive mask is divided by the scale": 1 / scale if scale else 1.0,
+        "the additive mask is multiplied by ln 2, as a kernel of powers of 2": 1 / LOG2_E,
+        "the additive mask is multiplied by log2 e": LOG2_E,
+        "the additive mask is added twice": 2.0,
+        "the additive mask is subtracted": -1.0,
+    }
+    for sentence, factor in factors.items():
+        times = with_mask_times(of_head, factor)
+        yield Reading("mask-misread", sentence, times, Factor(with_mask_times, factor))
 
 
 def _moved(mask: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -318,8 +338,12 @@ def _scales(call: AttentionCall) -> Iterator[Reading]:
     for sentence, other in found.items():
         if not math.isclose(other, scale, rel_tol=1e-3):
             numbers = f"{other:.4g} where {scale:.4g} is right"
-            changed = replace(call, scale=other)
-            yield Reading("wrong-scale", f"the output is that of {sentence}: {numbers}", changed)
+            yield Reading(
+                "wrong-scale",
+                f"the output is that of {sentence}: {numbers}",
+                with_scale(call, other),
+                Factor(with_scale, other),
+            )
 
 
 def _heads(call: AttentionCall) -> Iterator[Reading]:

@@ -97,6 +97,16 @@ def with_mask(read: Callable[[Tensor], Tensor | None]) -> Callable[..., Tensor]:
     return kernel
 
 
+def scaled_by(factor: float) -> Callable[..., Tensor]:
+    """A kernel that multiplies the scale."""
+
+    def kernel(query: Tensor, *tensors: Tensor, **options: Any) -> Tensor:
+        scale = options.pop("scale", None) or query.shape[-1] ** -0.5
+        return right(query, *tensors, **options, scale=scale * factor)
+
+    return kernel
+
+
 def in_head(attention: Callable[..., Tensor], head: int) -> Callable[..., Tensor]:
     """A kernel that computes one head in a faulty way."""
 

@@ -227,6 +227,48 @@ def test_what_the_evidence_says() -> None:
     assert evidence.numbers["lengths"] == "keys"
 
 
+FACTORS = {
+    1.5: "1.5",
+    1.46: "1.46",
+    1.4: "1.4",
+    0.667: "0.667",
+    3.0: "3",
+    1 / math.log(2): "log2 e",
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
+@pytest.mark.parametrize("factor", FACTORS)
+def test_a_factor_is_named_only_if_it_is_that(factor: float, dtype: torch.dtype) -> None:
+    """log2 e is 1.4427: what is 1 % to 4 % beside it comes as near as some 8-bit kernels do."""
+    evidence = examined(faulty.scaled_by(factor), call(scale=0.35, dtype=dtype)).evidence
+    assert evidence is not None
+    assert evidence.cause == "wrong-scale"
+    said = "times log2 e:" if factor == 1 / math.log(2) else f", {FACTORS[factor]} times it"
+    assert said in evidence.sentence
+    kernel = faulty.with_mask(lambda mask: torch.where(mask == 0, mask, mask * factor))
+    evidence = examined(kernel, call(attn_mask=SLOPED, dtype=dtype)).evidence
+    assert evidence is not None
+    assert evidence.cause == "mask-misread"
+    assert evidence.sentence == f"the additive mask is multiplied by {FACTORS[factor]}"
+
+
+@pytest.mark.parametrize(("given", "factor"), [(0.35, 0.5), (0.5, 2.1)])
+def test_a_scale_is_not_taken_for_one_near_it(given: float, factor: float) -> None:
+    """Of 1/√D = 0.177, and of no scale."""
+    evidence = examined(faulty.scaled_by(factor), call(scale=given)).evidence
+    assert evidence is not None
+    assert evidence.cause == "wrong-scale"
+    assert f"the scale {given * factor:.3g} where {given} is right" in evidence.sentence
+
+
+def test_equal_weights_are_not_taken_for_a_small_scale() -> None:
+    """Any scale below some number gives them, so the output says nothing of it."""
+    evidence = examined(lambda query, key, value, **_: value.mean(2, True).expand_as(query), call())
+    assert evidence.evidence is not None
+    assert evidence.evidence.cause == "unknown"
+
+
 def test_an_8_bit_kernel_that_is_not_registered_as_one() -> None:
     made = call(dtype=BFLOAT16)
     evidence = examined(faulty.float8_values, made).evidence

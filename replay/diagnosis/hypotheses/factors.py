@@ -1,0 +1,147 @@
+"""The number that a kernel has taken for the scale, or multiplied the mask by: the one that fits.
+
+Such numbers lie near to one another (log2 e is 4 % below 1.5), so being near the output of one of
+them proves little: the output must be nearer to it than to that of any number beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from capture.call import AttentionCall
+from replay.accuracy.reference import attention
+from replay.accuracy.sparse import restricted
+from replay.diagnosis.derived import OutputRows, mask_of, part
+from replay.diagnosis.subject import COLLAPSE, Evidence, Subject
+
+SAME = 0.01
+"""How far the best fit may be from the number that it stands for: rounding moves it by less. And
+the relative error up to which an output is that of a number without a name."""
+
+STEP = math.sqrt(2)
+"""Between the numbers that a search begins with; the best of them is refined within a step."""
+
+STEPS = 20
+"""Of these numbers to either side of the first."""
+
+
+class Factor(NamedTuple):
+    """A number that a kernel may have used."""
+
+    applied: Callable[[AttentionCall, float], AttentionCall]
+    """A call, and the number: the call for which that number is right."""
+    value: float
+
+
+def with_scale(call: AttentionCall, scale: float) -> AttentionCall:
+    return replace(call, scale=scale)
+
+
+def with_mask_times(call: AttentionCall, factor: float) -> AttentionCall:
+    """The call with its additive mask multiplied."""
+    assert call.attn_mask is not None
+    wide = call.attn_mask.to(torch.float32)
+    return replace(call, attn_mask=torch.where(wide == 0, wide, wide * factor))
+
+
+def fits(subject: Subject, factor: Factor) -> bool:
+    """Whether no number beside the factor's fits the output better."""
+    distance = _Distance.of(subject, factor.applied)
+    if distance(factor.value) == math.inf:
+        return True  # NaN is compared as such, and no number is nearer to it
+    return math.isclose(_refined(distance, factor.value), factor.value, rel_tol=SAME)
+
+
+def unnamed(subject: Subject) -> Evidence | None:
+    """Whether the output is that of another scale, or of the mask times a number, whichever."""
+    call = subject.call
+    scale = call.softmax_scale
+    value, found = _searched(subject, call, with_scale, scale or call.shape.head_dim**-0.5)
+    if found is not None:
+        times = f", {value / scale:.3g} times it" if scale else ""
+        sentence = f"the output is that of the scale {value:.3g} where {scale:.3g} is right{times}"
+        return Evidence("wrong-scale", sentence, {**found, "scale": value})
+    if call.attn_mask is None or call.attn_mask.dtype == torch.bool:
+        return None
+    batch, head, _ = subject.place
+    every = torch.arange(call.shape.q_len, device=call.device)
+    of_head = replace(call, attn_mask=mask_of(call, batch, head, every))
+    for first in (1.0, -1.0):
+        value, found = _searched(subject, of_head, with_mask_times, first)
+        if found is not None:
+            sentence = f"the additive mask is multiplied by {value:.3g}"
+            return Evidence("mask-misread", sentence, {**found, "factor": value})
+    return None
+
+
+def _searched(
+    subject: Subject,
+    call: AttentionCall,
+    applied: Callable[[AttentionCall, float], AttentionCall],
+    first: float,
+) -> tuple[float, dict[str, float] | None]:
+    """The number that fits best, and the errors, if the output is that of its call."""
+    distance = _Distance.of(subject, applied)
+    near = min((first * STEP**step for step in range(-STEPS, STEPS + 1)), key=distance.__call__)
+    value = _refined(distance, near)
+    beside = min(distance(value / STEP), distance(value * STEP))
+    if distance(value) > beside / COLLAPSE:  # as where scores are saturated: any small scale fits
+        return value, None
+    score = subject.score(subject.output, applied(call, value))
+    if not (score.explains(subject.own) and (score.passes or score.error <= SAME)):
+        return value, None
+    return value, {"error": subject.own.error, "error_of_this_reading": score.error}
+
+
+class _Distance(NamedTuple):
+    """How far the wrong rows, without those that are not finite, are from those of a number."""
+
+    applied: Callable[[AttentionCall, float], AttentionCall]
+    small: AttentionCall
+    """(1, 1, R, D): the rows as a call."""
+    output: Tensor
+    """(R, Dv) in float64."""
+
+    @classmethod
+    def of(
+        cls, subject: Subject, applied: Callable[[AttentionCall, float], AttentionCall]
+    ) -> _Distance:
+        batch, head, rows = subject.place
+        rows = rows[subject.output[batch, head, rows].isfinite().all(dim=1)]
+        call, chosen = subject.call, subject.chosen
+        attended = call if chosen is None else restricted(call, chosen(call))
+        small = part(attended, OutputRows(batch, head, rows))
+        return cls(applied, small, subject.output[batch, head, rows].to(torch.float64))
+
+    def __call__(self, value: float) -> float:
+        """‖output - reference‖; infinite where the reference is not finite, or no row is left."""
+        expected = attention(self.applied(self.small, value))[0, 0]
+        found = float(torch.linalg.vector_norm(self.output - expected.to(self.output)))
+        return found if len(self.output) and math.isfinite(found) else math.inf
+
+
+def _refined(distance: _Distance, near: float) -> float:
+    """The best number within a step of `near`, to a tenth of what counts as the same.
+
+    By golden-section search of the logarithm.
+    """
+    ratio = (math.sqrt(5) - 1) / 2
+    low, high = -math.log(STEP), math.log(STEP)
+    left, right = high - ratio * (high - low), low + ratio * (high - low)
+    of_left, of_right = (distance(near * math.exp(each)) for each in (left, right))
+    while high - low > SAME / 10:
+        if of_left < of_right:
+            high, right, of_right = right, left, of_left
+            left = high - ratio * (high - low)
+            of_left = distance(near * math.exp(left))
+        else:
+            low, left, of_left = left, right, of_right
+            right = low + ratio * (high - low)
+            of_right = distance(near * math.exp(right))
+    return near * math.exp((low + high) / 2)
