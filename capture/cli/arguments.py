@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.metadata
 import math
 import platform
+import re
 import sys
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from attention_replay import __version__
@@ -22,12 +25,47 @@ class OneSentenceParser(argparse.ArgumentParser):
     """Reports invalid arguments in one sentence instead of the full usage, and exits 2.
 
     An empty value is invalid too, as an unset variable of a shell script gives; an option that
-    takes one says `type=str`.
+    takes one says `type=str`. Options of one letter are not run together: argparse takes `-hkv 2`
+    for `-h -k -v 2`, and `-hv 2` for a wish for help.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.register("type", None, not_empty)
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        given = list(sys.argv[1:] if args is None else args)
+        options = given[: given.index("--")] if "--" in given else given
+        for before, each in zip(["", *options], options, strict=False):
+            name = each.partition("=")[0]
+            looks_so = re.match("--?[a-zA-Z]", each) and " " not in each
+            if looks_so and not self._is_option(name) and not self._awaits_value(before):
+                near = difflib.get_close_matches(name, self._meant(), n=2)
+                hint = f": did you mean {' or '.join(near)}?" if near else ""
+                self.error(f"no option {name}{hint}")
+        return super().parse_known_args(given, namespace)
+
+    def _meant(self) -> list[str]:
+        """Options that somebody may have misspelt: not -h, -q and -v."""
+        options = self._option_string_actions.items()
+        return [name for name, action in options if len(name) > 2 or action.nargs != 0]
+
+    def _awaits_value(self, given: str) -> bool:
+        """Whether what follows is its value, or shows that it has none, which argparse says."""
+        action = self._option_string_actions.get(given)
+        return action is not None and action.nargs is None
+
+    def _is_option(self, name: str) -> bool:
+        """Whether it is one, begins one, or is one of a letter with its value, such as -b2."""
+        options = self._option_string_actions
+        if any(option.startswith(name) for option in options):
+            return True
+        action = options.get(name[:2])
+        if action is None or action.nargs == 0:
+            return False
+        return action.type not in (positive, natural) or name[2].isdecimal()
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {printable(message)} (see {self.prog} --help)\n")

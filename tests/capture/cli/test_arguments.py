@@ -67,3 +67,37 @@ def test_a_wrong_value_is_one_sentence(
 
 def test_an_empty_prompt_is_a_prompt() -> None:
     assert _parser().parse_args(["--prompt", ""]).prompt == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (["--random", "-hkv", "2"], "no option -hkv: did you mean -hk?"),
+        (["--random", "-hv", "2"], "no option -hv: did you mean -hq or -hk?"),
+        (["--random", "-hd", "64"], "no option -hd: did you mean -d or -hq?"),
+        (["--random", "-kv=4"], "no option -kv: did you mean -sk or -hk?"),
+        (["--random", "-bs", "4"], "no option -bs: did you mean -b or -sq?"),
+        (["--random", "-dq", "3"], "no option -dq: did you mean -d or -sq?"),
+        (["--random", "-sk5"], "no option -sk5: did you mean -sk or --mask?"),
+        (["--random", "-causal"], "no option -causal: did you mean --causal or --call?"),
+        (["--kernals", "eager"], "no option --kernals: did you mean --kernels or --list-kernels?"),
+        (["--random", "-n", "2"], "no option -n"),
+    ],
+)
+def test_a_misspelt_option_is_one_sentence(
+    given: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither help, nor argparse's words on a value that another option does not take."""
+    with pytest.raises(SystemExit) as stopped:
+        parser().parse_args(given)
+    assert stopped.value.code == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", f"replay: {sentence} (see replay --help)\n")
+
+
+def test_what_else_begins_with_a_dash() -> None:
+    """Values of one-letter options, beginnings of long ones, numbers, and words of a prompt."""
+    found = parser().parse_args(["-b2", "-d=32", "-hq=8", "--kern", "a", "--scale=1e-3", "-q"])
+    assert (found.b, found.d, found.hq, found.kernels, found.quiet) == (2, 32, 8, "a", True)
+    assert _parser().parse_args(["--prompt", "-p is what?"]).prompt == "-p is what?"
+    assert _parser().parse_args(["--prompt=-p"]).prompt == "-p"

@@ -204,7 +204,7 @@ def test_help_answers_without_torch(start_python: Start, tmp_path: Path) -> None
             "must be spread, hard, first, every:N or reservoir (N at least 1), not 'random'",
         ),
         (["--rank", "-1", "--model", "llama"], "must be an integer of at least 0, not -1"),
-        (["--modle", "llama"], "unrecognized arguments: --modle"),
+        (["--modle", "llama"], "no option --modle: did you mean --modules or --model?"),
         (["--show", "a", "--verify", "b"], "--show and --verify are different jobs"),
         (["--model", "llama", "--show", "a"], "--model and --show are different jobs"),
     ],
