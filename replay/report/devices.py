@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from capture.printable import printable
 from replay.comparison.devices import AcrossDevices
 from replay.report.cells import cell
 from replay.report.comparison.markdown import escaped
+from replay.report.fitted import FittedTable
 from replay.report.groups import Group, group_rows, told_apart
 from replay.report.ranking import fastest, rank
 from replay.report.table import print_report
@@ -49,7 +49,7 @@ def print_matrices(merged: AcrossDevices, console: Console) -> None:
     for title, headings, lines in matrices(merged):
         console.print()
         console.print(Text(title, "bold"))
-        table = Table(box=None, pad_edge=False, header_style="cyan", padding=(0, 1, 0, 0))
+        table = FittedTable()
         for heading in headings:
             table.add_column(Text(heading), overflow="fold")
         for line in lines:

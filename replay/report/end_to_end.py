@@ -15,6 +15,7 @@ from replay.end_to_end.check import Checked, Measured
 from replay.end_to_end.predicted_times import RUN, PredictedTime
 from replay.end_to_end.reasons import reasons
 from replay.report.explanation import explanation, most_disappointing
+from replay.report.fitted import FittedTable
 from replay.rows.row import Speedup
 
 TITLES = {
@@ -68,7 +69,7 @@ def print_checks(checks: Sequence[Checked], console: Console) -> None:
 
 
 def _table() -> Table:
-    table = Table(box=None, pad_edge=False, header_style="cyan", padding=(0, 1, 0, 0))
+    table = FittedTable()
     table.add_column("kernel", overflow="fold")
     return table
 

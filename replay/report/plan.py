@@ -7,18 +7,20 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from capture.counted import counted
 from capture.printable import printable
 from replay.plan.choose import Uniform
 from replay.plan.plan import Budget, Choice, Plan
+from replay.report.fitted import FittedTable
 from replay.rows.meaning import floored
 
 NAME_WIDTH = 22
 PLACE_WIDTH = 16
 """Characters available for a module's path in a table of 80 columns."""
+PATH_WIDTH = 8
+"""To which a path is broken before the name of a kernel is."""
 
 
 def print_plan(plan: Plan, uniforms: Sequence[Uniform], console: Console) -> None:
@@ -102,10 +104,11 @@ def _kind(choice: Choice) -> tuple[object, ...]:
     return (choice.phase, choice.kernel, choice.covered, choice.inside)
 
 
-def _table(texts: Sequence[str], numbers: Sequence[str]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="cyan", padding=(0, 1, 0, 0))
+def _table(texts: Sequence[str], numbers: Sequence[str]) -> FittedTable:
+    table = FittedTable()
     for heading in texts:
-        table.add_column(heading, overflow="fold")
+        path = PATH_WIDTH if heading == "layers" else None
+        table.add_column(heading, overflow="fold", min_width=path)
     for heading in numbers:
         table.add_column(heading, justify="right", overflow="fold")
     return table
@@ -169,7 +172,7 @@ def _notes(plan: Plan) -> list[str]:
     return notes
 
 
-def _uniform_table(uniforms: Sequence[Uniform], budget: Budget) -> Table:
+def _uniform_table(uniforms: Sequence[Uniform], budget: Budget) -> FittedTable:
     counts = ("inside", "outside", "overwrites", "falls back", "failed", "not captured")
     names = ("inside", "outside", "overwrites", "falls_back", "failed", "not_captured")
     shown = [
@@ -178,8 +181,8 @@ def _uniform_table(uniforms: Sequence[Uniform], budget: Budget) -> Table:
         if heading in ("inside", "outside") or any(getattr(each, name) for each in uniforms)
     ]
     table = _table(("kernel",), ("saved ms", *(heading for heading, _ in shown)))
-    table.add_column(f"worst {budget.metric}", justify="right")
-    table.add_column("at", overflow="fold")
+    table.add_column(f"worst {budget.metric}", justify="right", overflow="fold")
+    table.add_column("at", overflow="fold", min_width=PATH_WIDTH)
     for each in uniforms:
         table.add_row(
             Text(

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from replay.report.cells import cell, speedup_text
+from replay.report.fitted import FittedTable
 from replay.report.groups import Group, group_rows, joined, place, told_apart
 from replay.report.pooled import worst
 from replay.report.ranking import Fastest, fastest, is_correct, rank
@@ -90,9 +91,8 @@ def _table(
     cells: Sequence[Sequence[str]],
 ) -> Table:
     """Build a table with one line per kernel, without empty columns."""
-    table = Table(box=None, pad_edge=False, header_style="cyan", padding=(0, 1, 0, 0))
-    widest = max(len(str(name)) for name in names)
-    table.add_column("kernel", overflow="fold", min_width=min(20, widest))
+    table = FittedTable()
+    table.add_column("kernel", overflow="fold")
     shown = [at for at in range(len(headings)) if any(line[at] != "-" for line in cells)]
     for at in shown:
         table.add_column(headings[at], justify="right", overflow="fold")

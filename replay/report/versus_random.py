@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from replay.report.fitted import FittedTable
 from replay.report.groups import Group, group_rows
 from replay.rows.row import KernelId, Row
 from replay.timing.statistics import percentile
@@ -70,7 +70,7 @@ def print_versus_random(rows: Sequence[Row], console: Console) -> None:
     console.print(Text("recorded against random inputs", style="bold"))
     for group, kernels in misled(rows):
         console.print(Text(group.title))
-        table = Table(box=None, pad_edge=False, header_style="cyan", padding=(0, 1, 0, 0))
+        table = FittedTable()
         table.add_column("kernel", overflow="fold")
         shown = [name for name in HEADINGS if any(each.recorded[name] for each in kernels)]
         for name in shown:

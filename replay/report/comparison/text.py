@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.table import Table as RichTable
 from rich.text import Text
 
 from replay.report.comparison.sections import Sections, Table
+from replay.report.fitted import FittedTable
 
 LINES = 20
 """Of a table; the machine formats have all."""
@@ -26,8 +26,8 @@ def print_comparison(said: Sections, console: Console) -> None:
             console.print(Text(f"and {len(table.lines) - LINES} more: --html, --json", "dim"))
 
 
-def _table(table: Table) -> RichTable:
-    shown = RichTable(box=None, pad_edge=False, header_style="cyan", padding=(0, 1, 0, 0))
+def _table(table: Table) -> FittedTable:
+    shown = FittedTable()
     for heading in table.headings:
         shown.add_column(Text(heading), overflow="fold")
     for line in table.lines[:LINES]:

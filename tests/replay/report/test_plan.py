@@ -137,6 +137,22 @@ def test_no_line_is_longer_than_the_terminal() -> None:
     assert "…" not in text
 
 
+def test_names_of_kernels_stay_whole_and_no_figure_is_cut() -> None:
+    """Paths of modules are broken instead, in a table with every column that there may be."""
+    module = "transformer.single_transformer_blocks.0.attn.processor"
+    kernels = ["triton-paged-decode-int8", "torch-flash-compiled", "sage1"]
+    uniforms = [
+        Uniform(kernel, 1234.5, 30, 12, 0, 3, 2, module, "denoise", 0.91, "") for kernel in kernels
+    ]
+    text = report([choice(module, kernel, ms=1234.5678) for kernel in kernels], uniforms)
+    rows = [line.split() for line in text.splitlines()]
+    for kernel in kernels:
+        of_layer = next(row for row in rows if row[2:3] == [kernel])
+        assert of_layer[3:] == ["1235", "10", "-6.123e+04", "0.999100"]
+        of_all = next(row for row in rows if row[:1] == [kernel] and row[1] != "at")
+        assert of_all[1:7] == ["1234", "30", "12", "3", "2", "0.910000"]
+
+
 def test_long_paths_are_broken_at_dots() -> None:
     path = "transformer.single_transformer_blocks.0.attn.inner"
     lines = _at_dots(path, 22).split("\n")

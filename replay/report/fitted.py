@@ -1,0 +1,46 @@
+"""A table of any width that breaks text at spaces before it breaks a name or a number.
+
+rich makes the widest columns narrower, whatever is in them, and cuts off what a `min_width` leaves
+no room for.
+"""
+
+from __future__ import annotations
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Column, Table
+
+
+class FittedTable(Table):
+    """Columns get the width of their longest word, then that of their longest line.
+
+    One with `no_wrap` gets that of its longest line at once; one with a `min_width` may be broken
+    down to it anywhere, as modules' paths may. Where even the words leave no room, the longest of
+    them are broken.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(box=None, pad_edge=False, header_style="cyan", padding=(0, 1, 0, 0))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        widths = _widths(self.columns, options.max_width - len(self.columns))
+        for column, width in zip(self.columns, widths, strict=True):
+            column.width = width
+        yield from super().__rich_console__(console, options)
+
+
+def _widths(columns: list[Column], room: int) -> list[int]:
+    """The width of each column without its padding."""
+    texts = [[str(each) for each in (column.header, *column.cells)] for column in columns]
+    whole = [max(cell_len(line) for text in each for line in text.split("\n")) for each in texts]
+    widths = [
+        max(cell_len(word) for text in each for word in text.split() or [""]) for each in texts
+    ]
+    for at, column in enumerate(columns):
+        widths[at] = whole[at] if column.no_wrap else min(widths[at], column.min_width or room)
+    foldable = [at for at, column in enumerate(columns) if not column.no_wrap]
+    while sum(widths) > room and any(widths[at] > 1 for at in foldable):
+        widths[max(foldable, key=lambda at: widths[at])] -= 1
+    for at, wanted in enumerate(whole):
+        widths[at] += max(0, min(wanted - widths[at], room - sum(widths)))
+    return widths
