@@ -44,7 +44,11 @@ VARIANT_TENSORS = {
 
 @dataclass(frozen=True)
 class Variant:
-    """The plain options of a call beyond SDPA's arguments; the default asks for nothing."""
+    """The plain options of a call beyond SDPA's arguments; the default asks for nothing.
+
+    Raises:
+        ValueError: `softcap` is not positive: no kernel could divide by it.
+    """
 
     bottom_right: bool = False
     window: Window = (None, None)
@@ -52,6 +56,13 @@ class Variant:
     max_seqlen_q: int | None = None
     """The longest sequence of a packed call, as its caller stated it."""
     max_seqlen_k: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.softcap is not None and not 0 < self.softcap < 1e30:
+            raise ValueError(
+                f"soft cap {self.softcap:g}: must be a positive number, or None for no cap, which "
+                "in FlashAttention is 0"
+            )
 
     def arguments(self) -> dict[str, Any]:
         """The options that are set, by name."""
@@ -88,7 +99,7 @@ class Variant:
             raise ValueError("window and lengths are whole numbers or null")
         if any(each is not None and not 0 <= each < 2**48 for each in (*window, *lengths)):
             raise ValueError("a window or length is out of range")
-        if softcap is not None and not (type(softcap) in (int, float) and 0 < softcap < 1e30):
+        if type(softcap) not in (int, float, type(None)):
             raise ValueError("a soft cap is a positive number")
         if type(data.get("bottom_right", False)) is not bool:
             raise ValueError("bottom_right is true or false")

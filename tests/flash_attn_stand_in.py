@@ -19,7 +19,7 @@ def attend(
     q, k, v = (each.transpose(0, 1).float() for each in (q, k, v))
     k, v = (each.repeat_interleave(q.shape[0] // k.shape[0], 0) for each in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if softcap:
+    if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
     q_len, kv_len = scores.shape[-2:]
     offset = torch.arange(kv_len) - torch.arange(q_len)[:, None] - (kv_len - q_len)

@@ -180,7 +180,7 @@ def _arguments(
     is_causal = bool(named.get("is_causal", False))
     if kernel == "torch-varlen" and (left, right) == (None, 0):
         is_causal, right = True, None
-    scale = named.get("scale")
+    scale, softcap = named.get("scale"), float(named.get("softcap") or 0.0)
     if isinstance(used, int):
         sequences = query if table is None else table
         used = query.new_full((sequences.shape[0],), used, dtype=torch.int32)
@@ -200,7 +200,7 @@ def _arguments(
         variant=Variant(
             bottom_right=is_causal or (left, right) != (None, None),
             window=(left, right),
-            softcap=float(named["softcap"]) if named.get("softcap") else None,
+            softcap=softcap if softcap > 0 else None,
             max_seqlen_q=_whole(named.get("max_seqlen_q")) if is_packed else None,
             max_seqlen_k=_whole(named.get("max_seqlen_k")) if is_packed else None,
         ),

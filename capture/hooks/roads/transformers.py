@@ -168,7 +168,7 @@ def _flash(name: str) -> Translate:
             variant=Variant(
                 bottom_right=causal or window != (None, None),
                 window=window,
-                softcap=softcap,
+                softcap=softcap or None,
                 max_seqlen_q=packed.max_seqlen_q,
                 max_seqlen_k=packed.max_seqlen_k,
             ),

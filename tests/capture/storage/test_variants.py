@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -31,6 +32,20 @@ def test_a_call_comes_back(call: AttentionCall, tmp_path: Path) -> None:
         assert torch.equal(found.tensors()[name].view(tensor.shape), tensor), name
 
 
+def nonsense(**options: Any) -> Variant:
+    """One that only a file can hold."""
+    made = Variant()
+    vars(made).update(options)
+    return made
+
+
+@pytest.mark.parametrize("softcap", [0, 0.0, -30.0, math.nan, math.inf])
+def test_a_soft_cap_is_positive_or_none(softcap: float) -> None:
+    """FlashAttention's 0, no cap, would be divided by."""
+    with pytest.raises(ValueError, match=r"^soft cap \S+: must be .* None for no cap, which in Fl"):
+        Variant(softcap=softcap)
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -43,7 +58,9 @@ def test_a_call_comes_back(call: AttentionCall, tmp_path: Path) -> None:
         {"seqused_k": torch.tensor([-1])},
         {"seqused_k": torch.tensor([1, 1])},
         {"seqused_k": normal(1)},
-        {"variant": Variant(softcap=0.0)},
+        {"variant": nonsense(softcap=0.0)},
+        {"variant": nonsense(softcap=-1.0)},
+        {"variant": nonsense(softcap="1")},
         {"variant": Variant(window=(-1, None))},
     ],
     ids=str,

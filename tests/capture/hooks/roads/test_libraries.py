@@ -72,6 +72,8 @@ def recorded(layer: Layer, out: Path, *tensors: Tensor) -> AttentionCall:
         {"causal": True},
         {"window_size": (2, 1), "softmax_scale": 0.3},
         {"causal": True, "window_size": (3, -1), "softcap": 2.0, "deterministic": True},
+        {"softcap": 0.0},
+        {"softcap": -1.0},
     ],
     ids=str,
 )
@@ -84,6 +86,7 @@ def test_a_function_held_in_a_dictionary_is_recorded(
     assert call.shape == (2, 4, 2, 5, 9, 8, 8)
     assert call.query.stride() == tensors[0].transpose(1, 2).stride()
     assert (call.origin.road, call.origin.backend) == ("flash_attn.flash_attn_func", "fa2")
+    assert ("softcap" in call.features) == (options.get("softcap", 0) > 0)
     assert call.output is not None
     assert torch.allclose(attention(call), call.output.double(), atol=1e-5)
 

@@ -133,7 +133,7 @@ def flash_stand_in(
     group = query.shape[1] // key.shape[1]
     key, value = (each.repeat_interleave(group, 1) for each in (key, value))
     scores = query @ key.mT * scaling
-    if softcap is not None:
+    if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     q_len, kv_len = scores.shape[-2:]
     distance = torch.arange(q_len)[:, None] + kv_len - q_len - torch.arange(kv_len)
@@ -171,6 +171,14 @@ def test_flash_attention_2_with_a_window(kind: str, tmp_path: Path) -> None:
         assert call.attn_mask is None
     assert {call.origin.backend for call in calls} == {"fa2"}
     assert all(("softcap" in call.features) == (kind == "Gemma2") for call in calls)
+
+
+@pytest.mark.usefixtures("_flash")
+def test_a_soft_cap_of_0_is_none(tmp_path: Path) -> None:
+    """As flash-attn takes it; divided by, it would be recorded as what no kernel can run."""
+    model = with_flash(language_model("Gemma2", "eager", attn_logit_softcapping=0.0))
+    calls, _ = recorded(model, lambda: model(TOKENS).logits, tmp_path / "calls")
+    assert {call.variant.softcap for call in calls} == {None}
 
 
 @pytest.mark.usefixtures("_flash")
