@@ -28,6 +28,13 @@ from replay.timing.timer import TIMERS
 NO_ENERGY = "no energy: "
 """How the flag of a row begins whose energy was asked for and could not be measured."""
 
+MOST_OF_ROOF = 1.05
+"""The largest share of the roof that noise explains."""
+ABOVE_ROOF = (
+    "no share of the roof: it is above what was measured (computing in fewer bits, out of a cache, "
+    "or on a machine that was busy while the roof was measured)"
+)
+
 
 @dataclass(frozen=True)
 class Checked:
@@ -138,6 +145,9 @@ def make_row(
     block = timed.block if is_timed else None
     tflops = None if time_ms is None else flops.tflops(call, time_ms.p50)
     intensity = flops.arithmetic_intensity(call)
+    share = None if roof is None or tflops is None else tflops / roof.at(intensity)
+    is_above = share is not None and share > MOST_OF_ROOF
+    above = (ABOVE_ROOF,) * is_above
     return Row(
         kernel=checked.kernel.name,
         call=facts,
@@ -148,7 +158,15 @@ def make_row(
         restated_as=checked.restated_as,
         flags=tuple(
             dict.fromkeys(
-                (*unsteady, *checked.flags, *confirmed.flags, *no_core, *no_energy, *over_time)
+                (
+                    *unsteady,
+                    *checked.flags,
+                    *confirmed.flags,
+                    *no_core,
+                    *no_energy,
+                    *over_time,
+                    *above,
+                )
             )
         ),
         changed_inputs=tuple(dict.fromkeys(checked.changed_inputs + timed.changed_inputs)),
@@ -159,7 +177,7 @@ def make_row(
         gb_per_s=None if time_ms is None else flops.gb_per_s(call, time_ms.p50),
         flop_per_byte=intensity,
         roof=roof,
-        roof_share=None if roof is None or tflops is None else tflops / roof.at(intensity),
+        roof_share=None if is_above else share,
         peak_bytes=checked.peak_bytes,
         first_call_ms=None if checked.is_interpreted else checked.first_call_ms,
         host_ms=None if samples is None else samples.host_ms,

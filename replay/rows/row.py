@@ -313,7 +313,8 @@ class Row:
     roof_share: Annotated[
         float | None,
         Meaning(
-            "TFLOPS / the lower of the measured peak and FLOP/B · the measured bandwidth",
+            "TFLOPS / the lower of the measured peak and FLOP/B · the measured bandwidth; empty "
+            "where that is above 105 %",
             columns=(Column("work", "roofline", "of roof", digits(".0%")),),
         ),
     ] = None

@@ -17,8 +17,8 @@ from capture.storage.call_file import PackedCall
 from replay.bench.runner import replay
 from replay.bench.settings import Settings, WorkerOptions
 from replay.kernels.registry import Kernel, catalogue, find
-from replay.rows.row import Mask, Row
-from replay.timing.flops import gb_per_s
+from replay.rows.row import Mask, Roof, Row
+from replay.timing.flops import gb_per_s, tflops
 from replay.timing.rounds import Samples, measure
 from replay.workloads.recorded import Workload, from_directory
 from tests.factories import settings
@@ -48,6 +48,32 @@ def test_how_samples_were_taken_is_in_the_row(
     assert (row.cache, row.calls_before, row.timer) == ("warm", 2, "perf_counter")
     assert row.layer_host_ms is not None
     assert row.layer_host_ms.p50 == 0.7
+
+
+@pytest.mark.parametrize(("share", "is_told"), [(0.5, True), (1.04, True), (1.06, False)])
+def test_a_share_above_the_roof_is_withheld(
+    make_call: MakeCall,
+    workload: MakeWorkload,
+    kernels: Register,
+    quick: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+    share: float,
+    is_told: bool,
+) -> None:
+    """As when others were at work on the CPU while the roof was measured."""
+
+    def of_a_second(names: Any, *arguments: Any, **options: Any) -> dict[str, Samples]:
+        found = measure(names, *arguments, **options)
+        return {name: replace(each, ms=(1000.0,) * len(each.ms)) for name, each in found.items()}
+
+    call = make_call()
+    roof = Roof(tflops(call, 1000.0) / share, 1e9)
+    monkeypatch.setattr("replay.bench.runner.measure", of_a_second)
+    monkeypatch.setattr("replay.bench.runner.measure_roof", lambda *_: roof)
+    row = rows_of(call, workload, replace(quick, roofline=True), kernels("right", sdpa))["right"]
+    assert row.roof == roof
+    assert row.roof_share == (pytest.approx(share) if is_told else None)
+    assert any(flag.startswith("no share of the roof: ") for flag in row.flags) != is_told
 
 
 def test_a_kernel_that_fails_while_timed(
