@@ -54,7 +54,11 @@ class Variant:
     window: Window = (None, None)
     softcap: float | None = None
     max_seqlen_q: int | None = None
-    """The longest sequence of a packed call, as its caller stated it."""
+    """The longest sequence of a packed call, as its caller stated it, or more.
+
+    Kernels answer no more queries of a sequence: the outputs of others are what their memory held.
+    Recordings are checked; calls are not, which would wait for the GPU.
+    """
     max_seqlen_k: int | None = None
 
     def __post_init__(self) -> None:

@@ -238,6 +238,11 @@ def _sequences_fault(call: AttentionCall) -> str:
             continue
         if starts[0] != 0 or starts[-1] != total or bool((starts.diff() < 0).any()):
             return f"{name} does not rise from 0 to {total}"
+    stated = call.variant.max_seqlen_q
+    if stated is not None and call.cu_seqlens_q is not None:
+        longest = int(call.cu_seqlens_q.diff().max())
+        if stated < longest:  # kernels write no more rows of a sequence, whatever they then return
+            return f"max_seqlen_q is {stated}, and its longest sequence has {longest} queries"
     used = call.seqused_k
     if used is not None:
         given = call.shape.kv_len if call.cu_seqlens_k is None else call.cu_seqlens_k.diff()

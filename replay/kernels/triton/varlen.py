@@ -154,7 +154,8 @@ def packed(
         query_THD, key_THD, value_THD: (Tq, Hq, D), (Tk, Hkv, D) and (Tk, Hkv, Dv).
         q_offsets, k_offsets: (B + 1,) int32, where each element begins and, last, where all end;
             FlashAttention calls them `cu_seqlens`. Not checked, since that would wait for the GPU.
-        longest_query: the most queries an element has, or more.
+        longest_query: the most queries an element has, or more. Not checked either: with less, rows
+            beyond it are not written, and hold what their memory held.
         is_causal: aligned top left of each element, unless `variant` says bottom right, as
             FlashAttention aligns it.
         scale, sinks, variant: as for `prefill`.

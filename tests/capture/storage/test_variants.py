@@ -72,6 +72,19 @@ def test_nonsense_is_refused(fields: dict[str, Any], tmp_path: Path) -> None:
         FileEntry.read(tmp_path / "call.safetensors").load()
 
 
+@pytest.mark.parametrize("stated", [None, 0, 5, 6, 9])
+def test_the_longest_sequence_is_not_longer_than_stated(stated: int | None, tmp_path: Path) -> None:
+    """Of 3 and 6 queries: kernels would leave the last rows unwritten, and be found wrong."""
+    starts = {"cu_seqlens_q": torch.tensor([0, 3, 9]), "cu_seqlens_k": torch.tensor([0, 4, 13])}
+    path = write(random_call(**starts, variant=Variant(max_seqlen_q=stated)), tmp_path)
+    if stated is None or stated >= 6:
+        assert FileEntry.read(path).load().variant.max_seqlen_q == stated
+        return
+    reason = f"max_seqlen_q is {stated}, and its longest sequence has 6 queries"
+    with pytest.raises(DatasetError, match=reason):
+        FileEntry.read(path).load()
+
+
 def write(call: AttentionCall, directory: Path) -> Path:
     path = directory / "call.safetensors"
     PackedCall.of(call).write(path)
