@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("diffusers", reason="two of the models need diffusers")
     out = tmp_path_factory.mktemp("captured")
     for model in ("cogvideo", "flux", "llama"):
         arguments = ["--model", model, "--size", "tiny", "--max", "2", "--out", str(out)]
