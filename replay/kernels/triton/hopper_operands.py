@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-Sizes = tuple[int, ...]
+from replay.kernels.triton.shapes import Sizes
 
 
 def are_loadable(*tensors: Tensor) -> bool:

@@ -232,8 +232,8 @@ def visits_of(batch, head, tile, bounds, KEYS: gl.constexpr):
 @gluon.jit
 def visited_key(i, visits, bounds, KEYS: gl.constexpr):
     """The first key of block number i: those that need the mask come first. Where nothing is seen
-    there is one all the same, behind the last key. It is a multiple of KEYS like the others: TMA
-    takes a mask's bytes, or transposed values, from multiples of 16 bytes only."""
+    there is one all the same, behind the last key. It is a multiple of KEYS like the others: from
+    byte 130 of a mask's rows, TMA was an illegal instruction (H200)."""
     plain, masked, plain_count, masked_count = visits
     pointer = masked + i
     if i >= masked_count:

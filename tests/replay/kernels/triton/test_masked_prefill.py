@@ -97,6 +97,18 @@ def test_what_is_hidden_in_whole_blocks_is_not_read(form: Callable[[Tensor], Ten
     torch.testing.assert_close(output, expected, rtol=0, atol=0)
 
 
+def test_a_nan_in_a_mask_reaches_its_row_alone() -> None:
+    mask = additive(band(150, 300, 40)).half()
+    mask[70, 75] = math.nan
+    call = call_of(mask)
+    output = find("triton-masked").attention(**call.arguments())
+    assert output[:, :, 70].isnan().all()
+    mask[70, 75] = 0.0
+    expected = find("triton-masked").attention(**call.arguments())
+    others = [row for row in range(150) if row != 70]
+    torch.testing.assert_close(output[:, :, others], expected[:, :, others], rtol=0, atol=0)
+
+
 def test_rows_that_see_nothing_read_nothing() -> None:
     """As those of padding before the others: what stands there, be it NaN, reaches nothing."""
     counts = torch.arange(256, device=DEVICE) >= 128
