@@ -154,6 +154,41 @@ BEYOND: dict[str, dict[str, Any]] = {
 LONG_AND_SHORT = ((2, 8, 2, 700, 1000), (1, 8, 2, 1000, 300), (2, 8, 2, 1000, 3000))
 
 
+def stairs(head_dim: int, step: float, dtype: torch.dtype) -> AttentionCall:
+    """Scores of a third of the queries rise by `step` from each 128 keys to the next, those of
+    another third fall."""
+    call = call_of((1, 2, 1, 300, 3000), head_dim, is_causal=False, dtype=dtype)
+    call.query[..., 0] = torch.arange(300, device=DEVICE) % 3 - 1
+    call.key[..., 0] = torch.arange(3000, device=DEVICE) // 128 * step * head_dim**0.5
+    return call
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("step", [3.0, 9.0, 30.0, 150.0])
+@pytest.mark.parametrize("head_dim", [64, 128, 96, 256])
+def test_scores_that_rise_and_fall(head_dim: int, step: float, dtype: torch.dtype) -> None:
+    """Weights relative to what was the largest score would overflow."""
+    call = stairs(head_dim, step, dtype)
+    check(call)
+    check(replace(call, query=call.query[:, :, :100], is_causal=True, variant=BOTTOM_RIGHT))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_row_gets_the_bits_that_it_gets_beside_others(head_dim: int) -> None:
+    """A warp moves the reference of those rows only whose weights get too large."""
+    call = call_of((1, 2, 1, 300, 3000), head_dim, is_causal=False)
+    moving = torch.arange(300, device=DEVICE) % 3 == 0
+    rising = torch.linspace(0, 60, 3000, device=DEVICE)[:, None].to(torch.bfloat16)
+    key = torch.cat([call.key[..., :-1], rising.expand(1, 1, -1, -1)], dim=3)
+    query = call.query.clone()
+    query[..., -1] = 0
+    expected = KERNEL.attention(query, key, call.value, enable_gqa=True)
+    query[:, :, moving, -1] = 8
+    output = KERNEL.attention(query, key, call.value, enable_gqa=True)
+    assert torch.equal(output[:, :, ~moving], expected[:, :, ~moving])
+    assert not torch.equal(output[:, :, moving], expected[:, :, moving])
+
+
 @pytest.mark.parametrize("form", BEYOND)
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (96, 96), (192, 128), (256, 256)])
 def test_beyond_sdpa(head_dims: tuple[int, int], form: str) -> None:

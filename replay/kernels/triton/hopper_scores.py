@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
@@ -47,6 +48,45 @@ def own_sums(weights):
     """
     N: gl.constexpr = weights.shape[1]
     return gl.sum(gl.sum(weights.reshape((ROWS, N // 8, 4, 2)), 3), 1)
+
+
+@gluon.jit
+def own(each, OWN: gl.constexpr):
+    """(ROWS,), which a row's four threads have, as (ROWS, 4) in the layout OWN of `own_sums`."""
+    each = gl.convert_layout(each, gl.SliceLayout(1, OWN), assert_trivial=True)[:, None]
+    each, _ = gl.broadcast(each, gl.zeros([ROWS, 4], gl.float32, OWN))
+    return each
+
+
+@gluon.jit
+def for_all_of_own(each, like, WIDTH: gl.constexpr):
+    """Each thread's own (ROWS, 4) for all that it has of a row of `like` (ROWS, N), of which WIDTH
+    are neighbours."""
+    LAYOUT: gl.constexpr = like.type.layout
+    COUNT: gl.constexpr = like.shape[1] // (4 * WIDTH)
+    PARTS: gl.constexpr = like.reshape((ROWS, COUNT, 4, WIDTH)).type.layout
+    THREADS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, PARTS))
+    each = gl.convert_layout(each, THREADS, assert_trivial=True)[:, None, :, None]
+    each, _ = gl.broadcast(each, gl.zeros([ROWS, COUNT, 4, WIDTH], gl.float32, PARTS))
+    return gl.convert_layout(each.reshape(like.shape), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def first_of_own(each, WIDTH: gl.constexpr, OWN: gl.constexpr):
+    """(ROWS, 4) in the layout OWN of `own_sums`: the first that each thread has of a row of `each`
+    (ROWS, N), of which WIDTH are neighbours."""
+    COUNT: gl.constexpr = each.shape[1] // (4 * WIDTH)
+    parts = each.reshape((ROWS, COUNT, 4, WIDTH)).permute((0, 2, 1, 3))
+    parts = parts.reshape((ROWS, 4, COUNT * WIDTH))
+    for _ in gl.static_range(_log2(COUNT * WIDTH)):
+        first, _rest = gl.split(parts.reshape((ROWS, 4, parts.shape[2] // 2, 2)))
+        parts = first
+    return gl.convert_layout(parts.reshape((ROWS, 4)), OWN, assert_trivial=True)
+
+
+@constexpr_function
+def _log2(number):
+    return number.bit_length() - 1
 
 
 @gluon.jit

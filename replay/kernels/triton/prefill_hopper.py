@@ -300,7 +300,7 @@ def _planned(
     blocks = -(-q_len // (ROWS.value * plan.consumers // plan.heads))
     bundles = batch * q_heads // plan.heads
     tiles = blocks * bundles
-    is_by_length = right is not None and left is None
+    is_by_length = right is not None
     head_bytes = seen * (head_dim + v_head_dim) * dtype.itemsize
     launch = Launch(
         prefill_kernel,
@@ -332,7 +332,6 @@ def _planned(
             "KEYS": plan.keys,
             "STAGES": plan.stages,
             "REGISTERS": plan.registers,
-            "OUTPUT_ON_QUERY": room.output_on_query,
             "MASK_STAGES": room.mask_stages,
             "ADDS_MASK": mask is not None and not hides,
             "BY_LENGTH": is_by_length,
@@ -346,7 +345,7 @@ def _planned(
         tiles_of(*query, ROWS.value, dims.main),
         tiles_of(*key, plan.keys, dims.main),
         tiles_of(*value, plan.keys, dims.value),
-        tiles_of(*output, ROWS.value, dims.value),
+        tiles_of(*output, ROWS.value, room.output_columns),
         tiles_of(*query, ROWS.value, dims.rest) if dims.rest else None,
         tiles_of(*key, plan.keys, dims.rest) if dims.rest else None,
         mask and _descriptor(*mask[:2], ROWS.value, plan.keys // (1 + hides), dtype=mask[2]),

@@ -48,6 +48,7 @@ from replay.kernels.triton.hopper_pipeline import (
     wait_for,
     wait_for_turn,
 )
+from replay.kernels.triton.hopper_rescale import rescale
 from replay.kernels.triton.hopper_scores import (
     ROWS,
     add_scores,
@@ -68,7 +69,7 @@ from replay.kernels.triton.hopper_spans import (
 )
 from replay.kernels.triton.online_softmax import LN_2, LOG2_E
 from replay.kernels.triton.persistent import Work, tile_of, turns_of
-from replay.kernels.triton.prefill_hopper_softmax import Extras, pack, unpack, weigh
+from replay.kernels.triton.prefill_hopper_softmax import Extras, unpack, weigh, weigh_whole
 
 
 class Rings(NamedTuple):
@@ -141,7 +142,6 @@ def prefill_kernel(
     MASK_STAGES: gl.constexpr,
     ADDS_MASK: gl.constexpr,
     REGISTERS: gl.constexpr,
-    OUTPUT_ON_QUERY: gl.constexpr,
     BY_LENGTH: gl.constexpr,
     V_HEAD_DIM: gl.constexpr,
 ):
@@ -152,8 +152,8 @@ def prefill_kernel(
     `Bounds`), `left`, `right` and `cap`. The mask's `mask_batch` and `mask_head` are 1, or 0 where
     all share its only one. Of a packed call, which has one batch element in memory, `q_len` is the
     longest sequence's, `rows` are all queries, and `output` is stored through pointers, since a
-    tile may end amid another sequence's rows. OUTPUT_ON_QUERY: the output takes the query's place
-    in shared memory. BY_LENGTH: tiles differ in length, and are worked on from the longest.
+    tile may end amid another sequence's rows. BY_LENGTH: tiles differ in length, and are worked on
+    from the longest.
     """
     dtype: gl.constexpr = q_desc.dtype
     query_shape: gl.constexpr = [CONSUMERS] + q_desc.block_type.shape  # noqa: RUF005 (none in Gluon)
@@ -163,9 +163,7 @@ def prefill_kernel(
     q_buffers = gl.allocate_shared_memory(dtype, query_shape, q_desc.layout)
     k_buffers = gl.allocate_shared_memory(dtype, key_shape, k_desc.layout)
     v_buffers = gl.allocate_shared_memory(dtype, value_shape, v_desc.layout)
-    o_buffers = q_buffers
-    if not OUTPUT_ON_QUERY:
-        o_buffers = gl.allocate_shared_memory(dtype, output_shape, o_desc.layout)
+    o_buffers = gl.allocate_shared_memory(dtype, output_shape, o_desc.layout)
     q_rest = None
     k_rest = None
     if q_rest_desc is not None:
@@ -206,8 +204,8 @@ def prefill_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_attend, (attend, 0, HEADS, BY_LENGTH, OUTPUT_ON_QUERY, V_HEAD_DIM)),
-                (_attend, (attend, 1, HEADS, BY_LENGTH, OUTPUT_ON_QUERY, V_HEAD_DIM)),
+                (_attend, (attend, 0, HEADS, BY_LENGTH, V_HEAD_DIM)),
+                (_attend, (attend, 1, HEADS, BY_LENGTH, V_HEAD_DIM)),
                 (_load, (load, HEADS, BY_LENGTH)),
             ],
             [4, 1],
@@ -216,9 +214,9 @@ def prefill_kernel(
     elif CONSUMERS == 3:
         gl.warp_specialize(
             [
-                (_attend, (attend, 0, HEADS, BY_LENGTH, OUTPUT_ON_QUERY, V_HEAD_DIM)),
-                (_attend, (attend, 1, HEADS, BY_LENGTH, OUTPUT_ON_QUERY, V_HEAD_DIM)),
-                (_attend, (attend, 2, HEADS, BY_LENGTH, OUTPUT_ON_QUERY, V_HEAD_DIM)),
+                (_attend, (attend, 0, HEADS, BY_LENGTH, V_HEAD_DIM)),
+                (_attend, (attend, 1, HEADS, BY_LENGTH, V_HEAD_DIM)),
+                (_attend, (attend, 2, HEADS, BY_LENGTH, V_HEAD_DIM)),
                 (_load, (load, HEADS, BY_LENGTH)),
             ],
             [4, 4, 1],
@@ -227,10 +225,10 @@ def prefill_kernel(
     else:
         gl.warp_specialize(
             [
-                (_attend, (attend, 0, HEADS, BY_LENGTH, OUTPUT_ON_QUERY, V_HEAD_DIM)),
-                (_attend, (attend, 1, HEADS, BY_LENGTH, OUTPUT_ON_QUERY, V_HEAD_DIM)),
-                (_attend, (attend, 2, HEADS, BY_LENGTH, OUTPUT_ON_QUERY, V_HEAD_DIM)),
-                (_attend, (attend, 3, HEADS, BY_LENGTH, OUTPUT_ON_QUERY, V_HEAD_DIM)),
+                (_attend, (attend, 0, HEADS, BY_LENGTH, V_HEAD_DIM)),
+                (_attend, (attend, 1, HEADS, BY_LENGTH, V_HEAD_DIM)),
+                (_attend, (attend, 2, HEADS, BY_LENGTH, V_HEAD_DIM)),
+                (_attend, (attend, 3, HEADS, BY_LENGTH, V_HEAD_DIM)),
                 (_load, (load, HEADS, BY_LENGTH)),
             ],
             [4, 4, 4, 1],
@@ -303,7 +301,6 @@ def _attend(
     WHO: gl.constexpr,
     HEADS: gl.constexpr,
     BY_LENGTH: gl.constexpr,
-    OUTPUT_ON_QUERY: gl.constexpr,
     V_HEAD_DIM: gl.constexpr,
 ):
     """Consumer number WHO: 64 queries of every tile."""
@@ -325,7 +322,7 @@ def _attend(
                 visits = visits_of(batch, q_head, block, bounds, KEYS)
             count, masks = _attend_tile(
                 rings, outputs, place, span, bounds, visits, extras, block * QUERIES,
-                count, masks, done, WHO, HEADS, OUTPUT_ON_QUERY, V_HEAD_DIM,
+                count, masks, done, WHO, HEADS, V_HEAD_DIM,
             )  # fmt: skip
             done += 1
     tma.store_wait(0)
@@ -346,7 +343,6 @@ def _attend_tile(
     done,
     WHO: gl.constexpr,
     HEADS: gl.constexpr,
-    OUTPUT_ON_QUERY: gl.constexpr,
     V_HEAD_DIM: gl.constexpr,
 ):
     """A consumer's queries of one tile. Returns how many blocks of keys there have been, and how
@@ -377,8 +373,9 @@ def _attend_tile(
     pass_turn(WHO, CONSUMERS)
     scores = warpgroup_mma_wait(0, deps=[scores])
     release_shared(rings.key, stage, KEY, CONSUMERS)
-    nothing = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, scores.type.layout))
-    weights, largest, _ = weigh(
+    OWN: gl.constexpr = own_sums(scores).type.layout
+    nothing = gl.full([ROWS, 4], float("-inf"), gl.float32, OWN)
+    packed, sums, reference, _ = weigh(
         scores, nothing, rings, masks, first, key, span, bounds, extras, WHO, True
     )
     if bounds.k_lengths is not None or bounds.q_offsets is not None:
@@ -388,7 +385,7 @@ def _attend_tile(
             wait_for(rings.value, stage, count // STAGES)
             clear(matrix(rings.value.buffers.index(stage)), left_over)
     output = gl.zeros([ROWS, DV], gl.float32, OUTPUT)
-    state = (pack(weights, dtype), output, largest, own_sums(weights))
+    state = (packed, output, reference, sums)
     count += 1
     masks += 1
     if bounds.visits is not None:
@@ -420,11 +417,10 @@ def _attend_tile(
                 )
                 count += 1
                 masks += 1
-    if not OUTPUT_ON_QUERY:
-        release(rings.query, WHO)
+    release(rings.query, WHO)
 
     # PV of the block visited last, and the output.
-    packed, output, largest, sums = state
+    packed, output, reference, sums = state
     total = gl.sum(sums, 1)
     stage = (count - 1) % STAGES
     wait_for(rings.value, stage, (count - 1) // STAGES)
@@ -432,18 +428,16 @@ def _attend_tile(
     output = warpgroup_mma(unpack(packed, output, dtype), values, output, is_async=True)
     output = warpgroup_mma_wait(0, deps=[output])
     release_shared(rings.value, stage, VALUE, CONSUMERS)
-    largest = gl.convert_layout(largest, total.type.layout)
+    reference = gl.max(reference, 1)
     if rings.bias is not None:
-        largest *= LOG2_E
-    rescale = 1.0
+        reference *= LOG2_E
+    shrink = 1.0
     if extras.sinks is not None:
         sink = gl.load(extras.sinks + q_head).to(gl.float32) * LOG2_E
-        rescale, largest, total = add_sink(sink, largest, total, 0.0)
-    share = gl.where(total == 0.0, 0.0, rescale / total)  # a query may see nothing
+        shrink, reference, total = add_sink(sink, reference, total, 0.0)
+    share = gl.where(total == 0.0, 0.0, shrink / total)  # a query may see nothing
     output *= gl.convert_layout(share, gl.SliceLayout(1, OUTPUT))[:, None]
-    _store(output, largest, total, outputs, place, span, first, WHO, OUTPUT_ON_QUERY, V_HEAD_DIM)
-    if OUTPUT_ON_QUERY:
-        release(rings.query, WHO)
+    _store(output, reference, total, outputs, place, span, first, WHO, V_HEAD_DIM)
     return count, masks
 
 
@@ -462,7 +456,7 @@ def _step(
     IS_MASKED: gl.constexpr,
 ):
     """The scores and softmax of block number `count`, and PV of the block before it."""
-    packed, output, largest, total = state
+    packed, output, reference, total = state
     dtype: gl.constexpr = rings.value.buffers.dtype
     CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
     STAGES: gl.constexpr = rings.key.buffers.shape[0]
@@ -476,31 +470,46 @@ def _step(
     values = matrix(rings.value.buffers.index(before))
     output = warpgroup_mma(probabilities, values, output, is_async=True)
     pass_turn(WHO, CONSUMERS)
-    scores = warpgroup_mma_wait(1, deps=[scores])
+    # What PV reads has its registers until it is done. Where a consumer has few, it waits for that.
+    WAITS: gl.constexpr = CONSUMERS > 2
+    if WAITS:
+        scores, output, packed = warpgroup_mma_wait(0, deps=[scores, output, packed])
+        release_shared(rings.value, before, VALUE, CONSUMERS)
+    else:
+        scores = warpgroup_mma_wait(1, deps=[scores])
     release_shared(rings.key, stage, KEY, CONSUMERS)
-    weights, largest, factor = weigh(
-        scores, largest, rings, masks, first_query, first_key, span, bounds, extras, WHO, IS_MASKED
+    # Of wider values the output alone takes half of the registers.
+    FITS: gl.constexpr = values.shape[1] <= 128
+    IS_WHOLE: gl.constexpr = (
+        FITS
+        and not IS_MASKED
+        and rings.bias is None
+        and (rings.mask is None or bounds.visits is not None)
     )
-    sums = own_sums(weights)
-    total = total * gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
-    # `probabilities` is read until here: their registers must not be reused before.
-    output, weights, packed = warpgroup_mma_wait(0, deps=[output, weights, packed])
-    release_shared(rings.value, before, VALUE, CONSUMERS)
-    output *= gl.convert_layout(factor, gl.SliceLayout(1, output.type.layout))[:, None]
-    return pack(weights, dtype), output, largest, total
+    if IS_WHOLE:
+        weights, sums, reference, factor = weigh_whole(scores, reference, extras, dtype)
+    else:
+        weights, sums, reference, factor = weigh(
+            scores, reference, rings, masks, first_query, first_key, span, bounds, extras, WHO,
+            IS_MASKED,
+        )  # fmt: skip
+    total = total * factor + sums
+    if not WAITS:
+        output, weights, packed = warpgroup_mma_wait(0, deps=[output, weights, packed])
+        release_shared(rings.value, before, VALUE, CONSUMERS)
+    return weights, rescale(output, factor), reference, total
 
 
 @gluon.jit
 def _store(
     output,
-    largest,
+    reference,
     total,
     outputs,
     place,
     span,
     first,
     WHO: gl.constexpr,
-    OUTPUT_ON_QUERY: gl.constexpr,
     V_HEAD_DIM: gl.constexpr,
 ):
     """A consumer's output, and its logarithms if they are asked for."""
@@ -508,22 +517,46 @@ def _store(
     o_buffers, o_desc, pointers = outputs
     o_pointer, stride_head, stride_token, lse, rows = pointers
     o_buffer = o_buffers.index(WHO)
-    if not OUTPUT_ON_QUERY:
-        tma.store_wait(0)  # that of the tile before, which still reads this memory
-    matrix(o_buffer).store(output.to(o_buffer.dtype))
-    fence_async_shared()
-    if o_pointer is None:
-        tma_store(o_desc, [batch, q_head, first, 0], o_buffer)
-        if OUTPUT_ON_QUERY:
-            tma.store_wait(0)
-    else:
+    COLUMNS: gl.constexpr = o_desc.block_type.shape[3]
+    parts = _column_parts(output, COLUMNS)
+    if o_pointer is not None:
         o_pointer += q_head.to(gl.int64) * stride_head
-        store_rows(o_buffer, o_pointer, stride_token, first, span, V_HEAD_DIM)
+    for i in gl.static_range(len(parts)):
+        tma.store_wait(0)  # that of the part or tile before, which still reads this memory
+        matrix(o_buffer).store(parts[i].to(o_buffer.dtype))
+        fence_async_shared()
+        if o_pointer is None:
+            tma_store(o_desc, [batch, q_head, first, i * COLUMNS], o_buffer)
+        else:
+            to = o_pointer + i * COLUMNS
+            store_rows(o_buffer, to, stride_token, first, span, V_HEAD_DIM - i * COLUMNS)
     if lse is not None:
         queries = first + gl.arange(0, ROWS, total.type.layout)
         start = (batch * q_heads + q_head).to(gl.int64) * rows + span.q_start
-        logarithms = (largest + gl.log2(total)) * LN_2
+        logarithms = (reference + gl.log2(total)) * LN_2
         gl.store(lse + start + queries, logarithms, mask=queries < span.q_len)
+
+
+@gluon.jit
+def _column_parts(output, COLUMNS: gl.constexpr):
+    """An output (ROWS, Dv) as one, two or four of (ROWS, COLUMNS), whose registers it shares."""
+    if output.shape[1] == COLUMNS:
+        parts = (output,)
+    elif output.shape[1] == 2 * COLUMNS:
+        parts = _column_halves(output)
+    else:
+        left, right = _column_halves(output)
+        parts = _column_halves(left) + _column_halves(right)
+    return parts
+
+
+@gluon.jit
+def _column_halves(output):
+    HALF: gl.constexpr = output.shape[1] // 2
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    left, right = gl.split(output.reshape((ROWS, 2, HALF)).permute((0, 2, 1)))
+    left = gl.convert_layout(left, LAYOUT, assert_trivial=True)
+    return left, gl.convert_layout(right, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit

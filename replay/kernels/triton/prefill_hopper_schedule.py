@@ -13,6 +13,8 @@ LARGEST_HEAD_DIM = 256
 SHARED_BYTES = 227 * 1024
 """That a program can have."""
 BARRIER_BYTES = 512
+OUTPUT_COLUMNS = 64
+"""In a part of the output, where it does not fit whole: 128 bytes of a row, a unit of TMA's."""
 
 
 class Schedule(NamedTuple):
@@ -47,8 +49,8 @@ def dims_of(head_dim: int, v_head_dim: int) -> Dims:
 class Room(NamedTuple):
     """What shared memory leaves."""
 
-    output_on_query: bool
-    """The output takes the query's place; loading the next tile's query then waits for it."""
+    output_columns: int
+    """Of the output, that each consumer has room for: all, or it goes out in parts of these."""
     mask_stages: int
     """Blocks of the mask that each consumer has room for; 0 if not even one."""
 
@@ -62,11 +64,12 @@ def room_for(dims: Dims, plan: Schedule, mask_size: int = 0) -> Room:
     rows, keys = plan.consumers * ROWS.value, plan.stages * plan.keys
     left = SHARED_BYTES - BARRIER_BYTES - 2 * (rows + keys) * (dims.main + dims.rest)
     left -= 2 * keys * dims.value
-    output = 2 * rows * dims.value
-    on_query = dims.main == dims.value and left < output + rows * plan.keys * mask_size
-    left -= 0 if on_query else output
-    stages = min(2, left // (rows * plan.keys * mask_size)) if mask_size and left > 0 else 0
-    return Room(on_query, stages)
+    for columns in (dims.value, OUTPUT_COLUMNS):
+        free = left - 2 * rows * columns
+        stages = min(2, free // (rows * plan.keys * mask_size)) if mask_size and free > 0 else 0
+        if free >= 0 and (stages or not mask_size):
+            return Room(columns, stages)
+    return Room(OUTPUT_COLUMNS, 0)
 
 
 def schedule(dims: Dims, group: int, seen: int, mask_size: int = 0) -> Schedule:

@@ -7,10 +7,15 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from replay.kernels.triton.hopper_exponentials import exponentials
 from replay.kernels.triton.hopper_masks import hide, mask_of
+from replay.kernels.triton.hopper_scores import own, own_sums
 from replay.kernels.triton.hopper_spans import hide_unseen
 from replay.kernels.triton.hopper_special_functions import TANH, approximately
-from replay.kernels.triton.online_softmax import LOG2_E
+from replay.kernels.triton.online_softmax import LN_2, LOG2_E
+
+SLACK = gl.constexpr(15.0)
+"""How far above its reference, in base 2, a score may be: float16 goes up to 2^16."""
 
 
 class Extras(NamedTuple):
@@ -28,7 +33,7 @@ class Extras(NamedTuple):
 @gluon.jit
 def weigh(
     scores,
-    largest,
+    reference,
     rings,
     masks,
     first_query,
@@ -39,12 +44,16 @@ def weigh(
     WHO: gl.constexpr,
     IS_MASKED: gl.constexpr,
 ):
-    """The exponentials of a block, the new maximum, and the factor for what was summed before.
+    """A block's weights, packed, their `own_sums`, the new reference that they are relative to, and
+    the factor for what was summed before; the last two (ROWS, 4) as the sums.
 
-    The maximum is of scale · score in base 2, or, where a mask is added, in base e: masks have the
-    lowest number there is, which times log₂ e would be -inf. A row that has not seen a key yet has
-    -inf, which subtracted from -inf would be NaN.
+    The reference is the row's largest score so far or less, by SLACK at most: in base 2, or where a
+    mask is added, in base e, since masks have the lowest number there is, which times log₂ e would
+    be -inf. A row that has not seen a key yet has -inf, which subtracted from -inf would be NaN.
     """
+    OWN: gl.constexpr = reference.type.layout
+    ROW: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
+    DTYPE: gl.constexpr = rings.value.buffers.dtype
     CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
     scale = extras.scale
     if extras.cap is not None:
@@ -65,17 +74,41 @@ def weigh(
     most = gl.max(scores, 1)
     if rings.bias is None:
         most = most * scale
-    new_largest = gl.maximum(largest, most)
-    subtracted = new_largest
+    before = gl.convert_layout(gl.max(reference, 1), ROW)
+    UNIT: gl.constexpr = 1.0 if rings.bias is None else LN_2
+    now = gl.where(most - before > SLACK * UNIT, most, before)
+    subtracted = now
     if IS_MASKED or rings.mask is not None or rings.bias is not None:
-        subtracted = gl.where(new_largest == float("-inf"), 0.0, new_largest)
+        subtracted = gl.where(now == float("-inf"), 0.0, now)
     if rings.bias is not None:
-        factor = gl.exp2((largest - subtracted) * LOG2_E)
+        factor = gl.exp2((before - subtracted) * LOG2_E)
         weights = gl.exp2((scores - subtracted[:, None]) * LOG2_E)
     else:
-        factor = gl.exp2(largest - subtracted)
+        factor = gl.exp2(before - subtracted)
         weights = gl.exp2(scores * scale - subtracted[:, None])
-    return weights, new_largest, factor
+    return pack(weights, DTYPE), own_sums(weights), own(now, OWN), own(factor, OWN)
+
+
+@gluon.jit
+def weigh_whole(scores, reference, extras, dtype: gl.constexpr):
+    """`weigh` of a block that all queries see whole and no mask is read for."""
+    scale = extras.scale
+    if extras.cap is not None:
+        scores = approximately(TANH, scores * extras.scale)
+        scale = extras.cap
+    scale = (
+        gl.full([scores.shape[0]], 0.0, gl.float32, gl.SliceLayout(1, scores.type.layout)) + scale
+    )
+    weights, sums, reference, factor = exponentials(
+        scores, scale, reference, 0.0, dtype, 0.0, 2.0**SLACK
+    )
+    left, right = gl.split(
+        weights.to(gl.int16, bitcast=True).reshape((weights.shape[0], weights.shape[1] // 2, 2))
+    )
+    packed = gl.inline_asm_elementwise(
+        "mov.b32 $0, {$1, $2};", "=r,h,h", [left, right], dtype=gl.int32, is_pure=True, pack=1
+    )
+    return packed, sums, reference, factor
 
 
 @gluon.jit

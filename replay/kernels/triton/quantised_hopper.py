@@ -113,7 +113,7 @@ def plan(
     bundles = batch * q_heads // tile.heads
     tiles = blocks * bundles
     head_bytes = min(kv_rows, seen) * (block_dim + block_v_dim * value.element_size())
-    is_by_length = right is not None and left is None
+    is_by_length = right is not None
     launch = Launch(
         quantised_hopper_kernel,
         (min(tiles, multiprocessors(query.device)), 1, 1),

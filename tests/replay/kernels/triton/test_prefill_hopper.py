@@ -120,12 +120,12 @@ def test_everything_fits_in_shared_memory(dims: Dims, seen: int, mask_size: int)
     room = room_for(dims, plan, mask_size)
     rows, keys = plan.consumers * ROWS.value, plan.stages * plan.keys
     numbers = (rows + keys) * (dims.main + dims.rest) + keys * dims.value
-    if not room.output_on_query:
-        numbers += rows * dims.value
+    numbers += rows * room.output_columns
     mask = rows * plan.keys * room.mask_stages * mask_size
     assert 2 * numbers + mask <= SHARED_BYTES
     assert room.mask_stages in ((1, 2) if mask_size else (0,))
-    assert dims.main == dims.value or not room.output_on_query
+    assert dims.value // room.output_columns in (1, 2, 4)
+    assert dims.value % room.output_columns == 0
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8])
