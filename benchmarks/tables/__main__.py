@@ -63,6 +63,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "triton_prefill": partial(speed.by_shape, "triton_kernels.csv", decode=False),
     "triton_decode": partial(speed.by_shape, "triton_kernels.csv", decode=True),
     "triton_head_dims": partial(speed.by_shape, "triton_head_dims.csv"),
+    "hopper_16_bits": partial(speed.by_shape, "hopper_16_bits.csv"),
     "hopper_kernels": partial(speed.by_shape, "hopper_kernels.csv", cores=True, errors=True),
     "accumulation": trials.accumulation,
     "quantised_decode": partial(speed.by_shape, "quantised_decode.csv", decode=True),

@@ -139,8 +139,7 @@ def nan_stays_in_its_row_and_column(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_scores_that_rise(name: str, is_causal: bool) -> None:
-    """Weights relative to what was the largest score would overflow; queries that see 2,048 keys or
-    more have them (`rarely_moves`)."""
+    """The largest score so far moves from block to block."""
     call = call_of(Spec(1, 4, 2, 3000, 3000, 64, 64, is_causal=is_causal))
     call.query.abs_()
     call.key[..., :32] += torch.linspace(-1, 1, 3000, device=DEVICE)[:, None]

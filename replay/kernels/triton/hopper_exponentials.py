@@ -20,112 +20,85 @@ from replay.kernels.triton.hopper_scores import first_of_own, for_all_of_own
 
 
 @gluon.jit
-def exponentials(
-    scores, scale, reference, addend, dtype: gl.constexpr, UNIT: gl.constexpr, LIMIT: gl.constexpr
-):
-    """2^(scores · scale + addend - reference), of those scores that count as they are.
+def exponentials(scores, scale, reference, dtype: gl.constexpr, LOG2_LIMIT: gl.constexpr):
+    """2^(scores · scale - reference), of those scores that count as they are.
 
     Args:
-        scores: (ROWS, N) float32, in the layout of a product's left operand of `dtype`; none is
-            hidden.
-        scale: (ROWS,), not negative.
+        scores: (ROWS, N) float32, in the layout of a product; none is hidden.
+        scale: of them, in base 2, not negative.
         reference: (ROWS, 4) as `own_sums` has it, -inf where a row has seen no score.
-        addend: a number; the largest score, plus it, is UNIT above its reference.
-        dtype: of 8 or 16 bits.
-        LIMIT: what sums of one thread's weights of a row may be, at most the largest of `dtype`.
+        dtype: float16 or bfloat16.
+        LOG2_LIMIT: what sums of one thread's weights of a row may be; `dtype` must have it.
 
     Returns:
-        The weights (ROWS, N) as `dtype`; their `own_sums`; the new reference, which has moved to
-        the row's largest score where a sum was above LIMIT; and 2^(old reference - new).
+        The weights (ROWS, N), of which two neighbours share a register; their `own_sums`; the new
+        reference, which has moved to the row's largest score where a sum was above the limit; and
+        2^(old reference - new).
     """
     LAYOUT: gl.constexpr = scores.type.layout
     OWN: gl.constexpr = reference.type.layout
-    BITS: gl.constexpr = dtype.primitive_bitwidth
-    scale = gl.convert_layout(scale, gl.SliceLayout(1, LAYOUT))[:, None]
-    scale, _ = gl.broadcast(scale, scores)
-    reference = for_all_of_own(reference, scores, 32 // BITS)
-    addend = gl.full(scores.shape, 0.0, gl.float32, LAYOUT) + addend
+    scale = gl.full(scores.shape, 0.0, gl.float32, LAYOUT) + scale
     COUNT: gl.constexpr = scores.shape[1] // 2  # that a thread has, of two rows
-    PTX: gl.constexpr = _instructions(COUNT, BITS, dtype == gl.bfloat16, UNIT, LIMIT)
-    CONSTRAINTS: gl.constexpr = _constraints(COUNT, BITS)
-    operands = [scores, scale, reference, addend]
-    # Gluon takes no types of results from a constant.
-    if BITS == 8:
-        weights, sums, reference, shrink = gl.inline_asm_elementwise(
-            PTX,
-            CONSTRAINTS,
-            operands,
-            (gl.int8, gl.float32, gl.float32, gl.float32),
-            is_pure=True,
-            pack=COUNT,
-        )
-    else:
-        weights, sums, reference, shrink = gl.inline_asm_elementwise(
-            PTX,
-            CONSTRAINTS,
-            operands,
-            (gl.int16, gl.float32, gl.float32, gl.float32),
-            is_pure=True,
-            pack=COUNT,
-        )
-    sums = first_of_own(sums, 32 // BITS, OWN)
-    reference = first_of_own(reference, 32 // BITS, OWN)
-    shrink = first_of_own(shrink, 32 // BITS, OWN)
-    return weights.to(dtype, bitcast=True), sums, reference, shrink
+    PTX: gl.constexpr = _instructions(COUNT, dtype == gl.bfloat16, 2.0**LOG2_LIMIT)
+    CONSTRAINTS: gl.constexpr = _constraints(COUNT)
+    weights, sums, reference, shrink = gl.inline_asm_elementwise(
+        PTX,
+        CONSTRAINTS,
+        [scores, scale, for_all_of_own(reference, scores)],
+        (gl.int16, gl.float32, gl.float32, gl.float32),
+        is_pure=True,
+        pack=COUNT,
+    )
+    left, right = gl.split(weights.reshape((weights.shape[0], weights.shape[1] // 2, 2)))
+    packed = gl.inline_asm_elementwise(
+        "mov.b32 $0, {$1, $2};", "=r,h,h", [left, right], dtype=gl.int32, is_pure=True, pack=1
+    )
+    return (
+        packed,
+        first_of_own(sums, OWN),
+        first_of_own(reference, OWN),
+        first_of_own(shrink, OWN),
+    )
 
 
 @constexpr_function
-def _constraints(count, bits):
-    """Weights, sums, references and shrinks; scores, scales, references and addends."""
-    return ",".join(["=&r"] * (count * bits // 32) + ["=&f"] * (3 * count) + ["f"] * (4 * count))
+def _constraints(count):
+    """Weights, sums, references and shrinks; scores, scales and references."""
+    return ",".join(["=&r"] * (count // 2) + ["=&f"] * (3 * count) + ["f"] * (3 * count))
 
 
 @constexpr_function
-def _instructions(count, bits, is_bfloat16, unit, limit):
-    """What a thread does with its `count` scores, which are of two rows in turn, as many of each as
-    a register has weights. What there is one of for a row stands in the place of its first score;
-    the other places of results are never written, nor read."""
-    width = 32 // bits
-    registers = count // width
-    rows = [[i for i in range(count) if i // width % 2 == row] for row in (0, 1)]
-    starts = [0, *(registers + k * count for k in range(7))]
-
-    def names(operand, row):
-        return f"${starts[operand] + rows[row][0]}"
-
-    sums, moved, shrink = ([names(operand, row) for row in (0, 1)] for operand in (1, 2, 3))
-    scale, reference, addend = ([names(operand, row) for row in (0, 1)] for operand in (5, 6, 7))
-    scores = [f"${starts[4] + i}" for i in range(count)]
+def _instructions(count, is_bfloat16, limit):
+    """What a thread does with its `count` scores: two of one row, two of the other, and so on. What
+    there is one of for a row stands in the place of its first score; the other places of results
+    are never written, nor read."""
+    rows = [[i for i in range(count) if i // 2 % 2 == row] for row in (0, 1)]
+    starts = [count // 2 + k * count for k in range(6)]  # behind the weights
+    sums, moved, shrink, scores, scale, reference = (
+        [f"${start + i}" for i in range(count)] for start in starts
+    )
 
     weigh = ["mov.f32 sum0, 0.0;", "mov.f32 sum1, 0.0;"]
-    for register in range(registers):
-        row = register % 2
-        first = register * width
-        for i in range(first, first + width):
+    for pair in range(count // 2):
+        row, left, right = pair % 2, 2 * pair, 2 * pair + 1
+        for i in (left, right):
             weigh += [
-                f"fma.rn.f32 weight{i}, {scores[i]}, {scale[row]}, origin{row};",
+                f"fma.rn.f32 weight{i}, {scores[i]}, {scale[0]}, origin{row};",
                 f"ex2.approx.ftz.f32 weight{i}, weight{i};",
                 f"add.f32 sum{row}, sum{row}, weight{i};",
             ]
-        pairs = [f"weight{i + 1}, weight{i}" for i in range(first, first + width, 2)]
-        if bits == 8:
-            weigh += [
-                f"cvt.rn.satfinite.e4m3x2.f32 low, {pairs[0]};",
-                f"cvt.rn.satfinite.e4m3x2.f32 high, {pairs[1]};",
-                f"mov.b32 ${register}, {{low, high}};",
-            ]
-        else:
-            to = "bf16x2" if is_bfloat16 else "f16x2"
-            weigh += [f"cvt.rn.{to}.f32 ${register}, {pairs[0]};"]
+        to = "bf16x2" if is_bfloat16 else "f16x2"
+        weigh += [f"cvt.rn.{to}.f32 ${pair}, weight{right}, weight{left};"]
 
     begin, move = [], []
     for row in (0, 1):
+        first = rows[row][0]
         begin += [
-            f"mov.f32 {moved[row]}, {reference[row]};",
-            f"mov.f32 {shrink[row]}, 1.0;",
-            f"sub.f32 origin{row}, {addend[row]}, {reference[row]};",
+            f"mov.f32 {moved[first]}, {reference[first]};",
+            f"mov.f32 {shrink[first]}, 1.0;",
+            f"neg.f32 origin{row}, {reference[first]};",
         ]
-        move += [f"mov.f32 largest, {scores[rows[row][0]]};"]
+        move += [f"mov.f32 largest, {scores[first]};"]
         move += [f"max.f32 largest, largest, {scores[i]};" for i in rows[row][1:]]
         for lane in (1, 2):  # of the four threads that share the row
             for each in ("largest", f"sum{row}"):
@@ -135,21 +108,19 @@ def _instructions(count, bits, is_bfloat16, unit, limit):
                 ]
         # No other row's numbers matter, be it of the same warp.
         move += [
-            f"fma.rn.f32 largest, largest, {scale[row]}, {addend[row]};",
-            f"sub.f32 largest, largest, {unit:.8e};",
-            f"max.f32 largest, largest, {reference[row]};",
+            f"mul.f32 largest, largest, {scale[0]};",
+            f"max.f32 largest, largest, {reference[first]};",
             f"setp.gt.f32 above, sum{row}, {limit:.8e};",
-            f"selp.f32 {moved[row]}, largest, {reference[row]}, above;",
-            f"sub.f32 other, {reference[row]}, {moved[row]};",
-            f"@above ex2.approx.ftz.f32 {shrink[row]}, other;",
-            f"sub.f32 origin{row}, {addend[row]}, {moved[row]};",
+            f"selp.f32 {moved[first]}, largest, {reference[first]}, above;",
+            f"sub.f32 other, {reference[first]}, {moved[first]};",
+            f"@above ex2.approx.ftz.f32 {shrink[first]}, other;",
+            f"neg.f32 origin{row}, {moved[first]};",
         ]
     return "\n".join(
         [
             "{",
             ".reg .f32 origin<2>, sum<2>, largest, other;",
             f".reg .f32 weight<{count}>;",
-            ".reg .b16 low, high;",
             ".reg .pred above, any;",
             *begin,
             *weigh,
@@ -160,8 +131,7 @@ def _instructions(count, bits, is_bfloat16, unit, limit):
             *move,
             *weigh,
             "done:",
-            f"mov.f32 {sums[0]}, sum0;",
-            f"mov.f32 {sums[1]}, sum1;",
+            *(f"mov.f32 {sums[rows[row][0]]}, sum{row};" for row in (0, 1)),
             "}",
         ]
     )

@@ -16,7 +16,7 @@ def rescale(output, factor):
     COUNT: gl.constexpr = output.shape[1] // 2  # that a thread has, of two rows
     PTX: gl.constexpr = _instructions(COUNT)
     CONSTRAINTS: gl.constexpr = _constraints(COUNT)
-    operands = [output, for_all_of_own(factor, output, 2)]
+    operands = [output, for_all_of_own(factor, output)]
     return gl.inline_asm_elementwise(
         PTX, CONSTRAINTS, operands, dtype=gl.float32, is_pure=True, pack=COUNT
     )

@@ -96,19 +96,7 @@ def weigh_whole(scores, reference, extras, dtype: gl.constexpr):
     if extras.cap is not None:
         scores = approximately(TANH, scores * extras.scale)
         scale = extras.cap
-    scale = (
-        gl.full([scores.shape[0]], 0.0, gl.float32, gl.SliceLayout(1, scores.type.layout)) + scale
-    )
-    weights, sums, reference, factor = exponentials(
-        scores, scale, reference, 0.0, dtype, 0.0, 2.0**SLACK
-    )
-    left, right = gl.split(
-        weights.to(gl.int16, bitcast=True).reshape((weights.shape[0], weights.shape[1] // 2, 2))
-    )
-    packed = gl.inline_asm_elementwise(
-        "mov.b32 $0, {$1, $2};", "=r,h,h", [left, right], dtype=gl.int32, is_pure=True, pack=1
-    )
-    return packed, sums, reference, factor
+    return exponentials(scores, scale, reference, dtype, SLACK)
 
 
 @gluon.jit

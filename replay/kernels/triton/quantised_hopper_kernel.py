@@ -44,11 +44,9 @@ from replay.kernels.triton.hopper_pipeline import (
     wait_for,
     wait_for_turn_after,
 )
-from replay.kernels.triton.hopper_rescale import rescale
 from replay.kernels.triton.hopper_scores import (
     ROWS,
     add_sink,
-    for_all_of_own,
     matrix,
     own_sums,
     start_scores,
@@ -66,6 +64,7 @@ from replay.kernels.triton.hopper_spans import (
 from replay.kernels.triton.hopper_special_functions import LOG2, approximately
 from replay.kernels.triton.online_softmax import LOG2_E
 from replay.kernels.triton.persistent import Work, tile_of, turns_of
+from replay.kernels.triton.quantise import LOG2_FP8_MAX
 from replay.kernels.triton.quantised_hopper_operands import (
     SCALE_GROUP,
     Rows,
@@ -74,12 +73,7 @@ from replay.kernels.triton.quantised_hopper_operands import (
     scales_of,
     times_mean,
 )
-from replay.kernels.triton.quantised_hopper_softmax import (
-    rarely_moves,
-    unit_of,
-    weigh,
-    weigh_whole,
-)
+from replay.kernels.triton.quantised_hopper_softmax import weigh
 
 MASK_STAGES = gl.constexpr(2)
 """Blocks of the mask that each consumer has room for."""
@@ -399,12 +393,9 @@ def _attend_tile(
     scores = warpgroup_mma_wait(0, deps=[scores])
     release_shared(rings.key, stage, KEY, CONSUMERS)
     output = gl.zeros([ROWS, DV], gl.float32, OUTPUT)
+    maximum = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
     total = own_sums(gl.zeros([ROWS, KEYS], gl.float32, SCORES))
-    if rarely_moves(CONSUMERS):
-        reference = gl.full([ROWS, 4], float("-inf"), gl.float32, total.type.layout)
-    else:
-        reference = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-    state = (scores, output, reference, total, of_keys, of_values)
+    state = (scores, output, maximum, total, of_keys, of_values)
     rows = Rows(query, of_queries, shift, first)
     if bounds.visits is None:
         # Blocks that a window's left side cuts, those that all queries see whole, those that the
@@ -460,19 +451,17 @@ def _attend_tile(
     count += 1
     masks += 1
 
-    _, output, reference, sums, _, _ = state
+    _, output, maximum, sums, _, _ = state
     total = gl.sum(sums, 1)
-    shrink = 1.0
+    rescale = 1.0
     if extras.sinks is not None:
         sink = gl.load(extras.sinks + q_head).to(gl.float32) * LOG2_E
         if extras.key_mean is not None and extras.cap is None:
             sink = sink - gl.convert_layout(shift, total.type.layout)
-        if rarely_moves(CONSUMERS):
-            reference = gl.max(reference, 1)
-        reference = gl.convert_layout(reference, total.type.layout)
-        UNIT: gl.constexpr = unit_of(rings.value.buffers.dtype, CONSUMERS)
-        shrink, _, total = add_sink(sink, reference, total, UNIT)
-    share = gl.where(total == 0.0, 0.0, shrink / total)  # a query may see nothing
+        maximum = gl.convert_layout(maximum, total.type.layout)
+        LOG2_UNIT: gl.constexpr = LOG2_FP8_MAX if FP8_VALUE else 0.0
+        rescale, _, total = add_sink(sink, maximum, total, LOG2_UNIT)
+    share = gl.where(total == 0.0, 0.0, rescale / total)  # a query may see nothing
     output *= gl.convert_layout(share, gl.SliceLayout(1, OUTPUT))[:, None]
     _store(output, outputs, [batch, q_head, first, 0], span, bounds, WHO, V_HEAD_DIM)
     return count, masks
@@ -518,7 +507,7 @@ def _step(
     Leaves the scores and the scales of the next block, unless it is a tile's last. `block` is its
     number among those of the batch element's keys, `next_block` that of the next.
     """
-    scores, output, reference, total, of_keys, of_values = state
+    scores, output, maximum, total, of_keys, of_values = state
     STAGES: gl.constexpr = rings.key.buffers.shape[0]
     KEYS: gl.constexpr = rings.key.buffers.shape[1]
     FP8_VALUE: gl.constexpr = rings.value.buffers.dtype == gl.float8e4nv
@@ -528,18 +517,11 @@ def _step(
     next_of_keys, next_of_values = of_keys, of_values
     if not IS_LAST:
         next_of_keys, next_of_values = scales_of(scales, next_block, bounds, KEYS, FP8_VALUE)
-    RARELY_MOVES: gl.constexpr = rarely_moves(CONSUMERS)
-    if RARELY_MOVES and not IS_MASKED:
-        weights, reference, total, shrink = weigh_whole(
-            scores, scale, rows, rings, exponent, of_values, reference, total, cap, OUTPUT
-        )
-    else:
-        weights, reference, total, shrink = weigh(
-            scores, scale, rows, rings, exponent, of_values, reference, total, masks, block, span,
-            bounds, cap, OUTPUT, WHO, IS_MASKED,
-        )  # fmt: skip
-    if not RARELY_MOVES:
-        shrink = gl.convert_layout(shrink, gl.SliceLayout(1, OUTPUT))[:, None]
+    weights, maximum, total, shrink = weigh(
+        scores, scale, rows, rings, exponent, of_values, maximum, total, masks, block, span, bounds,
+        cap, OUTPUT, WHO, IS_MASKED,
+    )  # fmt: skip
+    shrink = gl.convert_layout(shrink, gl.SliceLayout(1, OUTPUT))[:, None]
 
     stage, phase = buffer_of(count, STAGES)
     next_stage, next_phase = buffer_of(count + 1, STAGES)
@@ -563,11 +545,7 @@ def _step(
         nothing = gl.zeros(output.shape, gl.float32, OUTPUT)
         product = warpgroup_mma(weights, values, nothing, use_acc=False, is_async=True)
     else:
-        if RARELY_MOVES:
-            output = rescale(output, shrink)
-        else:
-            output *= shrink
-        product = warpgroup_mma(weights, values, output, is_async=True)
+        product = warpgroup_mma(weights, values, output * shrink, is_async=True)
     next_scores = scores
     if not IS_LAST:
         next_scores = start_scores(rows.query, rings.key.buffers.index(next_stage))
@@ -576,10 +554,8 @@ def _step(
     product = warpgroup_mma_wait(0 if IS_LAST else 1, deps=[product])
     release_shared(rings.value, stage, VALUE, CONSUMERS)
     if FP8_VALUE and not IN_TENSOR_CORES:
-        if RARELY_MOVES:
-            shrink = for_all_of_own(shrink, output, 2)
         product = output * shrink + product
     if not IS_LAST:
         next_scores = warpgroup_mma_wait(0, deps=[next_scores])
         release_shared(rings.key, next_stage, KEY, CONSUMERS)
-    return next_scores, product, reference, total, next_of_keys, next_of_values
+    return next_scores, product, maximum, total, next_of_keys, next_of_values

@@ -2,37 +2,14 @@
 
 from __future__ import annotations
 
-from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from replay.kernels.triton.hopper_exponentials import exponentials
 from replay.kernels.triton.hopper_masks import hide
-from replay.kernels.triton.hopper_scores import ROWS, own, own_sums
+from replay.kernels.triton.hopper_scores import ROWS, own_sums
 from replay.kernels.triton.hopper_spans import hide_unseen
 from replay.kernels.triton.hopper_special_functions import RECIPROCAL, TANH, approximately
-from replay.kernels.triton.quantise import FP8_MAX, LOG2_FP8_MAX
-
-LOG2_LIMIT = gl.constexpr(15.0)
-"""How far above its reference, in base 2, a score may be where weights have 16 bits, of which
-float16 goes up to 2^16."""
-
-
-@constexpr_function
-def rarely_moves(consumers):
-    """Whether weights are relative to a reference that rarely moves (`hopper_exponentials.py`) and
-    not to the largest score so far. Two consumers, at head_dim 128, were no faster with it, and
-    four have too few registers."""
-    return consumers == 3
-
-
-@constexpr_function
-def unit_of(dtype, consumers):
-    """The logarithm of the largest score's weight, in base 2."""
-    if dtype.primitive_bitwidth == 16:
-        return 0.0
-    # Up to 448 each in FP8, or 32 that a thread adds up.
-    return 3.0 if consumers == 3 else LOG2_FP8_MAX.value
+from replay.kernels.triton.quantise import LOG2_FP8_MAX
 
 
 @gluon.jit
@@ -43,7 +20,7 @@ def weigh(
     rings,
     exponent,
     of_values,
-    reference,
+    maximum,
     total,
     masks,
     block,
@@ -54,12 +31,11 @@ def weigh(
     WHO: gl.constexpr,
     IS_MASKED: gl.constexpr,
 ):
-    """The weights of one block (ROWS, KEYS), as PV in the layout OUTPUT wants them, the new
-    reference, sums (ROWS, 4) of `own_sums`, and the factor for what was summed before.
+    """The weights of one block (ROWS, KEYS), as PV in the layout OUTPUT wants them, the new maximum
+    (ROWS,) and sums (ROWS, 4) of `own_sums`, and the factor (ROWS,) for what was summed before.
 
-    FP8 weights have the scale of the block's values in them. The reference is the maximum of what
-    they are powers of 2 of, which has that scale in it too; the sums have not. Reference and factor
-    are (ROWS,); where it `rarely_moves`, and may be less than the maximum, (ROWS, 4) as the sums.
+    FP8 weights have the scale of the block's values in them. The maximum is of what they are powers
+    of 2 of, which has that scale in it too; the sums have not.
 
     Args:
         scores: (ROWS, KEYS), products of 8-bit numbers.
@@ -73,9 +49,7 @@ def weigh(
         cap: times log₂ e, or None.
     """
     CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
-    RARELY_MOVES: gl.constexpr = rarely_moves(CONSUMERS)
     DTYPE: gl.constexpr = rings.value.buffers.dtype
-    UNIT: gl.constexpr = unit_of(DTYPE, CONSUMERS)
     FP8_VALUE: gl.constexpr = DTYPE == gl.float8e4nv  # noqa: SIM300
     KEYS: gl.constexpr = scores.shape[1]
     scores = scores.to(gl.float32)
@@ -101,16 +75,7 @@ def weigh(
         scale = gl.where(scale == scale, scale, 1.0)
     # No scale is negative, so that the largest product is the largest score.
     largest = largest * (scale if cap is None else cap)
-    OWN: gl.constexpr = total.type.layout
-    maximum = reference
-    if RARELY_MOVES:
-        ROW: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
-        maximum = gl.convert_layout(gl.max(reference, 1), ROW)
-        SLACK: gl.constexpr = LOG2_FP8_MAX - UNIT if FP8_VALUE else LOG2_LIMIT
-        largest = largest + exponent
-        new_maximum = gl.where(largest - maximum > SLACK, largest, maximum)
-    else:
-        new_maximum = gl.maximum(maximum, largest + exponent)
+    new_maximum = gl.maximum(maximum, largest + exponent)
     subtracted = new_maximum
     MAY_SEE_NOTHING: gl.constexpr = (
         bounds.left is not None
@@ -124,7 +89,7 @@ def weigh(
         subtracted = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)
     origin = subtracted - exponent
     if FP8_VALUE:
-        origin = origin - UNIT
+        origin = origin - LOG2_FP8_MAX
     if SPREADS_NAN:
         origin = origin + not_finite
     if cap is None:
@@ -143,47 +108,4 @@ def weigh(
         total = total + sums
         weights = weights.to(DTYPE)
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 4 if FP8_VALUE else 2)
-    weights = gl.convert_layout(weights, WEIGHTS)
-    if RARELY_MOVES:
-        new_maximum = own(new_maximum, OWN)
-        shrink = own(shrink, OWN)
-    return weights, new_maximum, total, shrink
-
-
-@gluon.jit
-def weigh_whole(
-    scores,
-    scale,
-    rows,
-    rings,
-    exponent,
-    of_values,
-    reference,
-    total,
-    cap,
-    OUTPUT: gl.constexpr,
-):
-    """`weigh`, where the reference rarely moves, of a block that all queries see whole."""
-    KEYS: gl.constexpr = scores.shape[1]
-    DTYPE: gl.constexpr = rings.value.buffers.dtype
-    FP8_VALUE: gl.constexpr = DTYPE == gl.float8e4nv  # noqa: SIM300
-    UNIT: gl.constexpr = unit_of(DTYPE, rings.query.buffers.shape[0])
-    LIMIT: gl.constexpr = FP8_MAX if FP8_VALUE else 2.0**LOG2_LIMIT
-    scores = scores.to(gl.float32)
-    if cap is not None:
-        scores *= scale[:, None]
-        if rows.shift is not None:
-            scores += rows.shift[:, None]
-        scores = approximately(TANH, scores)
-        scale = scale * 0.0 + cap
-    if FP8_VALUE:  # into KEY_ORDER
-        scores = scores.reshape((ROWS, KEYS // 16, 2, 4, 2)).permute((0, 1, 3, 2, 4))
-        scores = scores.reshape((ROWS, KEYS))
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 4 if FP8_VALUE else 2)
-    scores = gl.convert_layout(scores, WEIGHTS, assert_trivial=True)
-    weights, sums, reference, shrink = exponentials(
-        scores, scale, reference, exponent + UNIT, DTYPE, UNIT, LIMIT
-    )
-    if FP8_VALUE:
-        sums = sums * approximately(RECIPROCAL, of_values)
-    return weights, reference, total * shrink + sums, shrink
+    return gl.convert_layout(weights, WEIGHTS), new_maximum, total, shrink
