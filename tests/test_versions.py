@@ -1,0 +1,67 @@
+"""benchmarks.versions on a CPU: two checkouts are asked in turn, and told apart."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from benchmarks import versions
+
+REPOSITORY = Path(__file__).parents[1]
+ARGUMENTS = ["--device", "cpu", "--only", "small", "--rounds", "2", "--seconds", "0.001"]
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout whose `torch-math` is wrong."""
+    checkout = tmp_path_factory.mktemp("other")
+    for name in ("replay", "capture"):
+        shutil.copytree(
+            REPOSITORY / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    shutil.copy(REPOSITORY / "attention_replay.py", checkout)
+    registry = checkout / "replay" / "kernels" / "registry.py"
+    registry.write_text(
+        registry.read_text(encoding="utf-8")
+        + """
+
+_found = find
+
+
+def find(name: str) -> Kernel:
+    kernel = _found(name)
+    if name != "torch-math":
+        return kernel
+    return replace(kernel, attention=lambda **call: 2 * kernel.attention(**call))
+""",
+        encoding="utf-8",
+    )
+    return checkout
+
+
+def test_each_checkout_runs_its_own_kernels(
+    other: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    versions.main([str(other), "--kernels", "torch-math,no-such-kernel", *ARGUMENTS])
+    right, unknown = capsys.readouterr().out.splitlines()
+    assert right.startswith("torch-math, small: ")
+    assert "times as fast" in right
+    here, there = right.partition(", error ")[2].split(" ")
+    assert float(here.rstrip("%")) < 1
+    assert 99 < float(there.strip("(%)")) < 101
+    assert unknown.startswith("no-such-kernel, small: here: ")
+
+
+def test_wrong_arguments_are_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, sentence in (
+        ([str(tmp_path)], f"{tmp_path} is no checkout of this project"),
+        ([str(REPOSITORY), "--only", "nothing"], "no call has 'nothing' in its name: small,"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            versions.main(arguments)
+        assert stopped.value.code == 2
+        assert sentence in capsys.readouterr().err
