@@ -66,7 +66,7 @@ def replays(tmp_path: Path) -> Iterator[Replays]:
     yield run
     deadline = time.monotonic() + 100  # a worker notices within a second that its parent is gone
     while left := processes(f"MARK={tmp_path}"):
-        assert time.monotonic() < deadline, left
+        assert time.monotonic() < deadline, [about(process) for process in left]
         time.sleep(0.1)
 
 
@@ -80,6 +80,15 @@ def processes(variable: str) -> list[int]:
         except OSError:
             continue
     return found
+
+
+def about(process: int) -> str:
+    """Its number, state and command line, as far as it still has them."""
+    parts = [str(process)]
+    for name in ("stat", "wchan", "cmdline"):
+        with contextlib.suppress(OSError):
+            parts.append(Path(f"/proc/{process}/{name}").read_text(errors="replace"))
+    return " | ".join(parts).replace("\0", " ")
 
 
 @pytest.fixture
