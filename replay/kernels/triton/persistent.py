@@ -29,48 +29,49 @@ class Work(NamedTuple):
 
 
 @gluon.jit
-def tile_of(turn, work, HEADS: gl.constexpr, IS_CAUSAL: gl.constexpr):
+def tile_of(turn, work, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
     """The first of HEADS query heads, counted over the batch, and the block of queries of a turn's
     tile."""
-    number = tile_number(turn, gl.program_id(0), gl.num_programs(0), IS_CAUSAL)
-    bundle, block = place_of(number, work.blocks, work.bundles, work.section, IS_CAUSAL)
+    number = tile_number(turn, gl.program_id(0), gl.num_programs(0), BY_LENGTH)
+    bundle, block = place_of(number, work.blocks, work.bundles, work.section, BY_LENGTH)
     return bundle * HEADS, block
 
 
 @gluon.jit
-def tile_number(turn, program, programs, IS_CAUSAL: gl.constexpr):
+def tile_number(turn, program, programs, BY_LENGTH: gl.constexpr):
     """The tile of a program in a turn; there may be none, if it is the last turn.
 
-    Causal tiles are numbered by falling length, so programs take them in their order in even turns
-    and against it in odd ones, as children pick teams: else the same program would have the longer
-    one in every turn. Tiles of the same length are taken in order, which is better for the L2.
+    BY_LENGTH, as where a call is causal or has a window, tiles are numbered by falling length, so
+    programs take them in their order in even turns and against it in odd ones, as children pick
+    teams: else the same program would have the longer one in every turn. Tiles of the same length
+    are taken in order, which is better for the L2.
     """
     number = turn * programs + program
-    if IS_CAUSAL:
+    if BY_LENGTH:
         number += (turn & 1) * (programs - 1 - 2 * program)
     return number
 
 
 @gluon.jit
-def turns_of(tiles, program, programs, IS_CAUSAL: gl.constexpr):
+def turns_of(tiles, program, programs, BY_LENGTH: gl.constexpr):
     """How many tiles a program has."""
     whole = tiles // programs
-    last = tile_number(whole, program, programs, IS_CAUSAL)
+    last = tile_number(whole, program, programs, BY_LENGTH)
     return whole + (tiles - last + programs - 1) // programs
 
 
 @gluon.jit
-def place_of(tile, q_blocks, heads, section, IS_CAUSAL: gl.constexpr):
+def place_of(tile, q_blocks, heads, section, BY_LENGTH: gl.constexpr):
     """Which head, counted over the batch, and which block of queries a tile is.
 
     Heads come in sections whose keys and values stay in the L2 cache. Within a section all heads'
-    longest causal blocks come first, so that no long one is left for the end.
+    longest blocks come first, so that no long one is left for the end.
     """
     first = tile // (q_blocks * section) * section
     within = tile % (q_blocks * section)
     size = gl.minimum(section, heads - first)
     q_block = within // size
-    if IS_CAUSAL:
+    if BY_LENGTH:
         q_block = q_blocks - 1 - q_block
     return first + within % size, q_block
 
@@ -80,11 +81,12 @@ SHORT = 2048
 consumers, of which some go on meanwhile, are better than few large ones."""
 
 SECTION_BYTES = {False: 24 * 2**20, True: 64 * 2**20}
-"""Bytes of the keys and values that are worked on at a time, plain and causal: they should stay in
-the L2, but a causal call also needs many heads at a time to balance long blocks with short ones."""
+"""Bytes of the keys and values that are worked on at a time, plain and by length: they should stay
+in the L2, but tiles of different length also need many heads at a time, to balance long with short.
+"""
 
 
-def section_of(head_bytes: int, bundles: int, heads: int, is_causal: bool) -> int:
+def section_of(head_bytes: int, bundles: int, heads: int, by_length: bool) -> int:
     """How many bundles of query heads are worked on at a time.
 
     Args:
@@ -92,7 +94,7 @@ def section_of(head_bytes: int, bundles: int, heads: int, is_causal: bool) -> in
         bundles: there are of query heads.
         heads: bundles that share a key head.
     """
-    return min(max(1, SECTION_BYTES[is_causal] // head_bytes) * heads, bundles)
+    return min(max(1, SECTION_BYTES[by_length] // head_bytes) * heads, bundles)
 
 
 @functools.cache
