@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from replay.kernels.triton.hopper_pipeline import fill, release, wait_for
 from replay.kernels.triton.hopper_scores import ROWS, matrix
@@ -30,6 +31,9 @@ def mask_of(ring, count, CONSUMERS: gl.constexpr, WHO: gl.constexpr, LAYOUT: gl.
     index = WHO * STAGES + count % STAGES
     wait_for(ring, index, count // STAGES)
     mask = matrix(ring.buffers.index(index)).load(LAYOUT)
+    # Loads may still be waiting for shared memory, which another consumer's products keep busy, when
+    # later instructions have been issued. Only a fence keeps TMA from overtaking them.
+    fence_async_shared()
     release(ring, index)
     return mask
 

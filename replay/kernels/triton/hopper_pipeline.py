@@ -148,7 +148,8 @@ def wait_for(ring, index, phase):
 
 @gluon.jit
 def release(ring, index):
-    """A consumer has read the buffer."""
+    """A consumer has read the buffer: by products that it has waited for, or by loads before a
+    `fence_async_shared`."""
     mbarrier.arrive(ring.empty.index(index), count=1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,7 @@ COMPILED = [
     (64, 64, 1, 4096, "triton-fa3", "sinks=empty(1, dtype=torch.bfloat16)"),
     (128, 128, 1, 4096, "triton-fa3", ""),
     (128, 128, 1, 512, "triton-fa3", "attn_mask=empty(512, 512, dtype=torch.bool)"),
+    (256, 256, 1, 512, "triton-fa3", "attn_mask=empty(512, 512, dtype=torch.float16)"),
     (192, 128, 1, 4096, "triton-fa3", ""),
     (256, 256, 1, 4096, "triton-fa3", "variant=Variant(softcap=50.0)"),
     (128, 128, 1, 4096, "triton-varlen", PACKED),
@@ -96,6 +98,22 @@ def test_it_compiles_for_hopper(
     assert "setmaxnreg.inc" in text
     shared = json.loads(program.with_suffix(".json").read_text())["shared"]
     assert shared <= SHARED_BYTES, "more than a multiprocessor gives a block"
+    if "attn_mask" in fields:
+        assert_masks_are_read_before_they_are_released(text)
+
+
+def assert_masks_are_read_before_they_are_released(ptx: str) -> None:
+    """Loads and what TMA writes are ordered by a fence alone: an arrival at a barrier is not one."""
+    under_way, fenced = False, 0
+    for line in ptx.splitlines():
+        if re.search(r"\tldmatrix|\tld\.shared\.(v\d\.)?b(16|32)", line):
+            under_way = True
+        elif "fence.proxy.async" in line:
+            fenced += under_way
+            under_way = False
+        elif "mbarrier.arrive.shared" in line:
+            assert not under_way, line
+    assert fenced >= 4, "each consumer's first and later blocks"
 
 
 HEAD_DIMS = (8, 64, 72, 96, 128, 136, 160, 192, 200, 256)
