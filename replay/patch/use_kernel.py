@@ -33,6 +33,9 @@ from replay.plan.plan import Plan, PlanError
 
 PlanFile = str | Path | Plan
 
+MOST_KNOWN = 1024
+"""Forms of calls of which is kept what is known."""
+
 
 class KernelOutputError(Error):
     """What a kernel returned in a model cannot be its output; the message says why."""
@@ -295,6 +298,20 @@ def _in_place(
         yield
 
 
+class _Known:
+    """What calls that differ only in values share, so that it is found out once."""
+
+    __slots__ = ("costs_reshape", "output", "reason")
+
+    def __init__(self, reason: str | None) -> None:
+        self.reason = reason
+        """Why the kernel cannot answer them; None if it can."""
+        self.output: object = None
+        """Shape, strides, dtype and device of the last output that was found to be theirs."""
+        self.costs_reshape = False
+        """Whether the model's own reshape copies that output."""
+
+
 class _Dispatcher:
     """Runs kernels on calls and counts the outcomes."""
 
@@ -306,9 +323,10 @@ class _Dispatcher:
         around: Around,
     ) -> None:
         self._swap = swap
-        self._around = around
+        self._around = None if around is contextlib.nullcontext else around
+        self._kernels = kernels
         self._attentions = {name: kernel.attention for name, kernel in kernels.items()}
-        self._unsupported = {name: _cached_unsupported(kernel) for name, kernel in kernels.items()}
+        self._known: dict[object, _Known] = {}
         self._choose = choose
         self._own = F.scaled_dot_product_attention
         self._counting = threading.Lock()
@@ -320,8 +338,8 @@ class _Dispatcher:
         name = self._choose(arguments) or NOT_PLANNED
         if is_any_enabled():  # a kernel casts nothing, as SDPA would
             arguments = cast(arguments, autocast_dtype(arguments.query))
-        output, by_kernel = self._attend(name, arguments, proceed)
-        if by_kernel and costs_reshape(output, arguments.query):
+        output, known = self._attend(name, arguments, proceed)
+        if known.costs_reshape:
             self._count_copy(name, arguments.road)
         return output
 
@@ -352,34 +370,64 @@ class _Dispatcher:
 
     def _attend(
         self, name: str, arguments: Arguments, proceed: Callable[[], Tensor]
-    ) -> tuple[Tensor, bool]:
-        """Return the output, and whether the kernel computed it."""
+    ) -> tuple[Tensor, _Known]:
+        """Return the output, and what is known of such calls."""
+        if self._around is None:
+            return self._run(name, arguments, proceed)
         with self._around():
             return self._run(name, arguments, proceed)
 
     def _run(
         self, name: str, arguments: Arguments, proceed: Callable[[], Tensor]
-    ) -> tuple[Tensor, bool]:
-        reason = self._why_not(name, arguments)
-        if reason:
-            self._count_fallback(name, reason, arguments.road)
-            return proceed(), False
+    ) -> tuple[Tensor, _Known]:
+        known = self._known_of(name, arguments)
+        if known.reason is not None:
+            self._count_fallback(name, known.reason, arguments.road)
+            return proceed(), known
         output = self._attentions[name](**_keywords(arguments))
-        if not _fits(output, arguments):
-            wrong = malformed(output, AttentionCall(**arguments.fields()))
-            raise KernelOutputError(f"{name} {wrong or 'returned no output of this call'}")
+        form: object = None
+        if isinstance(output, Tensor):
+            form = (output.shape, output.stride(), output.dtype, output.device)
+        if form is None or form != known.output:
+            if not _fits(output, arguments):
+                wrong = malformed(output, AttentionCall(**arguments.fields()))
+                raise KernelOutputError(f"{name} {wrong or 'returned no output of this call'}")
+            known.output, known.costs_reshape = form, costs_reshape(output, arguments.query)
         with self._counting:
             for tally in self._tallies(name, arguments.road):
                 tally.hits += 1
-        return output, True
+        return output, known
 
-    def _why_not(self, name: str, arguments: Arguments) -> str | None:
-        """Why the model's own attention answers a call; None if the kernel does."""
-        if name not in self._attentions:
-            return NOT_PLANNED
+    def _known_of(self, name: str, arguments: Arguments) -> _Known:
+        """What is known of a call, which values of masks and lengths may change (padding)."""
+        kernel = self._kernels.get(name)
+        if kernel is None:
+            return _Known(NOT_PLANNED)
         if arguments.returns:
-            return f"the model asks for {arguments.returns}"
-        return arguments.refusal or self._unsupported[name](arguments)
+            return _Known(f"the model asks for {arguments.returns}")
+        if arguments.refusal:
+            return _Known(arguments.refusal)
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = arguments[:8]
+        if query.ndim != 4:
+            return _Known("not four-dimensional")
+        if query.requires_grad and torch.is_grad_enabled():
+            return _Known("gradients are needed")
+        if attn_mask is not None or arguments.features:
+            return _Known(kernel.refuses(AttentionCall(**arguments.fields())))
+        # Written out, since this is on the path of every call.
+        signature = (
+            *(name, dropout_p, is_causal, scale, enable_gqa, query.device),
+            *(query.shape, query.stride(), query.dtype),
+            *(key.shape, key.stride(), key.dtype),
+            *(value.shape, value.stride(), value.dtype),
+        )
+        known = self._known.get(signature)
+        if known is None:
+            if len(self._known) >= MOST_KNOWN:  # a decoder has a new shape for every token
+                self._known.clear()
+            known = _Known(kernel.refuses(AttentionCall(**arguments.fields())))
+            self._known[signature] = known
+        return known
 
     def _count_fallback(self, name: str, reason: str, road: str) -> None:
         with self._counting:
@@ -392,10 +440,13 @@ class _Dispatcher:
             for tally in self._tallies(name, road):
                 tally.layout_copies += 1
 
-    def _tallies(self, name: str, road: str) -> list[Tally]:
+    def _tallies(self, name: str, road: str) -> tuple[Tally, ...]:
         """Those that count a call."""
-        tallies = [self._swap.roads.setdefault(road, Tally())]
-        return [*tallies, self._swap.kernels[name]] if name in self._swap.kernels else tallies
+        of_road = self._swap.roads.get(road)
+        if of_road is None:
+            of_road = self._swap.roads[road] = Tally()
+        of_kernel = self._swap.kernels.get(name)
+        return (of_road,) if of_kernel is None else (of_road, of_kernel)
 
 
 def _fits(output: object, arguments: Arguments) -> bool:
@@ -446,25 +497,3 @@ def _raised_recompile_limit(kernels: Iterable[str]) -> Iterator[None]:
     limit = getattr(dynamo.config, name)
     with dynamo.config.patch({name: limit * (1 + len(_compiled_with))}):
         yield
-
-
-def _cached_unsupported(kernel: Kernel) -> Callable[[Arguments], str | None]:
-    """Cache the kernel's `unsupported` for calls that differ only in values.
-
-    Values of masks and lengths can matter (padding), so calls with these are checked every time.
-    """
-    known: dict[object, str | None] = {}
-
-    def unsupported(arguments: Arguments) -> str | None:
-        query, key, value, mask, *options = arguments[:8]
-        if query.ndim != 4 or (query.requires_grad and torch.is_grad_enabled()):
-            return "not four-dimensional" if query.ndim != 4 else "gradients are needed"
-        if mask is not None or arguments.features:
-            return kernel.refuses(AttentionCall(**arguments.fields()))
-        facts = tuple((each.shape, each.stride(), each.dtype) for each in (query, key, value))
-        signature = (facts, *options)
-        if signature not in known:
-            known[signature] = kernel.refuses(AttentionCall(**arguments.fields()))
-        return known[signature]
-
-    return unsupported

@@ -31,7 +31,7 @@ def mask_of(ring, count, CONSUMERS: gl.constexpr, WHO: gl.constexpr, LAYOUT: gl.
     index = WHO * STAGES + count % STAGES
     wait_for(ring, index, count // STAGES)
     mask = matrix(ring.buffers.index(index)).load(LAYOUT)
-    # Loads may still be waiting for shared memory, which another consumer's products keep busy, when
+    # Loads may still wait for shared memory, which another consumer's products keep busy, when
     # later instructions have been issued. Only a fence keeps TMA from overtaking them.
     fence_async_shared()
     release(ring, index)

@@ -103,7 +103,7 @@ def test_it_compiles_for_hopper(
 
 
 def assert_masks_are_read_before_they_are_released(ptx: str) -> None:
-    """Loads and what TMA writes are ordered by a fence alone: an arrival at a barrier is not one."""
+    """A fence alone keeps TMA from overtaking loads; an arrival at a barrier does not."""
     under_way, fenced = False, 0
     for line in ptx.splitlines():
         if re.search(r"\tldmatrix|\tld\.shared\.(v\d\.)?b(16|32)", line):
