@@ -33,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 _new_names = hasattr(tma, "async_store")
 tma_load = tma.async_load if _new_names else tma.async_copy_global_to_shared
 tma_store = tma.async_store if _new_names else tma.async_copy_shared_to_global
+_all_warps_meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 WARP_GROUP = gl.constexpr(128)
 """Threads of a warp group."""
@@ -160,6 +161,17 @@ def release_shared(ring, index, WHICH: gl.constexpr, CONSUMERS: gl.constexpr):
         _barrier("bar.arrive", _number(ring, index, WHICH, CONSUMERS), _everyone(CONSUMERS))
     else:
         release(ring, index)
+
+
+@gluon.jit
+def meet():
+    """The warps of a consumer wait for each other, which they do at little cost once they have all
+    waited for the same product.
+
+    Before a wait for a buffer Triton has them meet, unless they have since the wait before. At the
+    end of a softmax some are behind, and only after such a meeting can they ask for the buffer.
+    """
+    _all_warps_meet()
 
 
 @gluon.jit

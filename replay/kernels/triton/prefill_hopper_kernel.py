@@ -41,6 +41,7 @@ from replay.kernels.triton.hopper_pipeline import (
     fill_shared,
     make_ring,
     make_shared_ring,
+    meet,
     pass_turn,
     release,
     release_shared,
@@ -372,7 +373,7 @@ def _attend_tile(
     scores = _start(rings, stage, WHO)
     pass_turn(WHO, CONSUMERS)
     scores = warpgroup_mma_wait(0, deps=[scores])
-    release_shared(rings.key, stage, KEY, CONSUMERS)
+    _release_keys(rings, stage, CONSUMERS)
     OWN: gl.constexpr = own_sums(scores).type.layout
     nothing = gl.full([ROWS, 4], float("-inf"), gl.float32, OWN)
     packed, sums, reference, _ = weigh(
@@ -477,7 +478,7 @@ def _step(
         release_shared(rings.value, before, VALUE, CONSUMERS)
     else:
         scores = warpgroup_mma_wait(1, deps=[scores])
-    release_shared(rings.key, stage, KEY, CONSUMERS)
+    _release_keys(rings, stage, CONSUMERS)
     # Of wider values the output alone takes half of the registers.
     FITS: gl.constexpr = values.shape[1] <= 128
     IS_WHOLE: gl.constexpr = (
@@ -498,6 +499,14 @@ def _step(
         output, weights, packed = warpgroup_mma_wait(0, deps=[output, weights, packed])
         release_shared(rings.value, before, VALUE, CONSUMERS)
     return weights, rescale(output, factor), reference, total
+
+
+@gluon.jit
+def _release_keys(rings, stage, CONSUMERS: gl.constexpr):
+    """Give back keys whose scores are there."""
+    release_shared(rings.key, stage, KEY, CONSUMERS)
+    if rings.mask is None and rings.bias is None:  # else they meet when they give back a mask's
+        meet()
 
 
 @gluon.jit

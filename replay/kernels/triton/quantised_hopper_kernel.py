@@ -36,6 +36,7 @@ from replay.kernels.triton.hopper_pipeline import (
     fill_shared,
     make_ring,
     make_shared_ring,
+    meet,
     meet_after,
     pass_turn,
     release,
@@ -508,6 +509,7 @@ def _step(
     number among those of the batch element's keys, `next_block` that of the next.
     """
     scores, output, maximum, total, of_keys, of_values = state
+    meet()
     STAGES: gl.constexpr = rings.key.buffers.shape[0]
     KEYS: gl.constexpr = rings.key.buffers.shape[1]
     FP8_VALUE: gl.constexpr = rings.value.buffers.dtype == gl.float8e4nv
