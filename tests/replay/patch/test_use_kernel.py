@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import models
+from capture.hooks.interceptor import TORCH_SDPA
 from replay import register_kernel, use_kernel, use_plan
 from replay.kernels import registry
 from replay.kernels.registry import KernelNameError, find, select
@@ -89,6 +90,40 @@ def test_an_output_of_another_form_is_no_answer(
     finally:
         del registry._kernels["misshaping"]
     assert swap.hits == 0
+
+
+def test_each_output_is_looked_at_however_many_of_its_form_there_were() -> None:
+    """What is known of a call's form is kept, and what the kernel did before is not what it does."""
+    outputs: list[Tensor] = []
+
+    @register_kernel("changing")
+    def changing(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        return outputs.pop()
+
+    query = torch.randn(2, 5, 3, 8).transpose(1, 2)  # whose reshape after attention is free
+    right, moved = torch.empty_like(query), query.contiguous()
+    outputs += [right.double(), right, moved, right, right]
+    model = Attend()
+    try:
+        with use_kernel("changing") as swap:
+            for copies in (0, 0, 1, 1):
+                model(query)
+                assert swap.layout_copies == copies
+            with pytest.raises(KernelOutputError, match="changing returned"):
+                model(query)
+    finally:
+        del registry._kernels["changing"]
+    assert swap.hits == 4
+
+
+def test_any_number_of_forms(doubling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replay.patch.use_kernel.MOST_KNOWN", 2)
+    model = Attend()
+    with use_kernel(doubling) as swap:
+        for length in (1, 2, 3, 1, 2):
+            query = torch.randn(1, 2, length, 8)
+            torch.testing.assert_close(model(query), 2 * TORCH_SDPA(query, query, query))
+    assert swap.hits == 5
 
 
 @pytest.mark.parametrize("compiled", [False, True])
