@@ -93,7 +93,7 @@ def test_an_output_of_another_form_is_no_answer(
 
 
 def test_each_output_is_looked_at_however_many_of_its_form_there_were() -> None:
-    """What is known of a call's form is kept, and what the kernel did before is not what it does."""
+    """What is known of calls of one form is kept, but not that a kernel always does the same."""
     outputs: list[Tensor] = []
 
     @register_kernel("changing")
