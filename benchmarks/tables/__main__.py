@@ -37,6 +37,9 @@ def with_tables(text: str) -> str:
     return BLOCK.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}{match[3]}", text)
 
 
+FOR_HOPPER = ("triton-fa3", "triton-sage", "triton-fp8", "triton-sage-fp8")
+"""Kernels that have tables of later runs."""
+
 TABLES: dict[str, Callable[[], str]] = {
     "distributions": declared.distributions,
     "demo": quoted.demo,
@@ -60,7 +63,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "thresholds": declared.thresholds,
     "full_size": speed.full_size,
     "published_shapes": partial(speed.by_shape, "published_shapes.csv"),
-    "triton_prefill": partial(speed.by_shape, "triton_kernels.csv", decode=False),
+    "triton_prefill": partial(
+        speed.by_shape, "triton_kernels.csv", decode=False, without=FOR_HOPPER
+    ),
     "triton_decode": partial(speed.by_shape, "triton_kernels.csv", decode=True),
     "triton_head_dims": partial(speed.by_shape, "triton_head_dims.csv"),
     "hopper_16_bits": partial(speed.by_shape, "hopper_16_bits.csv"),
