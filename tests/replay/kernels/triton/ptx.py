@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 THREADS = 32
-FLOAT8 = torch.float8_e4m3fn
 
 
 def _fused(left: Tensor, right: Tensor, addend: Tensor) -> Tensor:
@@ -25,16 +24,11 @@ def _larger(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _pair(dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
-    """Two float32 in one register of a type, the second in its lower half."""
+    """Two float32 in one register of a 16-bit type, the second in its lower half."""
 
     def convert(high: Tensor, low: Tensor) -> Tensor:
-        bits = torch.int8 if dtype == FLOAT8 else torch.int16
-        width = 8 if dtype == FLOAT8 else 16
-        halves = []
-        for each in (high, low):
-            finite = each.clamp(-448, 448) if dtype == FLOAT8 else each
-            halves.append(finite.to(dtype).view(bits).long() & (1 << width) - 1)
-        return halves[0] << width | halves[1]
+        upper, lower = (each.to(dtype).view(torch.int16).long() & 0xFFFF for each in (high, low))
+        return upper << 16 | lower
 
     return convert
 
