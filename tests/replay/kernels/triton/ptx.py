@@ -1,4 +1,4 @@
-"""Runs the PTX of our inline assembly, for the 32 threads of a warp together.
+"""Runs the PTX of our inline assembly, for the 32 threads of a warp together, and reads programs.
 
 As much of PTX as we use: straight lines, predicates, exchanges between threads, and branches that
 all threads take or none does.
@@ -99,3 +99,20 @@ def _value(operand: str, registers: dict[str, Tensor]) -> Tensor:
     if re.fullmatch(r"-?\d[\d.]*(e[+-]\d+)?", operand):
         return torch.full((THREADS,), float(operand))
     return registers[operand]
+
+
+def unfenced_arrivals(program: str) -> list[str]:
+    """Arrivals at a barrier in a compiled program, while loads from shared memory may be under way.
+
+    What hears of the arrival is TMA, which then writes where they read. Neither the arrival nor
+    barriers before it keep TMA from overtaking them, only a fence.
+    """
+    under_way, found = False, []
+    for line in program.splitlines():
+        if re.search(r"\tldmatrix|\tld\.shared\.(v\d\.)?b(16|32)", line):
+            under_way = True
+        elif "fence.proxy.async" in line:
+            under_way = False
+        elif "mbarrier.arrive.shared" in line and under_way:
+            found.append(line.strip())
+    return found

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.replay.kernels.triton.ptx import unfenced_arrivals
+
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from replay.kernels.triton.hopper_pipeline import CONSUMERS_NAMED
 from replay.kernels.triton.quantised_hopper import tile_for
@@ -43,4 +45,6 @@ def test_there_are_no_barriers_but_those_in_use(
     queries = 2 * tile.consumers  # full and empty
     full = 2 * tile.stages  # of keys and of values
     empty = 0 if tile.consumers == CONSUMERS_NAMED else full
-    assert program.read_text().count("mbarrier.init") == queries + full + empty
+    text = program.read_text()
+    assert text.count("mbarrier.init") == queries + full + empty
+    assert unfenced_arrivals(text) == []
