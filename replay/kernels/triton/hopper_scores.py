@@ -59,26 +59,23 @@ def own(each, OWN: gl.constexpr):
 
 
 @gluon.jit
-def for_all_of_own(each, like, WIDTH: gl.constexpr = 2):
-    """Each thread's own (ROWS, 4) for all that it has of a row of `like` (ROWS, N), WIDTH
-    neighbours each: two of a product, four of an operand in 8 bits."""
+def for_all_of_own(each, like):
+    """Each thread's own (ROWS, 4) for all that it has of a row of a product `like` (ROWS, N)."""
     LAYOUT: gl.constexpr = like.type.layout
-    COUNT: gl.constexpr = like.shape[1] // (4 * WIDTH)
-    PARTS: gl.constexpr = like.reshape((ROWS, COUNT, 4, WIDTH)).type.layout
+    PARTS: gl.constexpr = like.reshape((ROWS, like.shape[1] // 8, 4, 2)).type.layout
     THREADS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, PARTS))
     each = gl.convert_layout(each, THREADS, assert_trivial=True)[:, None, :, None]
-    each, _ = gl.broadcast(each, gl.zeros([ROWS, COUNT, 4, WIDTH], gl.float32, PARTS))
+    each, _ = gl.broadcast(each, gl.zeros([ROWS, like.shape[1] // 8, 4, 2], gl.float32, PARTS))
     return gl.convert_layout(each.reshape(like.shape), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
-def first_of_own(each, OWN: gl.constexpr, WIDTH: gl.constexpr = 2):
+def first_of_own(each, OWN: gl.constexpr):
     """(ROWS, 4) in the layout OWN of `own_sums`: the first that each thread has of a row of `each`
-    (ROWS, N), of which it has WIDTH neighbours each."""
-    COUNT: gl.constexpr = each.shape[1] // 4
-    parts = each.reshape((ROWS, COUNT // WIDTH, 4, WIDTH)).permute((0, 2, 1, 3))
-    parts = parts.reshape((ROWS, 4, COUNT))
-    for _ in gl.static_range(_log2(COUNT)):
+    (ROWS, N), in the layout of a product."""
+    parts = each.reshape((ROWS, each.shape[1] // 8, 4, 2)).permute((0, 2, 1, 3))
+    parts = parts.reshape((ROWS, 4, each.shape[1] // 4))
+    for _ in gl.static_range(_log2(parts.shape[2])):
         first, _rest = gl.split(parts.reshape((ROWS, 4, parts.shape[2] // 2, 2)))
         parts = first
     return gl.convert_layout(parts.reshape((ROWS, 4)), OWN, assert_trivial=True)

@@ -28,7 +28,6 @@ from replay.kernels.triton.prefill_hopper_kernel import prefill_kernel
 from replay.kernels.triton.prefill_hopper_schedule import (
     LARGEST_HEAD_DIM,
     dims_of,
-    overlaps,
     room_for,
     schedule,
     schedule_of_visits,
@@ -333,7 +332,6 @@ def _planned(
             "KEYS": plan.keys,
             "STAGES": plan.stages,
             "REGISTERS": plan.registers,
-            "OVERLAPS": int(lengths is None and mask is None and overlaps(dims, plan, room)),
             "MASK_STAGES": room.mask_stages,
             "ADDS_MASK": mask is not None and not hides,
             "BY_LENGTH": is_by_length,

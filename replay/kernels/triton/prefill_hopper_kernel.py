@@ -143,7 +143,6 @@ def prefill_kernel(
     MASK_STAGES: gl.constexpr,
     ADDS_MASK: gl.constexpr,
     REGISTERS: gl.constexpr,
-    OVERLAPS: gl.constexpr,
     BY_LENGTH: gl.constexpr,
     V_HEAD_DIM: gl.constexpr,
 ):
@@ -158,8 +157,7 @@ def prefill_kernel(
     from the longest.
     """
     dtype: gl.constexpr = q_desc.dtype
-    QUERY_BUFFERS: gl.constexpr = CONSUMERS * (1 + OVERLAPS)
-    query_shape: gl.constexpr = [QUERY_BUFFERS] + q_desc.block_type.shape  # noqa: RUF005 (none in Gluon)
+    query_shape: gl.constexpr = [CONSUMERS] + q_desc.block_type.shape  # noqa: RUF005 (none in Gluon)
     key_shape: gl.constexpr = [STAGES] + k_desc.block_type.shape  # noqa: RUF005
     value_shape: gl.constexpr = [STAGES] + v_desc.block_type.shape  # noqa: RUF005
     output_shape: gl.constexpr = [CONSUMERS] + o_desc.block_type.shape  # noqa: RUF005
@@ -170,7 +168,7 @@ def prefill_kernel(
     q_rest = None
     k_rest = None
     if q_rest_desc is not None:
-        query_rest_shape: gl.constexpr = [QUERY_BUFFERS] + q_rest_desc.block_type.shape  # noqa: RUF005
+        query_rest_shape: gl.constexpr = [CONSUMERS] + q_rest_desc.block_type.shape  # noqa: RUF005
         key_rest_shape: gl.constexpr = [STAGES] + k_rest_desc.block_type.shape  # noqa: RUF005
         q_rest = gl.allocate_shared_memory(dtype, query_rest_shape, q_rest_desc.layout)
         k_rest = gl.allocate_shared_memory(dtype, key_rest_shape, k_rest_desc.layout)
@@ -207,9 +205,9 @@ def prefill_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_attend, (attend, 0, HEADS, OVERLAPS, BY_LENGTH, V_HEAD_DIM)),
-                (_attend, (attend, 1, HEADS, OVERLAPS, BY_LENGTH, V_HEAD_DIM)),
-                (_load, (load, HEADS, OVERLAPS, BY_LENGTH)),
+                (_attend, (attend, 0, HEADS, BY_LENGTH, V_HEAD_DIM)),
+                (_attend, (attend, 1, HEADS, BY_LENGTH, V_HEAD_DIM)),
+                (_load, (load, HEADS, BY_LENGTH)),
             ],
             [4, 1],
             [REGISTERS, LOADER_REGISTERS],
@@ -217,10 +215,10 @@ def prefill_kernel(
     elif CONSUMERS == 3:
         gl.warp_specialize(
             [
-                (_attend, (attend, 0, HEADS, OVERLAPS, BY_LENGTH, V_HEAD_DIM)),
-                (_attend, (attend, 1, HEADS, OVERLAPS, BY_LENGTH, V_HEAD_DIM)),
-                (_attend, (attend, 2, HEADS, OVERLAPS, BY_LENGTH, V_HEAD_DIM)),
-                (_load, (load, HEADS, OVERLAPS, BY_LENGTH)),
+                (_attend, (attend, 0, HEADS, BY_LENGTH, V_HEAD_DIM)),
+                (_attend, (attend, 1, HEADS, BY_LENGTH, V_HEAD_DIM)),
+                (_attend, (attend, 2, HEADS, BY_LENGTH, V_HEAD_DIM)),
+                (_load, (load, HEADS, BY_LENGTH)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, LOADER_REGISTERS],
@@ -228,11 +226,11 @@ def prefill_kernel(
     else:
         gl.warp_specialize(
             [
-                (_attend, (attend, 0, HEADS, OVERLAPS, BY_LENGTH, V_HEAD_DIM)),
-                (_attend, (attend, 1, HEADS, OVERLAPS, BY_LENGTH, V_HEAD_DIM)),
-                (_attend, (attend, 2, HEADS, OVERLAPS, BY_LENGTH, V_HEAD_DIM)),
-                (_attend, (attend, 3, HEADS, OVERLAPS, BY_LENGTH, V_HEAD_DIM)),
-                (_load, (load, HEADS, OVERLAPS, BY_LENGTH)),
+                (_attend, (attend, 0, HEADS, BY_LENGTH, V_HEAD_DIM)),
+                (_attend, (attend, 1, HEADS, BY_LENGTH, V_HEAD_DIM)),
+                (_attend, (attend, 2, HEADS, BY_LENGTH, V_HEAD_DIM)),
+                (_attend, (attend, 3, HEADS, BY_LENGTH, V_HEAD_DIM)),
+                (_load, (load, HEADS, BY_LENGTH)),
             ],
             [4, 4, 4, 1],
             [REGISTERS, REGISTERS, REGISTERS, LOADER_REGISTERS],
@@ -240,13 +238,12 @@ def prefill_kernel(
 
 
 @gluon.jit
-def _load(arguments, HEADS: gl.constexpr, OVERLAPS: gl.constexpr, BY_LENGTH: gl.constexpr):
+def _load(arguments, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
     """The loading warp: all blocks of all tiles, as soon as there is room."""
     descriptors, rings, work, bounds, group, mask_steps = arguments
     q_desc, k_desc, v_desc, q_rest_desc, k_rest_desc, mask_desc = descriptors
     mask_batch, mask_head = mask_steps
-    QUERY_STAGES: gl.constexpr = 1 + OVERLAPS
-    CONSUMERS: gl.constexpr = rings.query.buffers.shape[0] // QUERY_STAGES
+    CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
     STAGES: gl.constexpr = rings.key.buffers.shape[0]
     KEYS: gl.constexpr = rings.key.buffers.shape[3]
     QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
@@ -272,8 +269,7 @@ def _load(arguments, HEADS: gl.constexpr, OVERLAPS: gl.constexpr, BY_LENGTH: gl.
             for who in gl.static_range(CONSUMERS):
                 row = span.q_start + first + who // HEADS * ROWS
                 own = [element, q_head + who % HEADS, row, 0]
-                index = who * QUERY_STAGES + done % QUERY_STAGES
-                fill(rings.query, q_desc, own, index, done // QUERY_STAGES, q_rest)
+                fill(rings.query, q_desc, own, who, done, q_rest)
             if bounds.visits is None:
                 begin, _, _, end = key_blocks_of(first, span, bounds, QUERIES, KEYS)
                 steps = end - begin
@@ -305,22 +301,18 @@ def _attend(
     arguments,
     WHO: gl.constexpr,
     HEADS: gl.constexpr,
-    OVERLAPS: gl.constexpr,
     BY_LENGTH: gl.constexpr,
     V_HEAD_DIM: gl.constexpr,
 ):
     """Consumer number WHO: 64 queries of every tile."""
     rings, outputs, work, bounds, extras = arguments
-    CONSUMERS: gl.constexpr = rings.query.buffers.shape[0] // (1 + OVERLAPS)
+    CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
     QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
     KEYS: gl.constexpr = rings.key.buffers.shape[3]
     count = 0
     masks = 0
     done = 0
-    turns = turns_of(work.tiles, gl.program_id(0), gl.num_programs(0), BY_LENGTH)
-    if OVERLAPS:
-        scores = _first_scores(rings, 0, 0, WHO, CONSUMERS, OVERLAPS)
-    for turn in range(turns):
+    for turn in range(turns_of(work.tiles, gl.program_id(0), gl.num_programs(0), BY_LENGTH)):
         head, block = tile_of(turn, work, HEADS, BY_LENGTH)
         batch, q_head = head // work.q_heads, head % work.q_heads + WHO % HEADS
         span = span_of(batch, bounds)
@@ -329,38 +321,16 @@ def _attend(
             visits = ()
             if bounds.visits is not None:
                 visits = visits_of(batch, q_head, block, bounds, KEYS)
-            if not OVERLAPS:
-                scores = _first_scores(rings, count, done, WHO, CONSUMERS, OVERLAPS)
-            count, masks, scores = _attend_tile(
-                scores, rings, outputs, place, span, bounds, visits, extras, block * QUERIES,
-                count, masks, done, turn + 1 < turns, WHO, HEADS, OVERLAPS, V_HEAD_DIM,
+            count, masks = _attend_tile(
+                rings, outputs, place, span, bounds, visits, extras, block * QUERIES,
+                count, masks, done, WHO, HEADS, V_HEAD_DIM,
             )  # fmt: skip
             done += 1
     tma.store_wait(0)
 
 
 @gluon.jit
-def _first_scores(
-    rings, count, done, WHO: gl.constexpr, CONSUMERS: gl.constexpr, OVERLAPS: gl.constexpr
-):
-    """Scores of the first block that a tile visits, which has no PV before it."""
-    STAGES: gl.constexpr = rings.key.buffers.shape[0]
-    QUERY_STAGES: gl.constexpr = 1 + OVERLAPS
-    index = WHO * QUERY_STAGES + done % QUERY_STAGES
-    wait_for(rings.query, index, done // QUERY_STAGES)
-    stage = count % STAGES
-    wait_for(rings.key, stage, count // STAGES)
-    wait_for_turn(WHO)
-    scores = _start(rings, stage, index)
-    pass_turn(WHO, CONSUMERS)
-    scores = warpgroup_mma_wait(0, deps=[scores])
-    _release_keys(rings, stage, CONSUMERS)
-    return scores
-
-
-@gluon.jit
 def _attend_tile(
-    scores,
     rings,
     outputs,
     place,
@@ -372,19 +342,15 @@ def _attend_tile(
     count,
     masks,
     done,
-    has_next,
     WHO: gl.constexpr,
     HEADS: gl.constexpr,
-    OVERLAPS: gl.constexpr,
     V_HEAD_DIM: gl.constexpr,
 ):
-    """A consumer's queries of one tile, of whose first block the scores are there. Returns how many
-    blocks of keys there have been, how many with a block of the mask (`count` and `masks` are those
-    of the tiles before), and where it OVERLAPS the next tile that one's first scores."""
+    """A consumer's queries of one tile. Returns how many blocks of keys there have been, and how
+    many with a block of the mask: `count` and `masks` are those of the tiles before."""
     _, _, q_head = place
     dtype: gl.constexpr = rings.value.buffers.dtype
-    QUERY_STAGES: gl.constexpr = 1 + OVERLAPS
-    CONSUMERS: gl.constexpr = rings.query.buffers.shape[0] // QUERY_STAGES
+    CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
     STAGES: gl.constexpr = rings.key.buffers.shape[0]
     KEYS: gl.constexpr = rings.key.buffers.shape[3]
     DV: gl.constexpr = rings.value.buffers.shape[4]
@@ -398,8 +364,16 @@ def _attend_tile(
     else:
         key = visited_key(0, visits, bounds, KEYS)
     first = first_of_tile + WHO // HEADS * ROWS
-    query = WHO * QUERY_STAGES + done % QUERY_STAGES
+    wait_for(rings.query, WHO, done)
+
+    # The last block of keys, which has no PV before it.
     stage = count % STAGES
+    wait_for(rings.key, stage, count // STAGES)
+    wait_for_turn(WHO)
+    scores = _start(rings, stage, WHO)
+    pass_turn(WHO, CONSUMERS)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    _release_keys(rings, stage, CONSUMERS)
     OWN: gl.constexpr = own_sums(scores).type.layout
     nothing = gl.full([ROWS, 4], float("-inf"), gl.float32, OWN)
     packed, sums, reference, _ = weigh(
@@ -419,45 +393,32 @@ def _attend_tile(
         masked = gl.maximum(visits[3], 1)
         for i in range(1, masked):
             key = visited_key(i, visits, bounds, KEYS)
-            state = _step(
-                state, rings, query, count, masks, first, key, span, bounds, extras,
-                WHO, CONSUMERS, True,
-            )  # fmt: skip
+            state = _step(state, rings, count, masks, first, key, span, bounds, extras, WHO, True)
             count += 1
             masks += 1
         for _ in range(masked, visits[2] + visits[3]):
-            state = _step(
-                state, rings, query, count, masks, first, 0, span, bounds, extras,
-                WHO, CONSUMERS, False,
-            )  # fmt: skip
+            state = _step(state, rings, count, masks, first, 0, span, bounds, extras, WHO, False)
             count += 1
     else:
         # Blocks that some of the queries do not see whole, those that all do, and again some.
         for i in range(end - 1 - whole_end):
             key = (end - 2 - i) * KEYS
-            state = _step(
-                state, rings, query, count, masks, first, key, span, bounds, extras,
-                WHO, CONSUMERS, True,
-            )  # fmt: skip
+            state = _step(state, rings, count, masks, first, key, span, bounds, extras, WHO, True)
             count += 1
             masks += 1
         for _ in range(whole_first, whole_end):
-            state = _step(
-                state, rings, query, count, masks, first, 0, span, bounds, extras,
-                WHO, CONSUMERS, False,
-            )  # fmt: skip
+            state = _step(state, rings, count, masks, first, 0, span, bounds, extras, WHO, False)
             count += 1
             masks += 1
         if bounds.left is not None:
             for i in range(whole_first - begin):
                 key = (whole_first - 1 - i) * KEYS
                 state = _step(
-                    state, rings, query, count, masks, first, key, span, bounds, extras,
-                    WHO, CONSUMERS, True,
-                )  # fmt: skip
+                    state, rings, count, masks, first, key, span, bounds, extras, WHO, True
+                )
                 count += 1
                 masks += 1
-    release(rings.query, query)
+    release(rings.query, WHO)
 
     # PV of the block visited last, and the output.
     packed, output, reference, sums = state
@@ -465,21 +426,8 @@ def _attend_tile(
     stage = (count - 1) % STAGES
     wait_for(rings.value, stage, (count - 1) // STAGES)
     values = matrix(rings.value.buffers.index(stage))
-    next_stage = count % STAGES
-    if OVERLAPS:
-        # Behind the last tile they are of old keys, and nobody reads them.
-        index = WHO * QUERY_STAGES + (done + 1) % QUERY_STAGES
-        if has_next:
-            wait_for(rings.query, index, (done + 1) // QUERY_STAGES)
-            wait_for(rings.key, next_stage, count // STAGES)
-        wait_for_turn(WHO)
     output = warpgroup_mma(unpack(packed, output, dtype), values, output, is_async=True)
-    if OVERLAPS:
-        scores = _start(rings, next_stage, index)
-        pass_turn(WHO, CONSUMERS)
-        output = warpgroup_mma_wait(1, deps=[output])
-    else:
-        output = warpgroup_mma_wait(0, deps=[output])
+    output = warpgroup_mma_wait(0, deps=[output])
     release_shared(rings.value, stage, VALUE, CONSUMERS)
     reference = gl.max(reference, 1)
     if rings.bias is not None:
@@ -491,19 +439,13 @@ def _attend_tile(
     share = gl.where(total == 0.0, 0.0, shrink / total)  # a query may see nothing
     output *= gl.convert_layout(share, gl.SliceLayout(1, OUTPUT))[:, None]
     _store(output, reference, total, outputs, place, span, first, WHO, V_HEAD_DIM)
-    if OVERLAPS:
-        scores = warpgroup_mma_wait(0, deps=[scores])
-        if has_next:
-            release_shared(rings.key, next_stage, KEY, CONSUMERS)
-        meet()
-    return count, masks, scores
+    return count, masks
 
 
 @gluon.jit
 def _step(
     state,
     rings,
-    query,
     count,
     masks,
     first_query,
@@ -512,19 +454,19 @@ def _step(
     bounds,
     extras,
     WHO: gl.constexpr,
-    CONSUMERS: gl.constexpr,
     IS_MASKED: gl.constexpr,
 ):
     """The scores and softmax of block number `count`, and PV of the block before it."""
     packed, output, reference, total = state
     dtype: gl.constexpr = rings.value.buffers.dtype
+    CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
     STAGES: gl.constexpr = rings.key.buffers.shape[0]
     stage = count % STAGES
     before = (count - 1) % STAGES
     probabilities = unpack(packed, output, dtype)
     wait_for(rings.key, stage, count // STAGES)
     wait_for_turn(WHO)
-    scores = _start(rings, stage, query)
+    scores = _start(rings, stage, WHO)
     wait_for(rings.value, before, (count - 1) // STAGES)
     values = matrix(rings.value.buffers.index(before))
     output = warpgroup_mma(probabilities, values, output, is_async=True)
@@ -627,12 +569,11 @@ def _column_halves(output):
 
 
 @gluon.jit
-def _start(rings, stage, index):
-    """Start QKᵀ of the queries in buffer `index` and the keys in buffer `stage`, one product for
-    each piece of the head_dim."""
+def _start(rings, stage, WHO: gl.constexpr):
+    """Start QKᵀ of the block of keys in a buffer, one product for each piece of the head_dim."""
     query, key = rings.query, rings.key
-    scores = start_scores(matrix(query.buffers.index(index)), matrix(key.buffers.index(stage)))
+    scores = start_scores(matrix(query.buffers.index(WHO)), matrix(key.buffers.index(stage)))
     if rings.query_rest is not None:
-        query_rest, key_rest = rings.query_rest.index(index), rings.key_rest.index(stage)
+        query_rest, key_rest = rings.query_rest.index(WHO), rings.key_rest.index(stage)
         scores = add_scores(scores, matrix(query_rest), matrix(key_rest))
     return scores

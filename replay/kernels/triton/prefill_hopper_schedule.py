@@ -72,14 +72,6 @@ def room_for(dims: Dims, plan: Schedule, mask_size: int = 0) -> Room:
     return Room(OUTPUT_COLUMNS, 0)
 
 
-def overlaps(dims: Dims, plan: Schedule, room: Room) -> bool:
-    """Whether there is room for the queries of two tiles, of which one can begin as one ends."""
-    rows, keys = plan.consumers * ROWS.value, plan.stages * plan.keys
-    numbers = (2 * rows + keys) * (dims.main + dims.rest) + keys * dims.value
-    numbers += rows * room.output_columns
-    return 2 * numbers <= SHARED_BYTES - BARRIER_BYTES
-
-
 def schedule(dims: Dims, group: int, seen: int, mask_size: int = 0) -> Schedule:
     """For `group` query heads a key head, queries that see up to `seen` keys, and a mask whose
     numbers have `mask_size` bytes."""

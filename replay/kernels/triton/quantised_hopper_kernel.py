@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -46,7 +45,6 @@ from replay.kernels.triton.hopper_pipeline import (
     wait_for,
     wait_for_turn_after,
 )
-from replay.kernels.triton.hopper_rescale import rescale
 from replay.kernels.triton.hopper_scores import (
     ROWS,
     add_sink,
@@ -67,6 +65,7 @@ from replay.kernels.triton.hopper_spans import (
 from replay.kernels.triton.hopper_special_functions import LOG2, approximately
 from replay.kernels.triton.online_softmax import LOG2_E
 from replay.kernels.triton.persistent import Work, tile_of, turns_of
+from replay.kernels.triton.quantise import LOG2_FP8_MAX
 from replay.kernels.triton.quantised_hopper_operands import (
     SCALE_GROUP,
     Rows,
@@ -75,7 +74,7 @@ from replay.kernels.triton.quantised_hopper_operands import (
     scales_of,
     times_mean,
 )
-from replay.kernels.triton.quantised_hopper_softmax import log2_unit, weigh, weigh_whole
+from replay.kernels.triton.quantised_hopper_softmax import weigh
 
 MASK_STAGES = gl.constexpr(2)
 """Blocks of the mask that each consumer has room for."""
@@ -395,13 +394,9 @@ def _attend_tile(
     scores = warpgroup_mma_wait(0, deps=[scores])
     release_shared(rings.key, stage, KEY, CONSUMERS)
     output = gl.zeros([ROWS, DV], gl.float32, OUTPUT)
+    maximum = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
     total = own_sums(gl.zeros([ROWS, KEYS], gl.float32, SCORES))
-    FOLLOWS: gl.constexpr = follows(FP8_VALUE, IN_TENSOR_CORES, CONSUMERS)
-    if FOLLOWS:
-        maximum = gl.full([ROWS, 4], float("-inf"), gl.float32, total.type.layout)
-    else:
-        maximum = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-    state = (scores, output, maximum, maximum, total, of_keys, of_values)
+    state = (scores, output, maximum, total, of_keys, of_values)
     rows = Rows(query, of_queries, shift, first)
     if bounds.visits is None:
         # Blocks that a window's left side cuts, those that all queries see whole, those that the
@@ -457,19 +452,17 @@ def _attend_tile(
     count += 1
     masks += 1
 
-    _, output, maximum, _, sums, _, _ = state
+    _, output, maximum, sums, _, _ = state
     total = gl.sum(sums, 1)
-    shrink = 1.0
+    rescale = 1.0
     if extras.sinks is not None:
         sink = gl.load(extras.sinks + q_head).to(gl.float32) * LOG2_E
         if extras.key_mean is not None and extras.cap is None:
             sink = sink - gl.convert_layout(shift, total.type.layout)
-        if FOLLOWS:
-            maximum = gl.max(maximum, 1)
         maximum = gl.convert_layout(maximum, total.type.layout)
-        UNIT: gl.constexpr = log2_unit(FOLLOWS) if FP8_VALUE else 0.0
-        shrink, _, total = add_sink(sink, maximum, total, UNIT)
-    share = gl.where(total == 0.0, 0.0, shrink / total)  # a query may see nothing
+        LOG2_UNIT: gl.constexpr = LOG2_FP8_MAX if FP8_VALUE else 0.0
+        rescale, _, total = add_sink(sink, maximum, total, LOG2_UNIT)
+    share = gl.where(total == 0.0, 0.0, rescale / total)  # a query may see nothing
     output *= gl.convert_layout(share, gl.SliceLayout(1, OUTPUT))[:, None]
     _store(output, outputs, [batch, q_head, first, 0], span, bounds, WHO, V_HEAD_DIM)
     return count, masks
@@ -515,7 +508,7 @@ def _step(
     Leaves the scores and the scales of the next block, unless it is a tile's last. `block` is its
     number among those of the batch element's keys, `next_block` that of the next.
     """
-    scores, output, maximum, largest, total, of_keys, of_values = state
+    scores, output, maximum, total, of_keys, of_values = state
     meet()
     STAGES: gl.constexpr = rings.key.buffers.shape[0]
     KEYS: gl.constexpr = rings.key.buffers.shape[1]
@@ -526,24 +519,14 @@ def _step(
     next_of_keys, next_of_values = of_keys, of_values
     if not IS_LAST:
         next_of_keys, next_of_values = scales_of(scales, next_block, bounds, KEYS, FP8_VALUE)
+    weights, maximum, total, shrink = weigh(
+        scores, scale, rows, rings, exponent, of_values, maximum, total, masks, block, span, bounds,
+        cap, OUTPUT, WHO, IS_MASKED,
+    )  # fmt: skip
+    shrink = gl.convert_layout(shrink, gl.SliceLayout(1, OUTPUT))[:, None]
+
     stage, phase = buffer_of(count, STAGES)
     next_stage, next_phase = buffer_of(count + 1, STAGES)
-    FOLLOWS: gl.constexpr = follows(FP8_VALUE, IN_TENSOR_CORES, CONSUMERS)
-    if FOLLOWS and not IS_MASKED:
-        # Here, because the compiler asks for no barrier ahead of a branch, which follows.
-        wait_for(rings.value, stage, phase)
-        wait_for(rings.key, next_stage, next_phase)
-        weights, maximum, largest, total, shrink = weigh_whole(
-            scores, scale, rows, exponent, of_values, maximum, largest, total, cap, OUTPUT
-        )
-    else:
-        weights, maximum, largest, total, shrink = weigh(
-            scores, scale, rows, rings, exponent, of_values, maximum, largest, total, masks, block,
-            span, bounds, cap, OUTPUT, WHO, IS_MASKED, FOLLOWS,
-        )  # fmt: skip
-    if not FOLLOWS:
-        shrink = gl.convert_layout(shrink, gl.SliceLayout(1, OUTPUT))[:, None]
-
     HAS_LENGTHS: gl.constexpr = bounds.k_lengths is not None or bounds.q_offsets is not None
     if IS_LAST and HAS_LENGTHS and not FP8_VALUE:
         # Behind the last key lie somebody else's values, or none that count.
@@ -553,10 +536,9 @@ def _step(
             clear(matrix(rings.value.buffers.index(stage)), left_over)
     if not IN_TURN:
         meet_after(total, WHO)
-    if IS_MASKED or not FOLLOWS:
-        wait_for(rings.value, stage, phase)
-        if not IS_LAST:
-            wait_for(rings.key, next_stage, next_phase)
+    wait_for(rings.value, stage, phase)
+    if not IS_LAST:
+        wait_for(rings.key, next_stage, next_phase)
     if IN_TURN:
         wait_for_turn_after(total, WHO)
     values = rings.value.buffers.index(stage)
@@ -565,8 +547,7 @@ def _step(
         nothing = gl.zeros(output.shape, gl.float32, OUTPUT)
         product = warpgroup_mma(weights, values, nothing, use_acc=False, is_async=True)
     else:
-        output = rescale(output, shrink) if FOLLOWS else output * shrink
-        product = warpgroup_mma(weights, values, output, is_async=True)
+        product = warpgroup_mma(weights, values, output * shrink, is_async=True)
     next_scores = scores
     if not IS_LAST:
         next_scores = start_scores(rows.query, rings.key.buffers.index(next_stage))
@@ -579,10 +560,4 @@ def _step(
     if not IS_LAST:
         next_scores = warpgroup_mma_wait(0, deps=[next_scores])
         release_shared(rings.key, next_stage, KEY, CONSUMERS)
-    return next_scores, product, maximum, largest, total, next_of_keys, next_of_values
-
-
-@constexpr_function
-def follows(fp8_value, in_tensor_cores, consumers):
-    """Whether what is subtracted from scores may be the largest of the blocks before."""
-    return fp8_value and in_tensor_cores and consumers < 4  # four have too few registers
+    return next_scores, product, maximum, total, next_of_keys, next_of_values

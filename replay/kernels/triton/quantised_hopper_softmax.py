@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from replay.kernels.triton.hopper_masks import hide
-from replay.kernels.triton.hopper_scores import ROWS, own, own_sums
+from replay.kernels.triton.hopper_scores import ROWS, own_sums
 from replay.kernels.triton.hopper_spans import hide_unseen
 from replay.kernels.triton.hopper_special_functions import RECIPROCAL, TANH, approximately
 from replay.kernels.triton.quantise import LOG2_FP8_MAX
-from replay.kernels.triton.quantised_hopper_exponentials import LOG2_UNIT, exponentials
 
 
 @gluon.jit
@@ -23,7 +21,6 @@ def weigh(
     exponent,
     of_values,
     maximum,
-    largest_before,
     total,
     masks,
     block,
@@ -33,13 +30,9 @@ def weigh(
     OUTPUT: gl.constexpr,
     WHO: gl.constexpr,
     IS_MASKED: gl.constexpr,
-    FOLLOWS: gl.constexpr,
 ):
     """The weights of one block (ROWS, KEYS), as PV in the layout OUTPUT wants them, the new maximum
     (ROWS,) and sums (ROWS, 4) of `own_sums`, and the factor (ROWS,) for what was summed before.
-
-    Where the maximum FOLLOWS, `weigh_whole` may have subtracted less than the largest of the blocks
-    before; then maximum, largest and factor are (ROWS, 4) as the sums.
 
     FP8 weights have the scale of the block's values in them. The maximum is of what they are powers
     of 2 of, which has that scale in it too; the sums have not.
@@ -72,11 +65,6 @@ def weigh(
             scores = hide(scores, rings.mask, masks, CONSUMERS, WHO)
         else:
             scores = hide_unseen(scores, rows.first, block * KEYS, span, bounds)
-    OWN: gl.constexpr = total.type.layout
-    if FOLLOWS:
-        ROW: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
-        maximum = gl.convert_layout(gl.max(maximum, 1), ROW)
-        largest_before = gl.convert_layout(gl.max(largest_before, 1), ROW)
     largest = gl.max(scores, 1)
     # A group of INT8 keys with a NaN has it in its scale. That times -inf is NaN, but a row that
     # sees none of the group has nothing of its NaN.
@@ -87,7 +75,7 @@ def weigh(
         scale = gl.where(scale == scale, scale, 1.0)
     # No scale is negative, so that the largest product is the largest score.
     largest = largest * (scale if cap is None else cap)
-    new_maximum = gl.maximum(largest_before, largest + exponent)
+    new_maximum = gl.maximum(maximum, largest + exponent)
     subtracted = new_maximum
     MAY_SEE_NOTHING: gl.constexpr = (
         bounds.left is not None
@@ -101,7 +89,7 @@ def weigh(
         subtracted = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)
     origin = subtracted - exponent
     if FP8_VALUE:
-        origin = origin - log2_unit(FOLLOWS)
+        origin = origin - LOG2_FP8_MAX
     if SPREADS_NAN:
         origin = origin + not_finite
     if cap is None:
@@ -120,38 +108,4 @@ def weigh(
         total = total + sums
         weights = weights.to(DTYPE)
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 4 if FP8_VALUE else 2)
-    weights = gl.convert_layout(weights, WEIGHTS)
-    if FOLLOWS:
-        new_maximum = own(new_maximum, OWN)
-        shrink = own(shrink, OWN)
-    return weights, new_maximum, new_maximum, total, shrink
-
-
-@constexpr_function
-def log2_unit(follows):
-    """The weight in FP8 of the maximum, in base 2."""
-    return LOG2_UNIT if follows else LOG2_FP8_MAX
-
-
-@gluon.jit
-def weigh_whole(
-    scores, scale, rows, exponent, of_values, maximum, largest, total, cap, OUTPUT: gl.constexpr
-):
-    """`weigh` in FP8, where the maximum follows, of a block that all queries see whole."""
-    KEYS: gl.constexpr = scores.shape[1]
-    scores = scores.to(gl.float32)
-    if cap is not None:
-        scores *= scale[:, None]
-        if rows.shift is not None:
-            scores += rows.shift[:, None]
-        scores = approximately(TANH, scores)
-        scale = scale * 0.0 + cap
-    # Into KEY_ORDER, as above.
-    scores = scores.reshape((ROWS, KEYS // 16, 2, 4, 2)).permute((0, 1, 3, 2, 4))
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 4)
-    scores = gl.convert_layout(scores.reshape((ROWS, KEYS)), WEIGHTS, assert_trivial=True)
-    weights, sums, maximum, largest, shrink = exponentials(
-        scores, scale, maximum, largest, exponent + LOG2_UNIT
-    )
-    total = total * shrink + sums * approximately(RECIPROCAL, of_values)
-    return weights, maximum, largest, total, shrink
+    return gl.convert_layout(weights, WEIGHTS), new_maximum, total, shrink

@@ -6,7 +6,6 @@ all threads take or none does.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 
@@ -25,15 +24,11 @@ def _larger(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _pair(dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
-    """Two float32 in one register of a type, the second in its lower half; FP8 has no infinity."""
-    bits = 8 * dtype.itemsize
-    integer = torch.int16 if bits == 16 else torch.int8
+    """Two float32 in one register of a 16-bit type, the second in its lower half."""
 
     def convert(high: Tensor, low: Tensor) -> Tensor:
-        most = math.inf if bits == 16 else 448.0
-        pair = (each.clamp(-most, most).to(dtype).view(integer) for each in (high, low))
-        upper, lower = (each.long() & (1 << bits) - 1 for each in pair)
-        return upper << bits | lower
+        upper, lower = (each.to(dtype).view(torch.int16).long() & 0xFFFF for each in (high, low))
+        return upper << 16 | lower
 
     return convert
 
@@ -50,8 +45,6 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "ex2.approx.ftz.f32": torch.exp2,
     "cvt.rn.bf16x2.f32": _pair(torch.bfloat16),
     "cvt.rn.f16x2.f32": _pair(torch.float16),
-    "cvt.rn.satfinite.e4m3x2.f32": _pair(torch.float8_e4m3fn),
-    "or.pred": lambda left, right: left | right,
     "setp.gt.f32": lambda left, right: left > right,
     "setp.neu.f32": lambda left, right: ~(left == right),
     "setp.gt.or.f32": lambda left, right, other: (left > right) | other,
@@ -89,7 +82,7 @@ def run(text: str, registers: dict[str, Tensor]) -> bool:
             else:
                 went_past = True
             continue
-        target, *operands = (each.strip() for each in re.split(r",(?![^{]*})", rest))
+        target, *operands = (each.strip() for each in rest.split(","))
         if operation == "vote.sync.any.pred":
             found = registers[operands[0]].any().expand(THREADS)
         elif operation == "shfl.sync.bfly.b32":
@@ -103,9 +96,6 @@ def run(text: str, registers: dict[str, Tensor]) -> bool:
 
 
 def _value(operand: str, registers: dict[str, Tensor]) -> Tensor:
-    if operand.startswith("{"):
-        low, high = (registers[each.strip()] for each in operand[1:-1].split(","))
-        return high << 16 | low
     if re.fullmatch(r"-?\d[\d.]*(e[+-]\d+)?", operand):
         return torch.full((THREADS,), float(operand))
     return registers[operand]

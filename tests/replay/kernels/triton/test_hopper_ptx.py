@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.replay.kernels.triton.ptx import THREADS, run
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
-from replay.kernels.triton import hopper_exponentials, hopper_rescale, quantised_hopper_exponentials
+from replay.kernels.triton import hopper_exponentials, hopper_rescale
 
 ROWS, KEYS = 16, 128
 """Of a warp."""
@@ -147,107 +147,3 @@ def test_an_output_is_multiplied_where_a_factor_is_not_1(columns: int) -> None:
         for i, (row, column) in enumerate(places(count)):
             expected = output[row, column] * factors[row]
             assert torch.equal(registers[f"${i}"], expected)
-
-
-class Fp8Softmax:
-    """The same with weights in FP8, which subtract the largest score of the blocks before."""
-
-    def __init__(self, v_dim: int = 8) -> None:
-        self.text = quantised_hopper_exponentials._instructions(COUNT)
-        self.unit = quantised_hopper_exponentials.LOG2_UNIT.value
-        self.reference = self.largest = torch.full((ROWS,), -math.inf)
-        self.total = torch.zeros(ROWS)
-        self.output = torch.zeros(ROWS, v_dim)
-        self.began_anew = 0
-
-    def add(self, scores: Tensor, values: Tensor, exponent: float = 0.0) -> None:
-        """A block, whose values have the scale 2^exponent."""
-        starts = [COUNT // 4 + k * COUNT for k in range(9)]
-        of_scores, of_scale, of_reference, of_largest, of_addend = starts[4:]
-        # Four of one row, four of the other, and so on: PV's left operand in 8 bits.
-        places = [
-            (THREAD // 4 + 8 * (i // 4 % 2), i // 8 * 16 + THREAD % 4 * 4 + i % 4)
-            for i in range(COUNT)
-        ]
-        registers: dict[str, Tensor] = {}
-        for i, (row, column) in enumerate(places):
-            registers[f"${of_scores + i}"] = scores[row, column]
-            registers[f"${of_scale + i}"] = torch.full((THREADS,), LOG2_E)
-            registers[f"${of_reference + i}"] = self.reference[row]
-            registers[f"${of_largest + i}"] = self.largest[row]
-            registers[f"${of_addend + i}"] = torch.full((THREADS,), exponent + self.unit)
-        self.began_anew += run(self.text, registers)
-        weights = torch.zeros(ROWS, KEYS)
-        for i, (row, column) in enumerate(places):
-            byte = registers[f"${i // 4}"] >> 8 * (i % 4) & 0xFF
-            weights[row, column] = byte.to(torch.uint8).view(torch.float8_e4m3fn).float()
-        found = torch.zeros(4, ROWS)
-        for i, row in {0: THREAD // 4, 4: THREAD // 4 + 8}.items():
-            for k, start in enumerate(starts[:4]):
-                found[k].index_add_(0, row, registers[f"${start + i}"])
-        found[1:] /= 4
-        sums, self.reference, self.largest, factor = found
-        sums *= 2.0**-exponent
-        self.total = torch.where(factor == 0, 0.0, self.total * factor) + sums
-        before = torch.where(factor[:, None] == 0, 0.0, self.output * factor[:, None])
-        self.output = before + weights @ (values * 2.0**-exponent)
-
-    def result(self) -> Tensor:
-        return self.output / self.total[:, None]
-
-
-@pytest.mark.parametrize(
-    ("deviation", "rise", "least", "most"),
-    [
-        (1.0, 0.0, 1, BLOCKS),
-        (0.0, 0.0, 1, 1),
-        (1.0, 3.0, BLOCKS, BLOCKS),
-        (1.0, 1.0, 1, BLOCKS),
-        (1.0, -3.0, 1, 1),
-    ],
-)
-@pytest.mark.parametrize("exponents", [(0.0,) * BLOCKS, (0.0, 2.0, -1.0, 3.0, -3.0)])
-def test_fp8_weights_are_those_of_a_softmax(
-    deviation: float, rise: float, least: int, most: int, exponents: tuple[float, ...]
-) -> None:
-    scores, values = blocks(BLOCKS, deviation, rise)
-    softmax = Fp8Softmax()
-    for of_block in zip(scores, values, exponents, strict=True):
-        softmax.add(*of_block)
-    expected = attention(scores, values)
-    error = (softmax.result() - expected).abs().sum() / expected.abs().sum()
-    assert error < 0.05
-    if not any(exponents):
-        assert least <= softmax.began_anew <= most
-
-
-@pytest.mark.parametrize("rising", [3, 11])
-def test_an_fp8_row_gets_the_bits_that_it_gets_beside_others(rising: int) -> None:
-    scores, values = blocks(3, 1.0)
-    beside = scores.clone()
-    beside[1, rising] += 40.0
-    beside[2, 12] = math.nan
-    results = []
-    for each in (beside, scores):
-        softmax = Fp8Softmax()
-        for of_block in zip(each, values, strict=True):
-            softmax.add(*of_block)
-        results.append(softmax.result())
-    others = [row for row in range(ROWS) if row not in (rising, 12)]
-    assert torch.equal(results[0][others], results[1][others])
-    assert results[0][12].isnan().all()
-    expected = attention(beside, values)[rising]
-    assert (results[0][rising] - expected).abs().sum() / expected.abs().sum() < 0.1
-
-
-def test_a_score_that_takes_most_leaves_small_ones_their_share() -> None:
-    """As the first token of many models: 90 % of all, beside 8,000 others."""
-    scores, values = blocks(64, 1.0)
-    others = scores.double().exp().sum((0, 2)) - scores[0, :, 0].double().exp()
-    scores[0, :, 0] = (9 * others).log().float()
-    values = values + 1.0
-    softmax = Fp8Softmax()
-    for of_block in zip(scores, values, strict=True):
-        softmax.add(*of_block)
-    expected = attention(scores, values)
-    assert (softmax.result() - expected).abs().sum() / expected.abs().sum() < 0.02

@@ -25,7 +25,6 @@ from replay.kernels.triton.prefill_hopper_schedule import (
     SHARED_BYTES,
     Dims,
     dims_of,
-    overlaps,
     room_for,
     schedule,
 )
@@ -130,20 +129,6 @@ def test_everything_fits_in_shared_memory(dims: Dims, seen: int, mask_size: int)
     assert room.mask_stages in ((1, 2) if mask_size else (0,))
     assert dims.value // room.output_columns in (1, 2, 4)
     assert dims.value % room.output_columns == 0
-
-
-@pytest.mark.parametrize("seen", [1024, 4096])
-@pytest.mark.parametrize(("head_dim", "is_there"), [(64, True), (128, True), (192, False)])
-def test_there_is_room_for_the_queries_of_two_tiles(
-    head_dim: int, is_there: bool, seen: int
-) -> None:
-    dims = dims_of(head_dim, head_dim)
-    plan = schedule(dims, 4, seen)
-    room = room_for(dims, plan)
-    assert overlaps(dims, plan, room) == is_there
-    rows, keys = plan.consumers * ROWS.value, plan.stages * plan.keys
-    numbers = (2 * rows + keys) * (dims.main + dims.rest) + keys * dims.value
-    assert (2 * (numbers + rows * room.output_columns) <= SHARED_BYTES - 512) == is_there
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8])
