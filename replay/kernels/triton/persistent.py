@@ -25,7 +25,7 @@ class Work(NamedTuple):
     bundles: Any
     """Of query heads that a tile has side by side, in the batch."""
     section: Any
-    """Bundles worked on at a time (`section_of`)."""
+    """Bundles worked on at a time (`sections.section_of`)."""
 
 
 @gluon.jit
@@ -79,22 +79,6 @@ def place_of(tile, q_blocks, heads, section, BY_LENGTH: gl.constexpr):
 SHORT = 2048
 """Keys up to which beginning and ending a tile takes a large part of its time, so that many small
 consumers, of which some go on meanwhile, are better than few large ones."""
-
-SECTION_BYTES = {False: 24 * 2**20, True: 64 * 2**20}
-"""Bytes of the keys and values that are worked on at a time, plain and by length: they should stay
-in the L2, but tiles of different length also need many heads at a time, to balance long with short.
-"""
-
-
-def section_of(head_bytes: int, bundles: int, heads: int, by_length: bool) -> int:
-    """How many bundles of query heads are worked on at a time.
-
-    Args:
-        head_bytes: of a key head's keys and values.
-        bundles: there are of query heads.
-        heads: bundles that share a key head.
-    """
-    return min(max(1, SECTION_BYTES[by_length] // head_bytes) * heads, bundles)
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from replay.kernels.triton.hopper_scores import ROWS
 from replay.kernels.triton.launch import Launch, PlannedCall
 from replay.kernels.triton.masking import window_sides
 from replay.kernels.triton.online_softmax import LOG2_E
-from replay.kernels.triton.persistent import multiprocessors, section_of
+from replay.kernels.triton.persistent import multiprocessors
 from replay.kernels.triton.prefill_hopper_kernel import prefill_kernel
 from replay.kernels.triton.prefill_hopper_schedule import (
     LARGEST_HEAD_DIM,
@@ -32,6 +32,7 @@ from replay.kernels.triton.prefill_hopper_schedule import (
     schedule,
     schedule_of_visits,
 )
+from replay.kernels.triton.sections import Sight, section_of
 from replay.kernels.triton.shapes import Sizes, check_head_dims, check_shapes, sizes_of
 from replay.kernels.triton.visits import Visits
 
@@ -297,14 +298,21 @@ def _planned(
     if visits is not None:
         plan = schedule_of_visits(dims, mask_size)
     room = room_for(dims, plan, mask_size)
-    blocks = -(-q_len // (ROWS.value * plan.consumers // plan.heads))
+    queries = ROWS.value * plan.consumers // plan.heads
+    blocks = -(-q_len // queries)
     bundles = batch * q_heads // plan.heads
     tiles = blocks * bundles
+    programs = min(tiles, multiprocessors(devices[0]))
     is_by_length = right is not None
+    sight = None
+    if lengths is None and visits is None:
+        diagonal = kv_len - q_len if is_bottom_right else 0
+        sight = Sight(q_len, kv_len, diagonal, left, right, queries, plan.keys)
     head_bytes = seen * (head_dim + v_head_dim) * dtype.itemsize
+    section = section_of(head_bytes, bundles, group // plan.heads, programs, is_by_length, sight)
     launch = Launch(
         prefill_kernel,
-        (min(tiles, multiprocessors(devices[0])), 1, 1),
+        (programs, 1, 1),
         devices[0],
         {
             "q_heads": q_heads,
@@ -318,7 +326,7 @@ def _planned(
             "tiles": tiles,
             "blocks": blocks,
             "bundles": bundles,
-            "section": section_of(head_bytes, bundles, group // plan.heads, is_by_length),
+            "section": section,
             "mask_batch": None if mask is None else int(mask[0][0] > 1),
             "mask_head": None if mask is None else int(mask[0][1] > 1),
             "visit_batch": visit_batch,

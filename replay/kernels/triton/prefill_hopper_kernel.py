@@ -266,10 +266,6 @@ def _load(arguments, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
         span = span_of(batch, bounds)
         if tile_exists(first, span, bounds):
             element = element_of(batch, bounds)
-            for who in gl.static_range(CONSUMERS):
-                row = span.q_start + first + who // HEADS * ROWS
-                own = [element, q_head + who % HEADS, row, 0]
-                fill(rings.query, q_desc, own, who, done, q_rest)
             if bounds.visits is None:
                 begin, _, _, end = key_blocks_of(first, span, bounds, QUERIES, KEYS)
                 steps = end - begin
@@ -286,6 +282,11 @@ def _load(arguments, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
                 stage, phase = count % STAGES, count // STAGES
                 at = [element, kv_head, key, 0]
                 fill_shared(rings.key, k_desc, at, stage, phase, KEY, CONSUMERS, k_rest)
+                if i == 0:
+                    for who in gl.static_range(CONSUMERS):
+                        row = span.q_start + first + who // HEADS * ROWS
+                        own = [element, q_head + who % HEADS, row, 0]
+                        fill(rings.query, q_desc, own, who, done, q_rest)
                 if mask_desc is not None:  # noqa: SIM102 (decided while this is compiled)
                     if has_mask:
                         own = [batch * mask_batch, q_head, first, key]

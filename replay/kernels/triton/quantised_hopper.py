@@ -13,10 +13,11 @@ from replay.kernels.triton.hopper_operands import block_layout
 from replay.kernels.triton.hopper_scores import ROWS
 from replay.kernels.triton.launch import Launch, PlannedCall
 from replay.kernels.triton.online_softmax import LN_2
-from replay.kernels.triton.persistent import SHORT, multiprocessors, section_of
+from replay.kernels.triton.persistent import SHORT, multiprocessors
 from replay.kernels.triton.quantise import QuantisedKeyValue, padded_dim
 from replay.kernels.triton.quantised_hopper_kernel import quantised_hopper_kernel
 from replay.kernels.triton.quantised_operands import strides_of
+from replay.kernels.triton.sections import Sight, section_of
 from replay.kernels.triton.visits import Visits
 
 
@@ -109,14 +110,21 @@ def plan(
     if mask is not None:
         mask_desc = _descriptor(mask, strides_of(mask), 1, 1, ROWS.value, tile.keys // 2)
     visit_batch, visit_head = (None, None) if visited is None else visited.strides()
-    blocks = -(-q_len // (tile.consumers // tile.heads * ROWS.value))
+    queries = tile.consumers // tile.heads * ROWS.value
+    blocks = -(-q_len // queries)
     bundles = batch * q_heads // tile.heads
     tiles = blocks * bundles
-    head_bytes = min(kv_rows, seen) * (block_dim + block_v_dim * value.element_size())
+    programs = min(tiles, multiprocessors(query.device))
     is_by_length = right is not None
+    sight = None
+    if lengths is None and visited is None:
+        diagonal = quantised.kv_len - q_len if is_bottom_right else 0
+        sight = Sight(q_len, quantised.kv_len, diagonal, left, right, queries, tile.keys)
+    head_bytes = min(kv_rows, seen) * (block_dim + block_v_dim * value.element_size())
+    section = section_of(head_bytes, bundles, group // tile.heads, programs, is_by_length, sight)
     launch = Launch(
         quantised_hopper_kernel,
-        (min(tiles, multiprocessors(query.device)), 1, 1),
+        (programs, 1, 1),
         query.device,
         numbers
         | {
@@ -127,7 +135,7 @@ def plan(
             "tiles": tiles,
             "blocks": blocks,
             "bundles": bundles,
-            "section": section_of(head_bytes, bundles, group // tile.heads, is_by_length),
+            "section": section,
             "mask_batch": None if mask is None else int(mask.shape[0] > 1),
             "mask_head": None if mask is None else int(mask.shape[1] > 1),
             "visit_batch": visit_batch,
