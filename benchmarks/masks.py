@@ -28,12 +28,14 @@ SMALL = Spec(1, 16, 16, 400, 500, 64, 64)
 CAUSAL = Spec(1, 32, 8, 8192, 8192, 128, 128, is_causal=True)
 
 
-def _hiding(spec: Spec) -> dict[str, Any]:
+def hiding(spec: Spec) -> dict[str, Any]:
+    """A mask that hides every third pair."""
     hidden = torch.rand(spec.q_len, spec.kv_len, generator=torch.Generator().manual_seed(1)) < 1 / 3
     return {"attn_mask": ~hidden[None, None]}
 
 
-def _adding(spec: Spec) -> dict[str, Any]:
+def adding(spec: Spec) -> dict[str, Any]:
+    """A mask that adds a number to each."""
     bias = torch.randn(spec.q_len, spec.kv_len, generator=torch.Generator().manual_seed(1))
     return {"attn_mask": bias[None, None].to(torch.bfloat16)}
 
@@ -51,13 +53,13 @@ def _documents(spec: Spec, *, is_float: bool) -> dict[str, Any]:
 SWEEPS: Sweeps = {
     KERNELS: {
         "4k-128": (WIDE, {}),
-        "4k-128-hiding": (WIDE, _hiding(WIDE)),
-        "4k-128-adding": (WIDE, _adding(WIDE)),
+        "4k-128-hiding": (WIDE, hiding(WIDE)),
+        "4k-128-adding": (WIDE, adding(WIDE)),
         "4k-64": (NARROW, {}),
-        "4k-64-hiding": (NARROW, _hiding(NARROW)),
-        "4k-64-adding": (NARROW, _adding(NARROW)),
+        "4k-64-hiding": (NARROW, hiding(NARROW)),
+        "4k-64-adding": (NARROW, adding(NARROW)),
         "small": (SMALL, {}),
-        "small-hiding": (SMALL, _hiding(SMALL)),
+        "small-hiding": (SMALL, hiding(SMALL)),
         "8k-causal": (CAUSAL, {}),
         "8k-documents": (CAUSAL, _documents(CAUSAL, is_float=False)),
         "8k-documents-adding": (CAUSAL, _documents(CAUSAL, is_float=True)),

@@ -4,7 +4,7 @@
 
 Times a window of 1,024 keys beside the same call without it, at 8k and 32k keys and when decoding,
 soft caps, sinks as in gpt-oss, queries behind a cache, and packed sequences. Writes
-`benchmarks/results/variants.csv` and prints its tables.
+`benchmarks/results/variants.csv` and prints its table.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.sweep import Sweeps, parser, sweep_all
-from benchmarks.tables.speed import by_call, per_pair
+from benchmarks.tables.speed import by_call
 from capture.variant import Variant
 from replay.workloads.random_calls import Spec
 
@@ -36,7 +36,8 @@ OURS = "triton-fa2,triton-fa3,triton-fp8,triton-sage-fp8"
 LIBRARIES = "fa2,fa3,fa4,flashinfer-fa2,flashinfer-fa3,flex,torch-masked"
 
 
-def _sinks(heads: int) -> dict[str, Any]:
+def sinks(heads: int) -> dict[str, Any]:
+    """A logit of each head, the same each time."""
     generator = torch.Generator().manual_seed(1)
     return {"sinks": torch.randn(heads, generator=generator).to(torch.bfloat16)}
 
@@ -54,9 +55,9 @@ SWEEPS: Sweeps = {
         "8k-window-1024": (LLAMA_8K, WINDOW),
         "8k-soft-cap": (LLAMA_8K, SOFT_CAP),
         "8k-gpt-oss": (GPT_OSS, {}),
-        "8k-gpt-oss-sinks": (GPT_OSS, _sinks(64)),
+        "8k-gpt-oss-sinks": (GPT_OSS, sinks(64)),
         "8k-gpt-oss-window-1024": (GPT_OSS, WINDOW),
-        "8k-gpt-oss-sinks-window-128": (GPT_OSS, {**_sinks(64), **SHORT_WINDOW}),
+        "8k-gpt-oss-sinks-window-128": (GPT_OSS, {**sinks(64), **SHORT_WINDOW}),
     },
     f"torch-default,{OURS},{LIBRARIES}": {
         "8k-gemma": (GEMMA, {}),
@@ -72,8 +73,8 @@ SWEEPS: Sweeps = {
     "torch-default,triton-decode,fa2-kvcache,flashinfer-decode,flex,torch-masked": {
         "decode": (DECODE, {}),
         "decode-window-1024": (DECODE, WINDOW),
-        "decode-gpt-oss-sinks": (DECODE_GPT_OSS, _sinks(64)),
-        "decode-gpt-oss-sinks-window-128": (DECODE_GPT_OSS, {**_sinks(64), **SHORT_WINDOW}),
+        "decode-gpt-oss-sinks": (DECODE_GPT_OSS, sinks(64)),
+        "decode-gpt-oss-sinks-window-128": (DECODE_GPT_OSS, {**sinks(64), **SHORT_WINDOW}),
     },
     f"{OURS},triton-varlen,torch-varlen,fa2-varlen,fa3-varlen,fa4-varlen,flashinfer-fa2,"
     "flashinfer-fa3,flex,torch-masked": {
@@ -87,27 +88,11 @@ SWEEPS: Sweeps = {
 }
 """Calls by name, under the kernels that are timed on them."""
 
-PLAIN = {
-    "8k-window-1024": "8k",
-    "8k-soft-cap": "8k",
-    "8k-gpt-oss-sinks": "8k-gpt-oss",
-    "8k-gpt-oss-window-1024": "8k-gpt-oss",
-    "8k-gpt-oss-sinks-window-128": "8k-gpt-oss",
-    "8k-gemma-soft-cap": "8k-gemma",
-    "1k-of-16k-bottom-right": "1k-of-16k",
-    "32k-window-1024": "32k",
-    "packed": "one-sequence",
-    "packed-window-128": "packed",
-}
-"""Of calls with many queries, the same without what they ask beyond SDPA. A packed call's window is
-set beside the packed call, since kernels for packed sequences take no others."""
-
 
 def main() -> None:
     arguments = parser(__doc__, "", "variants.csv", seconds=0.5).parse_args()
     sweep_all(SWEEPS, arguments)
     print(by_call(arguments.out))
-    print(per_pair(arguments.out, PLAIN))
 
 
 if __name__ == "__main__":

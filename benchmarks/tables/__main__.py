@@ -14,7 +14,6 @@ from pathlib import Path
 
 from benchmarks import results
 from benchmarks.tables import declared, end_to_end, inputs, overheads, quoted, speed, trials
-from benchmarks.variants import PLAIN
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -83,11 +82,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "features": declared.features,
     "other_gpus": trials.other_gpus,
     "variants": partial(speed.by_call, results.DIRECTORY / "variants.csv"),
-    "variants_per_pair": partial(speed.per_pair, results.DIRECTORY / "variants.csv", PLAIN),
     "hopper_variants": partial(speed.by_call, results.DIRECTORY / "hopper_variants.csv"),
-    "hopper_variants_per_pair": partial(
-        speed.per_pair, results.DIRECTORY / "hopper_variants.csv", PLAIN
-    ),
+    "per_pair": partial(speed.per_pair, results.DIRECTORY / "per_pair.csv"),
     "masks": partial(speed.by_call, results.DIRECTORY / "masks.csv"),
     "peers_from_source": partial(speed.by_shape, "peers_from_source.csv"),
 }

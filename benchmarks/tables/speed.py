@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 
 from benchmarks import results
@@ -94,32 +94,24 @@ def by_call(path: Path) -> str:
     return markdown_table(["ms", *kernels], lines) + machine_line(rows)
 
 
-def per_pair(path: Path, plain: Mapping[str, str]) -> str:
+def per_pair(path: Path) -> str:
     """List what a visible (query, key) pair costs a kernel, over what it costs in a plain call.
 
-    The drop-in's figure first, then that of the core, if there is one, in square brackets. Kernels
-    and calls without any figure are left out.
-
-    Args:
-        plain: names of calls, each with that of the call that it is set beside.
+    The drop-in's figure first, then that of the core, if there is one, in square brackets.
     """
-    rows = _each_kernel_once(path)
-    timed = {(row["call.name"], row["kernel"]): row for row in rows if row["tflops"]}
+    rows = results.read(path)
     cells = {
-        (name, kernel): _pair_cell(timed[name, kernel], timed[beside, kernel])
-        for name, beside in plain.items()
-        for kernel in dict.fromkeys(row["kernel"] for row in rows)
-        if (name, kernel) in timed and (beside, kernel) in timed
+        (row["call"], row["kernel"], row["part"]): f"{float(row['time per pair']):.2f}"
+        for row in rows
     }
-    kernels = [
-        each
-        for each in dict.fromkeys(row["kernel"] for row in rows)
-        if any(kernel == each for _, kernel in cells)
-    ]
-    lines = {
-        f"{name} / {plain[name]}": [cells.get((name, each), "") for each in kernels]
-        for name in dict.fromkeys(name for name, _ in cells)
-    }
+    kernels = list(dict.fromkeys(row["kernel"] for row in rows))
+    lines: dict[str, list[str]] = {}
+    for name, beside in dict.fromkeys((row["call"], row["beside"]) for row in rows):
+        lines[f"{name} / {beside}"] = [
+            cells.get((name, kernel, "drop-in"), "")
+            + (f" [{core}]" if (core := cells.get((name, kernel, "core"))) else "")
+            for kernel in kernels
+        ]
     return markdown_table(["time per visible pair", *kernels], lines) + machine_line(rows)
 
 
@@ -131,25 +123,6 @@ def power_limit() -> str:
     text.append(f"|---|---|{'---:|' * (len(heading) - 3)}")
     text += [f"| {' | '.join(line[:-1])} |" for line in lines]
     return "\n".join(text) + f"\n\n{lines[0][-1]}.\n"
-
-
-def visible_pairs(row: dict[str, str]) -> float:
-    """(query, key) pairs that a row's call computes: `replay.timing.flops.valid_pairs`, rounded.
-
-    Rows have TFLOPS, which are 2·pairs·(D + Dv) over the time (`replay.timing.flops.flops`).
-    """
-    dims = float(row["call.shape.head_dim"]) + float(row["call.shape.v_head_dim"])
-    return float(row["tflops"]) * float(row["time_ms.p50"]) * 1e9 / (2 * dims)
-
-
-def _pair_cell(row: dict[str, str], plain: dict[str, str]) -> str:
-    more_pairs = visible_pairs(row) / visible_pairs(plain)
-    ratios = [
-        f"{float(row[time]) / float(plain[time]) / more_pairs:.2f}"
-        for time in ("time_ms.p50", "core_time_ms.p50")
-        if row[time] and plain[time]
-    ]
-    return ratios[0] + "".join(f" [{core}]" for core in ratios[1:])
 
 
 def _each_kernel_once(path: Path) -> list[dict[str, str]]:

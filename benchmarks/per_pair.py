@@ -1,0 +1,159 @@
+"""Compares what a visible pair costs a kernel with what it costs in a plain call (needs a GPU).
+
+    python -m benchmarks.per_pair [--kernels NAMES] [--out FILE]
+
+Windows, soft caps, sinks and masks, each taking turns with the same call without it in shuffled
+rounds: a GPU at its power limit changes its clock from minute to minute, and two calls timed one
+after the other would show that, too. Writes `benchmarks/results/per_pair.csv`, of drop-ins and of
+cores where there are such, and prints its table. That outputs are right is what
+`benchmarks.variants`, `benchmarks.masks` and the tests are for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import results
+from benchmarks.masks import NARROW, WIDE, adding, hiding
+from benchmarks.tables.speed import per_pair
+from benchmarks.variants import GPT_OSS, LLAMA_8K, LLAMA_32K, SHORT_WINDOW, SOFT_CAP, WINDOW, sinks
+from capture.call import AttentionCall
+from replay.kernels.registry import select
+from replay.timing.flops import valid_pairs
+from replay.timing.machine import describe
+from replay.timing.rounds import measure
+from replay.timing.timer import Cache
+from replay.workloads.random_calls import Spec
+
+KERNELS = "triton-fa2,triton-fa3,triton-fp8,triton-fp8[accum=tensor],triton-sage-fp8,fa2,flex"
+ROUNDS = 15
+GROUPS: dict[str, tuple[Spec, Callable[[], Mapping[str, Mapping[str, Any]]]]] = {
+    "8k": (LLAMA_8K, lambda: {"window-1024": WINDOW, "soft-cap": SOFT_CAP}),
+    "32k": (LLAMA_32K, lambda: {"window-1024": WINDOW}),
+    "8k-gpt-oss": (
+        GPT_OSS,
+        lambda: {
+            "sinks": sinks(64),
+            "window-1024": WINDOW,
+            "sinks-window-128": {**sinks(64), **SHORT_WINDOW},
+        },
+    ),
+    "4k-128": (WIDE, lambda: {"hiding": hiding(WIDE), "adding": adding(WIDE)}),
+    "4k-64": (NARROW, lambda: {"hiding": hiding(NARROW), "adding": adding(NARROW)}),
+}
+"""Plain calls, and what the others have that take turns with them."""
+
+COLUMNS = (
+    "call",
+    "beside",
+    "kernel",
+    "part",
+    "ms",
+    "plain, ms",
+    "pairs",
+    "plain, pairs",
+    "time per pair",
+    "low",
+    "high",
+    "machine.device",
+    "machine.torch",
+    "machine.triton",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--kernels", default=KERNELS)
+    parser.add_argument("--only", nargs="+", choices=GROUPS, default=list(GROUPS))
+    parser.add_argument("--out", type=Path, default=results.DIRECTORY / "per_pair.csv")
+    arguments = parser.parse_args()
+    device = torch.device("cuda")
+    machine = describe(device)
+    lines: list[dict[str, Any]] = []
+    for name in arguments.only:
+        spec, others = GROUPS[name]
+        plain = spec.call(device, torch.Generator(device).manual_seed(0))
+        calls = {
+            f"{name}-{asked}": _on(device, replace(plain, **fields))
+            for asked, fields in others().items()
+        }
+        for line in compare(name, plain, calls, arguments.kernels, device):
+            lines.append(
+                line
+                | {
+                    "machine.device": machine.device,
+                    "machine.torch": machine.torch,
+                    "machine.triton": machine.triton,
+                }
+            )
+            results.write_lines(lines, COLUMNS, arguments.out)
+    print(per_pair(arguments.out))
+
+
+def compare(
+    name: str,
+    plain: AttentionCall,
+    calls: Mapping[str, AttentionCall],
+    kernels: str,
+    device: torch.device,
+    cache: Cache = "cold",
+) -> Iterator[dict[str, Any]]:
+    """A line for each kernel, part and call, next to the plain call of that name."""
+    pairs = {each: valid_pairs(call) for each, call in {name: plain, **calls}.items()}
+    for kernel in select(kernels)[0]:
+        if kernel.unavailable(device) is not None or kernel.refuses(plain) is not None:
+            continue
+        taken = {each: call for each, call in calls.items() if kernel.refuses(call) is None}
+        candidates: dict[tuple[str, str], Callable[[], Any]] = {}
+        for each, call in {name: plain, **taken}.items():
+            candidates[each, "drop-in"] = partial(kernel.attention, **call.arguments())
+            if kernel.prepare is not None:
+                candidates[each, "core"] = kernel.prepare(call)
+        samples = measure(candidates, device, cache=cache, rounds=ROUNDS, max_seconds=0.4)
+        for (each, part), sample in samples.items():
+            if each == name:
+                continue
+            if sample.error is not None:
+                raise sample.error
+            beside = samples[name, part].ms
+            ratios = [
+                ms / pairs[each] / (own / pairs[name])
+                for ms, own in zip(sample.ms, beside, strict=False)
+            ]
+            low, _, high = statistics.quantiles(ratios, n=4)
+            yield {
+                "call": each,
+                "beside": name,
+                "kernel": kernel.name,
+                "part": part,
+                "ms": statistics.median(sample.ms),
+                "plain, ms": statistics.median(beside),
+                "pairs": pairs[each],
+                "plain, pairs": pairs[name],
+                "time per pair": statistics.median(ratios),
+                "low": low,
+                "high": high,
+            }
+
+
+def _on(device: torch.device, call: AttentionCall) -> AttentionCall:
+    """The call with what it has beyond query, key and value there, too."""
+    beyond = {
+        field: tensor.to(device)
+        for field in ("attn_mask", "sinks")
+        if (tensor := getattr(call, field)) is not None
+    }
+    return replace(call, **beyond)
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        main()
