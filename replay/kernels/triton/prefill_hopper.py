@@ -305,11 +305,12 @@ def _planned(
     programs = min(tiles, multiprocessors(devices[0]))
     is_by_length = right is not None
     sight = None
-    if lengths is None and visits is None:
-        diagonal = kv_len - q_len if is_bottom_right else 0
-        sight = Sight(q_len, kv_len, diagonal, left, right, queries, plan.keys)
+    if is_by_length:
+        longest = q_len if is_packed else kv_len
+        diagonal = longest - q_len if is_bottom_right else 0
+        sight = Sight(q_len, longest, diagonal, left, right, queries, plan.keys)
     head_bytes = seen * (head_dim + v_head_dim) * dtype.itemsize
-    section = section_of(head_bytes, bundles, group // plan.heads, programs, is_by_length, sight)
+    section = section_of(head_bytes, bundles, group // plan.heads, programs, sight)
     launch = Launch(
         prefill_kernel,
         (programs, 1, 1),

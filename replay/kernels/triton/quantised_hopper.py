@@ -117,11 +117,12 @@ def plan(
     programs = min(tiles, multiprocessors(query.device))
     is_by_length = right is not None
     sight = None
-    if lengths is None and visited is None:
-        diagonal = quantised.kv_len - q_len if is_bottom_right else 0
-        sight = Sight(q_len, quantised.kv_len, diagonal, left, right, queries, tile.keys)
+    if is_by_length:
+        longest = q_len if is_packed else quantised.kv_len
+        diagonal = longest - q_len if is_bottom_right else 0
+        sight = Sight(q_len, longest, diagonal, left, right, queries, tile.keys)
     head_bytes = min(kv_rows, seen) * (block_dim + block_v_dim * value.element_size())
-    section = section_of(head_bytes, bundles, group // tile.heads, programs, is_by_length, sight)
+    section = section_of(head_bytes, bundles, group // tile.heads, programs, sight)
     launch = Launch(
         quantised_hopper_kernel,
         (programs, 1, 1),

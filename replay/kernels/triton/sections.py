@@ -1,35 +1,44 @@
 """How many heads the programs of the Hopper kernels work on at a time (`persistent.place_of`).
 
-Keys and values of a section should stay in the L2 cache. Where tiles differ in length, as below a
-diagonal, a section's size also decides whether programs end together: its tiles are numbered from
-the longest to the shortest, so where one section ends in the middle of a turn, some programs get
-the shortest tiles of that one and others the longest of the next. With 32 heads of 8,192 keys, a
+Programs that work on the same head read its keys and values together, so that few of them come from
+memory: with few heads at a time, that is most. Where tiles differ in length, as below a diagonal,
+the number also decides whether programs end together. A section's tiles are numbered from the
+longest to the shortest, so where one section ends in the middle of a turn, some programs get the
+shortest tiles of that one and others the longest of the next. With 32 heads of 8,192 keys, a
 diagonal and 132 programs, the busiest has 1.66 times the average in sections of 4 heads and 1.006
 times in sections of 11.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-PLAIN_BYTES = 24 * 2**20
-"""Of a section's keys and values where all tiles are equally long."""
-MOST_BYTES = 64 * 2**20
-"""Where they are not: with more heads it is easier to balance long with short."""
-FROM_MEMORY = 1.08
-"""What a section of all heads costs where their keys and values are more: 0 to 9 % of the time,
-measured on an H100 where it was as even as sections of less."""
-EVEN = 1.01
-"""The busiest program's work, relative to the average, with which no better section is looked
-for."""
-MOST_TRIED = 24
-"""Sizes that are looked at; each takes a CPU some 50 µs, once for each shape of a call whose keys
-and values do not fit the L2 together."""
+IN_CACHE = 12 * 2**20
+"""Bytes of a section's keys and values that stay in the L2, so that they come from memory once."""
+FROM_MEMORY = 64 * 2**20
+"""Bytes from which on each program, or those that share it, brings its own from memory."""
+ALONE = 0.25
+"""How much longer a call takes where each program does. It is this much for each program that reads
+a key head: 40 and 23 % were measured with one, 5 to 10 with 2 to 3, 0 to 9 with 4 (H100)."""
 TILE_BLOCKS = 2
 """Blocks of keys whose time a tile's beginning and end take: 1.6 in 16 bits, 2.4 in FP8 (H100)."""
+LEAST = 2
+"""Key heads of a section, but where all tiles are equally long: with one, 512 to 1,024 keys and a
+diagonal took 1.5 and 1.3 times as long at head_dim 64 (H100; why is not known)."""
+NEARLY = 1.01
+"""How much longer than the best a smaller section may take. Small ones are better where memory is
+busy: 256 heads of 2,048 keys, head_dim 128, took 1.3 times as long in sections of 8 as of 2, which
+are as even."""
+EACH_TRIED = 12
+"""Key heads up to which each number is tried; a try takes a CPU some 50 µs, once for each shape of
+a call."""
+STEP = 1.15
+"""From one number to the next that is tried, beyond."""
 
 
 class Sight(NamedTuple):
@@ -48,12 +57,7 @@ class Sight(NamedTuple):
 
 
 def section_of(
-    head_bytes: int,
-    bundles: int,
-    heads: int,
-    programs: int,
-    by_length: bool,
-    sight: Sight | None,
+    head_bytes: int, bundles: int, heads: int, programs: int, sight: Sight | None
 ) -> int:
     """How many bundles of query heads are worked on at a time.
 
@@ -62,22 +66,34 @@ def section_of(
         bundles: there are of query heads.
         heads: bundles that share a key head.
         programs: that share the tiles.
-        by_length: whether tiles are numbered by their length.
-        sight: what makes them differ, where the host knows it.
+        sight: what makes tiles differ, None if all are equally long.
     """
-    most = MOST_BYTES if by_length else PLAIN_BYTES
-    largest = min(max(1, most // head_bytes) * heads, bundles)
-    if not by_length or sight is None or largest == bundles:
-        return largest
+    if sight is None:
+        return heads
     blocks = blocks_seen(sight)
-    best, least = bundles, FROM_MEMORY * busiest_of(blocks, bundles, bundles, programs)
-    for section in range(largest, 0, -heads)[:MOST_TRIED]:
-        busiest = busiest_of(blocks, bundles, section, programs)
-        if busiest < least:
-            best, least = section, busiest
-        if busiest <= EVEN:
+    costs: dict[int, float] = {}
+    for key_heads in _tried(bundles // heads):
+        cost = busiest_of(blocks, bundles, key_heads * heads, programs)
+        costs[key_heads] = cost * (1 + from_memory(key_heads, head_bytes, programs))
+        if costs[key_heads] <= NEARLY:
             break
-    return best
+    least = min(costs.values())
+    return heads * next(each for each, cost in costs.items() if cost <= NEARLY * least)
+
+
+def _tried(key_heads: int) -> Iterator[int]:
+    """Sizes of sections of so many, the smallest first."""
+    size = LEAST
+    while size < key_heads:
+        yield size
+        size = size + 1 if size < EACH_TRIED else math.ceil(size * STEP)
+    yield key_heads
+
+
+def from_memory(key_heads: int, head_bytes: int, programs: int) -> float:
+    """How much longer a call takes for what of so many heads at a time is not in the L2; a fit."""
+    beyond = (key_heads * head_bytes - IN_CACHE) / (FROM_MEMORY - IN_CACHE)
+    return ALONE * key_heads / programs * min(max(0.0, beyond), 1.0)
 
 
 def busiest_of(blocks: Tensor, bundles: int, section: int, programs: int) -> float:
