@@ -33,7 +33,7 @@ from replay.timing.rounds import measure
 from replay.timing.timer import Cache
 from replay.workloads.random_calls import Spec
 
-KERNELS = "triton-fa2,triton-fa3,triton-fp8,triton-fp8[accum=tensor],triton-sage-fp8,fa2,flex"
+KERNELS = "triton-fa2,triton-fa3,triton-fp8,triton-fp8[accum=tensor],triton-sage-fp8,fa2"
 ROUNDS = 15
 GROUPS: dict[str, tuple[Spec, Callable[[], Mapping[str, Mapping[str, Any]]]]] = {
     "8k": (LLAMA_8K, lambda: {"window-1024": WINDOW, "soft-cap": SOFT_CAP}),
