@@ -82,7 +82,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "features": declared.features,
     "other_gpus": trials.other_gpus,
     "variants": partial(speed.by_call, results.DIRECTORY / "variants.csv"),
-    "hopper_variants": partial(speed.by_call, results.DIRECTORY / "hopper_variants.csv"),
     "per_pair": partial(speed.per_pair, results.DIRECTORY / "per_pair.csv"),
     "masks": partial(speed.by_call, results.DIRECTORY / "masks.csv"),
     "peers_from_source": partial(speed.by_shape, "peers_from_source.csv"),
