@@ -28,8 +28,8 @@ a key head: 40 and 23 % were measured with one, 5 to 10 with 2 to 3, 0 to 9 with
 TILE_BLOCKS = 2
 """Blocks of keys whose time a tile's beginning and end take: 1.6 in 16 bits, 2.4 in FP8 (H100)."""
 LEAST = 2
-"""Key heads of a section, but where all tiles are equally long: with one, 512 to 1,024 keys and a
-diagonal took 1.5 and 1.3 times as long at head_dim 64 (H100; why is not known)."""
+"""Key heads of a section, unless all tiles are equally long: with one, calls of 512 and 1,024 keys
+below a diagonal took 1.5 and 1.3 times as long at head_dim 64 (H100; why is not known)."""
 NEARLY = 1.01
 """How much longer than the best a smaller section may take. Small ones are better where memory is
 busy: 256 heads of 2,048 keys, head_dim 128, took 1.3 times as long in sections of 8 as of 2, which
@@ -71,6 +71,8 @@ def section_of(
     if sight is None:
         return heads
     blocks = blocks_seen(sight)
+    if len(blocks) * bundles <= programs:
+        return bundles
     costs: dict[int, float] = {}
     for key_heads in _tried(bundles // heads):
         cost = busiest_of(blocks, bundles, key_heads * heads, programs)
@@ -122,7 +124,7 @@ def busiest_of(blocks: Tensor, bundles: int, section: int, programs: int) -> flo
 def blocks_seen(sight: Sight) -> Tensor:
     """How many blocks of keys each block of queries sees a part of, (blocks,) int64."""
     q_len, kv_len, diagonal, left, right, queries, keys = sight
-    first_query = torch.arange(0, q_len, queries)
+    first_query = torch.arange(0, q_len, queries, device="cpu")  # whatever the default is
     last_query = first_query + queries - 1
     first, last = torch.zeros_like(first_query), torch.full_like(last_query, kv_len - 1)
     if left is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from replay.kernels.triton import persistent
@@ -98,6 +99,16 @@ def test_all_heads_where_fewer_are_uneven() -> None:
     sight = CAUSAL_8K._replace(keys=64)
     assert section_of(2**23, 16, 1, PROGRAMS, sight) == 16
     assert from_memory(16, 2**23, PROGRAMS) > from_memory(4, 2**23, PROGRAMS) > 0
+
+
+def test_all_heads_where_every_program_has_one_tile() -> None:
+    assert section_of(2**20, 2, 1, PROGRAMS, CAUSAL_8K) == 2
+
+
+def test_no_tensor_is_where_a_model_makes_its_own() -> None:
+    expected = section_of(2**22, 32, 1, PROGRAMS, CAUSAL_8K)
+    with torch.device("meta"):
+        assert section_of(2**22, 32, 1, PROGRAMS, CAUSAL_8K) == expected
 
 
 def test_one_key_head_at_a_time_where_tiles_are_equally_long() -> None:
