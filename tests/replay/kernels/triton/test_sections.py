@@ -73,6 +73,14 @@ def test_the_busiest_program_is_the_kernels(section: int) -> None:
     assert busiest_of(blocks, heads, section, PROGRAMS) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("by_length", [False, True])
+@pytest.mark.parametrize("section", [1, 3, 7, 20])
+def test_every_block_of_every_head_has_one_number(section: int, by_length: bool) -> None:
+    heads, blocks = 20, 9
+    places = {place_of(n, blocks, heads, section, by_length) for n in range(heads * blocks)}
+    assert places == {(head, block) for head in range(heads) for block in range(blocks)}
+
+
 @pytest.mark.parametrize("heads", [2, 5, 16, 32, 48, 256])
 @pytest.mark.parametrize("head_bytes", [2**17, 2**20, 2**23])
 @pytest.mark.parametrize("kv_len", [512, 4096, 8192, 16384])
