@@ -282,7 +282,7 @@ def _load(arguments, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
                 stage, phase = count % STAGES, count // STAGES
                 at = [element, kv_head, key, 0]
                 fill_shared(rings.key, k_desc, at, stage, phase, KEY, CONSUMERS, k_rest)
-                if i == 0:
+                if i == 0:  # not before: consumers give queries back last of all
                     for who in gl.static_range(CONSUMERS):
                         row = span.q_start + first + who // HEADS * ROWS
                         own = [element, q_head + who % HEADS, row, 0]
