@@ -3,8 +3,8 @@
     python -m benchmarks.per_pair [--kernels NAMES] [--out FILE]
 
 Windows, soft caps, sinks and masks, each taking turns with the same call without it in shuffled
-rounds: a GPU at its power limit changes its clock from minute to minute, and two calls timed one
-after the other would show that, too. Writes `benchmarks/results/per_pair.csv`, of drop-ins and of
+rounds: a GPU changes its clock at its power limit, and two calls timed one after the other would
+show that, too. Writes `benchmarks/results/per_pair.csv`, of drop-ins and of
 cores where there are such, and prints its table. That outputs are right is what
 `benchmarks.variants`, `benchmarks.masks` and the tests are for.
 """
@@ -30,7 +30,6 @@ from replay.kernels.registry import select
 from replay.timing.flops import valid_pairs
 from replay.timing.machine import describe
 from replay.timing.rounds import measure
-from replay.timing.timer import Cache
 from replay.workloads.random_calls import Spec
 
 KERNELS = "triton-fa2,triton-fa3,triton-fp8,triton-fp8[accum=tensor],triton-sage-fp8,fa2"
@@ -104,7 +103,6 @@ def compare(
     calls: Mapping[str, AttentionCall],
     kernels: str,
     device: torch.device,
-    cache: Cache = "cold",
 ) -> Iterator[dict[str, Any]]:
     """A line for each kernel, part and call, next to the plain call of that name."""
     pairs = {each: valid_pairs(call) for each, call in {name: plain, **calls}.items()}
@@ -117,7 +115,7 @@ def compare(
             candidates[each, "drop-in"] = partial(kernel.attention, **call.arguments())
             if kernel.prepare is not None:
                 candidates[each, "core"] = kernel.prepare(call)
-        samples = measure(candidates, device, cache=cache, rounds=ROUNDS, max_seconds=0.4)
+        samples = measure(candidates, device, cache="cold", rounds=ROUNDS, max_seconds=0.4)
         for (each, part), sample in samples.items():
             if each == name:
                 continue

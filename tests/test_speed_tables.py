@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
-from benchmarks import results
-from benchmarks.per_pair import COLUMNS, compare
+from benchmarks import per_pair, results, triton_kernels
 from benchmarks.tables import speed
 from capture.variant import Variant
+from replay.kernels.registry import Kernel
 from tests.factories import random_call
 
 
@@ -76,7 +80,7 @@ def test_what_a_pair_costs_of_drop_ins_and_cores(tmp_path: Path) -> None:
             ("8k-cap", "two", "drop-in", 1.1),
         )
     ]
-    results.write_lines([line | machine for line in timed_beside], COLUMNS, path)
+    results.write_lines([line | machine for line in timed_beside], per_pair.COLUMNS, path)
     table = speed.per_pair(path)
     assert lines(table) == [
         ["time per visible pair", "one", "two"],
@@ -86,19 +90,70 @@ def test_what_a_pair_costs_of_drop_ins_and_cores(tmp_path: Path) -> None:
     assert table.endswith("a GPU, torch 2.11, triton 3.6.\n")
 
 
-def test_a_pair_s_time_is_relative_to_the_plain_call_s() -> None:
+def test_a_pair_s_time_is_relative_to_the_plain_call_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each round, also of the core if there is one; calls that are refused have no line."""
     plain = random_call(q_len=8, kv_len=8, is_causal=True)
-    calls = {
-        "plain-again": plain,
-        "plain-window": replace(plain, variant=Variant(True, (1, None))),
-    }
-    found = list(compare("plain", plain, calls, "eager", torch.device("cpu"), cache="warm"))
-    assert [(line["call"], line["part"]) for line in found] == [
-        ("plain-again", "drop-in"),
-        ("plain-window", "drop-in"),
-    ]
-    for line in found:
-        assert line["low"] <= line["time per pair"] <= line["high"]
     # In a window of two keys a query sees 15 of the 36 pairs that causality leaves.
-    assert found[0]["pairs"] == found[0]["plain, pairs"]
-    assert found[1]["pairs"] * 36 == found[1]["plain, pairs"] * 15
+    calls = {
+        "plain-window": replace(plain, variant=Variant(True, (1, None))),
+        "plain-cap": replace(plain, variant=Variant(softcap=5.0)),
+    }
+    kernel = Kernel(
+        "one",
+        lambda *args, **options: torch.empty(0),
+        prepare=lambda call: lambda: torch.empty(0),
+        features=frozenset({"window"}),
+    )
+    ms = {
+        ("plain", "drop-in"): (3.6, 7.2, 3.6),
+        ("plain-window", "drop-in"): (3.0, 3.0, 1.5),
+        ("plain", "core"): (3.6, 3.6, 3.6),
+        ("plain-window", "core"): (1.5, 1.5, 1.5),
+    }
+
+    def measured(candidates: Any, device: torch.device, **options: Any) -> dict[Any, Any]:
+        assert candidates.keys() == ms.keys()
+        return {key: SimpleNamespace(ms=ms[key], error=None) for key in candidates}
+
+    monkeypatch.setattr(per_pair, "measure", measured)
+    monkeypatch.setattr(per_pair, "select", lambda names: ([kernel], {}))
+    found = list(per_pair.compare("plain", plain, calls, "one", torch.device("cpu")))
+    assert [(line["call"], line["beside"], line["part"]) for line in found] == [
+        ("plain-window", "plain", "drop-in"),
+        ("plain-window", "plain", "core"),
+    ]
+    # A pair of the window takes 2, 1 and 1 times as long as one of the plain call.
+    assert [line["time per pair"] for line in found] == pytest.approx([1.0, 1.0])
+    assert (found[0]["low"], found[0]["high"]) == pytest.approx((1.0, 2.0))
+    assert found[0]["pairs"] * 36 == found[0]["plain, pairs"] * 15
+
+
+def test_a_value_head_dim_of_its_own_is_in_the_shape(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    mla = {"head_dim": 192, "v_head_dim": 128}
+    results.write([timed("call", "one", 1.0, 10**9), timed("mla", "one", 1.0, 1, shape=mla)], path)
+    shapes = [line[0] for line in lines(speed.by_shape(str(path)))[1:]]
+    assert shapes == ["1×2×8×64 causal", "1×2×8×192/128 causal"]
+
+
+@pytest.mark.parametrize(
+    ("given", "file", "phases"),
+    [
+        ([], "triton_kernels.csv", ["decode-cold", "prefill"]),
+        (["--phase", "prefill"], "triton_prefill.csv", ["prefill"]),
+        (["--phase", "head-dims"], "triton_head_dims.csv", ["head-dims"]),
+        (["--phase", "decode", "--out", "mine.csv"], "mine.csv", ["decode-cold"]),
+    ],
+)
+def test_a_phase_alone_writes_no_other_phase_s_file(
+    given: list[str], file: str, phases: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[str, str]] = []
+
+    def sweep(calls: Any, names: str, arguments: argparse.Namespace, rows: Any) -> None:
+        ran.append((calls[0][0].name.rpartition("-")[0], arguments.out.name))
+
+    monkeypatch.setattr(triton_kernels, "sweep", sweep)
+    monkeypatch.setattr(sys, "argv", ["triton_kernels", *given])
+    triton_kernels.main()
+    assert ran == [(phase, file) for phase in phases]

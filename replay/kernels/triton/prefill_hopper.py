@@ -303,14 +303,11 @@ def _planned(
     bundles = batch * q_heads // plan.heads
     tiles = blocks * bundles
     programs = min(tiles, multiprocessors(devices[0]))
-    is_by_length = right is not None
-    sight = None
-    if is_by_length:
-        longest = q_len if is_packed else kv_len
-        diagonal = longest - q_len if is_bottom_right else 0
-        sight = Sight(q_len, longest, diagonal, left, right, queries, plan.keys)
+    longest = q_len if is_packed else kv_len
+    diagonal = longest - q_len if is_bottom_right else 0
+    sight = Sight(q_len, longest, diagonal, left, right, queries, plan.keys)
     head_bytes = seen * (head_dim + v_head_dim) * dtype.itemsize
-    section = section_of(head_bytes, bundles, group // plan.heads, programs, sight)
+    section = section_of(sight, head_bytes, bundles, group // plan.heads, programs)
     launch = Launch(
         prefill_kernel,
         (programs, 1, 1),
@@ -343,7 +340,7 @@ def _planned(
             "REGISTERS": plan.registers,
             "MASK_STAGES": room.mask_stages,
             "ADDS_MASK": mask is not None and not hides,
-            "BY_LENGTH": is_by_length,
+            "BY_LENGTH": right is not None,
             "V_HEAD_DIM": v_head_dim if is_packed else dims.value,
         },
         num_warps=4,

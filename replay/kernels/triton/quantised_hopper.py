@@ -115,14 +115,11 @@ def plan(
     bundles = batch * q_heads // tile.heads
     tiles = blocks * bundles
     programs = min(tiles, multiprocessors(query.device))
-    is_by_length = right is not None
-    sight = None
-    if is_by_length:
-        longest = q_len if is_packed else quantised.kv_len
-        diagonal = longest - q_len if is_bottom_right else 0
-        sight = Sight(q_len, longest, diagonal, left, right, queries, tile.keys)
+    longest = q_len if is_packed else quantised.kv_len
+    diagonal = longest - q_len if is_bottom_right else 0
+    sight = Sight(q_len, longest, diagonal, left, right, queries, tile.keys)
     head_bytes = min(kv_rows, seen) * (block_dim + block_v_dim * value.element_size())
-    section = section_of(head_bytes, bundles, group // tile.heads, programs, sight)
+    section = section_of(sight, head_bytes, bundles, group // tile.heads, programs)
     launch = Launch(
         quantised_hopper_kernel,
         (programs, 1, 1),
@@ -146,7 +143,7 @@ def plan(
             "STAGES": tile.stages,
             "CONSUMERS": tile.consumers,
             "HEADS": tile.heads,
-            "BY_LENGTH": is_by_length,
+            "BY_LENGTH": right is not None,
             "IN_TURN": tile.in_turn,
             "REGISTERS": tile.registers,
             "factor": numbers["factor"] * (1.0 if numbers["cap"] is None else LN_2.value / 2),

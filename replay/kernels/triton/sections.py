@@ -18,18 +18,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-IN_CACHE = 12 * 2**20
-"""Bytes of a section's keys and values that stay in the L2, so that they come from memory once."""
-FROM_MEMORY = 64 * 2**20
-"""Bytes from which on each program, or those that share it, brings its own from memory."""
+CACHED_BYTES = 12 * 2**20
+"""Of a section's keys and values that stay in the L2, so that they come from memory once."""
+UNCACHED_BYTES = 64 * 2**20
+"""From which on they come from memory for each program, or for those that read them together."""
 ALONE = 0.25
-"""How much longer a call takes where each program does. It is this much for each program that reads
-a key head: 40 and 23 % were measured with one, 5 to 10 with 2 to 3, 0 to 9 with 4 (H100)."""
+"""How much longer a call takes where they do and no two programs read the same; where n do, an n-th
+of it. A fit to 40 and 23 % with one, 5 to 10 with 2 to 3, and 0 to 9 with 4 (H100)."""
 TILE_BLOCKS = 2
 """Blocks of keys whose time a tile's beginning and end take: 1.6 in 16 bits, 2.4 in FP8 (H100)."""
 LEAST = 2
-"""Key heads of a section, unless all tiles are equally long: with one, calls of 512 and 1,024 keys
-below a diagonal took 1.5 and 1.3 times as long at head_dim 64 (H100; why is not known)."""
+"""Key heads of a section of tiles that are numbered by length: with one, calls of 512 and 1,024
+keys below a diagonal took 1.5 and 1.3 times as long at head_dim 64 (H100; why is not known)."""
 NEARLY = 1.01
 """How much longer than the best a smaller section may take. Small ones are better where memory is
 busy: 256 heads of 2,048 keys, head_dim 128, took 1.3 times as long in sections of 8 as of 2, which
@@ -50,25 +50,24 @@ class Sight(NamedTuple):
     left: int | None
     """None: all before the diagonal, or after it."""
     right: int | None
+    """Where there is one, tiles are numbered by their length."""
     queries: int
     """Of a tile."""
     keys: int
     """Of a block."""
 
 
-def section_of(
-    head_bytes: int, bundles: int, heads: int, programs: int, sight: Sight | None
-) -> int:
+def section_of(sight: Sight, head_bytes: int, bundles: int, heads: int, programs: int) -> int:
     """How many bundles of query heads are worked on at a time.
 
     Args:
+        sight: of the longest sequence, where they have lengths of their own.
         head_bytes: of a key head's keys and values.
         bundles: there are of query heads.
         heads: bundles that share a key head.
         programs: that share the tiles.
-        sight: what makes tiles differ, None if all are equally long.
     """
-    if sight is None:
+    if sight.right is None:
         return heads
     blocks = blocks_seen(sight)
     if len(blocks) * bundles <= programs:
@@ -94,7 +93,7 @@ def _tried(key_heads: int) -> Iterator[int]:
 
 def from_memory(key_heads: int, head_bytes: int, programs: int) -> float:
     """How much longer a call takes for what of so many heads at a time is not in the L2; a fit."""
-    beyond = (key_heads * head_bytes - IN_CACHE) / (FROM_MEMORY - IN_CACHE)
+    beyond = (key_heads * head_bytes - CACHED_BYTES) / (UNCACHED_BYTES - CACHED_BYTES)
     return ALONE * key_heads / programs * min(max(0.0, beyond), 1.0)
 
 

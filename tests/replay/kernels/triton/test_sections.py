@@ -89,15 +89,15 @@ def test_programs_of_causal_calls_end_together(kv_len: int, head_bytes: int, hea
     busiest of these programs up to 1.7 times the average."""
     sight = CAUSAL_8K._replace(q_len=kv_len, kv_len=kv_len)
     blocks = blocks_seen(sight)
-    section = section_of(head_bytes, heads, 1, PROGRAMS, sight)
+    section = section_of(sight, head_bytes, heads, 1, PROGRAMS)
     together = busiest_of(blocks, heads, heads, PROGRAMS)
     assert busiest_of(blocks, heads, section, PROGRAMS) < max(1.08, 1.05 * together)
 
 
 def test_few_heads_at_a_time_where_that_is_as_even() -> None:
     short = CAUSAL_8K._replace(q_len=512, kv_len=512)
-    assert section_of(2**18, 512, 1, PROGRAMS, short) == LEAST
-    shared = section_of(2**18, 2048, 4, PROGRAMS, short)
+    assert section_of(short, 2**18, 512, 1, PROGRAMS) == LEAST
+    shared = section_of(short, 2**18, 2048, 4, PROGRAMS)
     assert shared % 4 == 0
     assert LEAST <= shared // 4 <= 8
 
@@ -105,19 +105,19 @@ def test_few_heads_at_a_time_where_that_is_as_even() -> None:
 def test_all_heads_where_fewer_are_uneven() -> None:
     """Though their keys and values then come from memory more often."""
     sight = CAUSAL_8K._replace(keys=64)
-    assert section_of(2**23, 16, 1, PROGRAMS, sight) == 16
+    assert section_of(sight, 2**23, 16, 1, PROGRAMS) == 16
     assert from_memory(16, 2**23, PROGRAMS) > from_memory(4, 2**23, PROGRAMS) > 0
 
 
 def test_all_heads_where_every_program_has_one_tile() -> None:
-    assert section_of(2**20, 2, 1, PROGRAMS, CAUSAL_8K) == 2
+    assert section_of(CAUSAL_8K, 2**20, 2, 1, PROGRAMS) == 2
 
 
 def test_no_tensor_is_where_a_model_makes_its_own() -> None:
-    expected = section_of(2**22, 32, 1, PROGRAMS, CAUSAL_8K)
+    expected = section_of(CAUSAL_8K, 2**22, 32, 1, PROGRAMS)
     with torch.device("meta"):
-        assert section_of(2**22, 32, 1, PROGRAMS, CAUSAL_8K) == expected
+        assert section_of(CAUSAL_8K, 2**22, 32, 1, PROGRAMS) == expected
 
 
-def test_one_key_head_at_a_time_where_tiles_are_equally_long() -> None:
-    assert section_of(2**20, 32, 4, PROGRAMS, None) == 4
+def test_one_key_head_at_a_time_where_tiles_are_not_numbered_by_length() -> None:
+    assert section_of(CAUSAL_8K._replace(right=None), 2**20, 32, 4, PROGRAMS) == 4
