@@ -45,6 +45,7 @@ SHAPES: tuple[Sizes, ...] = (
     (2, 8, 2, 1000, 1000),
     (1, 8, 1, 129, 300),
     (40, 12, 3, 200, 130),
+    (3, 24, 8, 300, 5000),  # 216 or 144 tiles: 132 programs share those of the second turn
 )
 FEW = ((2, 4, 2, 1000, 1000), (1, 3, 1, 70, 4250))
 
@@ -132,9 +133,18 @@ def test_nan_stays_in_its_row_and_column() -> None:
 
 
 def test_the_same_bits_each_time() -> None:
-    """A race between loads, products and stores would show as bits that change."""
-    for head_dim, is_causal in ((64, True), (64, False), (128, True)):
-        call = call_of((4, 16, 4, 777, 777), head_dim, is_causal)
+    """A race between loads, products and stores would show as bits that change, and so would
+    pieces of a tile that are added in the order in which they come."""
+    batch = (4, 16, 4, 777, 777)
+    few: Sizes = (1, 8, 1, 300, 9000)
+    for sizes, head_dim, is_causal in (
+        (batch, 64, True),
+        (batch, 64, False),
+        (batch, 128, True),
+        (few, 64, False),
+        (few, 128, False),
+    ):
+        call = call_of(sizes, head_dim, is_causal)
         first = KERNEL.attention(**call.arguments())
         for _ in range(20):
             assert torch.equal(KERNEL.attention(**call.arguments()), first)
@@ -151,7 +161,13 @@ BEYOND: dict[str, dict[str, Any]] = {
     "all": {"is_causal": True, "variant": Variant(True, (90, None), 20.0), "sinks": True},
 }
 """What calls ask beyond SDPA."""
-LONG_AND_SHORT = ((2, 8, 2, 700, 1000), (1, 8, 2, 1000, 300), (2, 8, 2, 1000, 3000))
+LONG_AND_SHORT = (
+    (2, 8, 2, 700, 1000),
+    (1, 8, 2, 1000, 300),
+    (2, 8, 2, 1000, 3000),
+    (1, 8, 2, 200, 5000),  # so few tiles that programs share them
+    (3, 24, 8, 300, 5000),
+)
 
 
 def stairs(head_dim: int, step: float, dtype: torch.dtype) -> AttentionCall:
@@ -230,7 +246,12 @@ MASKS: dict[str, Callable[[Sizes], torch.Tensor]] = {
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("head_dim", [64, 128, 96, 192, 256])
 def test_masks(head_dim: int, mask: str) -> None:
-    for sizes in (*LONG_AND_SHORT[:2], (2, 3, 1, 500, 333), (1, 4, 2, 300, 4250)):
+    for sizes in (
+        *LONG_AND_SHORT[:2],
+        (2, 3, 1, 500, 333),
+        (1, 4, 2, 300, 4250),
+        (2, 8, 2, 600, 1800),
+    ):
         call = call_of(sizes, head_dim, is_causal=False)
         call = replace(call, attn_mask=MASKS[mask](sizes))
         check(call)

@@ -14,6 +14,8 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from replay.kernels.triton.stream_k import tile_of_piece, turns_with_pieces
+
 
 class Work(NamedTuple):
     """Numbers of a call by which a program finds its tiles."""
@@ -26,13 +28,30 @@ class Work(NamedTuple):
     """Of query heads that a tile has side by side, in the batch."""
     section: Any
     """Bundles worked on at a time (`sections.section_of`)."""
+    share: Any = None
+    """A `stream_k.Share`, where the tiles of the last turn are shared."""
+
+
+@gluon.jit
+def turns_of_program(work, BY_LENGTH: gl.constexpr):
+    """How many turns the program that asks has."""
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    if work.share is None:
+        turns = turns_of(work.tiles, program, programs, BY_LENGTH)
+    else:
+        turns = turns_with_pieces(work.tiles, programs)
+    return turns
 
 
 @gluon.jit
 def tile_of(turn, work, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
     """The first of HEADS query heads, counted over the batch, and the block of queries of a turn's
     tile."""
-    number = tile_number(turn, gl.program_id(0), gl.num_programs(0), BY_LENGTH)
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    if work.share is None:
+        number = tile_number(turn, program, programs, BY_LENGTH)
+    else:
+        number = tile_of_piece(turn, work.tiles, work.share, program, programs)
     bundle, block = place_of(number, work.blocks, work.bundles, work.section, BY_LENGTH)
     return bundle * HEADS, block
 

@@ -69,8 +69,9 @@ from replay.kernels.triton.hopper_spans import (
     visits_of,
 )
 from replay.kernels.triton.online_softmax import LN_2, LOG2_E
-from replay.kernels.triton.persistent import Work, tile_of, turns_of
+from replay.kernels.triton.persistent import Work, tile_of, turns_of_program
 from replay.kernels.triton.prefill_hopper_softmax import Extras, unpack, weigh, weigh_whole
+from replay.kernels.triton.stream_k import Share, blocks_of_piece, gather
 
 
 class Rings(NamedTuple):
@@ -96,8 +97,8 @@ class Rings(NamedTuple):
 @gluon.jit(
     do_not_specialize=[
         "q_heads", "group", "rows", "q_len", "kv_len", "diagonal", "left", "right", "tiles",
-        "blocks", "bundles", "section", "mask_batch", "mask_head", "visit_batch",
-        "visit_head",
+        "blocks", "bundles", "section", "share_row", "share_each", "mask_batch", "mask_head",
+        "visit_batch", "visit_head",
     ]
 )  # fmt: skip
 def prefill_kernel(
@@ -116,6 +117,8 @@ def prefill_kernel(
     k_lengths,
     visited,
     visit_counts,
+    parts,
+    arrivals,
     q_heads,
     group,
     rows,
@@ -128,6 +131,8 @@ def prefill_kernel(
     blocks,
     bundles,
     section,
+    share_row,
+    share_each,
     mask_batch,
     mask_head,
     visit_batch,
@@ -195,7 +200,10 @@ def prefill_kernel(
     if visited is not None:
         visits = (visited, visit_counts, visit_batch, visit_head)
     bounds = Bounds(q_len, kv_len, diagonal, left, right, q_offsets, k_starts, k_lengths, visits)
-    work = Work(q_heads, tiles, blocks, bundles, section)
+    share = None
+    if parts is not None:
+        share = Share(share_row, share_each, parts, arrivals)
+    work = Work(q_heads, tiles, blocks, bundles, section, share)
     descriptors = (q_desc, k_desc, v_desc, q_rest_desc, k_rest_desc, mask_desc)
     load = (descriptors, rings, work, bounds, group, (mask_batch, mask_head))
     pointers = (output, stride_output_head, stride_output_token, lse, rows)
@@ -258,16 +266,16 @@ def _load(arguments, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
     mask_ring = rings.mask
     if rings.bias is not None:
         mask_ring = rings.bias
-    for turn in range(turns_of(work.tiles, gl.program_id(0), gl.num_programs(0), BY_LENGTH)):
+    for turn in range(turns_of_program(work, BY_LENGTH)):
         head, block = tile_of(turn, work, HEADS, BY_LENGTH)
         batch, q_head = head // work.q_heads, head % work.q_heads
         kv_head = q_head // group
         first = block * QUERIES
         span = span_of(batch, bounds)
-        if tile_exists(first, span, bounds):
+        if _is_there(turn, first, span, work, bounds, QUERIES, KEYS):
             element = element_of(batch, bounds)
             if bounds.visits is None:
-                begin, _, _, end = key_blocks_of(first, span, bounds, QUERIES, KEYS)
+                begin, _, _, end = _blocks_of(turn, first, span, work, bounds, QUERIES, KEYS)
                 steps = end - begin
             else:
                 visits = visits_of(batch, q_head, block, bounds, KEYS)
@@ -313,17 +321,17 @@ def _attend(
     count = 0
     masks = 0
     done = 0
-    for turn in range(turns_of(work.tiles, gl.program_id(0), gl.num_programs(0), BY_LENGTH)):
+    for turn in range(turns_of_program(work, BY_LENGTH)):
         head, block = tile_of(turn, work, HEADS, BY_LENGTH)
         batch, q_head = head // work.q_heads, head % work.q_heads + WHO % HEADS
         span = span_of(batch, bounds)
-        if tile_exists(block * QUERIES, span, bounds):
+        if _is_there(turn, block * QUERIES, span, work, bounds, QUERIES, KEYS):
             place = (element_of(batch, bounds), work.q_heads, q_head)
             visits = ()
             if bounds.visits is not None:
                 visits = visits_of(batch, q_head, block, bounds, KEYS)
             count, masks = _attend_tile(
-                rings, outputs, place, span, bounds, visits, extras, block * QUERIES,
+                turn, work, rings, outputs, place, span, bounds, visits, extras, block * QUERIES,
                 count, masks, done, WHO, HEADS, V_HEAD_DIM,
             )  # fmt: skip
             done += 1
@@ -331,7 +339,37 @@ def _attend(
 
 
 @gluon.jit
+def _is_there(turn, first, span, work, bounds, QUERIES: gl.constexpr, KEYS: gl.constexpr):
+    """Whether a turn has a tile, or a piece of one."""
+    is_there = tile_exists(first, span, bounds)
+    if work.share is not None:
+        begin, _, _, end = _blocks_of(turn, first, span, work, bounds, QUERIES, KEYS)
+        is_there = begin < end
+    return is_there
+
+
+@gluon.jit
+def _blocks_of(turn, first, span, work, bounds, QUERIES: gl.constexpr, KEYS: gl.constexpr):
+    """`key_blocks_of` a turn's tile, as far as they are this program's."""
+    begin, whole_first, whole_end, end = key_blocks_of(first, span, bounds, QUERIES, KEYS)
+    if work.share is not None:
+        program, programs = gl.program_id(0), gl.num_programs(0)
+        begin, end = blocks_of_piece(turn, work.tiles, work.share, begin, end, program, programs)
+        if bounds.left is None:
+            whole_first = begin
+        else:
+            whole_first = gl.maximum(gl.minimum(whole_first, end - 1), begin)
+        if bounds.right is None:
+            whole_end = end - 1
+        else:
+            whole_end = gl.maximum(gl.minimum(whole_end, end - 1), whole_first)
+    return begin, whole_first, whole_end, end
+
+
+@gluon.jit
 def _attend_tile(
+    turn,
+    work,
     rings,
     outputs,
     place,
@@ -347,9 +385,8 @@ def _attend_tile(
     HEADS: gl.constexpr,
     V_HEAD_DIM: gl.constexpr,
 ):
-    """A consumer's queries of one tile. Returns how many blocks of keys there have been, and how
-    many with a block of the mask: `count` and `masks` are those of the tiles before."""
-    _, _, q_head = place
+    """A consumer's queries of a turn's tile. Returns how many blocks of keys there have been, and
+    how many with a block of the mask: `count` and `masks` are those of the tiles before."""
     dtype: gl.constexpr = rings.value.buffers.dtype
     CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
     STAGES: gl.constexpr = rings.key.buffers.shape[0]
@@ -358,8 +395,8 @@ def _attend_tile(
     QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     if bounds.visits is None:
-        begin, whole_first, whole_end, end = key_blocks_of(
-            first_of_tile, span, bounds, QUERIES, KEYS
+        begin, whole_first, whole_end, end = _blocks_of(
+            turn, first_of_tile, span, work, bounds, QUERIES, KEYS
         )
         key = (end - 1) * KEYS
     else:
@@ -433,14 +470,39 @@ def _attend_tile(
     reference = gl.max(reference, 1)
     if rings.bias is not None:
         reference *= LOG2_E
+    is_whole = True
+    if work.share is not None:
+        begin, _, _, end = key_blocks_of(first_of_tile, span, bounds, QUERIES, KEYS)
+        output, reference, total, is_whole = gather(
+            output, reference, total, turn, work.tiles, work.share, end - begin, WHO, CONSUMERS
+        )
+    if is_whole:
+        _finish(output, reference, total, outputs, extras, place, span, first, WHO, V_HEAD_DIM)
+    return count, masks
+
+
+@gluon.jit
+def _finish(
+    output,
+    reference,
+    total,
+    outputs,
+    extras,
+    place,
+    span,
+    first,
+    WHO: gl.constexpr,
+    V_HEAD_DIM: gl.constexpr,
+):
+    """Divide a consumer's output by the sums of the weights, and store it."""
+    _, _, q_head = place
     shrink = 1.0
     if extras.sinks is not None:
         sink = gl.load(extras.sinks + q_head).to(gl.float32) * LOG2_E
         shrink, reference, total = add_sink(sink, reference, total, 0.0)
-    share = gl.where(total == 0.0, 0.0, shrink / total)  # a query may see nothing
-    output *= gl.convert_layout(share, gl.SliceLayout(1, OUTPUT))[:, None]
+    factor = gl.where(total == 0.0, 0.0, shrink / total)  # a query may see nothing
+    output *= gl.convert_layout(factor, gl.SliceLayout(1, output.type.layout))[:, None]
     _store(output, reference, total, outputs, place, span, first, WHO, V_HEAD_DIM)
-    return count, masks
 
 
 @gluon.jit

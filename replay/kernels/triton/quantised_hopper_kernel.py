@@ -64,7 +64,7 @@ from replay.kernels.triton.hopper_spans import (
 )
 from replay.kernels.triton.hopper_special_functions import LOG2, approximately
 from replay.kernels.triton.online_softmax import LOG2_E
-from replay.kernels.triton.persistent import Work, tile_of, turns_of
+from replay.kernels.triton.persistent import Work, tile_of, turns_of_program
 from replay.kernels.triton.quantise import LOG2_FP8_MAX
 from replay.kernels.triton.quantised_hopper_operands import (
     SCALE_GROUP,
@@ -254,7 +254,7 @@ def _load(arguments, CONSUMERS: gl.constexpr, HEADS: gl.constexpr, BY_LENGTH: gl
     count = 0  # key blocks so far, of all tiles
     masks = 0  # those with a block of the mask
     done = 0
-    for turn in range(turns_of(work.tiles, gl.program_id(0), gl.num_programs(0), BY_LENGTH)):
+    for turn in range(turns_of_program(work, BY_LENGTH)):
         head, block = tile_of(turn, work, HEADS, BY_LENGTH)
         batch, q_head = head // work.q_heads, head % work.q_heads
         span = span_of(batch, bounds)
@@ -312,7 +312,7 @@ def _attend(
     count = 0
     masks = 0
     done = 0
-    for turn in range(turns_of(work.tiles, gl.program_id(0), gl.num_programs(0), BY_LENGTH)):
+    for turn in range(turns_of_program(work, BY_LENGTH)):
         exists = True
         if bounds.q_offsets is not None:
             head, block = tile_of(turn, work, HEADS, BY_LENGTH)

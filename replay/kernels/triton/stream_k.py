@@ -1,0 +1,231 @@
+"""How the programs of a Hopper kernel share the keys of tiles of which there is not one for each.
+
+    Osama, Merrill, Cecka, Garland, Owens: "Stream-K: Work-centric Parallel Decomposition for Dense
+    Matrix-Matrix Multiplication on the GPU", 2023.
+
+864 tiles are 6.5 turns of 132 programs: in a seventh whole one, half of the GPU would be idle. So
+the keys of that turn's tiles lie in a row, block after block, and each program takes as many of
+them: a piece of one tile, or of two. It leaves in memory what its piece gives, and whoever is the
+last to leave a piece of a tile adds them up. Nobody waits for anybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from replay.kernels.triton.hopper_pipeline import meet
+
+PIECES = gl.constexpr(2)
+"""That a program has at most."""
+TILE_KEYS = 256
+"""Keys whose time the beginning and end of a tile or piece take. These are fits to some twenty
+calls (H100, head_dim 128, where a block of 128 keys takes 1.4 µs), and used for other head
+dimensions too."""
+LEAVE_KEYS = 320
+"""The same of leaving a piece,"""
+AT_ONCE_KEYS = 256
+"""and how much more it is in calls of one turn, where all programs do so at the same time;"""
+ADD_KEYS = 240
+"""and of adding a piece to the others."""
+WORTH = 0.95
+"""Time of a shared turn, relative to one of whole tiles, below which tiles are shared."""
+
+
+class Cut(NamedTuple):
+    """How shared tiles are cut, in blocks of keys."""
+
+    row: int
+    """Of a tile, in the row of all; it may have fewer itself."""
+    each: int
+    """Of a program."""
+
+
+class Share(NamedTuple):
+    """Numbers by which a program finds its pieces, and where it leaves what they give."""
+
+    row: Any
+    """As in `Cut`."""
+    each: Any
+    parts: Any
+    """Float32: for each program, piece and consumer (ROWS, Dv) outputs, ROWS references and ROWS
+    sums."""
+    arrivals: Any
+    """Int32, how many pieces of each shared tile and consumer are there; zeros before and after."""
+
+
+def cut_for(tiles: int, blocks: int, keys: int, are_equal: bool, programs: int) -> Cut | None:
+    """How the tiles of a last turn are shared, if that is faster than one for each program.
+
+    Args:
+        blocks: of `keys` each, in the longest tile.
+        are_equal: all tiles have so many. Others are shared only where they are so few that each
+            has several programs of its own.
+    """
+    shared = tiles % programs if are_equal else tiles
+    if not shared:
+        return None
+    most = WORTH * (blocks * keys + TILE_KEYS)
+    if tiles < programs:
+        most -= AT_ONCE_KEYS
+    time, cut = min(_cuts(shared, blocks, keys, are_equal, programs), default=(most, None))
+    return cut if time < most else None
+
+
+def _cuts(
+    shared: int, blocks: int, keys: int, are_equal: bool, programs: int
+) -> Iterator[tuple[float, Cut]]:
+    """Ways to cut so many tiles, and how long each takes, in keys."""
+    for pieces in range(2, min(programs // shared, blocks) + 1):
+        each = -(-blocks // pieces)
+        used = -(-blocks // each)
+        time = each * keys + TILE_KEYS + LEAVE_KEYS + ADD_KEYS * (used - 1)
+        yield time, Cut(used * each, each)
+    if are_equal:
+        each = -(-shared * blocks // programs)
+        most = -(-(blocks - 1) // each) + 1
+        time = each * keys + 2 * TILE_KEYS + LEAVE_KEYS + ADD_KEYS * (most - 1)
+        yield time, Cut(blocks, each)
+
+
+def numbers_left(programs: int, consumers: int, rows: int, v_head_dim: int) -> int:
+    """How many numbers `Share.parts` has."""
+    return programs * PIECES.value * consumers * rows * (v_head_dim + 2)
+
+
+@gluon.jit
+def turns_with_pieces(tiles, programs):
+    """How many turns a program has; there may be no piece in the last."""
+    return tiles // programs + PIECES
+
+
+@gluon.jit
+def tile_of_piece(turn, tiles, share, program, programs):
+    """The number of the tile that a program's turn is for."""
+    whole = tiles // programs
+    number = turn * programs + program
+    if turn >= whole:
+        number = whole * programs + _shared_of(turn - whole, share, program)
+    return number
+
+
+@gluon.jit
+def blocks_of_piece(turn, tiles, share, begin, end, program, programs):
+    """Those of a tile's blocks of keys, which are `begin` to `end`, that a program's turn is for:
+    all, in a turn of whole tiles. Where there are none the second number is not the greater."""
+    whole = tiles // programs
+    if turn >= whole:
+        shared = _shared_of(turn - whole, share, program)
+        own = program * share.each - shared * share.row  # may have begun in the tile before
+        piece_end = gl.minimum(end, begin + own + share.each)
+        begin += gl.maximum(own, 0)
+        end = gl.where(shared < tiles - whole * programs, piece_end, begin)
+    return begin, end
+
+
+@gluon.jit
+def programs_of_tile(shared, blocks, share):
+    """The first program that has a piece of a shared tile of so many blocks, and the last."""
+    first = shared * share.row
+    return first // share.each, (first + blocks - 1) // share.each
+
+
+@gluon.jit
+def _shared_of(piece, share, program):
+    """Which of the shared tiles a program's piece is of."""
+    return program * share.each // share.row + piece
+
+
+@gluon.jit
+def gather(
+    output, reference, total, turn, tiles, share, blocks, WHO: gl.constexpr, CONSUMERS: gl.constexpr
+):
+    """What a consumer's turn gave, (ROWS, Dv), (ROWS,) and (ROWS,), with all other pieces of the
+    tile, which has so many blocks of keys; and whether they are there. If not, somebody else is
+    going to add them up.
+
+    Outputs and sums are relative to 2^reference.
+    """
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    whole = tiles // programs
+    is_whole = True
+    if turn >= whole:
+        shared = _shared_of(turn - whole, share, program)
+        first, last = programs_of_tile(shared, blocks, share)
+        if first < last:
+            _leave(output, reference, total, turn - whole, share, WHO, CONSUMERS)
+            arrivals = share.arrivals + shared * CONSUMERS + WHO
+            before = gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu")
+            is_whole = before == last - first
+            if is_whole:
+                gl.store(arrivals, 0)
+                output, reference, total = _add_up(
+                    output, reference, total, shared, first, last, share, WHO, CONSUMERS
+                )
+    return output, reference, total, is_whole
+
+
+@gluon.jit
+def _leave(output, reference, total, piece, share, WHO: gl.constexpr, CONSUMERS: gl.constexpr):
+    place = _place(gl.program_id(0), piece, output, share, WHO, CONSUMERS)
+    outputs, references, totals = place
+    gl.store(outputs, output)
+    gl.store(references, gl.convert_layout(reference, references.type.layout))
+    gl.store(totals, gl.convert_layout(total, totals.type.layout))
+    meet()
+
+
+@gluon.jit
+def _add_up(
+    output,
+    reference,
+    total,
+    shared,
+    first,
+    last,
+    share,
+    WHO: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+):
+    """All pieces of a tile, which the first program to the last have left. One's own is read again:
+    in this order, whoever adds them up gets the same bits.
+
+    The numbers given are not used, but their registers are: with others for the sums, the compiler
+    (`ptxas`) had 40 more instructions in the loop over the keys.
+    """
+    ROW: gl.constexpr = reference.type.layout
+    OF_ROW: gl.constexpr = gl.SliceLayout(1, output.type.layout)
+    reference = gl.convert_layout(reference, OF_ROW)
+    total = gl.convert_layout(total, OF_ROW)
+    for program in range(first, last + 1):
+        if program == first:
+            reference = gl.full_like(reference, float("-inf"))
+        piece = shared - _shared_of(0, share, program)
+        outputs, references, totals = _place(program, piece, output, share, WHO, CONSUMERS)
+        other = gl.load(references)
+        highest = gl.maximum(reference, other)
+        origin = gl.where(highest == float("-inf"), 0.0, highest)
+        shrink = gl.exp2(reference - origin)
+        factor = gl.exp2(other - origin)
+        before = gl.where(program == first, 0.0, output * shrink[:, None])
+        output = before + gl.load(outputs) * factor[:, None]
+        total = gl.where(program == first, 0.0, total * shrink) + gl.load(totals) * factor
+        reference = highest
+    return output, gl.convert_layout(reference, ROW), gl.convert_layout(total, ROW)
+
+
+@gluon.jit
+def _place(program, piece, output, share, WHO: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Pointers to a piece's outputs, references and sums."""
+    ROWS: gl.constexpr = output.shape[0]
+    DV: gl.constexpr = output.shape[1]
+    LAYOUT: gl.constexpr = output.type.layout
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    columns = gl.arange(0, DV, gl.SliceLayout(0, LAYOUT))
+    slot = (program * PIECES + piece) * CONSUMERS + WHO
+    base = share.parts + slot.to(gl.int64) * (ROWS * (DV + 2))
+    outputs = base + rows[:, None] * DV + columns[None, :]
+    return outputs, base + ROWS * DV + rows, base + ROWS * (DV + 1) + rows
