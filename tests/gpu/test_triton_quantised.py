@@ -60,6 +60,9 @@ def call_of(spec: Spec) -> AttentionCall:
         Spec(8, 64, 16, 1024, 1024, 64, 64, is_causal=True),
         Spec(1, 4, 4, 4250, 4250, 64, 64),
         Spec(2, 4, 2, 700, 127, 128, 128, is_causal=True),
+        # 216 or 144 tiles: 132 programs share those of the second turn.
+        Spec(3, 24, 8, 300, 5000, 128, 128),
+        Spec(3, 24, 8, 300, 5000, 64, 64),
     ],
     ids=str,
 )
@@ -74,11 +77,21 @@ def test_a_hundred_calls_agree(name: str, kv_heads: int) -> None:
 
     One, two and four of a program's warp groups then share the blocks of a key head.
     """
+    agree(name, Spec(8, 64, kv_heads, 1024, 1024, 64, 64, is_causal=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_hundred_calls_with_shared_tiles_agree(name: str, head_dim: int) -> None:
+    """Pieces of a tile are added in the same order, whichever comes last."""
+    agree(name, Spec(1, 8, 2, 300, 9000, head_dim, head_dim))
+
+
+def agree(name: str, spec: Spec) -> None:
     kernel = find(name)
     if reason := kernel.unavailable(DEVICE):
         pytest.skip(reason)
-    call = call_of(Spec(8, 64, kv_heads, 1024, 1024, 64, 64, is_causal=True))
-    arguments = call.arguments()
+    arguments = call_of(spec).arguments()
     first = kernel.attention(**arguments)
     assert not first.isfinite().logical_not().nonzero().tolist()
     for _ in range(100):
@@ -172,7 +185,8 @@ BEYOND: dict[str, dict[str, Any]] = {
     "all": {"is_causal": True, "variant": Variant(True, (90, None), 20.0), "sinks": 9.0},
 }
 """What calls ask beyond SDPA; `sinks` is that of a head, the others are random."""
-LENGTHS = ((700, 1000), (1000, 300), (500, 3000))
+LENGTHS = ((700, 1000), (1000, 300), (500, 3000), (200, 5000))
+"""Queries and keys; the last are so few tiles that programs share them."""
 
 
 def beyond(form: str, head_dim: int, q_len: int, kv_len: int) -> AttentionCall:

@@ -18,6 +18,7 @@ from triton.runtime.errors import OutOfResources
 
 from replay.kernels.triton.descriptors import Address, at, nowhere
 from replay.kernels.triton.tensor_maps import TensorMaps, with_maps
+from replay.kernels.triton.workspace import workspace
 
 try:
     from triton.knobs import runtime as _knobs
@@ -224,6 +225,12 @@ class PlannedCall(NamedTuple):
     launch: Launch
     descriptors: tuple[Any, ...] | None = None
     """Of tensors, to be moved to theirs; None, or a None among them, where pointers are passed."""
+    shared: tuple[int, int] | None = None
+    """Numbers and counters of `workspace` that its programs share, which come behind all other
+    tensors of the launch; None where the launch takes none."""
+
+    def room(self, device: torch.device) -> tuple[Tensor, ...]:
+        return () if self.shared is None else workspace(*self.shared, device)
 
     def operands(self, *tensors: Tensor | None) -> tuple[Any, ...]:
         """Tensors as the launch takes them, some as descriptors."""

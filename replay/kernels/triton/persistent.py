@@ -14,7 +14,8 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from replay.kernels.triton.stream_k import tile_of_piece, turns_with_pieces
+from replay.kernels.triton.hopper_spans import key_blocks_of, tile_exists
+from replay.kernels.triton.stream_k import blocks_of_piece, tile_of_piece, turns_with_pieces
 
 
 class Work(NamedTuple):
@@ -54,6 +55,34 @@ def tile_of(turn, work, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
         number = tile_of_piece(turn, work.tiles, work.share, program, programs)
     bundle, block = place_of(number, work.blocks, work.bundles, work.section, BY_LENGTH)
     return bundle * HEADS, block
+
+
+@gluon.jit
+def has_tile(turn, first, span, work, bounds, QUERIES: gl.constexpr, KEYS: gl.constexpr):
+    """Whether there is something to do in a turn, whose tile's first query is given."""
+    has_some = tile_exists(first, span, bounds)
+    if work.share is not None:
+        begin, _, _, end = blocks_of_tile(turn, first, span, work, bounds, QUERIES, KEYS)
+        has_some = begin < end
+    return has_some
+
+
+@gluon.jit
+def blocks_of_tile(turn, first, span, work, bounds, QUERIES: gl.constexpr, KEYS: gl.constexpr):
+    """`key_blocks_of` a turn's tile, or of the program's piece of it."""
+    begin, whole_first, whole_end, end = key_blocks_of(first, span, bounds, QUERIES, KEYS)
+    if work.share is not None:
+        program, programs = gl.program_id(0), gl.num_programs(0)
+        begin, end = blocks_of_piece(turn, work.tiles, work.share, begin, end, program, programs)
+        if bounds.left is None:
+            whole_first = begin
+        else:
+            whole_first = gl.maximum(gl.minimum(whole_first, end - 1), begin)
+        if bounds.right is None:
+            whole_end = end - 1
+        else:
+            whole_end = gl.maximum(gl.minimum(whole_end, end - 1), whole_first)
+    return begin, whole_first, whole_end, end
 
 
 @gluon.jit

@@ -32,11 +32,10 @@ from replay.kernels.triton.prefill_hopper_schedule import (
     schedule,
     schedule_of_visits,
 )
-from replay.kernels.triton.sections import Sight, blocks_seen, section_of
+from replay.kernels.triton.sections import Sight, section_of
 from replay.kernels.triton.shapes import Sizes, check_head_dims, check_shapes, sizes_of
-from replay.kernels.triton.stream_k import cut_for, numbers_left
+from replay.kernels.triton.stream_k import arguments_of, cut_for, memory_for
 from replay.kernels.triton.visits import Visits
-from replay.kernels.triton.workspace import workspace
 
 
 @overload
@@ -188,9 +187,6 @@ def forward_hopper(
     if has_lse:
         lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     again = (query, key) if planned.has_rest else (None, None)
-    parts = arrivals = None
-    if planned.left is not None:
-        parts, arrivals = workspace(*planned.left, query.device)
     planned.call.launch(
         *planned.call.operands(query, key, value, output, *again, mask),
         output if planned.is_packed else None,
@@ -198,8 +194,7 @@ def forward_hopper(
         None if sinks is None else sinks.contiguous(),
         *((None, None, None) if lengths is None else lengths[3:]),
         *(visited or (None, None)),
-        parts,
-        arrivals,
+        *planned.call.room(query.device),
     )
     return output, lse
 
@@ -242,8 +237,6 @@ class _Planned(NamedTuple):
     has_rest: bool
     """Whether there is a second piece."""
     is_packed: bool
-    left: tuple[int, int] | None
-    """Numbers and counters that programs need that share tiles."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -315,14 +308,11 @@ def _planned(
     diagonal = longest - q_len if is_bottom_right else 0
     sight = Sight(q_len, longest, diagonal, left, right, queries, plan.keys)
     head_bytes = seen * (head_dim + v_head_dim) * dtype.itemsize
-    programs = multiprocessors(devices[0])
+    processors = multiprocessors(devices[0])
     cut = None
     if lengths is None and visits is None:
-        are_equal = left is None and right is None
-        longest_tile = int(blocks_seen(sight).max())
-        cut = cut_for(tiles, longest_tile, plan.keys, are_equal, programs)
-    if cut is None:
-        programs = min(tiles, programs)
+        cut = cut_for(sight, bundles, processors)
+    programs = min(tiles, processors) if cut is None else processors
     section = section_of(sight, head_bytes, bundles, group // plan.heads, programs)
     launch = Launch(
         prefill_kernel,
@@ -341,8 +331,6 @@ def _planned(
             "blocks": blocks,
             "bundles": bundles,
             "section": section,
-            "share_row": cut and cut.row,
-            "share_each": cut and cut.each,
             "mask_batch": None if mask is None else int(mask[0][0] > 1),
             "mask_head": None if mask is None else int(mask[0][1] > 1),
             "visit_batch": visit_batch,
@@ -360,6 +348,7 @@ def _planned(
             "ADDS_MASK": mask is not None and not hides,
             "BY_LENGTH": right is not None,
             "V_HEAD_DIM": v_head_dim if is_packed else dims.value,
+            **arguments_of(cut),
         },
         num_warps=4,
     )
@@ -374,11 +363,8 @@ def _planned(
         tiles_of(*key, plan.keys, dims.rest) if dims.rest else None,
         mask and _descriptor(*mask[:2], ROWS.value, plan.keys // (1 + hides), dtype=mask[2]),
     )
-    shared = None
-    if cut is not None:
-        numbers = numbers_left(programs, plan.consumers, ROWS.value, dims.value)
-        shared = numbers, tiles * plan.consumers
-    return _Planned(PlannedCall(launch, descriptors), bool(dims.rest), is_packed, shared)
+    shared = memory_for(cut, programs, tiles, plan.consumers, dims.value)
+    return _Planned(PlannedCall(launch, descriptors, shared), bool(dims.rest), is_packed)
 
 
 def _kind(tensor: Tensor | None) -> tuple[torch.dtype, torch.device] | None:

@@ -64,14 +64,19 @@ from replay.kernels.triton.hopper_spans import (
     key_blocks_of,
     span_of,
     store_rows,
-    tile_exists,
     visited_key,
     visits_of,
 )
 from replay.kernels.triton.online_softmax import LN_2, LOG2_E
-from replay.kernels.triton.persistent import Work, tile_of, turns_of_program
+from replay.kernels.triton.persistent import (
+    Work,
+    blocks_of_tile,
+    has_tile,
+    tile_of,
+    turns_of_program,
+)
 from replay.kernels.triton.prefill_hopper_softmax import Extras, unpack, weigh, weigh_whole
-from replay.kernels.triton.stream_k import Share, blocks_of_piece, gather
+from replay.kernels.triton.stream_k import Share, gather
 
 
 class Rings(NamedTuple):
@@ -117,8 +122,8 @@ def prefill_kernel(
     k_lengths,
     visited,
     visit_counts,
-    parts,
-    arrivals,
+    parts_ptr,
+    arrivals_ptr,
     q_heads,
     group,
     rows,
@@ -201,8 +206,8 @@ def prefill_kernel(
         visits = (visited, visit_counts, visit_batch, visit_head)
     bounds = Bounds(q_len, kv_len, diagonal, left, right, q_offsets, k_starts, k_lengths, visits)
     share = None
-    if parts is not None:
-        share = Share(share_row, share_each, parts, arrivals)
+    if parts_ptr is not None:
+        share = Share(share_row, share_each, parts_ptr, arrivals_ptr)
     work = Work(q_heads, tiles, blocks, bundles, section, share)
     descriptors = (q_desc, k_desc, v_desc, q_rest_desc, k_rest_desc, mask_desc)
     load = (descriptors, rings, work, bounds, group, (mask_batch, mask_head))
@@ -272,10 +277,10 @@ def _load(arguments, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
         kv_head = q_head // group
         first = block * QUERIES
         span = span_of(batch, bounds)
-        if _is_there(turn, first, span, work, bounds, QUERIES, KEYS):
+        if has_tile(turn, first, span, work, bounds, QUERIES, KEYS):
             element = element_of(batch, bounds)
             if bounds.visits is None:
-                begin, _, _, end = _blocks_of(turn, first, span, work, bounds, QUERIES, KEYS)
+                begin, _, _, end = blocks_of_tile(turn, first, span, work, bounds, QUERIES, KEYS)
                 steps = end - begin
             else:
                 visits = visits_of(batch, q_head, block, bounds, KEYS)
@@ -325,7 +330,7 @@ def _attend(
         head, block = tile_of(turn, work, HEADS, BY_LENGTH)
         batch, q_head = head // work.q_heads, head % work.q_heads + WHO % HEADS
         span = span_of(batch, bounds)
-        if _is_there(turn, block * QUERIES, span, work, bounds, QUERIES, KEYS):
+        if has_tile(turn, block * QUERIES, span, work, bounds, QUERIES, KEYS):
             place = (element_of(batch, bounds), work.q_heads, q_head)
             visits = ()
             if bounds.visits is not None:
@@ -336,34 +341,6 @@ def _attend(
             )  # fmt: skip
             done += 1
     tma.store_wait(0)
-
-
-@gluon.jit
-def _is_there(turn, first, span, work, bounds, QUERIES: gl.constexpr, KEYS: gl.constexpr):
-    """Whether a turn has a tile, or a piece of one."""
-    is_there = tile_exists(first, span, bounds)
-    if work.share is not None:
-        begin, _, _, end = _blocks_of(turn, first, span, work, bounds, QUERIES, KEYS)
-        is_there = begin < end
-    return is_there
-
-
-@gluon.jit
-def _blocks_of(turn, first, span, work, bounds, QUERIES: gl.constexpr, KEYS: gl.constexpr):
-    """`key_blocks_of` a turn's tile, as far as they are this program's."""
-    begin, whole_first, whole_end, end = key_blocks_of(first, span, bounds, QUERIES, KEYS)
-    if work.share is not None:
-        program, programs = gl.program_id(0), gl.num_programs(0)
-        begin, end = blocks_of_piece(turn, work.tiles, work.share, begin, end, program, programs)
-        if bounds.left is None:
-            whole_first = begin
-        else:
-            whole_first = gl.maximum(gl.minimum(whole_first, end - 1), begin)
-        if bounds.right is None:
-            whole_end = end - 1
-        else:
-            whole_end = gl.maximum(gl.minimum(whole_end, end - 1), whole_first)
-    return begin, whole_first, whole_end, end
 
 
 @gluon.jit
@@ -395,7 +372,7 @@ def _attend_tile(
     QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     if bounds.visits is None:
-        begin, whole_first, whole_end, end = _blocks_of(
+        begin, whole_first, whole_end, end = blocks_of_tile(
             turn, first_of_tile, span, work, bounds, QUERIES, KEYS
         )
         key = (end - 1) * KEYS

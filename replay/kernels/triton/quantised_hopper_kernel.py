@@ -58,13 +58,18 @@ from replay.kernels.triton.hopper_spans import (
     key_blocks_of,
     span_of,
     store_rows,
-    tile_exists,
     visited_key,
     visits_of,
 )
 from replay.kernels.triton.hopper_special_functions import LOG2, approximately
 from replay.kernels.triton.online_softmax import LOG2_E
-from replay.kernels.triton.persistent import Work, tile_of, turns_of_program
+from replay.kernels.triton.persistent import (
+    Work,
+    blocks_of_tile,
+    has_tile,
+    tile_of,
+    turns_of_program,
+)
 from replay.kernels.triton.quantise import LOG2_FP8_MAX
 from replay.kernels.triton.quantised_hopper_operands import (
     SCALE_GROUP,
@@ -75,6 +80,7 @@ from replay.kernels.triton.quantised_hopper_operands import (
     times_mean,
 )
 from replay.kernels.triton.quantised_hopper_softmax import weigh
+from replay.kernels.triton.stream_k import Share, gather
 
 MASK_STAGES = gl.constexpr(2)
 """Blocks of the mask that each consumer has room for."""
@@ -109,8 +115,9 @@ class Extras(NamedTuple):
 
 @gluon.jit(
     do_not_specialize=[
-        "tiles", "blocks", "bundles", "section", "q_heads", "group", "q_len", "kv_len", "diagonal",
-        "left", "right", "groups", "mask_batch", "mask_head", "visit_batch", "visit_head",
+        "tiles", "blocks", "bundles", "section", "share_row", "share_each", "q_heads", "group",
+        "q_len", "kv_len", "diagonal", "left", "right", "groups", "mask_batch", "mask_head",
+        "visit_batch", "visit_head",
     ]
 )  # fmt: skip
 def quantised_hopper_kernel(
@@ -128,10 +135,14 @@ def quantised_hopper_kernel(
     k_lengths_ptr,
     visited_ptr,
     visit_counts_ptr,
+    parts_ptr,
+    arrivals_ptr,
     tiles,
     blocks,
     bundles,
     section,
+    share_row,
+    share_each,
     q_heads,
     group,
     q_len,
@@ -199,7 +210,10 @@ def quantised_hopper_kernel(
     bounds = Bounds(
         q_len, kv_len, diagonal, left, right, q_offsets_ptr, k_starts_ptr, k_lengths_ptr, visits
     )
-    work = Work(q_heads, tiles, blocks, bundles, section)
+    share = None
+    if parts_ptr is not None:
+        share = Share(share_row, share_each, parts_ptr, arrivals_ptr)
+    work = Work(q_heads, tiles, blocks, bundles, section, share)
     scales = (key_scale_ptr, value_scale_ptr, group, groups)
     extras = Extras(factor, cap, key_mean_ptr, sinks_ptr)
     descriptors = (query_desc, key_desc, value_desc, mask_desc)
@@ -258,16 +272,18 @@ def _load(arguments, CONSUMERS: gl.constexpr, HEADS: gl.constexpr, BY_LENGTH: gl
         head, block = tile_of(turn, work, HEADS, BY_LENGTH)
         batch, q_head = head // work.q_heads, head % work.q_heads
         span = span_of(batch, bounds)
-        if bounds.q_offsets is None:
+        if bounds.q_offsets is None and work.share is None:
             done = turn
-        if tile_exists(block * QUERIES, span, bounds):
+        if has_tile(turn, block * QUERIES, span, work, bounds, QUERIES, KEYS):
             element = element_of(batch, bounds)
             for who in gl.static_range(CONSUMERS):
                 row = span.q_start + block * QUERIES + who // HEADS * ROWS
                 fill(rings.query, query_desc, [element, q_head + who % HEADS, row, 0], who, done)
             kept = kept_of(head, span, work, bounds, group)
             if bounds.visits is None:
-                begin, _, _, end = key_blocks_of(block * QUERIES, span, bounds, QUERIES, KEYS)
+                begin, _, _, end = blocks_of_tile(
+                    turn, block * QUERIES, span, work, bounds, QUERIES, KEYS
+                )
             else:
                 visits = visits_of(batch, q_head, block, bounds, KEYS)
                 begin = 0
@@ -309,15 +325,16 @@ def _attend(
     _, rings, _, _, work, bounds, _ = arguments
     CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
     QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
+    KEYS: gl.constexpr = rings.key.buffers.shape[1]
     count = 0
     masks = 0
     done = 0
     for turn in range(turns_of_program(work, BY_LENGTH)):
         exists = True
-        if bounds.q_offsets is not None:
+        if bounds.q_offsets is not None or work.share is not None:
             head, block = tile_of(turn, work, HEADS, BY_LENGTH)
             span = span_of(head // work.q_heads, bounds)
-            exists = tile_exists(block * QUERIES, span, bounds)
+            exists = has_tile(turn, block * QUERIES, span, work, bounds, QUERIES, KEYS)
         else:
             done = turn
         if exists:
@@ -369,8 +386,8 @@ def _attend_tile(
     of_groups = kept.head * groups + kept.group
     of_head = (key_scale_ptr + of_groups, value_scale_ptr + of_groups)
     if bounds.visits is None:
-        begin, whole_first, whole_end, end = key_blocks_of(
-            block * QUERIES, span, bounds, QUERIES, KEYS
+        begin, whole_first, whole_end, end = blocks_of_tile(
+            turn, block * QUERIES, span, work, bounds, QUERIES, KEYS
         )
         current = begin
     else:
@@ -454,17 +471,24 @@ def _attend_tile(
 
     _, output, maximum, sums, _, _ = state
     total = gl.sum(sums, 1)
-    rescale = 1.0
-    if extras.sinks is not None:
-        sink = gl.load(extras.sinks + q_head).to(gl.float32) * LOG2_E
-        if extras.key_mean is not None and extras.cap is None:
-            sink = sink - gl.convert_layout(shift, total.type.layout)
-        maximum = gl.convert_layout(maximum, total.type.layout)
-        LOG2_UNIT: gl.constexpr = LOG2_FP8_MAX if FP8_VALUE else 0.0
-        rescale, _, total = add_sink(sink, maximum, total, LOG2_UNIT)
-    share = gl.where(total == 0.0, 0.0, rescale / total)  # a query may see nothing
-    output *= gl.convert_layout(share, gl.SliceLayout(1, OUTPUT))[:, None]
-    _store(output, outputs, [batch, q_head, first, 0], span, bounds, WHO, V_HEAD_DIM)
+    maximum = gl.convert_layout(maximum, total.type.layout)
+    is_whole = True
+    if work.share is not None:
+        begin, _, _, end = key_blocks_of(block * QUERIES, span, bounds, QUERIES, KEYS)
+        output, maximum, total, is_whole = gather(
+            output, maximum, total, turn, work.tiles, work.share, end - begin, WHO, CONSUMERS
+        )
+    if is_whole:
+        rescale = 1.0
+        if extras.sinks is not None:
+            sink = gl.load(extras.sinks + q_head).to(gl.float32) * LOG2_E
+            if extras.key_mean is not None and extras.cap is None:
+                sink = sink - gl.convert_layout(shift, total.type.layout)
+            LOG2_UNIT: gl.constexpr = LOG2_FP8_MAX if FP8_VALUE else 0.0
+            rescale, _, total = add_sink(sink, maximum, total, LOG2_UNIT)
+        factor = gl.where(total == 0.0, 0.0, rescale / total)  # a query may see nothing
+        output *= gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT))[:, None]
+        _store(output, outputs, [batch, q_head, first, 0], span, bounds, WHO, V_HEAD_DIM)
     return count, masks
 
 

@@ -126,6 +126,7 @@ def attend(
         of_mask,
         *((None, None, None) if quantised.lengths is None else quantised.lengths[3:]),
         *(visited or (None, None)),
+        *planned.room(query.device),
     )
     return output
 
@@ -376,7 +377,7 @@ def quantised_prefill(
             None,
             in_tensor_cores,
         )
-        repetition = _Repetition.of(quantise, planned.launch, quantised, output)
+        repetition = _Repetition.of(quantise, planned, quantised, output)
         if repetition is not None:
             _repetitions.keep(shape, repetition)
     return output
@@ -389,7 +390,7 @@ class _Repetition(NamedTuple):
     """
 
     quantise: Launch
-    attend: Launch
+    attend: PlannedCall
     places: tuple[int, ...]
     """Bytes from there to the key, its scales, and if it is quantised, the value and its scales."""
     room: int
@@ -399,10 +400,10 @@ class _Repetition(NamedTuple):
 
     @classmethod
     def of(
-        cls, quantise: Launch, attend: Launch, quantised: QuantisedKeyValue, output: Tensor
+        cls, quantise: Launch, attend: PlannedCall, quantised: QuantisedKeyValue, output: Tensor
     ) -> _Repetition | None:
         """None where its launches cannot be repeated with addresses alone."""
-        if not (quantise.is_compiled and attend.is_compiled):
+        if not (quantise.is_compiled and attend.launch.is_compiled):
             return None
         parts = [quantised.key, quantised.key_scale]
         if quantised.value_scale is not None:
@@ -420,7 +421,7 @@ class _Repetition(NamedTuple):
         self.quantise.repeat(
             key.data_ptr(), value_address, key_out, key_scale, value_out, value_scale, *(None,) * 3
         )
-        self.attend.repeat(
+        self.attend.launch.repeat(
             query.data_ptr(),
             key_out,
             key_scale,
@@ -428,6 +429,7 @@ class _Repetition(NamedTuple):
             value_scale or key_scale,
             output.data_ptr(),
             *(None,) * 8,
+            *[each.data_ptr() for each in self.attend.room(device)],
         )
         return output
 

@@ -18,6 +18,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from replay.kernels.triton.hopper_pipeline import meet
+from replay.kernels.triton.hopper_scores import ROWS
+from replay.kernels.triton.sections import Sight, blocks_seen
 
 PIECES = gl.constexpr(2)
 """That a program has at most."""
@@ -57,22 +59,31 @@ class Share(NamedTuple):
     """Int32, how many pieces of each shared tile and consumer are there; zeros before and after."""
 
 
-def cut_for(tiles: int, blocks: int, keys: int, are_equal: bool, programs: int) -> Cut | None:
-    """How the tiles of a last turn are shared, if that is faster than one for each program.
+def cut_for(sight: Sight, bundles: int, programs: int, slower: float = 1.0) -> Cut | None:
+    """How the tiles of a last turn are shared, if a call takes less time then.
+
+    Tiles of different lengths are shared only where they are so few that each has several programs
+    of its own.
 
     Args:
-        blocks: of `keys` each, in the longest tile.
-        are_equal: all tiles have so many. Others are shared only where they are so few that each
-            has several programs of its own.
+        bundles: of query heads; each has a tile for every block of queries.
+        slower: how much longer a block takes in a program that knows of pieces.
     """
+    blocks = blocks_seen(sight)
+    tiles = len(blocks) * bundles
+    longest = int(blocks.max())
+    are_equal = sight.left is None and sight.right is None
     shared = tiles % programs if are_equal else tiles
     if not shared:
         return None
-    most = WORTH * (blocks * keys + TILE_KEYS)
+    turn = longest * sight.keys + TILE_KEYS
+    before = tiles // programs * turn
+    cuts = _cuts(shared, longest, sight.keys, are_equal, programs)
+    time, cut = min(cuts, default=(turn, None))
     if tiles < programs:
-        most -= AT_ONCE_KEYS
-    time, cut = min(_cuts(shared, blocks, keys, are_equal, programs), default=(most, None))
-    return cut if time < most else None
+        time += AT_ONCE_KEYS
+    is_worth_it = time < WORTH * turn and (before + time) * slower < before + turn
+    return cut if is_worth_it else None
 
 
 def _cuts(
@@ -91,9 +102,21 @@ def _cuts(
         yield time, Cut(blocks, each)
 
 
-def numbers_left(programs: int, consumers: int, rows: int, v_head_dim: int) -> int:
-    """How many numbers `Share.parts` has."""
-    return programs * PIECES.value * consumers * rows * (v_head_dim + 2)
+def arguments_of(cut: Cut | None) -> dict[str, int | None]:
+    """What a kernel is told of it; without one, also that no memory is given."""
+    if cut is None:
+        return dict.fromkeys(("parts_ptr", "arrivals_ptr", "share_row", "share_each"))
+    return {"share_row": cut.row, "share_each": cut.each}
+
+
+def memory_for(
+    cut: Cut | None, programs: int, tiles: int, consumers: int, v_head_dim: int
+) -> tuple[int, int] | None:
+    """How many numbers `Share.parts` and `Share.arrivals` have; None where nothing is shared."""
+    if cut is None:
+        return None
+    pieces = programs * PIECES.value * consumers
+    return pieces * ROWS.value * (v_head_dim + 2), tiles * consumers
 
 
 @gluon.jit

@@ -8,7 +8,8 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from replay.kernels.triton import stream_k
-from replay.kernels.triton.stream_k import Cut, Share, cut_for
+from replay.kernels.triton.sections import Sight
+from replay.kernels.triton.stream_k import Cut, Share
 
 PROGRAMS = 132
 FLUX = 36 * 24
@@ -32,6 +33,13 @@ def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
         ("where", lambda which, yes, no: yes if which else no),
     ):
         monkeypatch.setattr(stream_k.gl, name, plain)
+
+
+def cut_for(tiles: int, blocks: int, are_equal: bool) -> Cut | None:
+    """How so many tiles of at most so many blocks are shared."""
+    right = None if are_equal else blocks * 128
+    sight = Sight(128, blocks * 128, 0, None, right, queries=128, keys=128)
+    return stream_k.cut_for(sight, tiles, PROGRAMS)
 
 
 def pieces_of(
@@ -73,7 +81,7 @@ CALLS = [
 def test_every_block_of_every_tile_is_in_one_piece(
     tiles: int, blocks: int, are_equal: bool, begin: int
 ) -> None:
-    cut = cut_for(tiles, blocks, 128, are_equal, PROGRAMS)
+    cut = cut_for(tiles, blocks, are_equal)
     assert cut is not None
     lengths = [blocks if are_equal else 1 + tile * 7919 % blocks for tile in range(tiles)]
     found = pieces_of(lengths, cut, begin)
@@ -96,7 +104,7 @@ def test_every_block_of_every_tile_is_in_one_piece(
 
 @pytest.mark.parametrize(("tiles", "blocks", "are_equal"), CALLS)
 def test_the_busiest_program_has_less_to_do(tiles: int, blocks: int, are_equal: bool) -> None:
-    cut = cut_for(tiles, blocks, 128, are_equal, PROGRAMS)
+    cut = cut_for(tiles, blocks, are_equal)
     assert cut is not None
     work: Counter[int] = Counter()
     for pieces in pieces_of([blocks] * tiles, cut).values():
@@ -118,12 +126,12 @@ def test_the_busiest_program_has_less_to_do(tiles: int, blocks: int, are_equal: 
     ids=lambda each: each if isinstance(each, str) else "",
 )
 def test_what_is_not_shared(tiles: int, blocks: int, are_equal: bool, why: str) -> None:
-    assert cut_for(tiles, blocks, 128, are_equal, PROGRAMS) is None
+    assert cut_for(tiles, blocks, are_equal) is None
 
 
 def test_pieces_of_one_tile_are_no_more_than_pays() -> None:
     """One tile of 64 blocks could be 64 pieces; adding up so many takes longer than the blocks."""
-    cut = cut_for(1, 64, 128, True, PROGRAMS)
+    cut = cut_for(1, 64, True)
     assert cut is not None
     pieces = cut.row // cut.each
     times = [64 / n * 128 + stream_k.ADD_KEYS * n for n in (pieces - 1, pieces, pieces + 1)]
