@@ -27,6 +27,7 @@ from replay.kernels.triton.persistent import multiprocessors
 from replay.kernels.triton.prefill_hopper_kernel import prefill_kernel
 from replay.kernels.triton.prefill_hopper_schedule import (
     LARGEST_HEAD_DIM,
+    Whole,
     dims_of,
     room_for,
     schedule,
@@ -296,7 +297,12 @@ def _planned(
     seen = max(1, kv_len // batch) if is_packed else kv_len
     if left is not None and right is not None:
         seen = min(seen, left + right + 1)
-    plan = schedule(dims, group, seen, mask_size)
+    longest = q_len if is_packed else kv_len
+    diagonal = longest - q_len if is_bottom_right else 0
+    sight = Sight(q_len, longest, diagonal, left, right, queries=1, keys=1)
+    processors = multiprocessors(devices[0])
+    call = None if lengths is not None else Whole(sight, batch * q_heads, processors)
+    plan = schedule(dims, group, seen, mask_size, call)
     if visits is not None:
         plan = schedule_of_visits(dims, mask_size)
     room = room_for(dims, plan, mask_size)
@@ -304,11 +310,8 @@ def _planned(
     blocks = -(-q_len // queries)
     bundles = batch * q_heads // plan.heads
     tiles = blocks * bundles
-    longest = q_len if is_packed else kv_len
-    diagonal = longest - q_len if is_bottom_right else 0
-    sight = Sight(q_len, longest, diagonal, left, right, queries, plan.keys)
+    sight = sight._replace(queries=queries, keys=plan.keys)
     head_bytes = seen * (head_dim + v_head_dim) * dtype.itemsize
-    processors = multiprocessors(devices[0])
     cut = None
     if lengths is None and visits is None:
         cut = cut_for(sight, bundles, processors)

@@ -478,18 +478,45 @@ def _attend_tile(
         output, maximum, total, is_whole = gather(
             output, maximum, total, turn, work.tiles, work.share, end - begin, WHO, CONSUMERS
         )
+    if extras.cap is not None:  # scores then have it themselves
+        shift = None
+    LOG2_UNIT: gl.constexpr = LOG2_FP8_MAX if FP8_VALUE else 0.0
+    place = (batch, q_head, first)
     if is_whole:
-        rescale = 1.0
-        if extras.sinks is not None:
-            sink = gl.load(extras.sinks + q_head).to(gl.float32) * LOG2_E
-            if extras.key_mean is not None and extras.cap is None:
-                sink = sink - gl.convert_layout(shift, total.type.layout)
-            LOG2_UNIT: gl.constexpr = LOG2_FP8_MAX if FP8_VALUE else 0.0
-            rescale, _, total = add_sink(sink, maximum, total, LOG2_UNIT)
-        factor = gl.where(total == 0.0, 0.0, rescale / total)  # a query may see nothing
-        output *= gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT))[:, None]
-        _store(output, outputs, [batch, q_head, first, 0], span, bounds, WHO, V_HEAD_DIM)
+        _finish(
+            output, maximum, total, shift, outputs, extras, place, span, bounds,
+            WHO, LOG2_UNIT, V_HEAD_DIM,
+        )  # fmt: skip
     return count, masks
+
+
+@gluon.jit
+def _finish(
+    output,
+    maximum,
+    total,
+    shift,
+    outputs,
+    extras,
+    place,
+    span,
+    bounds,
+    WHO: gl.constexpr,
+    LOG2_UNIT: gl.constexpr,
+    V_HEAD_DIM: gl.constexpr,
+):
+    """Divide a consumer's output by the sums of the weights, and store it. `shift` is what the mean
+    of the keys would add to the scores, where a sink must know."""
+    batch, q_head, first = place
+    rescale = 1.0
+    if extras.sinks is not None:
+        sink = gl.load(extras.sinks + q_head).to(gl.float32) * LOG2_E
+        if shift is not None:
+            sink = sink - gl.convert_layout(shift, total.type.layout)
+        rescale, maximum, total = add_sink(sink, maximum, total, LOG2_UNIT)
+    factor = gl.where(total == 0.0, 0.0, rescale / total)  # a query may see nothing
+    output *= gl.convert_layout(factor, gl.SliceLayout(1, output.type.layout))[:, None]
+    _store(output, outputs, [batch, q_head, first, 0], span, bounds, WHO, V_HEAD_DIM)
 
 
 @gluon.jit

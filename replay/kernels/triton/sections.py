@@ -69,12 +69,13 @@ def section_of(sight: Sight, head_bytes: int, bundles: int, heads: int, programs
     """
     if sight.right is None:
         return heads
-    blocks = blocks_seen(sight)
-    if len(blocks) * bundles <= programs:
+    times = blocks_seen(sight) + TILE_BLOCKS
+    if len(times) * bundles <= programs:
         return bundles
+    average = int(times.sum()) * bundles / programs
     costs: dict[int, float] = {}
     for key_heads in _tried(bundles // heads):
-        cost = busiest_of(blocks, bundles, key_heads * heads, programs)
+        cost = busiest_of(times, bundles, key_heads * heads, programs) / average
         costs[key_heads] = cost * (1 + from_memory(key_heads, head_bytes, programs))
         if costs[key_heads] <= NEARLY:
             break
@@ -97,13 +98,13 @@ def from_memory(key_heads: int, head_bytes: int, programs: int) -> float:
     return ALONE * key_heads / programs * min(max(0.0, beyond), 1.0)
 
 
-def busiest_of(blocks: Tensor, bundles: int, section: int, programs: int) -> float:
-    """The work of the program that has most, relative to the average.
+def busiest_of(times: Tensor, bundles: int, section: int, programs: int) -> float:
+    """How long the program takes that has most to do.
 
     Args:
-        blocks: of keys that each block of queries sees, as of `blocks_seen`.
+        times: of the tiles of a bundle, by their blocks of queries.
     """
-    falling = blocks.flip(0) + TILE_BLOCKS
+    falling = times.flip(0)
     sections, rest = divmod(bundles, section)
     tiles = torch.cat(
         [
@@ -116,8 +117,7 @@ def busiest_of(blocks: Tensor, bundles: int, section: int, programs: int) -> flo
     by_turn[: len(tiles)] = tiles
     by_turn = by_turn.view(turns, programs)
     by_turn[1::2] = by_turn[1::2].flip(1)  # as `tile_number` has it
-    sums = by_turn.sum(0)
-    return int(sums.max()) * programs / int(sums.sum())
+    return float(by_turn.sum(0).max())
 
 
 def blocks_seen(sight: Sight) -> Tensor:
