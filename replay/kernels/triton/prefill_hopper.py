@@ -314,7 +314,7 @@ def _planned(
     head_bytes = seen * (head_dim + v_head_dim) * dtype.itemsize
     cut = None
     if lengths is None and visits is None:
-        cut = cut_for(sight, bundles, processors)
+        cut = cut_for(sight, bundles, processors, plan.pace)
     programs = min(tiles, processors) if cut is None else processors
     section = section_of(sight, head_bytes, bundles, group // plan.heads, programs)
     launch = Launch(

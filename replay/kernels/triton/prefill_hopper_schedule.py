@@ -9,11 +9,16 @@ from replay.kernels.triton.forward_tiles import pieces
 from replay.kernels.triton.hopper_scores import ROWS
 from replay.kernels.triton.persistent import SHORT
 from replay.kernels.triton.sections import Sight, blocks_seen, busiest_of
+from replay.kernels.triton.stream_k import Pace, last_turn
 
 LARGEST_HEAD_DIM = 256
 SHARED_BYTES = 227 * 1024
 """That a program can have."""
 BARRIER_BYTES = 512
+WIDE_PRODUCTS = 6e6
+"""Products and sums of a tile beyond head_dim 64 in a µs (H100),"""
+WIDE_TILE = 2.8
+"""and how many µs its beginning and end take."""
 OUTPUT_COLUMNS = 64
 """In a part of the output, where it does not fit whole: 128 bytes of a row, a unit of TMA's."""
 
@@ -31,35 +36,26 @@ class Schedule(NamedTuple):
     """Blocks of keys, and of values, that fit in shared memory."""
     registers: int
     """Registers per thread of a consumer."""
+    pace: Pace
 
 
 class Costs(NamedTuple):
-    """µs on an H100."""
+    """µs of a schedule on an H100, beside its `pace`."""
 
     call: float
     """Of any call."""
-    block: float
-    """Of a block of keys."""
-    tile: float
-    """Of a tile, beside its blocks."""
     masked: float
     """More, of a block that needs a mask."""
 
 
 NARROW = (
-    (Schedule(consumers=4, heads=4, keys=64, stages=6, registers=112), Costs(8.2, 0.77, 2.6, 0.48)),
-    (
-        Schedule(consumers=3, heads=1, keys=128, stages=3, registers=160),
-        Costs(7.8, 1.18, 1.7, 0.75),
-    ),
-    (
-        Schedule(consumers=2, heads=2, keys=128, stages=3, registers=240),
-        Costs(6.5, 1.08, 1.6, 0.15),
-    ),
+    (Schedule(4, 4, 64, 6, 112, Pace(0.77, 2.6)), Costs(8.2, 0.48)),
+    (Schedule(3, 1, 128, 3, 160, Pace(1.18, 1.7)), Costs(7.8, 0.75)),
+    (Schedule(2, 2, 128, 3, 240, Pace(1.08, 1.6)), Costs(6.5, 0.15)),
 )
 """For head dimensions to 64, with the most heads side by side. Many small consumers go on while
-some begin or end, and few leave less of a last turn idle. The costs are fits to 27 calls of 77 to
-2,048 keys, of which each is predicted within 11 %; the fastest is chosen, or one 3 % slower."""
+some begin or end, and few leave less of a last turn idle. The numbers are fits to 27 calls of 77 to
+2,048 keys, each of which they predict within 11 %."""
 
 
 class Whole(NamedTuple):
@@ -117,38 +113,43 @@ def schedule(
 ) -> Schedule:
     """For `group` query heads a key head, queries that see up to `seen` keys, and a mask whose
     numbers have `mask_size` bytes."""
-    if max(dims) <= 64 and call is not None:
-        plan = _fastest(group, seen, call, mask_size > 0)
-    else:
-        plan = _without_mask(dims, group, seen)
+    plan = _without_mask(dims, group, seen)
+    if max(dims) <= 64 and mask_size:
+        plan = NARROW[1][0]  # 1.1 to 1.8 times as fast as the others, in five calls
+    elif max(dims) <= 64 and call is not None:
+        plan = _fastest(group, call)
     return _with_room(plan, dims, mask_size)
 
 
-def _fastest(group: int, seen: int, call: Whole, has_mask: bool) -> Schedule:
+def _fastest(group: int, call: Whole) -> Schedule:
     """The schedule of `NARROW` that is going to be the fastest."""
     times = {}
     for plan, costs in NARROW:
-        if plan.consumers < 4 or seen <= SHORT:
-            here = plan._replace(heads=math.gcd(group, plan.heads))
-            times[here] = _time_of(here, costs, call, has_mask)
+        here = plan._replace(heads=math.gcd(group, plan.heads))
+        times[here] = _time_of(here, costs, call)
     return min(times, key=times.__getitem__)
 
 
-def _time_of(plan: Schedule, costs: Costs, call: Whole, has_mask: bool) -> float:
+def _time_of(plan: Schedule, costs: Costs, call: Whole) -> float:
     queries = ROWS.value * plan.consumers // plan.heads
-    blocks = blocks_seen(call.sight._replace(queries=queries, keys=plan.keys))
-    at_end = 1 if call.sight.right is None else -(-queries // plan.keys)
-    masked = blocks if has_mask else blocks.clamp(max=at_end)
-    times = blocks * costs.block + masked * costs.masked + costs.tile
-    bundles = call.heads // plan.heads
-    return costs.call + busiest_of(times, bundles, bundles, call.programs)
+    sight = call.sight._replace(queries=queries, keys=plan.keys)
+    blocks, bundles = blocks_seen(sight), call.heads // plan.heads
+    block, tile = plan.pace
+    most_masked = 1 if sight.right is None else -(-queries // plan.keys)
+    turns = len(blocks) * bundles // call.programs
+    if sight.right is None or turns == 0:
+        pace = Pace(block, tile + most_masked * costs.masked)
+        time, _ = last_turn(sight, bundles, call.programs, pace)
+        time += turns * (int(blocks.max()) * block + pace.tile)
+    else:
+        times = blocks * block + blocks.clamp(max=most_masked) * costs.masked + tile
+        time = busiest_of(times, bundles, bundles, call.programs)
+    return costs.call + time
 
 
 def schedule_of_visits(dims: Dims, mask_size: int) -> Schedule:
     """For a mask that has been looked through: a tile is 128 queries of one head."""
-    plan = _without_mask(dims, 1, SHORT + 1)
-    if plan.consumers != 2:
-        plan = Schedule(consumers=2, heads=1, keys=128, stages=3, registers=240)
+    plan = NARROW[2][0]._replace(heads=1) if max(dims) <= 64 else _without_mask(dims, 1, SHORT)
     return _with_room(plan, dims, mask_size)
 
 
@@ -159,10 +160,9 @@ def _with_room(plan: Schedule, dims: Dims, mask_size: int) -> Schedule:
 
 
 def _without_mask(dims: Dims, group: int, seen: int) -> Schedule:
-    if dims.main > 128 or dims.value > 128:
-        return Schedule(consumers=2, heads=1, keys=64, stages=2, registers=240)
-    if max(dims.main, dims.value) > 64 or dims.rest:
-        return Schedule(consumers=2, heads=1, keys=128, stages=2, registers=240)
-    if seen <= SHORT:
-        return Schedule(consumers=4, heads=math.gcd(group, 4), keys=64, stages=6, registers=112)
-    return Schedule(consumers=3, heads=1, keys=128, stages=3, registers=160)
+    if max(dims) <= 64:
+        plan, _ = NARROW[0 if seen <= SHORT else 1]
+        return plan._replace(heads=math.gcd(group, plan.heads))
+    keys = 64 if dims.main > 128 or dims.value > 128 else 128
+    products = 4 * ROWS.value * keys * (dims.main + dims.rest + dims.value)
+    return Schedule(2, 1, keys, 2, 240, Pace(products / WIDE_PRODUCTS, WIDE_TILE))

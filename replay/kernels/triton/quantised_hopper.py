@@ -18,7 +18,7 @@ from replay.kernels.triton.quantise import QuantisedKeyValue, padded_dim
 from replay.kernels.triton.quantised_hopper_kernel import quantised_hopper_kernel
 from replay.kernels.triton.quantised_operands import strides_of
 from replay.kernels.triton.sections import Sight, section_of
-from replay.kernels.triton.stream_k import arguments_of, cut_for, memory_for
+from replay.kernels.triton.stream_k import Pace, arguments_of, cut_for, memory_for
 from replay.kernels.triton.visits import Visits
 
 SLOWER = 1.035
@@ -38,21 +38,23 @@ class Tile(NamedTuple):
     """Registers of a consumer's thread; with 24 of a producer's they must fill 65536."""
     in_turn: bool
     """Whether consumers give the tensor cores to each other in a fixed order."""
+    pace: Pace
+    """In FP8."""
 
 
 def tile_for(head_dim: int, group: int, seen: int) -> Tile:
     """The tile for a padded head dimension, `group` query heads a key head, and queries that see up
     to `seen` keys, as measured on an H200 (docs/notes.md)."""
     if head_dim > 64:
-        return Tile(2, 1, 128, 2, 240, True)
+        return Tile(2, 1, 128, 2, 240, True, Pace(1.1, 2.5))
     if seen <= SHORT:
-        return Tile(4, math.gcd(group, 4), 64, 4, 112, False)
-    return Tile(3, 1, 128, 3, 160, False)
+        return Tile(4, math.gcd(group, 4), 64, 4, 112, False, Pace(0.8, 2.5))
+    return Tile(3, 1, 128, 3, 160, False, Pace(1.4, 2.5))
 
 
 def tile_of_visits(head_dim: int) -> Tile:
     """The tile for a mask that has been looked through: 128 queries of one head."""
-    return Tile(2, 1, 128, 2 if head_dim > 64 else 3, 240, True)
+    return Tile(2, 1, 128, 2 if head_dim > 64 else 3, 240, True, Pace(1.1, 2.5))
 
 
 def visited_tiles(head_dim: int) -> tuple[int, int]:
@@ -126,7 +128,7 @@ def plan(
     processors = multiprocessors(query.device)
     cut = None
     if lengths is None and visited is None:
-        cut = cut_for(sight, bundles, processors, SLOWER)
+        cut = cut_for(sight, bundles, processors, tile.pace, SLOWER)
     programs = min(tiles, processors) if cut is None else processors
     section = section_of(sight, head_bytes, bundles, group // tile.heads, programs)
     launch = Launch(

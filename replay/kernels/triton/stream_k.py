@@ -23,18 +23,23 @@ from replay.kernels.triton.sections import Sight, blocks_seen
 
 PIECES = gl.constexpr(2)
 """That a program has at most."""
-TILE_KEYS = 256
-"""Keys whose time the beginning and end of a tile or piece take. These are fits to some twenty
-calls (H100, head_dim 128, where a block of 128 keys takes 1.4 µs), and used for other head
-dimensions too."""
-LEAVE_KEYS = 320
-"""The same of leaving a piece,"""
-AT_ONCE_KEYS = 256
-"""and how much more it is in calls of one turn, where all programs do so at the same time;"""
-ADD_KEYS = 240
-"""and of adding a piece to the others."""
+LEAVE = 3.5
+"""µs that leaving a piece takes. These are fits to some twenty calls (H100, head_dim 128)."""
+AT_ONCE = 2.8
+"""How much more it takes in calls of one turn, where all programs leave pieces at the same time."""
+ADD = 2.6
+"""µs that adding a piece to the others takes."""
 WORTH = 0.95
 """Time of a shared turn, relative to one of whole tiles, below which tiles are shared."""
+
+
+class Pace(NamedTuple):
+    """µs that a program takes on an H100."""
+
+    block: float
+    """For a block of keys."""
+    tile: float
+    """For a tile, beside its blocks."""
 
 
 class Cut(NamedTuple):
@@ -59,7 +64,9 @@ class Share(NamedTuple):
     """Int32, how many pieces of each shared tile and consumer are there; zeros before and after."""
 
 
-def cut_for(sight: Sight, bundles: int, programs: int, slower: float = 1.0) -> Cut | None:
+def cut_for(
+    sight: Sight, bundles: int, programs: int, pace: Pace, slower: float = 1.0
+) -> Cut | None:
     """How the tiles of a last turn are shared, if a call takes less time then.
 
     Tiles of different lengths are shared only where they are so few that each has several programs
@@ -70,35 +77,41 @@ def cut_for(sight: Sight, bundles: int, programs: int, slower: float = 1.0) -> C
         slower: how much longer a block takes in a program that knows of pieces.
     """
     blocks = blocks_seen(sight)
-    tiles = len(blocks) * bundles
-    longest = int(blocks.max())
+    turns, last = divmod(len(blocks) * bundles, programs)
+    turn = int(blocks.max()) * pace.block + pace.tile
+    time, cut = last_turn(sight, bundles, programs, pace)
+    before = turns * turn
+    return cut if (before + time) * slower < before + turn * (last > 0) else None
+
+
+def last_turn(sight: Sight, bundles: int, programs: int, pace: Pace) -> tuple[float, Cut | None]:
+    """How long the last turn of a call takes, and how its tiles are shared then."""
+    blocks = blocks_seen(sight)
+    tiles, longest = len(blocks) * bundles, int(blocks.max())
     are_equal = sight.left is None and sight.right is None
     shared = tiles % programs if are_equal else tiles
+    turn = longest * pace.block + pace.tile
     if not shared:
-        return None
-    turn = longest * sight.keys + TILE_KEYS
-    before = tiles // programs * turn
-    cuts = _cuts(shared, longest, sight.keys, are_equal, programs)
-    time, cut = min(cuts, default=(turn, None))
+        return 0.0, None
+    time, cut = min(_cuts(shared, longest, are_equal, programs, pace), default=(turn, None))
     if tiles < programs:
-        time += AT_ONCE_KEYS
-    is_worth_it = time < WORTH * turn and (before + time) * slower < before + turn
-    return cut if is_worth_it else None
+        time += AT_ONCE
+    return (time, cut) if time < WORTH * turn else (turn, None)
 
 
 def _cuts(
-    shared: int, blocks: int, keys: int, are_equal: bool, programs: int
+    shared: int, blocks: int, are_equal: bool, programs: int, pace: Pace
 ) -> Iterator[tuple[float, Cut]]:
-    """Ways to cut so many tiles, and how long each takes, in keys."""
+    """Ways to cut so many tiles, and how long each takes."""
     for pieces in range(2, min(programs // shared, blocks) + 1):
         each = -(-blocks // pieces)
         used = -(-blocks // each)
-        time = each * keys + TILE_KEYS + LEAVE_KEYS + ADD_KEYS * (used - 1)
+        time = each * pace.block + pace.tile + LEAVE + ADD * (used - 1)
         yield time, Cut(used * each, each)
     if are_equal:
         each = -(-shared * blocks // programs)
         most = -(-(blocks - 1) // each) + 1
-        time = each * keys + 2 * TILE_KEYS + LEAVE_KEYS + ADD_KEYS * (most - 1)
+        time = each * pace.block + 2 * pace.tile + LEAVE + ADD * (most - 1)
         yield time, Cut(blocks, each)
 
 

@@ -22,12 +22,16 @@ from replay.kernels.triton.hopper_operands import are_loadable, loadable_mask
 from replay.kernels.triton.hopper_pipeline import LOADER_REGISTERS
 from replay.kernels.triton.hopper_scores import ROWS
 from replay.kernels.triton.prefill_hopper_schedule import (
+    NARROW,
     SHARED_BYTES,
     Dims,
+    Schedule,
+    Whole,
     dims_of,
     room_for,
     schedule,
 )
+from replay.kernels.triton.sections import Sight
 
 COMPILE = """
 from dataclasses import replace
@@ -105,10 +109,12 @@ HEAD_DIMS = (8, 64, 72, 96, 128, 136, 160, 192, 200, 256)
 ALL_DIMS = sorted({dims_of(*each) for each in itertools.product(HEAD_DIMS, HEAD_DIMS)})
 
 
-@pytest.mark.parametrize("seen", [1024, 4096])
-@pytest.mark.parametrize("dims", ALL_DIMS)
-def test_registers_of_all_warp_groups_fit(dims: Dims, seen: int) -> None:
-    plan = schedule(dims, 1, seen)
+@pytest.mark.parametrize(
+    "plan",
+    {plan for plan, _ in NARROW} | {schedule(dims, 1, 4096) for dims in ALL_DIMS},
+    ids=str,
+)
+def test_registers_of_all_warp_groups_fit(plan: Schedule) -> None:
     threads = 128
     others = (plan.consumers - 1) * plan.registers + LOADER_REGISTERS.value
     left = 65536 // threads - others  # for the consumer that is the kernel's own warps
@@ -137,6 +143,33 @@ def test_heads_side_by_side_share_their_keys(head_dim: int, group: int) -> None:
     plan = schedule(dims_of(head_dim, head_dim), group, 1024)
     assert group % plan.heads == 0
     assert plan.consumers % plan.heads == 0
+
+
+@pytest.mark.parametrize("plan", [plan for plan, _ in NARROW], ids=str)
+def test_each_schedule_of_narrow_heads_fits_in_shared_memory(plan: Schedule) -> None:
+    assert room_for(dims_of(64, 64), plan).output_columns == 64
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_causal", "consumers"),
+    [
+        ((40, 1, 1024, 1024), False, 3),  # SDXL: two turns of 240 tiles and not of 160
+        ((24, 1, 77, 77), True, 2),  # CLIP
+        ((16, 1, 577, 577), False, 2),  # a vision transformer, one image
+        ((32, 4, 2048, 2048), True, 4),  # Llama-3.2-1B
+        ((8, 1, 4096, 4096), False, 4),  # one turn of 128 tiles, and not 1.3 or 1.9
+        ((8, 1, 1024, 4096), False, 2),
+    ],
+)
+def test_consumers_for_narrow_heads(
+    sizes: tuple[int, int, int, int], is_causal: bool, consumers: int
+) -> None:
+    """Those that were the fastest on an H100."""
+    heads, group, q_len, kv_len = sizes
+    sight = Sight(q_len, kv_len, 0, None, 0 if is_causal else None, queries=1, keys=1)
+    plan = schedule(dims_of(64, 64), group, kv_len, call=Whole(sight, heads, 132))
+    assert plan.consumers == consumers
+    assert plan.heads == (1 if group == 1 else plan.consumers)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)

@@ -9,9 +9,10 @@ import pytest
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from replay.kernels.triton import stream_k
 from replay.kernels.triton.sections import Sight
-from replay.kernels.triton.stream_k import Cut, Share
+from replay.kernels.triton.stream_k import Cut, Pace, Share
 
 PROGRAMS = 132
+PACE = Pace(1.4, 2.8)
 FLUX = 36 * 24
 """Tiles of 128 queries that Flux's 4,608 tokens and 24 heads are."""
 
@@ -39,7 +40,7 @@ def cut_for(tiles: int, blocks: int, are_equal: bool) -> Cut | None:
     """How so many tiles of at most so many blocks are shared."""
     right = None if are_equal else blocks * 128
     sight = Sight(128, blocks * 128, 0, None, right, queries=128, keys=128)
-    return stream_k.cut_for(sight, tiles, PROGRAMS)
+    return stream_k.cut_for(sight, tiles, PROGRAMS, PACE)
 
 
 def pieces_of(
@@ -134,5 +135,5 @@ def test_pieces_of_one_tile_are_no_more_than_pays() -> None:
     cut = cut_for(1, 64, True)
     assert cut is not None
     pieces = cut.row // cut.each
-    times = [64 / n * 128 + stream_k.ADD_KEYS * n for n in (pieces - 1, pieces, pieces + 1)]
+    times = [64 / n * PACE.block + stream_k.ADD * n for n in (pieces - 1, pieces, pieces + 1)]
     assert times[1] <= 1.05 * min(times)
