@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import per_pair, results, triton_kernels
+from benchmarks import narrow_heads, per_pair, results, triton_kernels
 from benchmarks.tables import speed
 from capture.variant import Variant
 from replay.kernels.registry import Kernel
@@ -88,6 +88,32 @@ def test_what_a_pair_costs_of_drop_ins_and_cores(tmp_path: Path) -> None:
         ["8k-cap / 8k", "", "1.10"],
     ]
     assert table.endswith("a GPU, torch 2.11, triton 3.6.\n")
+
+
+def test_times_of_narrow_heads_and_the_schedule_that_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "narrow_heads.csv"
+    line = {
+        **{"call": "a model", "batch": 2, "q_heads": 8, "kv_heads": 4, "q_len": 77, "kv_len": 77},
+        **{"is_causal": True, "torch-cudnn, ms": 0.03, "triton-fa3, ms": 0.02, "consumers": 3},
+        **{f"{count} consumers, ms": 0.01 * count for count in narrow_heads.CONSUMERS},
+        **{"machine.device": "a GPU", "machine.torch": "2.11", "machine.triton": "3.6"},
+    }
+    results.write_lines([line], narrow_heads.COLUMNS, path)
+    assert lines(speed.narrow_heads(path)) == [
+        ["ms", "torch-cudnn", "triton-fa3", "faster", "4 consumers", "3 consumers", "2 consumers"],
+        ["a model: 2×8/4×77 causal", "0.030", "0.020", "1.50", "0.040", "**0.030**", "0.020"],
+    ]
+
+
+def test_what_is_predicted_of_narrow_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A time for each schedule of which there is one, and the least is that which is taken."""
+    persistent = pytest.importorskip("replay.kernels.triton.persistent")
+    monkeypatch.setattr(persistent, "multiprocessors", lambda device: 132)
+    for spec in narrow_heads.CALLS.values():
+        line = narrow_heads.predicted(spec, torch.device("cuda"))
+        times = {each: line[f"{each} consumers, predicted"] for each in narrow_heads.CONSUMERS}
+        assert line["consumers"] == min(times, key=times.__getitem__)
+        assert all(0.005 < time < 20 for time in times.values())
 
 
 def test_a_pair_s_time_is_relative_to_the_plain_call_s(monkeypatch: pytest.MonkeyPatch) -> None:

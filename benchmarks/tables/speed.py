@@ -115,6 +115,33 @@ def per_pair(path: Path) -> str:
     return markdown_table(["time per visible pair", *kernels], lines) + machine_line(rows)
 
 
+def narrow_heads(path: Path) -> str:
+    """List ms of calls with head_dim 64, and of each number of consumers; the one that is taken is
+    in bold."""
+    rows = results.read(path)
+    counts = [name.partition(" ")[0] for name in rows[0] if name.endswith(" consumers, ms")]
+    lines: dict[str, list[str]] = {}
+    for row in rows:
+        heads = dict.fromkeys((row["q_heads"], row["kv_heads"]))
+        lengths = dict.fromkeys((row["q_len"], row["kv_len"]))
+        shape = f"{row['batch']}×{'/'.join(heads)}×{'/'.join(lengths)}"
+        shape += " causal" if row["is_causal"] == "True" else ""
+        cudnn, ours = float(row["torch-cudnn, ms"]), float(row["triton-fa3, ms"])
+        consumers = [f"{float(row[f'{each} consumers, ms']):.3f}" for each in counts]
+        taken = counts.index(row["consumers"])
+        consumers[taken] = f"**{consumers[taken]}**"
+        times = [f"{cudnn:.3f}", f"{ours:.3f}", f"{cudnn / ours:.2f}", *consumers]
+        lines[f"{row['call']}: {shape}"] = times
+    heading = [
+        "ms",
+        "torch-cudnn",
+        "triton-fa3",
+        "faster",
+        *(f"{each} consumers" for each in counts),
+    ]
+    return markdown_table(heading, lines) + machine_line(rows)
+
+
 def power_limit() -> str:
     """List the same kernels measured three ways."""
     with (results.DIRECTORY / "power_limit.csv").open(newline="") as file:
