@@ -125,7 +125,9 @@ def key_blocks_of(first_row, span, bounds, ROWS: gl.constexpr, KEYS: gl.constexp
         first = gl.minimum(gl.maximum(first_row + span.lowest, 0), last) // KEYS
         whole_first = (gl.maximum(first_row + ROWS - 1 + span.lowest, 0) + KEYS - 1) // KEYS
     end = gl.maximum((last_key + KEYS - 1) // KEYS, first + 1)
-    whole_end = gl.minimum(gl.maximum(last_whole, 0) // KEYS, end - 1)
+    whole_end = end - 1
+    if bounds.right is not None:
+        whole_end = gl.minimum(gl.maximum(last_whole, 0) // KEYS, whole_end)
     if bounds.left is not None:
         whole_first = gl.minimum(whole_first, end - 1)
         whole_end = gl.maximum(whole_end, whole_first)
