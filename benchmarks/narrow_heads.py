@@ -54,8 +54,8 @@ CALLS = {
     "Llama-3.2-1B, 1024": Spec(1, 32, 8, 1024, 1024, D, D, is_causal=True),
     "Llama-3.2-1B, 3000": Spec(1, 32, 8, 3000, 3000, D, D, is_causal=True),
     "gpt-oss-20b, 1024": Spec(1, 64, 8, 1024, 1024, D, D, is_causal=True),
-    "1×8×4096": Spec(1, 8, 8, 4096, 4096, D, D),
-    "1×8×1024, 4096 keys": Spec(1, 8, 8, 1024, 4096, D, D),
+    "8 heads": Spec(1, 8, 8, 4096, 4096, D, D),
+    "8 heads, a chunk": Spec(1, 8, 8, 1024, 4096, D, D),
 }
 CONSUMERS = (4, 3, 2)
 COLUMNS = (
