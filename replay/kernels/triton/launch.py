@@ -230,6 +230,7 @@ class PlannedCall(NamedTuple):
     tensors of the launch; None where the launch takes none."""
 
     def room(self, device: torch.device) -> tuple[Tensor, ...]:
+        """What the launch takes of `shared`."""
         return () if self.shared is None else workspace(*self.shared, device)
 
     def operands(self, *tensors: Tensor | None) -> tuple[Any, ...]:

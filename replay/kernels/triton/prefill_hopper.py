@@ -366,7 +366,7 @@ def _planned(
         tiles_of(*key, plan.keys, dims.rest) if dims.rest else None,
         mask and _descriptor(*mask[:2], ROWS.value, plan.keys // (1 + hides), dtype=mask[2]),
     )
-    shared = memory_for(cut, programs, tiles, plan.consumers, dims.value)
+    shared = memory_for(cut, programs, plan.consumers, dims.value)
     return _Planned(PlannedCall(launch, descriptors, shared), bool(dims.rest), is_packed)
 
 

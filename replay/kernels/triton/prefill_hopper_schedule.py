@@ -24,7 +24,7 @@ OUTPUT_COLUMNS = 64
 
 
 class Schedule(NamedTuple):
-    """How a call is cut up; measured on an H200 (docs/notes.md)."""
+    """How a call is cut up, as measured (docs/notes.md)."""
 
     consumers: int
     """Warp groups that compute, 2 to 4."""
@@ -48,11 +48,10 @@ class Costs(NamedTuple):
     """More, of a block that needs a mask."""
 
 
-NARROW = (
-    (Schedule(4, 4, 64, 6, 112, Pace(0.83, 2.1)), Costs(9.5, 1.05)),
-    (Schedule(3, 1, 128, 3, 160, Pace(1.24, 0.8)), Costs(7.9, 1.92)),
-    (Schedule(2, 2, 128, 3, 240, Pace(1.05, 1.9)), Costs(6.2, 0.15)),
-)
+FOUR = Schedule(4, 4, 64, 6, 112, Pace(0.83, 2.1))
+THREE = Schedule(3, 1, 128, 3, 160, Pace(1.24, 0.8))
+TWO = Schedule(2, 2, 128, 3, 240, Pace(1.05, 1.9))
+NARROW = ((FOUR, Costs(9.5, 1.05)), (THREE, Costs(7.9, 1.92)), (TWO, Costs(6.2, 0.15)))
 """For head dimensions to 64, with the most heads side by side. Many small consumers go on while
 some begin or end, and few leave less of a last turn idle. The numbers are fitted to the 25 calls of
 `benchmarks.narrow_heads`: a prediction is wrong by 6 % (root mean square), and by 16 % at most."""
@@ -114,7 +113,7 @@ def schedule(
     dims: Dims, group: int, seen: int, mask_size: int = 0, call: Whole | None = None
 ) -> Schedule:
     """For `group` query heads a key head, queries that see up to `seen` keys, and a mask whose
-    numbers have `mask_size` bytes."""
+    numbers have `mask_size` bytes; with a `call` the fastest of those for its head dimensions."""
     plan = _without_mask(dims, group, seen)
     if max(dims) <= 64 and call is not None:
         times = times_of(group, call, has_mask=mask_size > 0)
@@ -126,8 +125,8 @@ def times_of(group: int, call: Whole, *, has_mask: bool = False) -> dict[Schedul
     """µs that a call is going to take with each schedule of `NARROW`, on an H100."""
     times = {}
     for plan, costs in NARROW:
-        if plan.consumers == 3 and has_mask:
-            continue  # the mask leaves room for half as many keys
+        if plan is THREE and has_mask:
+            continue  # which leaves room for half as many keys
         here = plan._replace(heads=math.gcd(group, plan.heads))
         times[here] = _time_of(here, costs, call, has_mask)
     return times
@@ -154,7 +153,7 @@ def _time_of(plan: Schedule, costs: Costs, call: Whole, has_mask: bool) -> float
 
 def schedule_of_visits(dims: Dims, mask_size: int) -> Schedule:
     """For a mask that has been looked through: a tile is 128 queries of one head."""
-    plan = NARROW[2][0]._replace(heads=1) if max(dims) <= 64 else _without_mask(dims, 1, SHORT)
+    plan = TWO._replace(heads=1) if max(dims) <= 64 else _without_mask(dims, 1, SHORT)
     return _with_room(plan, dims, mask_size)
 
 
@@ -166,7 +165,7 @@ def _with_room(plan: Schedule, dims: Dims, mask_size: int) -> Schedule:
 
 def _without_mask(dims: Dims, group: int, seen: int) -> Schedule:
     if max(dims) <= 64:
-        plan, _ = NARROW[0 if seen <= SHORT else 1]
+        plan = FOUR if seen <= SHORT else THREE
         return plan._replace(heads=math.gcd(group, plan.heads))
     keys = 64 if dims.main > 128 or dims.value > 128 else 128
     products = 4 * ROWS.value * keys * (dims.main + dims.rest + dims.value)

@@ -164,5 +164,5 @@ def plan(
         num_warps=4,
     )
     descriptors = (query_desc, key_desc, value_desc, output_desc, mask_desc)
-    shared = memory_for(cut, programs, tiles, tile.consumers, block_v_dim)
+    shared = memory_for(cut, programs, tile.consumers, block_v_dim)
     return PlannedCall(launch, tuple(each and nowhere(each) for each in descriptors), shared)

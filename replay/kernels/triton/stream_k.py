@@ -77,15 +77,19 @@ def cut_for(
         slower: how much longer a block takes in a program that knows of pieces.
     """
     blocks = blocks_seen(sight)
-    turns, last = divmod(len(blocks) * bundles, programs)
+    whole, rest = divmod(len(blocks) * bundles, programs)
     turn = int(blocks.max()) * pace.block + pace.tile
-    time, cut = last_turn(sight, bundles, programs, pace)
-    before = turns * turn
-    return cut if (before + time) * slower < before + turn * (last > 0) else None
+    last, cut = last_turn(sight, bundles, programs, pace)
+    turns = whole + (rest > 0)
+    return cut if (whole * turn + last) * slower < turns * turn else None
 
 
 def last_turn(sight: Sight, bundles: int, programs: int, pace: Pace) -> tuple[float, Cut | None]:
-    """How long the last turn of a call takes, and how its tiles are shared then."""
+    """How long what is left after whole turns takes, in µs, and how its tiles are shared then.
+
+    Args:
+        bundles: as for `cut_for`.
+    """
     blocks = blocks_seen(sight)
     tiles, longest = len(blocks) * bundles, int(blocks.max())
     are_equal = sight.left is None and sight.right is None
@@ -102,7 +106,7 @@ def last_turn(sight: Sight, bundles: int, programs: int, pace: Pace) -> tuple[fl
 def _cuts(
     shared: int, blocks: int, are_equal: bool, programs: int, pace: Pace
 ) -> Iterator[tuple[float, Cut]]:
-    """Ways to cut so many tiles, and how long each takes."""
+    """Ways to cut so many tiles of up to so many blocks, and how many µs each takes."""
     for pieces in range(2, min(programs // shared, blocks) + 1):
         each = -(-blocks // pieces)
         used = -(-blocks // each)
@@ -123,13 +127,13 @@ def arguments_of(cut: Cut | None) -> dict[str, int | None]:
 
 
 def memory_for(
-    cut: Cut | None, programs: int, tiles: int, consumers: int, v_head_dim: int
+    cut: Cut | None, programs: int, consumers: int, v_head_dim: int
 ) -> tuple[int, int] | None:
     """How many numbers `Share.parts` and `Share.arrivals` have; None where nothing is shared."""
     if cut is None:
         return None
-    pieces = programs * PIECES.value * consumers
-    return pieces * ROWS.value * (v_head_dim + 2), tiles * consumers
+    counters = programs * consumers  # of no more tiles than programs
+    return counters * PIECES.value * ROWS.value * (v_head_dim + 2), counters
 
 
 @gluon.jit

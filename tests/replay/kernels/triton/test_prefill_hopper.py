@@ -24,6 +24,8 @@ from replay.kernels.triton.hopper_scores import ROWS
 from replay.kernels.triton.prefill_hopper_schedule import (
     NARROW,
     SHARED_BYTES,
+    THREE,
+    TWO,
     Dims,
     Schedule,
     Whole,
@@ -170,6 +172,16 @@ def test_consumers_for_narrow_heads(
     plan = schedule(dims_of(64, 64), group, kv_len, call=Whole(sight, heads, 132))
     assert plan.consumers == consumers
     assert plan.heads == (1 if group == 1 else plan.consumers)
+
+
+def test_three_consumers_have_no_room_beside_a_mask() -> None:
+    sight = Sight(1024, 1024, 0, None, None, queries=1, keys=1)
+    call = Whole(sight, 40, 132)
+    assert schedule(dims_of(64, 64), 1, 1024, call=call) == THREE
+    for mask_size in (1, 2, 4):
+        beside = schedule(dims_of(64, 64), 1, 1024, mask_size, call)
+        assert beside.consumers == 2
+        assert beside.keys == TWO.keys or mask_size == 4
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)

@@ -130,6 +130,12 @@ def test_what_is_not_shared(tiles: int, blocks: int, are_equal: bool, why: str) 
     assert cut_for(tiles, blocks, are_equal) is None
 
 
+def test_slower_blocks_are_weighed_against_a_shorter_last_turn() -> None:
+    sight = Sight(36 * 128, 36 * 128, 0, None, None, queries=128, keys=128)
+    assert stream_k.cut_for(sight, 24, PROGRAMS, PACE, slower=1.01) is not None
+    assert stream_k.cut_for(sight, 24, PROGRAMS, PACE, slower=1.05) is None
+
+
 def test_pieces_of_one_tile_are_no_more_than_pays() -> None:
     """One tile of 64 blocks could be 64 pieces; adding up so many takes longer than the blocks."""
     cut = cut_for(1, 64, True)
