@@ -159,12 +159,12 @@ def prefill_kernel(
     """A persistent program: its shared memory, and who does what.
 
     What a call lacks is None, and no argument of the compiled program: the second piece of the
-    head_dim, the mask, `lse`, `sinks`, lengths, `visited` (of `Visits`), `diagonal` (as in
-    `Bounds`), `left`, `right` and `cap`. The mask's `mask_batch` and `mask_head` are 1, or 0 where
-    all share its only one. Of a packed call, which has one batch element in memory, `q_len` is the
-    longest sequence's, `rows` are all queries, and `output` is stored through pointers, since a
-    tile may end amid another sequence's rows. BY_LENGTH: tiles differ in length, and are worked on
-    from the longest.
+    head_dim, the mask, `lse`, `sinks`, lengths, `visited` (of `Visits`), what a `Share` has,
+    `diagonal` (as in `Bounds`), `left`, `right` and `cap`. The mask's `mask_batch` and `mask_head`
+    are 1, or 0 where all share its only one. Of a packed call, which has one batch element in
+    memory, `q_len` is the longest sequence's, `rows` are all queries, and `output` is stored
+    through pointers, since a tile may end amid another sequence's rows. BY_LENGTH: tiles differ in
+    length, and are worked on from the longest.
     """
     dtype: gl.constexpr = q_desc.dtype
     query_shape: gl.constexpr = [CONSUMERS] + q_desc.block_type.shape  # noqa: RUF005 (none in Gluon)

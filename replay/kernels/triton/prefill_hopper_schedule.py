@@ -15,10 +15,10 @@ LARGEST_HEAD_DIM = 256
 SHARED_BYTES = 227 * 1024
 """That a program can have."""
 BARRIER_BYTES = 512
-WIDE_PRODUCTS = 6e6
-"""Products and sums of a tile beyond head_dim 64 in a µs (H100),"""
+WIDE_FLOP = 6e6
+"""Multiplications and additions in a µs of a program's tile beyond head_dim 64 (H100)."""
 WIDE_TILE = 2.8
-"""and how many µs its beginning and end take."""
+"""µs that its beginning and end take."""
 OUTPUT_COLUMNS = 64
 """In a part of the output, where it does not fit whole: 128 bytes of a row, a unit of TMA's."""
 
@@ -168,5 +168,5 @@ def _without_mask(dims: Dims, group: int, seen: int) -> Schedule:
         plan = FOUR if seen <= SHORT else THREE
         return plan._replace(heads=math.gcd(group, plan.heads))
     keys = 64 if dims.main > 128 or dims.value > 128 else 128
-    products = 4 * ROWS.value * keys * (dims.main + dims.rest + dims.value)
-    return Schedule(2, 1, keys, 2, 240, Pace(products / WIDE_PRODUCTS, WIDE_TILE))
+    flop = 2 * 2 * ROWS.value * keys * (dims.main + dims.rest + dims.value)
+    return Schedule(2, 1, keys, 2, 240, Pace(flop / WIDE_FLOP, WIDE_TILE))

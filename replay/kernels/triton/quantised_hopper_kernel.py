@@ -172,11 +172,11 @@ def quantised_hopper_kernel(
 
     `group` are the query heads of a key head, `groups` its scales. What a call lacks is None, and
     no argument of the compiled program: `diagonal` (as in `Bounds`), `left`, `right`, `cap`, sinks,
-    the mean of the keys, lengths, and the mask with what it leaves (`Visits`), of which
-    `mask_batch` and `mask_head` are 1, or 0 where all share its only one. `output` is a descriptor,
-    or of a packed call, where a tile may end amid another sequence's rows, a pointer. BY_LENGTH:
-    tiles differ in length, and are worked on from the longest. Not IN_TURN, each consumer starts
-    its products when it can. IN_TENSOR_CORES: as in the portable kernel.
+    the mean of the keys, lengths, what a `Share` has, and the mask with what it leaves (`Visits`),
+    of which `mask_batch` and `mask_head` are 1, or 0 where all share its only one. `output` is a
+    descriptor, or of a packed call, where a tile may end amid another sequence's rows, a pointer.
+    BY_LENGTH: tiles differ in length, and are worked on from the longest. Not IN_TURN, each
+    consumer starts its products when it can. IN_TENSOR_CORES: as in the portable kernel.
     """
     D: gl.constexpr = key_desc.block_type.shape[1]
     QUERY: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], key_desc.dtype)

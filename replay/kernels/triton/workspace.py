@@ -47,13 +47,17 @@ def workspace(numbers: int, count: int, device: torch.device) -> tuple[Tensor, T
     if torch.cuda.is_current_stream_capturing():
         return _new(numbers, device), _reserved(count, device)
     kept = _kept(device, driver.active.get_current_stream(device.index))
-    # In sizes that are powers of two, so that they are seldom too small.
     if kept.room.numel() < numbers:
-        kept.room = _new(1 << (numbers - 1).bit_length(), device)
+        kept.room = _new(_ample(numbers), device)
     if kept.zeros.numel() < count:
-        size = 1 << (count - 1).bit_length()
-        kept.zeros = torch.zeros(size, dtype=torch.int32, device=device)
+        kept.zeros = torch.zeros(_ample(count), dtype=torch.int32, device=device)
     return kept.room, kept.zeros
+
+
+def _ample(size: int) -> int:
+    """`size` or somewhat more (an eighth, if it is large), so that it is seldom too small."""
+    step = max(1024, 1 << max(0, size.bit_length() - 4))
+    return -(-size // step) * step
 
 
 def _new(numbers: int, device: torch.device) -> Tensor:
