@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import results
+from benchmarks.gpu import gpu
 from capture.call import AttentionCall
 from replay.kernels.registry import find
 from replay.timing.machine import describe
@@ -52,7 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "accumulation.csv")
     arguments = parser.parse_args()
-    device = torch.device("cuda")
+    device = gpu()
     machine = describe(device)
     lines: list[dict[str, Any]] = []
     for mean in MEANS:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.gpu import gpu
 from capture.call import AttentionCall
 from capture.variant import Variant
 from replay.kernels.registry import find
@@ -315,6 +316,7 @@ def main() -> None:
     for name in ("blocks", "warps", "stages", "parts"):
         parser.add_argument(f"--{name}", type=_numbers, metavar="N,...")
     arguments = parser.parse_args()
+    gpu()
     alternatives = {
         name: getattr(arguments, name) for name in ("blocks", "warps", "stages", "parts")
     }

@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks import results
 from benchmarks.full_size import run
+from benchmarks.gpu import gpu
 from replay.rows.fields import leaf
 
 MODELS = {  # the length of a run, and how many of its calls are replayed
@@ -60,6 +61,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "end_to_end.csv")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=PYTHON")
     arguments = parser.parse_args()
+    if arguments.size == "full":
+        gpu()
     environments = " ".join(f"--env {each}" for each in arguments.env)
     lines: list[dict[str, str]] = []
     printed = ""

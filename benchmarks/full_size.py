@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks import results
+from benchmarks.gpu import gpu
 
 
 def main() -> None:
@@ -27,6 +28,7 @@ def main() -> None:
     parser.add_argument("--max-seconds", default="2", help="sampling time per kernel and call")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=PYTHON")
     arguments = parser.parse_args()
+    gpu()
     environments = " ".join(f"--env {each}" for each in arguments.env)
     with tempfile.TemporaryDirectory() as scratch:
         recorded, rows = Path(scratch) / "captured", Path(scratch) / "rows.jsonl"

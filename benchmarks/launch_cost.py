@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import results
+from benchmarks.gpu import gpu
 from capture.call import AttentionCall
 from replay.kernels.adapters.triton_decode import paged
 from replay.kernels.registry import select
@@ -54,7 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "launch_cost.csv")
     arguments = parser.parse_args()
-    device = torch.device("cuda")
+    device = gpu()
     machine = describe(device)
     parts: dict[Part, Callable[[], Tensor]] = {}
     for name, (names, call) in calls(device).items():

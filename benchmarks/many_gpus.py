@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from benchmarks import results
 from benchmarks.capture_overhead import COLUMNS, MACHINE, Figures
+from benchmarks.gpu import gpu
 from capture import record
 from replay.comparison.comparison import compare
 from replay.comparison.matching import Run
@@ -91,7 +92,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "many_gpus.csv")
     arguments = parser.parse_args()
     began = time.monotonic()
-    device = torch.device("cuda")
+    device = gpu()
     machine = describe(device)
     count = torch.cuda.device_count() if arguments.gpus == "all" else len(arguments.gpus.split(","))
     first = "0" if arguments.gpus == "all" else arguments.gpus.split(",")[0]

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu import gpu
 from benchmarks.sweep import Sweeps, parser, sweep_all
 from benchmarks.tables.speed import by_call
 from replay.workloads.random_calls import Spec
@@ -69,6 +70,7 @@ SWEEPS: Sweeps = {
 
 def main() -> None:
     arguments = parser(__doc__, "", "masks.csv", seconds=0.5).parse_args()
+    gpu()
     sweep_all(SWEEPS, arguments)
     print(by_call(arguments.out))
 

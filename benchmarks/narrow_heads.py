@@ -22,6 +22,7 @@ from unittest import mock
 import torch
 
 from benchmarks import results
+from benchmarks.gpu import gpu
 from benchmarks.tables.speed import narrow_heads
 from replay.kernels.registry import find
 from replay.timing.machine import describe
@@ -84,7 +85,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=CALLS, default=list(CALLS), metavar="NAME")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "narrow_heads.csv")
     arguments = parser.parse_args()
-    device = torch.device("cuda")
+    device = gpu()
     machine = describe(device)
     lines: list[dict[str, Any]] = []
     for name in arguments.only:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks import results
+from benchmarks.gpu import gpu
 from benchmarks.masks import NARROW, WIDE, adding, hiding
 from benchmarks.tables.speed import per_pair
 from benchmarks.variants import GPT_OSS, LLAMA_8K, LLAMA_32K, SHORT_WINDOW, SOFT_CAP, WINDOW, sinks
@@ -74,7 +75,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=GROUPS, default=list(GROUPS))
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "per_pair.csv")
     arguments = parser.parse_args()
-    device = torch.device("cuda")
+    device = gpu()
     machine = describe(device)
     lines: list[dict[str, Any]] = []
     for name in arguments.only:

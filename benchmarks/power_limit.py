@@ -22,6 +22,7 @@ import torch
 from triton.testing import do_bench
 
 from benchmarks import results
+from benchmarks.gpu import gpu
 from replay.kernels.registry import find
 from replay.timing.flops import tflops
 from replay.timing.gpu_state import read_gpu_state
@@ -51,7 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "power_limit.csv")
     out = parser.parse_args().out
-    device = torch.device("cuda")
+    device = gpu()
     with out.open("w", newline="") as file, torch.no_grad():
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow([*COLUMNS, "machine"])

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import results
+from benchmarks.gpu import gpu
 from capture.call import AttentionCall
 from capture.variant import Variant
 from replay.accuracy.judge import Expected, judge
@@ -310,6 +311,8 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     out = arguments.out
+    if arguments.device.type == "cuda":
+        gpu()
     if out is None and arguments.device.type == "cuda":
         out = results.DIRECTORY / "random_calls.csv"
     seed, device, began = arguments.seed, arguments.device, time.monotonic()

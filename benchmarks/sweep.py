@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks import results
+from benchmarks.gpu import gpu
 from capture.call import AttentionCall
 from capture.storage.call_file import PackedCall
 from replay.bench.settings import Settings
@@ -55,7 +56,7 @@ def sweep(
     Kernels that are not installed are omitted; unsupported calls get a row with the reason. Needs a
     GPU: on a CPU these shapes take hours.
     """
-    device = torch.device("cuda")
+    device = gpu()
     kernels, _ = select(names)
     with (
         first_processes(timeout=300.0) as first,

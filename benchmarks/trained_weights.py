@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks import results
 from benchmarks.full_size import run
+from benchmarks.gpu import gpu
 from models import pretrained_weights
 from replay.workloads.twins import MATCHED, RANDOM
 
@@ -59,6 +60,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "trained_weights.csv")
     arguments = parser.parse_args()
+    gpu()
     lines: list[dict[str, Any]] = []
     for model in arguments.models.split(","):
         with tempfile.TemporaryDirectory() as scratch:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu import gpu
 from benchmarks.sweep import Sweeps, parser, sweep_all
 from benchmarks.tables.speed import by_call
 from capture.variant import Variant
@@ -91,6 +92,7 @@ SWEEPS: Sweeps = {
 
 def main() -> None:
     arguments = parser(__doc__, "", "variants.csv", seconds=0.5).parse_args()
+    gpu()
     sweep_all(SWEEPS, arguments)
     print(by_call(arguments.out))
 

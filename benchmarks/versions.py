@@ -63,6 +63,10 @@ def main(argv: list[str] | None = None) -> None:
     chosen = [name for name in CALLS if arguments.only in name]
     if not chosen:
         parser.error(f"no call has {arguments.only!r} in its name: {', '.join(CALLS)}")
+    if arguments.device == "cuda":
+        from benchmarks.gpu import gpu  # not in the other checkout, which runs this file too
+
+        gpu()
     here = Path(__file__).resolve().parents[1]
     versions = {"here": _Version(here), "other": _Version(arguments.other.resolve())}
     for kernel in arguments.kernels.split(","):

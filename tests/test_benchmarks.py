@@ -23,3 +23,37 @@ def test_importable(modules: list[str]) -> None:
     imports = "\n".join(f"import benchmarks.{name}" for name in modules)
     ran = subprocess.run([sys.executable, "-c", imports], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
+
+
+def needs_a_gpu(path: Path) -> bool:
+    text = " ".join(path.read_text(encoding="utf-8").split())
+    says_so = "needs a GPU" in text or "Needs a GPU" in text
+    return "def main(" in text and (says_so or "import gpu" in text)
+
+
+NEED_A_GPU = {
+    path.stem: ["."] if path.stem == "versions" else []
+    for path in sorted(FOLDER.glob("*.py"))
+    if needs_a_gpu(path)
+}
+"""With the arguments without which they do not begin."""
+WITHOUT_ONE = """
+import importlib, sys, torch
+torch.cuda.is_available = lambda: False
+for name, arguments in {benchmarks!r}.items():
+    sys.argv = [name, *arguments]
+    try:
+        importlib.import_module("benchmarks." + name).main()
+    except SystemExit as said:
+        print(name, said, sep=": ")
+"""
+
+
+def test_those_that_need_a_gpu_say_so_where_there_is_none() -> None:
+    """In one sentence, before they write a file: one had emptied its results first."""
+    script = WITHOUT_ONE.format(benchmarks=NEED_A_GPU)
+    ran = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    sentence = "this benchmark needs a CUDA GPU, and PyTorch finds none here"
+    assert ran.stdout.splitlines() == [f"{name}: {sentence}" for name in NEED_A_GPU]
+    assert len(NEED_A_GPU) > 10
