@@ -1,4 +1,4 @@
-"""Measures what a second GPU gains: the same replay on one and on two, their times and their rows.
+"""Measures what a second GPU gains: one replay on one and on two, times and rows (needs a GPU).
 
     python -m benchmarks.many_gpus                    four replays, on two GPUs about four minutes
     python -m benchmarks.many_gpus --calls 4 --only warm --kernels torch-default,torch-flash

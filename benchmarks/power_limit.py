@@ -1,4 +1,4 @@
-"""Measures how a GPU's power limit affects timing: a kernel alone, and among slower ones.
+"""Measures what a power limit does to timing: a kernel alone, and among slower (needs a GPU).
 
     python -m benchmarks.power_limit
 

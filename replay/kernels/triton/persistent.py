@@ -1,8 +1,9 @@
 """Which tiles a persistent program of the Hopper kernels works through, and in what order.
 
 A program stays on its multiprocessor and takes one tile (a block of queries of one head) after the
-other. Everything is arithmetic on the program's number: nothing is shared and nothing is drawn, so
-that the loading warp and the computing ones of a program agree without a word.
+other, or a piece of one that it shares with others (`stream_k.py`). Which is arithmetic on the
+program's number: nothing is asked of other programs and nothing is drawn, so that the loading warp
+and the computing ones of a program agree without a word.
 """
 
 from __future__ import annotations

@@ -27,7 +27,6 @@ programs_of_tile, turns_with_pieces = (
 def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """The functions that find a piece, as Python has them."""
     monkeypatch.setattr(stream_k, "_shared_of", stream_k._shared_of.fn)
-    monkeypatch.setattr(stream_k, "PIECES", stream_k.PIECES.value)
     for name, plain in (
         ("minimum", min),
         ("maximum", max),
@@ -51,7 +50,7 @@ def pieces_of(
     tiles, share = len(lengths), Share(*cut, None, None)
     pieces = defaultdict(list)
     for program in range(PROGRAMS):
-        for turn in range(turns_with_pieces(tiles, PROGRAMS)):
+        for turn in range(int(turns_with_pieces(tiles, PROGRAMS))):
             tile = tile_of_piece(turn, tiles, share, program, PROGRAMS)
             blocks = lengths[tile] if tile < tiles else 1
             first, end = blocks_of_piece(
@@ -100,7 +99,26 @@ def test_every_block_of_every_tile_is_in_one_piece(
         assert [program for program, *_ in pieces] == list(range(first, last + 1))
         for program, piece, *_ in pieces:
             assert piece == tile - whole - stream_k._shared_of(0, share, program)
-            assert 0 <= piece < stream_k.PIECES
+            assert 0 <= piece < stream_k.PIECES.value
+
+
+@pytest.mark.parametrize(("tiles", "blocks", "are_equal"), CALLS)
+def test_there_is_memory_for_every_piece_and_a_counter_for_every_tile(
+    tiles: int, blocks: int, are_equal: bool
+) -> None:
+    cut, consumers, v_head_dim = cut_for(tiles, blocks, are_equal), 3, 64
+    memory = stream_k.memory_for(cut, PROGRAMS, consumers, v_head_dim)
+    assert cut is not None
+    assert memory is not None
+    numbers, counters = memory
+    of_a_piece = stream_k.ROWS.value * (v_head_dim + 2)
+    whole = tiles // PROGRAMS * PROGRAMS
+    for tile, pieces in pieces_of([blocks] * tiles, cut).items():
+        if tile >= whole:
+            assert (tile - whole) * consumers + consumers <= counters
+            for program, piece, *_ in pieces:
+                slot = (program * stream_k.PIECES.value + piece) * consumers + consumers
+                assert slot * of_a_piece <= numbers
 
 
 @pytest.mark.parametrize(("tiles", "blocks", "are_equal"), CALLS)
