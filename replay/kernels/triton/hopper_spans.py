@@ -2,10 +2,11 @@
 
 Query i sees keys from `i + lowest` to `i + highest`: a causal mask has a highest, a window both.
 Blocks begin at multiples of their length from the element's first key. Those that the diagonal, a
-side of the window or the last key cuts need a mask:
+side of the window or the last key cuts need a mask, and are numbered before those that do not:
 
     first        whole_first          whole_end        end
       ├─ masked ─────┼──── no mask ───────┼── masked ────┤
+      4              3  7      6       5  2       1    0
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class Bounds(NamedTuple):
     """Keys before the diagonal that a query sees."""
     right: Any
     """Keys after it; 0 where a call is causal."""
+    most_cut: Any = None
+    """Blocks of a tile that the right side cuts, at most; None: the last alone."""
     q_offsets: Any = None
     """(B + 1,), of a packed call: where each element's queries begin, and where all end."""
     k_starts: Any = None
@@ -126,12 +129,38 @@ def key_blocks_of(first_row, span, bounds, ROWS: gl.constexpr, KEYS: gl.constexp
         whole_first = (gl.maximum(first_row + ROWS - 1 + span.lowest, 0) + KEYS - 1) // KEYS
     end = gl.maximum((last_key + KEYS - 1) // KEYS, first + 1)
     whole_end = end - 1
-    if bounds.right is not None:
+    if bounds.most_cut is not None:
         whole_end = gl.minimum(gl.maximum(last_whole, 0) // KEYS, whole_end)
     if bounds.left is not None:
         whole_first = gl.minimum(whole_first, end - 1)
         whole_end = gl.maximum(whole_end, whole_first)
     return first, whole_first, whole_end, end
+
+
+@gluon.jit
+def masked_of(blocks, bounds):
+    """How many of `key_blocks_of` need a mask, one at least: they are numbered first."""
+    first, whole_first, whole_end, end = blocks
+    masked = 1
+    if bounds.most_cut is not None:
+        masked = end - whole_end
+    if bounds.left is not None:
+        masked += whole_first - first
+    return masked
+
+
+@gluon.jit
+def block_at(number, blocks, bounds):
+    """Which of `key_blocks_of` has a number. Those that the right side cuts come first, then those
+    that a window's left side cuts, and then those without a mask, always from the last on."""
+    first, whole_first, whole_end, end = blocks
+    block = end - 1 - number
+    if bounds.left is not None:
+        cut = end - whole_end
+        masked = cut + whole_first - first
+        without = gl.where(number < masked, whole_first + cut, whole_end + masked) - 1 - number
+        block = gl.where(number < cut, block, without)
+    return block
 
 
 @gluon.jit

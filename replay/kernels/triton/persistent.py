@@ -79,7 +79,7 @@ def blocks_of_tile(turn, first, span, work, bounds, QUERIES: gl.constexpr, KEYS:
             whole_first = begin
         else:
             whole_first = gl.maximum(gl.minimum(whole_first, end - 1), begin)
-        if bounds.right is None:
+        if bounds.most_cut is None:
             whole_end = end - 1
         else:
             whole_end = gl.maximum(gl.minimum(whole_end, end - 1), whole_first)

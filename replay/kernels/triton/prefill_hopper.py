@@ -33,7 +33,7 @@ from replay.kernels.triton.prefill_hopper_schedule import (
     schedule,
     schedule_of_visits,
 )
-from replay.kernels.triton.sections import Sight, section_of
+from replay.kernels.triton.sections import Sight, most_cut, section_of
 from replay.kernels.triton.shapes import Sizes, check_head_dims, check_shapes, sizes_of
 from replay.kernels.triton.stream_k import arguments_of, cut_for, memory_for
 from replay.kernels.triton.visits import Visits
@@ -330,6 +330,7 @@ def _planned(
             "diagonal": None if is_bottom_right else 0,
             "left": left,
             "right": right,
+            "most_cut": most_cut(sight, has_lengths=lengths is not None),
             "tiles": tiles,
             "blocks": blocks,
             "bundles": bundles,

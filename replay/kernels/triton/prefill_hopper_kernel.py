@@ -13,8 +13,7 @@
 - Consumers may have different heads of one group, which share the keys, instead of different
   queries of one head: a causal tile of fewer queries has fewer keys that some of them must not see.
 
-Blocks of keys are visited from the last to the first, so that those which need a mask come before a
-loop without any; those that a window's left side cuts come behind it (`hopper_spans.py`). A
+Blocks of keys that need a mask are visited before a loop without any (`hopper_spans.py`). A
 head_dim that is no power of two is two pieces, with a product each: 192 is 128 + 64.
 """
 
@@ -60,8 +59,10 @@ from replay.kernels.triton.hopper_scores import (
 )
 from replay.kernels.triton.hopper_spans import (
     Bounds,
+    block_at,
     element_of,
     key_blocks_of,
+    masked_of,
     span_of,
     store_rows,
     visited_key,
@@ -101,9 +102,9 @@ class Rings(NamedTuple):
 # new sequence length would cost a user seconds.
 @gluon.jit(
     do_not_specialize=[
-        "q_heads", "group", "rows", "q_len", "kv_len", "diagonal", "left", "right", "tiles",
-        "blocks", "bundles", "section", "share_row", "share_each", "mask_batch", "mask_head",
-        "visit_batch", "visit_head",
+        "q_heads", "group", "rows", "q_len", "kv_len", "diagonal", "left", "right", "most_cut",
+        "tiles", "blocks", "bundles", "section", "share_row", "share_each", "mask_batch",
+        "mask_head", "visit_batch", "visit_head",
     ]
 )  # fmt: skip
 def prefill_kernel(
@@ -132,6 +133,7 @@ def prefill_kernel(
     diagonal,
     left,
     right,
+    most_cut,
     tiles,
     blocks,
     bundles,
@@ -160,11 +162,11 @@ def prefill_kernel(
 
     What a call lacks is None, and no argument of the compiled program: the second piece of the
     head_dim, the mask, `lse`, `sinks`, lengths, `visited` (of `Visits`), what a `Share` has,
-    `diagonal` (as in `Bounds`), `left`, `right` and `cap`. The mask's `mask_batch` and `mask_head`
-    are 1, or 0 where all share its only one. Of a packed call, which has one batch element in
-    memory, `q_len` is the longest sequence's, `rows` are all queries, and `output` is stored
-    through pointers, since a tile may end amid another sequence's rows. BY_LENGTH: tiles differ in
-    length, and are worked on from the longest.
+    `diagonal` and `most_cut` (as in `Bounds`), `left`, `right` and `cap`. The mask's `mask_batch`
+    and `mask_head` are 1, or 0 where all share its only one. Of a packed call, which has one batch
+    element in memory, `q_len` is the longest sequence's, `rows` are all queries, and `output` is
+    stored through pointers, since a tile may end amid another sequence's rows. BY_LENGTH: tiles
+    differ in length, and are worked on from the longest.
     """
     dtype: gl.constexpr = q_desc.dtype
     query_shape: gl.constexpr = [CONSUMERS] + q_desc.block_type.shape  # noqa: RUF005 (none in Gluon)
@@ -204,7 +206,9 @@ def prefill_kernel(
     visits = None
     if visited is not None:
         visits = (visited, visit_counts, visit_batch, visit_head)
-    bounds = Bounds(q_len, kv_len, diagonal, left, right, q_offsets, k_starts, k_lengths, visits)
+    bounds = Bounds(
+        q_len, kv_len, diagonal, left, right, most_cut, q_offsets, k_starts, k_lengths, visits
+    )
     share = None
     if parts_ptr is not None:
         share = Share(share_row, share_each, parts_ptr, arrivals_ptr)
@@ -280,15 +284,15 @@ def _load(arguments, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
         if has_tile(turn, first, span, work, bounds, QUERIES, KEYS):
             element = element_of(batch, bounds)
             if bounds.visits is None:
-                begin, _, _, end = blocks_of_tile(turn, first, span, work, bounds, QUERIES, KEYS)
-                steps = end - begin
+                blocks = blocks_of_tile(turn, first, span, work, bounds, QUERIES, KEYS)
+                steps = blocks[3] - blocks[0]
             else:
                 visits = visits_of(batch, q_head, block, bounds, KEYS)
                 steps = gl.maximum(visits[2] + visits[3], 1)
             for i in range(steps):
                 has_mask = True
                 if bounds.visits is None:
-                    key = span.k_start + (end - 1 - i) * KEYS
+                    key = span.k_start + block_at(i, blocks, bounds) * KEYS
                 else:
                     key = visited_key(i, visits, bounds, KEYS)
                     has_mask = i < gl.maximum(visits[3], 1)
@@ -372,11 +376,12 @@ def _attend_tile(
     QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     if bounds.visits is None:
-        begin, whole_first, whole_end, end = blocks_of_tile(
-            turn, first_of_tile, span, work, bounds, QUERIES, KEYS
-        )
-        key = (end - 1) * KEYS
+        blocks = blocks_of_tile(turn, first_of_tile, span, work, bounds, QUERIES, KEYS)
+        masked, steps = masked_of(blocks, bounds), blocks[3] - blocks[0]
+        key = block_at(0, blocks, bounds) * KEYS
     else:
+        masked = gl.maximum(visits[3], 1)
+        steps = visits[2] + visits[3]
         key = visited_key(0, visits, bounds, KEYS)
     first = first_of_tile + WHO // HEADS * ROWS
     wait_for(rings.query, WHO, done)
@@ -404,35 +409,19 @@ def _attend_tile(
     state = (packed, output, reference, sums)
     count += 1
     masks += 1
-    if bounds.visits is not None:
-        masked = gl.maximum(visits[3], 1)
-        for i in range(1, masked):
+    for i in range(1, masked):
+        if bounds.visits is None:
+            key = block_at(i, blocks, bounds) * KEYS
+        else:
             key = visited_key(i, visits, bounds, KEYS)
-            state = _step(state, rings, count, masks, first, key, span, bounds, extras, WHO, True)
-            count += 1
+        state = _step(state, rings, count, masks, first, key, span, bounds, extras, WHO, True)
+        count += 1
+        masks += 1
+    for _ in range(masked, steps):
+        state = _step(state, rings, count, masks, first, 0, span, bounds, extras, WHO, False)
+        count += 1
+        if bounds.visits is None:
             masks += 1
-        for _ in range(masked, visits[2] + visits[3]):
-            state = _step(state, rings, count, masks, first, 0, span, bounds, extras, WHO, False)
-            count += 1
-    else:
-        # Blocks that some of the queries do not see whole, those that all do, and again some.
-        for i in range(end - 1 - whole_end):
-            key = (end - 2 - i) * KEYS
-            state = _step(state, rings, count, masks, first, key, span, bounds, extras, WHO, True)
-            count += 1
-            masks += 1
-        for _ in range(whole_first, whole_end):
-            state = _step(state, rings, count, masks, first, 0, span, bounds, extras, WHO, False)
-            count += 1
-            masks += 1
-        if bounds.left is not None:
-            for i in range(whole_first - begin):
-                key = (whole_first - 1 - i) * KEYS
-                state = _step(
-                    state, rings, count, masks, first, key, span, bounds, extras, WHO, True
-                )
-                count += 1
-                masks += 1
     release(rings.query, WHO)
 
     # PV of the block visited last, and the output.

@@ -17,7 +17,7 @@ from replay.kernels.triton.persistent import SHORT, multiprocessors
 from replay.kernels.triton.quantise import QuantisedKeyValue, padded_dim
 from replay.kernels.triton.quantised_hopper_kernel import quantised_hopper_kernel
 from replay.kernels.triton.quantised_operands import strides_of
-from replay.kernels.triton.sections import Sight, section_of
+from replay.kernels.triton.sections import Sight, most_cut, section_of
 from replay.kernels.triton.stream_k import Pace, arguments_of, cut_for, memory_for
 from replay.kernels.triton.visits import Visits
 
@@ -141,6 +141,7 @@ def plan(
             "diagonal": None if is_bottom_right else 0,
             "left": left,
             "right": right,
+            "most_cut": most_cut(sight, has_lengths=lengths is not None),
             "tiles": tiles,
             "blocks": blocks,
             "bundles": bundles,

@@ -54,8 +54,10 @@ from replay.kernels.triton.hopper_scores import (
 )
 from replay.kernels.triton.hopper_spans import (
     Bounds,
+    block_at,
     element_of,
     key_blocks_of,
+    masked_of,
     span_of,
     store_rows,
     visited_key,
@@ -116,8 +118,8 @@ class Extras(NamedTuple):
 @gluon.jit(
     do_not_specialize=[
         "tiles", "blocks", "bundles", "section", "share_row", "share_each", "q_heads", "group",
-        "q_len", "kv_len", "diagonal", "left", "right", "groups", "mask_batch", "mask_head",
-        "visit_batch", "visit_head",
+        "q_len", "kv_len", "diagonal", "left", "right", "most_cut", "groups", "mask_batch",
+        "mask_head", "visit_batch", "visit_head",
     ]
 )  # fmt: skip
 def quantised_hopper_kernel(
@@ -150,6 +152,7 @@ def quantised_hopper_kernel(
     diagonal,
     left,
     right,
+    most_cut,
     groups,
     mask_batch,
     mask_head,
@@ -171,10 +174,11 @@ def quantised_hopper_kernel(
     """A persistent program: its shared memory, and who does what.
 
     `group` are the query heads of a key head, `groups` its scales. What a call lacks is None, and
-    no argument of the compiled program: `diagonal` (as in `Bounds`), `left`, `right`, `cap`, sinks,
-    the mean of the keys, lengths, what a `Share` has, and the mask with what it leaves (`Visits`),
-    of which `mask_batch` and `mask_head` are 1, or 0 where all share its only one. `output` is a
-    descriptor, or of a packed call, where a tile may end amid another sequence's rows, a pointer.
+    no argument of the compiled program: `diagonal` and `most_cut` (as in `Bounds`), `left`,
+    `right`, `cap`, sinks, the mean of the keys, lengths, what a `Share` has, and the mask with what
+    it leaves (`Visits`), of which `mask_batch` and `mask_head` are 1, or 0 where all share its only
+    one. `output` is a descriptor, or of a packed call, where a tile may end amid another sequence's
+    rows, a pointer.
     BY_LENGTH: tiles differ in length, and are worked on from the longest. Not IN_TURN, each
     consumer starts its products when it can. IN_TENSOR_CORES: as in the portable kernel.
     """
@@ -208,8 +212,9 @@ def quantised_hopper_kernel(
     if visited_ptr is not None:
         visits = (visited_ptr, visit_counts_ptr, visit_batch, visit_head)
     bounds = Bounds(
-        q_len, kv_len, diagonal, left, right, q_offsets_ptr, k_starts_ptr, k_lengths_ptr, visits
-    )
+        q_len, kv_len, diagonal, left, right, most_cut,
+        q_offsets_ptr, k_starts_ptr, k_lengths_ptr, visits,
+    )  # fmt: skip
     share = None
     if parts_ptr is not None:
         share = Share(share_row, share_each, parts_ptr, arrivals_ptr)
@@ -281,22 +286,21 @@ def _load(arguments, CONSUMERS: gl.constexpr, HEADS: gl.constexpr, BY_LENGTH: gl
                 fill(rings.query, query_desc, [element, q_head + who % HEADS, row, 0], who, done)
             kept = kept_of(head, span, work, bounds, group)
             if bounds.visits is None:
-                begin, _, _, end = blocks_of_tile(
-                    turn, block * QUERIES, span, work, bounds, QUERIES, KEYS
-                )
+                blocks = blocks_of_tile(turn, block * QUERIES, span, work, bounds, QUERIES, KEYS)
+                steps = blocks[3] - blocks[0]
             else:
                 visits = visits_of(batch, q_head, block, bounds, KEYS)
-                begin = 0
-                end = gl.maximum(visits[2] + visits[3], 1)
-            for i in range(begin, end):
-                key = i * KEYS
-                if bounds.visits is not None:
-                    key = visited_key(end - 1 - i, visits, bounds, KEYS)
+                steps = gl.maximum(visits[2] + visits[3], 1)
+            for i in range(steps):
+                if bounds.visits is None:
+                    key = block_at(steps - 1 - i, blocks, bounds) * KEYS
+                else:
+                    key = visited_key(steps - 1 - i, visits, bounds, KEYS)
                 stage, phase = buffer_of(count, STAGES)
                 row = (kept.head * groups + kept.group) * SCALE_GROUP + key
                 fill_shared(rings.key, key_desc, [row, 0], stage, phase, KEY, CONSUMERS)
                 if mask_desc is not None:  # noqa: SIM102 (decided while this is compiled)
-                    if i >= end - gl.maximum(visits[3], 1):
+                    if i >= steps - gl.maximum(visits[3], 1):
                         own = [batch * mask_batch, q_head, block * QUERIES, key]
                         fill_mask(rings.mask, mask_desc, own, mask_head, masks, CONSUMERS, HEADS)
                         masks += 1
@@ -386,14 +390,14 @@ def _attend_tile(
     of_groups = kept.head * groups + kept.group
     of_head = (key_scale_ptr + of_groups, value_scale_ptr + of_groups)
     if bounds.visits is None:
-        begin, whole_first, whole_end, end = blocks_of_tile(
-            turn, block * QUERIES, span, work, bounds, QUERIES, KEYS
-        )
-        current = begin
+        blocks = blocks_of_tile(turn, block * QUERIES, span, work, bounds, QUERIES, KEYS)
+        masked, steps = masked_of(blocks, bounds), blocks[3] - blocks[0]
+        current = block_at(steps - 1, blocks, bounds)
     else:
         visits = visits_of(batch, q_head, block, bounds, KEYS)
-        end = gl.maximum(visits[2] + visits[3], 1)
-        current = visited_key(end - 1, visits, bounds, KEYS) // KEYS
+        masked = gl.maximum(visits[3], 1)
+        steps = gl.maximum(visits[2] + visits[3], 1)
+        current = visited_key(steps - 1, visits, bounds, KEYS) // KEYS
     of_keys, of_values = scales_of(of_head, current, bounds, KEYS, FP8_VALUE)
     query = queries.index(WHO)
     unquantised = rings.query.buffers.index(WHO)
@@ -415,46 +419,40 @@ def _attend_tile(
     total = own_sums(gl.zeros([ROWS, KEYS], gl.float32, SCORES))
     state = (scores, output, maximum, total, of_keys, of_values)
     rows = Rows(query, of_queries, shift, first)
+    # Blocks without a mask, those with one, and the last.
     if bounds.visits is None:
-        # Blocks that a window's left side cuts, those that all queries see whole, those that the
-        # diagonal or its right side cuts, and the last. Without a right side all before the last
-        # are seen whole to their ends.
-        if bounds.left is not None:
-            for i in range(begin, whole_first):
-                state = _step(
-                    state, rows, rings, of_head, count, masks, i, i + 1, span,
-                    bounds, extras.cap, WHO, CONSUMERS, True, IN_TURN, IN_TENSOR_CORES, False,
-                )  # fmt: skip
-                count += 1
+        whole_first, whole_end = blocks[1], blocks[2]
         for i in range(whole_first, whole_end):
+            following = i + 1
+            if bounds.left is not None and following == whole_end:
+                following = block_at(masked - 1, blocks, bounds)
             state = _step(
-                state, rows, rings, of_head, count, masks, i, i + 1, span,
+                state, rows, rings, of_head, count, masks, i, following, span,
                 bounds, extras.cap, WHO, CONSUMERS, False, IN_TURN, IN_TENSOR_CORES, False,
             )  # fmt: skip
             count += 1
-        if bounds.right is not None:
-            for i in range(whole_end, end - 1):
-                state = _step(
-                    state, rows, rings, of_head, count, masks, i, i + 1, span,
-                    bounds, extras.cap, WHO, CONSUMERS, True, IN_TURN, IN_TENSOR_CORES, False,
-                )  # fmt: skip
-                count += 1
-        current = end - 1
+        for i in range(1, masked):
+            current = block_at(masked - i, blocks, bounds)
+            following = block_at(masked - i - 1, blocks, bounds)
+            state = _step(
+                state, rows, rings, of_head, count, masks, current, following, span,
+                bounds, extras.cap, WHO, CONSUMERS, True, IN_TURN, IN_TENSOR_CORES, False,
+            )  # fmt: skip
+            count += 1
+        current = block_at(0, blocks, bounds)
     else:
-        # Those that the mask leaves whole, and those that it cuts. A block's place is looked up
-        # two blocks ahead, its scales one.
-        plain = end - gl.maximum(visits[3], 1)
-        following = visited_key(gl.maximum(end - 2, 0), visits, bounds, KEYS) // KEYS
-        for i in range(plain):
-            later = visited_key(gl.maximum(end - 3 - i, 0), visits, bounds, KEYS) // KEYS
+        # A block's place is looked up two blocks ahead, its scales one.
+        following = visited_key(gl.maximum(steps - 2, 0), visits, bounds, KEYS) // KEYS
+        for i in range(steps - masked):
+            later = visited_key(gl.maximum(steps - 3 - i, 0), visits, bounds, KEYS) // KEYS
             state = _step(
                 state, rows, rings, of_head, count, masks, current, following, span,
                 bounds, extras.cap, WHO, CONSUMERS, False, IN_TURN, IN_TENSOR_CORES, False,
             )  # fmt: skip
             current, following = following, later
             count += 1
-        for i in range(plain, end - 1):
-            later = visited_key(gl.maximum(end - 3 - i, 0), visits, bounds, KEYS) // KEYS
+        for i in range(steps - masked, steps - 1):
+            later = visited_key(gl.maximum(steps - 3 - i, 0), visits, bounds, KEYS) // KEYS
             state = _step(
                 state, rows, rings, of_head, count, masks, current, following, span,
                 bounds, extras.cap, WHO, CONSUMERS, True, IN_TURN, IN_TENSOR_CORES, False,

@@ -131,3 +131,21 @@ def blocks_seen(sight: Sight) -> Tensor:
     if right is not None:
         last = (last_query + diagonal + right).clamp(max=kv_len - 1)
     return (last // keys - first // keys + 1).clamp(min=1)
+
+
+def most_cut(sight: Sight, *, has_lengths: bool) -> int | None:
+    """How many blocks of keys of a tile the right side cuts, at most; None: the last alone.
+
+    Args:
+        has_lengths: batch elements have lengths of their own; `sight` is of the longest.
+    """
+    q_len, kv_len, diagonal, _, right, queries, keys = sight
+    if right is None:
+        return None
+    if has_lengths:
+        return queries // keys + 2
+    first_query = torch.arange(0, q_len, queries, device="cpu")
+    reached = (first_query + queries + diagonal + right).clamp(max=kv_len)
+    seen_by_all = (first_query + 1 + diagonal + right).clamp(0, kv_len)
+    cut = int(((reached + keys - 1) // keys - seen_by_all // keys).max())
+    return cut if cut > 1 else None
