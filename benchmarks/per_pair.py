@@ -2,10 +2,10 @@
 
     python -m benchmarks.per_pair [--kernels NAMES] [--out FILE]
 
-Windows, soft caps, sinks and masks, each taking turns with the same call without it in shuffled
-rounds: a GPU changes its clock at its power limit, and two calls timed one after the other would
-show that, too. Writes `benchmarks/results/per_pair.csv`, of drop-ins and of
-cores where there are such, and prints its table. That outputs are right is what
+Windows, soft caps, sinks, masks, queries behind a cache and packed sequences, each taking turns
+with the same call without it in shuffled rounds: a GPU changes its clock at its power limit, and
+two calls timed one after the other would show that, too. Writes `benchmarks/results/per_pair.csv`,
+of drop-ins and of cores where there are such, and prints its table. That outputs are right is what
 `benchmarks.variants`, `benchmarks.masks` and the tests are for.
 """
 
@@ -25,29 +25,63 @@ from benchmarks import results
 from benchmarks.gpu import gpu
 from benchmarks.masks import NARROW, WIDE, adding, hiding
 from benchmarks.tables.speed import per_pair
-from benchmarks.variants import GPT_OSS, LLAMA_8K, LLAMA_32K, SHORT_WINDOW, SOFT_CAP, WINDOW, sinks
+from benchmarks.variants import (
+    BEHIND_CACHE,
+    BOTTOM_RIGHT,
+    GEMMA,
+    GPT_OSS,
+    LLAMA_8K,
+    LLAMA_32K,
+    SHORT_WINDOW,
+    SOFT_CAP,
+    WINDOW,
+    packed,
+    sinks,
+)
 from capture.call import AttentionCall
-from replay.kernels.registry import select
+from replay.kernels.registry import find, select
 from replay.timing.flops import valid_pairs
 from replay.timing.machine import describe
 from replay.timing.rounds import measure
 from replay.workloads.random_calls import Spec
 
-KERNELS = "triton-fa2,triton-fa3,triton-fp8,triton-fp8[accum=tensor],triton-sage-fp8,fa2"
+KERNELS = (
+    "triton-fa2,triton-fa3,triton-varlen,triton-fp8,triton-fp8[accum=tensor],triton-sage-fp8,fa2"
+)
+BESIDE = {"triton-varlen": "triton-fa3"}
+"""Whose plain call takes turns with those of a kernel that has none: the program is the same."""
 ROUNDS = 15
-GROUPS: dict[str, tuple[Spec, Callable[[], Mapping[str, Mapping[str, Any]]]]] = {
-    "8k": (LLAMA_8K, lambda: {"window-1024": WINDOW, "soft-cap": SOFT_CAP}),
-    "32k": (LLAMA_32K, lambda: {"window-1024": WINDOW}),
+FOUR_OF_2K = Spec(4, 32, 8, 2048, 2048, 128, 128, is_causal=True)
+Fields = Mapping[str, Any]
+"""Of a call, by name."""
+
+
+def _side_by_side(call: AttentionCall) -> Fields:
+    """A batch's sequences one behind the other, as packed ones are."""
+    lengths = [call.query.shape[2]] * call.query.shape[0]
+    tensors = {
+        name: getattr(call, name).transpose(1, 2).flatten(0, 1)[None].transpose(1, 2)
+        for name in ("query", "key", "value")
+    }
+    return tensors | packed(lengths)
+
+
+GROUPS: dict[str, tuple[Spec, dict[str, Callable[[AttentionCall], Fields]]]] = {
+    "8k": (LLAMA_8K, {"window-1024": lambda _: WINDOW, "soft-cap": lambda _: SOFT_CAP}),
+    "32k": (LLAMA_32K, {"window-1024": lambda _: WINDOW}),
     "8k-gpt-oss": (
         GPT_OSS,
-        lambda: {
-            "sinks": sinks(64),
-            "window-1024": WINDOW,
-            "sinks-window-128": {**sinks(64), **SHORT_WINDOW},
+        {
+            "sinks": lambda _: sinks(64),
+            "window-1024": lambda _: WINDOW,
+            "sinks-window-128": lambda _: {**sinks(64), **SHORT_WINDOW},
         },
     ),
-    "4k-128": (WIDE, lambda: {"hiding": hiding(WIDE), "adding": adding(WIDE)}),
-    "4k-64": (NARROW, lambda: {"hiding": hiding(NARROW), "adding": adding(NARROW)}),
+    "8k-gemma": (GEMMA, {"soft-cap": lambda _: SOFT_CAP, "window-1024": lambda _: WINDOW}),
+    "1k-of-16k": (BEHIND_CACHE, {"bottom-right": lambda _: BOTTOM_RIGHT}),
+    "4x2k": (FOUR_OF_2K, {"packed": _side_by_side}),
+    "4k-128": (WIDE, {"hiding": lambda _: hiding(WIDE), "adding": lambda _: adding(WIDE)}),
+    "4k-64": (NARROW, {"hiding": lambda _: hiding(NARROW), "adding": lambda _: adding(NARROW)}),
 }
 """Plain calls, and what the others have that take turns with them."""
 
@@ -82,8 +116,8 @@ def main() -> None:
         spec, others = GROUPS[name]
         plain = spec.call(device, torch.Generator(device).manual_seed(0))
         calls = {
-            f"{name}-{asked}": _on(device, replace(plain, **fields))
-            for asked, fields in others().items()
+            f"{name}-{asked}": _on(device, replace(plain, **fields(plain)))
+            for asked, fields in others.items()
         }
         for line in compare(name, plain, calls, arguments.kernels, device):
             lines.append(
@@ -108,13 +142,16 @@ def compare(
     """A line for each kernel, part and call, next to the plain call of that name."""
     pairs = {each: valid_pairs(call) for each, call in {name: plain, **calls}.items()}
     for kernel in select(kernels)[0]:
-        if kernel.unavailable(device) is not None or kernel.refuses(plain) is not None:
-            continue
         taken = {each: call for each, call in calls.items() if kernel.refuses(call) is None}
+        of_plain = find(BESIDE[kernel.name]) if kernel.name in BESIDE else kernel
+        is_out = kernel.unavailable(device) is not None or of_plain.refuses(plain) is not None
+        if is_out or not taken:
+            continue
         candidates: dict[tuple[str, str], Callable[[], Any]] = {}
         for each, call in {name: plain, **taken}.items():
-            candidates[each, "drop-in"] = partial(kernel.attention, **call.arguments())
-            if kernel.prepare is not None:
+            by = of_plain if each == name else kernel
+            candidates[each, "drop-in"] = partial(by.attention, **call.arguments())
+            if kernel.prepare is not None and of_plain is kernel:
                 candidates[each, "core"] = kernel.prepare(call)
         samples = measure(candidates, device, cache="cold", rounds=ROUNDS, max_seconds=0.4)
         for (each, part), sample in samples.items():
@@ -147,7 +184,7 @@ def _on(device: torch.device, call: AttentionCall) -> AttentionCall:
     """The call with what it has beyond query, key and value there, too."""
     beyond = {
         field: tensor.to(device)
-        for field in ("attn_mask", "sinks")
+        for field in ("attn_mask", "sinks", "cu_seqlens_q", "cu_seqlens_k")
         if (tensor := getattr(call, field)) is not None
     }
     return replace(call, **beyond)

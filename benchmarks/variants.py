@@ -9,6 +9,7 @@ soft caps, sinks as in gpt-oss, queries behind a cache, and packed sequences. Wr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from replay.workloads.random_calls import Spec
 WINDOW = {"variant": Variant(bottom_right=True, window=(1023, None))}
 SHORT_WINDOW = {"variant": Variant(bottom_right=True, window=(127, None))}
 SOFT_CAP = {"variant": Variant(softcap=50.0)}
+BOTTOM_RIGHT = {"is_causal": True, "variant": Variant(bottom_right=True)}
 LENGTHS = (2048, 1300, 700, 2000, 77, 1900, 160, 7)
 
 LLAMA_8K = Spec(1, 32, 8, 8192, 8192, 128, 128, is_causal=True)
@@ -43,9 +45,10 @@ def sinks(heads: int) -> dict[str, Any]:
     return {"sinks": torch.randn(heads, generator=generator).to(torch.bfloat16)}
 
 
-def _packed() -> dict[str, Any]:
-    offsets = torch.tensor((0, *LENGTHS)).cumsum(0).int()
-    longest = max(LENGTHS)
+def packed(lengths: Sequence[int]) -> dict[str, Any]:
+    """Where sequences of these lengths begin and end."""
+    offsets = torch.tensor((0, *lengths)).cumsum(0).int()
+    longest = max(lengths)
     variant = Variant(bottom_right=True, max_seqlen_q=longest, max_seqlen_k=longest)
     return {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "variant": variant}
 
@@ -64,10 +67,7 @@ SWEEPS: Sweeps = {
         "8k-gemma": (GEMMA, {}),
         "8k-gemma-soft-cap": (GEMMA, SOFT_CAP),
         "1k-of-16k": (BEHIND_CACHE, {}),
-        "1k-of-16k-bottom-right": (
-            BEHIND_CACHE,
-            {"is_causal": True, "variant": Variant(bottom_right=True)},
-        ),
+        "1k-of-16k-bottom-right": (BEHIND_CACHE, BOTTOM_RIGHT),
         "32k": (LLAMA_32K, {}),
         "32k-window-1024": (LLAMA_32K, WINDOW),
     },
@@ -80,10 +80,10 @@ SWEEPS: Sweeps = {
     f"{OURS},triton-varlen,torch-varlen,fa2-varlen,fa3-varlen,fa4-varlen,flashinfer-fa2,"
     "flashinfer-fa3,flex,torch-masked": {
         "one-sequence": (PACKED, {}),
-        "packed": (PACKED, _packed()),
+        "packed": (PACKED, packed(LENGTHS)),
         "packed-window-128": (
             PACKED,
-            {**_packed(), "variant": Variant(True, (127, None), None, 2048, 2048)},
+            {**packed(LENGTHS), "variant": Variant(True, (127, None), None, 2048, 2048)},
         ),
     },
 }

@@ -15,6 +15,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from replay.kernels.triton.dividing import quotient, reciprocal
 from replay.kernels.triton.hopper_spans import key_blocks_of, tile_exists
 from replay.kernels.triton.stream_k import blocks_of_piece, tile_of_piece, turns_with_pieces
 
@@ -24,12 +25,16 @@ class Work(NamedTuple):
 
     q_heads: Any
     tiles: Any
+    turns: Any
+    """In which every program has a tile."""
     blocks: Any
     """Of queries, in a head."""
     bundles: Any
     """Of query heads that a tile has side by side, in the batch."""
     section: Any
     """Bundles worked on at a time (`sections.section_of`)."""
+    reciprocals: Any
+    """Those of `q_heads`, of a section's tiles, of `section`, and of the last section's bundles."""
     share: Any = None
     """A `stream_k.Share`, where the tiles of the last turn are shared."""
 
@@ -39,23 +44,27 @@ def turns_of_program(work, BY_LENGTH: gl.constexpr):
     """How many turns the program that asks has."""
     program, programs = gl.program_id(0), gl.num_programs(0)
     if work.share is None:
-        turns = turns_of(work.tiles, program, programs, BY_LENGTH)
+        turns = turns_of(work.tiles, work.turns, program, programs, BY_LENGTH)
     else:
-        turns = turns_with_pieces(work.tiles, programs)
+        turns = turns_with_pieces(work.turns)
     return turns
 
 
 @gluon.jit
 def tile_of(turn, work, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
-    """The first of HEADS query heads, counted over the batch, and the block of queries of a turn's
-    tile."""
+    """A turn's tile: batch element, first of HEADS query heads, and block of queries."""
     program, programs = gl.program_id(0), gl.num_programs(0)
     if work.share is None:
         number = tile_number(turn, program, programs, BY_LENGTH)
     else:
-        number = tile_of_piece(turn, work.tiles, work.share, program, programs)
-    bundle, block = place_of(number, work.blocks, work.bundles, work.section, BY_LENGTH)
-    return bundle * HEADS, block
+        number = tile_of_piece(turn, work.turns, work.share, program, programs)
+    of_q_heads, of_sections, of_section, of_last = work.reciprocals
+    bundle, block = place_of(
+        number, work.blocks, work.bundles, work.section, of_sections, of_section, of_last, BY_LENGTH
+    )
+    head = bundle * HEADS
+    batch = quotient(head, of_q_heads)
+    return batch, head - batch * work.q_heads, block
 
 
 @gluon.jit
@@ -74,7 +83,8 @@ def blocks_of_tile(turn, first, span, work, bounds, QUERIES: gl.constexpr, KEYS:
     begin, whole_first, whole_end, end = key_blocks_of(first, span, bounds, QUERIES, KEYS)
     if work.share is not None:
         program, programs = gl.program_id(0), gl.num_programs(0)
-        begin, end = blocks_of_piece(turn, work.tiles, work.share, begin, end, program, programs)
+        shared = work.tiles - work.turns * programs
+        begin, end = blocks_of_piece(turn - work.turns, shared, work.share, begin, end, program)
         if bounds.left is None:
             whole_first = begin
         else:
@@ -102,27 +112,54 @@ def tile_number(turn, program, programs, BY_LENGTH: gl.constexpr):
 
 
 @gluon.jit
-def turns_of(tiles, program, programs, BY_LENGTH: gl.constexpr):
-    """How many tiles a program has."""
-    whole = tiles // programs
-    last = tile_number(whole, program, programs, BY_LENGTH)
-    return whole + (tiles - last + programs - 1) // programs
+def turns_of(tiles, turns, program, programs, BY_LENGTH: gl.constexpr):
+    """How many tiles a program has: one in each turn that all have, and maybe one more."""
+    last = tile_number(turns, program, programs, BY_LENGTH)
+    return turns + gl.where(last < tiles, 1, 0)
+
+
+def work_of(
+    q_heads: int, group: int, blocks: int, bundles: int, section: int, programs: int
+) -> dict[str, int]:
+    """`Work` as a kernel's arguments, and `of_group`, the reciprocal of how many query heads share
+    a key head."""
+    return {
+        "q_heads": q_heads,
+        "tiles": blocks * bundles,
+        "turns": blocks * bundles // programs,
+        "blocks": blocks,
+        "bundles": bundles,
+        "section": section,
+        "of_q_heads": reciprocal(q_heads),
+        "of_group": reciprocal(group),
+        "of_sections": reciprocal(blocks * section),
+        "of_section": reciprocal(section),
+        "of_last": reciprocal(bundles % section or section),
+    }
 
 
 @gluon.jit
-def place_of(tile, q_blocks, heads, section, BY_LENGTH: gl.constexpr):
+def place_of(
+    tile, q_blocks, heads, section, of_sections, of_section, of_last, BY_LENGTH: gl.constexpr
+):
     """Which head, counted over the batch, and which block of queries a tile is.
 
     Heads come in sections whose keys and values stay in the L2 cache. Within a section all heads'
     longest blocks come first, so that no long one is left for the end.
     """
-    first = tile // (q_blocks * section) * section
-    within = tile % (q_blocks * section)
-    size = gl.minimum(section, heads - first)
-    q_block = within // size
+    number = quotient(tile, of_sections)
+    first = number * section
+    within = tile - number * (q_blocks * section)
+    size = section
+    of_size = of_section
+    if first + section > heads:
+        size = heads - first
+        of_size = of_last
+    q_block = quotient(within, of_size)
+    head = first + within - q_block * size
     if BY_LENGTH:
         q_block = q_blocks - 1 - q_block
-    return first + within % size, q_block
+    return head, q_block
 
 
 SHORT = 2048

@@ -23,7 +23,7 @@ from replay.kernels.triton.hopper_scores import ROWS
 from replay.kernels.triton.launch import Launch, PlannedCall
 from replay.kernels.triton.masking import window_sides
 from replay.kernels.triton.online_softmax import LOG2_E
-from replay.kernels.triton.persistent import multiprocessors
+from replay.kernels.triton.persistent import multiprocessors, work_of
 from replay.kernels.triton.prefill_hopper_kernel import prefill_kernel
 from replay.kernels.triton.prefill_hopper_schedule import (
     LARGEST_HEAD_DIM,
@@ -322,8 +322,6 @@ def _planned(
         (programs, 1, 1),
         devices[0],
         {
-            "q_heads": q_heads,
-            "group": group,
             "rows": rows,
             "q_len": q_len,
             "kv_len": kv_len,
@@ -331,10 +329,6 @@ def _planned(
             "left": left,
             "right": right,
             "most_cut": most_cut(sight, has_lengths=lengths is not None),
-            "tiles": tiles,
-            "blocks": blocks,
-            "bundles": bundles,
-            "section": section,
             "mask_batch": None if mask is None else int(mask[0][0] > 1),
             "mask_head": None if mask is None else int(mask[0][1] > 1),
             "visit_batch": visit_batch,
@@ -352,6 +346,7 @@ def _planned(
             "ADDS_MASK": mask is not None and not hides,
             "BY_LENGTH": right is not None,
             "V_HEAD_DIM": v_head_dim if is_packed else dims.value,
+            **work_of(q_heads, group, blocks, bundles, section, programs),
             **arguments_of(cut),
         },
         num_warps=4,

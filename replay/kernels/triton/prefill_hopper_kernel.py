@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from replay.kernels.triton.dividing import quotient
 from replay.kernels.triton.hopper_masks import fill_mask
 from replay.kernels.triton.hopper_pipeline import (
     KEY,
@@ -102,9 +103,10 @@ class Rings(NamedTuple):
 # new sequence length would cost a user seconds.
 @gluon.jit(
     do_not_specialize=[
-        "q_heads", "group", "rows", "q_len", "kv_len", "diagonal", "left", "right", "most_cut",
-        "tiles", "blocks", "bundles", "section", "share_row", "share_each", "mask_batch",
-        "mask_head", "visit_batch", "visit_head",
+        "q_heads", "rows", "q_len", "kv_len", "diagonal", "left", "right", "most_cut", "tiles",
+        "turns", "blocks", "bundles", "section", "share_row", "share_each", "of_q_heads",
+        "of_group", "of_sections", "of_section", "of_last", "mask_batch", "mask_head",
+        "visit_batch", "visit_head",
     ]
 )  # fmt: skip
 def prefill_kernel(
@@ -126,7 +128,6 @@ def prefill_kernel(
     parts_ptr,
     arrivals_ptr,
     q_heads,
-    group,
     rows,
     q_len,
     kv_len,
@@ -135,11 +136,17 @@ def prefill_kernel(
     right,
     most_cut,
     tiles,
+    turns,
     blocks,
     bundles,
     section,
     share_row,
     share_each,
+    of_q_heads,
+    of_group,
+    of_sections,
+    of_section,
+    of_last,
     mask_batch,
     mask_head,
     visit_batch,
@@ -212,9 +219,10 @@ def prefill_kernel(
     share = None
     if parts_ptr is not None:
         share = Share(share_row, share_each, parts_ptr, arrivals_ptr)
-    work = Work(q_heads, tiles, blocks, bundles, section, share)
+    reciprocals = (of_q_heads, of_sections, of_section, of_last)
+    work = Work(q_heads, tiles, turns, blocks, bundles, section, reciprocals, share)
     descriptors = (q_desc, k_desc, v_desc, q_rest_desc, k_rest_desc, mask_desc)
-    load = (descriptors, rings, work, bounds, group, (mask_batch, mask_head))
+    load = (descriptors, rings, work, bounds, of_group, (mask_batch, mask_head))
     pointers = (output, stride_output_head, stride_output_token, lse, rows)
     extras = Extras(scale, cap, sinks)
     attend = (rings, (o_buffers, o_desc, pointers), work, bounds, extras)
@@ -257,7 +265,7 @@ def prefill_kernel(
 @gluon.jit
 def _load(arguments, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
     """The loading warp: all blocks of all tiles, as soon as there is room."""
-    descriptors, rings, work, bounds, group, mask_steps = arguments
+    descriptors, rings, work, bounds, of_group, mask_steps = arguments
     q_desc, k_desc, v_desc, q_rest_desc, k_rest_desc, mask_desc = descriptors
     mask_batch, mask_head = mask_steps
     CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
@@ -276,9 +284,8 @@ def _load(arguments, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
     if rings.bias is not None:
         mask_ring = rings.bias
     for turn in range(turns_of_program(work, BY_LENGTH)):
-        head, block = tile_of(turn, work, HEADS, BY_LENGTH)
-        batch, q_head = head // work.q_heads, head % work.q_heads
-        kv_head = q_head // group
+        batch, q_head, block = tile_of(turn, work, HEADS, BY_LENGTH)
+        kv_head = quotient(q_head, of_group)
         first = block * QUERIES
         span = span_of(batch, bounds)
         if has_tile(turn, first, span, work, bounds, QUERIES, KEYS):
@@ -331,8 +338,8 @@ def _attend(
     masks = 0
     done = 0
     for turn in range(turns_of_program(work, BY_LENGTH)):
-        head, block = tile_of(turn, work, HEADS, BY_LENGTH)
-        batch, q_head = head // work.q_heads, head % work.q_heads + WHO % HEADS
+        batch, q_head, block = tile_of(turn, work, HEADS, BY_LENGTH)
+        q_head += WHO % HEADS
         span = span_of(batch, bounds)
         if has_tile(turn, block * QUERIES, span, work, bounds, QUERIES, KEYS):
             place = (element_of(batch, bounds), work.q_heads, q_head)
@@ -440,7 +447,7 @@ def _attend_tile(
     if work.share is not None:
         begin, _, _, end = key_blocks_of(first_of_tile, span, bounds, QUERIES, KEYS)
         output, reference, total, is_whole = gather(
-            output, reference, total, turn, work.tiles, work.share, end - begin, WHO, CONSUMERS
+            output, reference, total, turn - work.turns, work.share, end - begin, WHO, CONSUMERS
         )
     if is_whole:
         _finish(output, reference, total, outputs, extras, place, span, first, WHO, V_HEAD_DIM)

@@ -13,7 +13,7 @@ from replay.kernels.triton.hopper_operands import block_layout
 from replay.kernels.triton.hopper_scores import ROWS
 from replay.kernels.triton.launch import Launch, PlannedCall
 from replay.kernels.triton.online_softmax import LN_2
-from replay.kernels.triton.persistent import SHORT, multiprocessors
+from replay.kernels.triton.persistent import SHORT, multiprocessors, work_of
 from replay.kernels.triton.quantise import QuantisedKeyValue, padded_dim
 from replay.kernels.triton.quantised_hopper_kernel import quantised_hopper_kernel
 from replay.kernels.triton.quantised_operands import strides_of
@@ -137,15 +137,10 @@ def plan(
         query.device,
         numbers
         | {
-            "group": group,
             "diagonal": None if is_bottom_right else 0,
             "left": left,
             "right": right,
             "most_cut": most_cut(sight, has_lengths=lengths is not None),
-            "tiles": tiles,
-            "blocks": blocks,
-            "bundles": bundles,
-            "section": section,
             "mask_batch": None if mask is None else int(mask.shape[0] > 1),
             "mask_head": None if mask is None else int(mask.shape[1] > 1),
             "visit_batch": visit_batch,
@@ -160,6 +155,7 @@ def plan(
             "REGISTERS": tile.registers,
             "factor": numbers["factor"] * (1.0 if numbers["cap"] is None else LN_2.value / 2),
             "V_HEAD_DIM": quantised.v_head_dim if is_packed else block_v_dim,
+            **work_of(q_heads, group, blocks, bundles, section, programs),
             **arguments_of(cut),
         },
         num_warps=4,

@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from replay.kernels.triton.dividing import quotient
 from replay.kernels.triton.hopper_masks import fill_mask
 from replay.kernels.triton.hopper_pipeline import (
     KEY,
@@ -117,9 +118,10 @@ class Extras(NamedTuple):
 
 @gluon.jit(
     do_not_specialize=[
-        "tiles", "blocks", "bundles", "section", "share_row", "share_each", "q_heads", "group",
-        "q_len", "kv_len", "diagonal", "left", "right", "most_cut", "groups", "mask_batch",
-        "mask_head", "visit_batch", "visit_head",
+        "tiles", "turns", "blocks", "bundles", "section", "share_row", "share_each", "of_q_heads",
+        "of_group", "of_sections", "of_section", "of_last", "q_heads", "q_len", "kv_len",
+        "diagonal", "left", "right", "most_cut", "groups", "mask_batch", "mask_head",
+        "visit_batch", "visit_head",
     ]
 )  # fmt: skip
 def quantised_hopper_kernel(
@@ -140,13 +142,18 @@ def quantised_hopper_kernel(
     parts_ptr,
     arrivals_ptr,
     tiles,
+    turns,
     blocks,
     bundles,
     section,
     share_row,
     share_each,
+    of_q_heads,
+    of_group,
+    of_sections,
+    of_section,
+    of_last,
     q_heads,
-    group,
     q_len,
     kv_len,
     diagonal,
@@ -173,12 +180,11 @@ def quantised_hopper_kernel(
 ):
     """A persistent program: its shared memory, and who does what.
 
-    `group` are the query heads of a key head, `groups` its scales. What a call lacks is None, and
-    no argument of the compiled program: `diagonal` and `most_cut` (as in `Bounds`), `left`,
-    `right`, `cap`, sinks, the mean of the keys, lengths, what a `Share` has, and the mask with what
-    it leaves (`Visits`), of which `mask_batch` and `mask_head` are 1, or 0 where all share its only
-    one. `output` is a descriptor, or of a packed call, where a tile may end amid another sequence's
-    rows, a pointer.
+    `groups` are the scales of a key head. What a call lacks is None, and no argument of the
+    compiled program: `diagonal` and `most_cut` (as in `Bounds`), `left`, `right`, `cap`, sinks, the
+    mean of the keys, lengths, what a `Share` has, and the mask with what it leaves (`Visits`), of
+    which `mask_batch` and `mask_head` are 1, or 0 where all share its only one. `output` is a
+    descriptor, or of a packed call, where a tile may end amid another sequence's rows, a pointer.
     BY_LENGTH: tiles differ in length, and are worked on from the longest. Not IN_TURN, each
     consumer starts its products when it can. IN_TENSOR_CORES: as in the portable kernel.
     """
@@ -218,11 +224,12 @@ def quantised_hopper_kernel(
     share = None
     if parts_ptr is not None:
         share = Share(share_row, share_each, parts_ptr, arrivals_ptr)
-    work = Work(q_heads, tiles, blocks, bundles, section, share)
-    scales = (key_scale_ptr, value_scale_ptr, group, groups)
+    reciprocals = (of_q_heads, of_sections, of_section, of_last)
+    work = Work(q_heads, tiles, turns, blocks, bundles, section, reciprocals, share)
+    scales = (key_scale_ptr, value_scale_ptr, of_group, groups)
     extras = Extras(factor, cap, key_mean_ptr, sinks_ptr)
     descriptors = (query_desc, key_desc, value_desc, mask_desc)
-    load = (descriptors, rings, work, bounds, group, groups, (mask_batch, mask_head))
+    load = (descriptors, rings, work, bounds, of_group, groups, (mask_batch, mask_head))
     outputs = (o_buffers, output, stride_output_head, stride_output_token)
     attend = (queries, rings, scales, outputs, work, bounds, extras)
     # The first consumer is the program's own four warps. Gluon wants every list written out.
@@ -264,7 +271,7 @@ def quantised_hopper_kernel(
 @gluon.jit
 def _load(arguments, CONSUMERS: gl.constexpr, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
     """The loading warp: all blocks of all tiles, as soon as there is room."""
-    descriptors, rings, work, bounds, group, groups, mask_steps = arguments
+    descriptors, rings, work, bounds, of_group, groups, mask_steps = arguments
     query_desc, key_desc, value_desc, mask_desc = descriptors
     mask_batch, mask_head = mask_steps
     QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
@@ -274,8 +281,7 @@ def _load(arguments, CONSUMERS: gl.constexpr, HEADS: gl.constexpr, BY_LENGTH: gl
     masks = 0  # those with a block of the mask
     done = 0
     for turn in range(turns_of_program(work, BY_LENGTH)):
-        head, block = tile_of(turn, work, HEADS, BY_LENGTH)
-        batch, q_head = head // work.q_heads, head % work.q_heads
+        batch, q_head, block = tile_of(turn, work, HEADS, BY_LENGTH)
         span = span_of(batch, bounds)
         if bounds.q_offsets is None and work.share is None:
             done = turn
@@ -284,7 +290,7 @@ def _load(arguments, CONSUMERS: gl.constexpr, HEADS: gl.constexpr, BY_LENGTH: gl
             for who in gl.static_range(CONSUMERS):
                 row = span.q_start + block * QUERIES + who // HEADS * ROWS
                 fill(rings.query, query_desc, [element, q_head + who % HEADS, row, 0], who, done)
-            kept = kept_of(head, span, work, bounds, group)
+            kept = kept_of(batch, q_head, span, work, bounds, of_group)
             if bounds.visits is None:
                 blocks = blocks_of_tile(turn, block * QUERIES, span, work, bounds, QUERIES, KEYS)
                 steps = blocks[3] - blocks[0]
@@ -309,7 +315,7 @@ def _load(arguments, CONSUMERS: gl.constexpr, HEADS: gl.constexpr, BY_LENGTH: gl
                     place = [kept.head * DV, kept.group * SCALE_GROUP + key]
                     fill_shared(rings.value, value_desc, place, stage, phase, VALUE, CONSUMERS)
                 else:
-                    place = [element, q_head // group, span.k_start + key, 0]
+                    place = [element, quotient(q_head, of_group), span.k_start + key, 0]
                     fill_shared(rings.value, value_desc, place, stage, phase, VALUE, CONSUMERS)
                 count += 1
             done += 1
@@ -336,8 +342,8 @@ def _attend(
     for turn in range(turns_of_program(work, BY_LENGTH)):
         exists = True
         if bounds.q_offsets is not None or work.share is not None:
-            head, block = tile_of(turn, work, HEADS, BY_LENGTH)
-            span = span_of(head // work.q_heads, bounds)
+            batch, _head, block = tile_of(turn, work, HEADS, BY_LENGTH)
+            span = span_of(batch, bounds)
             exists = has_tile(turn, block * QUERIES, span, work, bounds, QUERIES, KEYS)
         else:
             done = turn
@@ -367,7 +373,7 @@ def _attend_tile(
     """A consumer's queries of one tile. Returns how many blocks of keys there have been, and how
     many with a block of the mask: `count` and `masks` are those of the tiles before."""
     queries, rings, scales, outputs, work, bounds, extras = arguments
-    key_scale_ptr, value_scale_ptr, group, groups = scales
+    key_scale_ptr, value_scale_ptr, of_group, groups = scales
     CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
     STAGES: gl.constexpr = rings.key.buffers.shape[0]
     KEYS: gl.constexpr = rings.key.buffers.shape[1]
@@ -381,12 +387,11 @@ def _attend_tile(
     )
     wait_for(rings.query, WHO, done)
     # What it takes to find the tile hides behind what the query takes.
-    head, block = tile_of(turn, work, HEADS, BY_LENGTH)
-    head += WHO % HEADS
-    batch, q_head = head // work.q_heads, head % work.q_heads
+    batch, q_head, block = tile_of(turn, work, HEADS, BY_LENGTH)
+    q_head += WHO % HEADS
     span = span_of(batch, bounds)
     first = block * QUERIES + WHO // HEADS * ROWS
-    kept = kept_of(head, span, work, bounds, group)
+    kept = kept_of(batch, q_head, span, work, bounds, of_group)
     of_groups = kept.head * groups + kept.group
     of_head = (key_scale_ptr + of_groups, value_scale_ptr + of_groups)
     if bounds.visits is None:
@@ -404,7 +409,7 @@ def _attend_tile(
     shift = None
     if extras.key_mean is not None:
         D: gl.constexpr = query.shape[1]
-        mean = extras.key_mean + head // group * D
+        mean = extras.key_mean + quotient(batch * work.q_heads + q_head, of_group) * D
         shift = times_mean(unquantised, mean, extras.factor, D, SCORES)
     of_queries = quantise_query(unquantised, extras.factor, query, SCORES)
     release(rings.query, WHO)
@@ -474,7 +479,7 @@ def _attend_tile(
     if work.share is not None:
         begin, _, _, end = key_blocks_of(block * QUERIES, span, bounds, QUERIES, KEYS)
         output, maximum, total, is_whole = gather(
-            output, maximum, total, turn, work.tiles, work.share, end - begin, WHO, CONSUMERS
+            output, maximum, total, turn - work.turns, work.share, end - begin, WHO, CONSUMERS
         )
     if extras.cap is not None:  # scores then have it themselves
         shift = None

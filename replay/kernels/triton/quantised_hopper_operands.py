@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.core import PropagateNan
 
+from replay.kernels.triton.dividing import quotient
 from replay.kernels.triton.hopper_scores import ROWS
 from replay.kernels.triton.quantise import (
     FP8_MAX,
@@ -104,13 +105,15 @@ def _four_threads_a_row(D):
 
 
 @gluon.jit
-def kept_of(head, span, work, bounds, group):
-    """Where the keys of a query head, counted over the batch, are kept."""
-    at = head // group
+def kept_of(batch, q_head, span, work, bounds, of_group):
+    """Where the keys of a query head are kept; `of_group` is the `reciprocal` of how
+    many share them."""
     first = 0
-    if bounds.q_offsets is not None:
-        at = head % work.q_heads // group
-        first = first_group(span.k_start, head // work.q_heads, SCALE_GROUP)
+    if bounds.q_offsets is None:
+        at = quotient(batch * work.q_heads + q_head, of_group)
+    else:
+        at = quotient(q_head, of_group)
+        first = first_group(span.k_start, batch, SCALE_GROUP)
     return Kept(at, first)
 
 

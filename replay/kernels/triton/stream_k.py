@@ -137,32 +137,32 @@ def memory_for(
 
 
 @gluon.jit
-def turns_with_pieces(tiles, programs):
-    """How many turns a program has; there may be no piece in the last."""
-    return tiles // programs + PIECES
+def turns_with_pieces(turns):
+    """How many turns a program has behind those of whole tiles; there may be no piece in the
+    last."""
+    return turns + PIECES
 
 
 @gluon.jit
-def tile_of_piece(turn, tiles, share, program, programs):
-    """The number of the tile that a program's turn is for."""
-    whole = tiles // programs
+def tile_of_piece(turn, turns, share, program, programs):
+    """The number of the tile that a program's turn is for; the first `turns` are whole tiles."""
     number = turn * programs + program
-    if turn >= whole:
-        number = whole * programs + _shared_of(turn - whole, share, program)
+    if turn >= turns:
+        number = turns * programs + _shared_of(turn - turns, share, program)
     return number
 
 
 @gluon.jit
-def blocks_of_piece(turn, tiles, share, begin, end, program, programs):
-    """Those of a tile's blocks of keys, which are `begin` to `end`, that a program's turn is for:
-    all, in a turn of whole tiles. Where there are none the second number is not the greater."""
-    whole = tiles // programs
-    if turn >= whole:
-        shared = _shared_of(turn - whole, share, program)
+def blocks_of_piece(piece, tiles, share, begin, end, program):
+    """Those of a tile's blocks of keys, which are `begin` to `end`, that a program's piece is of,
+    where so many tiles are shared: all, of a whole tile, whose number of a piece is negative. Where
+    there are none the second number is not the greater."""
+    if piece >= 0:
+        shared = _shared_of(piece, share, program)
         own = program * share.each - shared * share.row  # may have begun in the tile before
         piece_end = gl.minimum(end, begin + own + share.each)
         begin += gl.maximum(own, 0)
-        end = gl.where(shared < tiles - whole * programs, piece_end, begin)
+        end = gl.where(shared < tiles, piece_end, begin)
     return begin, end
 
 
@@ -181,22 +181,20 @@ def _shared_of(piece, share, program):
 
 @gluon.jit
 def gather(
-    output, reference, total, turn, tiles, share, blocks, WHO: gl.constexpr, CONSUMERS: gl.constexpr
+    output, reference, total, piece, share, blocks, WHO: gl.constexpr, CONSUMERS: gl.constexpr
 ):
-    """What a consumer's turn gave, (ROWS, Dv), (ROWS,) and (ROWS,), with all other pieces of the
+    """What a consumer's piece gave, (ROWS, Dv), (ROWS,) and (ROWS,), with all other pieces of the
     tile, which has so many blocks of keys; and whether they are there. If not, somebody else is
-    going to add them up.
+    going to add them up. The number of a piece that is a whole tile is negative.
 
     Outputs and sums are relative to 2^reference.
     """
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    whole = tiles // programs
     is_whole = True
-    if turn >= whole:
-        shared = _shared_of(turn - whole, share, program)
+    if piece >= 0:
+        shared = _shared_of(piece, share, gl.program_id(0))
         first, last = programs_of_tile(shared, blocks, share)
         if first < last:
-            _leave(output, reference, total, turn - whole, share, WHO, CONSUMERS)
+            _leave(output, reference, total, piece, share, WHO, CONSUMERS)
             arrivals = share.arrivals + shared * CONSUMERS + WHO
             before = gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu")
             is_whole = before == last - first

@@ -16,10 +16,11 @@ tile_number, turns_of = persistent.tile_number.fn, persistent.turns_of.fn
 def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of the functions calls the other: that, too, as Python has it."""
     monkeypatch.setitem(turns_of.__globals__, "tile_number", tile_number)
+    monkeypatch.setattr(persistent.gl, "where", lambda which, yes, no: yes if which else no)
 
 
 def tiles_of(program: int, programs: int, tiles: int, is_causal: bool) -> list[int]:
-    turns = turns_of(tiles, program, programs, is_causal)
+    turns = turns_of(tiles, tiles // programs, program, programs, is_causal)
     return [tile_number(turn, program, programs, is_causal) for turn in range(turns)]
 
 

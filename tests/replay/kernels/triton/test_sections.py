@@ -22,14 +22,20 @@ CAUSAL_8K = Sight(8192, 8192, 0, None, 0, 128, 128)
 
 
 tile_number, turns_of = persistent.tile_number.fn, persistent.turns_of.fn
-place_of = persistent.place_of.fn
 
 
 @pytest.fixture(autouse=True)
 def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """The functions that place a tile, as Python has them."""
     monkeypatch.setitem(turns_of.__globals__, "tile_number", tile_number)
-    monkeypatch.setattr(persistent.gl, "minimum", min)
+    monkeypatch.setattr(persistent.gl, "where", lambda which, yes, no: yes if which else no)
+    monkeypatch.setattr(persistent, "quotient", lambda n, of: n * (of & 0xFFFFFFFF) >> (of >> 32))
+
+
+def place_of(tile: int, blocks: int, heads: int, section: int, by_length: bool) -> tuple[int, int]:
+    numbers = persistent.work_of(1, 1, blocks, heads, section, PROGRAMS)
+    reciprocals = (numbers[f"of_{each}"] for each in ("sections", "section", "last"))
+    return persistent.place_of.fn(tile, blocks, heads, section, *reciprocals, by_length)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +71,7 @@ def test_the_busiest_program_is_the_kernels(section: int) -> None:
     tiles = heads * len(blocks)
     work = []
     for program in range(PROGRAMS):
-        turns = turns_of(tiles, program, PROGRAMS, True)
+        turns = turns_of(tiles, tiles // PROGRAMS, program, PROGRAMS, True)
         numbers = (tile_number(turn, program, PROGRAMS, True) for turn in range(turns))
         places = [place_of(number, len(blocks), heads, section, True) for number in numbers]
         work.append(sum(int(blocks[block]) + TILE_BLOCKS for _, block in places))

@@ -48,16 +48,17 @@ def pieces_of(
     """Of each tile: who has a piece of it, as which of the program's, its first block and its end.
     Tile number i has `lengths[i]` blocks, the first of which is number `begin`."""
     tiles, share = len(lengths), Share(*cut, None, None)
+    turns = tiles // PROGRAMS
     pieces = defaultdict(list)
     for program in range(PROGRAMS):
-        for turn in range(int(turns_with_pieces(tiles, PROGRAMS))):
-            tile = tile_of_piece(turn, tiles, share, program, PROGRAMS)
+        for turn in range(int(turns_with_pieces(turns))):
+            tile = tile_of_piece(turn, turns, share, program, PROGRAMS)
             blocks = lengths[tile] if tile < tiles else 1
             first, end = blocks_of_piece(
-                turn, tiles, share, begin, begin + blocks, program, PROGRAMS
+                turn - turns, tiles % PROGRAMS, share, begin, begin + blocks, program
             )
             if first < end:
-                pieces[tile].append((program, turn - tiles // PROGRAMS, first, end))
+                pieces[tile].append((program, turn - turns, first, end))
     return pieces
 
 
