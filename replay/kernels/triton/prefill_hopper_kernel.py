@@ -382,18 +382,35 @@ def _attend_tile(
     DV: gl.constexpr = rings.value.buffers.shape[4]
     QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    first = first_of_tile + WHO // HEADS * ROWS
+    # Where a diagonal cuts several blocks of a tile, the last ones are for its last queries only.
+    MAY_SKIP: gl.constexpr = (
+        QUERIES > KEYS
+        and bounds.most_cut is not None
+        and bounds.left is None
+        and bounds.visits is None
+        and rings.mask is None
+        and rings.bias is None
+        and work.share is None
+    )
+    skipped = 0
     if bounds.visits is None:
         blocks = blocks_of_tile(turn, first_of_tile, span, work, bounds, QUERIES, KEYS)
         masked, steps = masked_of(blocks, bounds), blocks[3] - blocks[0]
-        key = block_at(0, blocks, bounds) * KEYS
+        if MAY_SKIP:
+            _, _, _, end = key_blocks_of(first, span, bounds, ROWS, KEYS)
+            skipped = blocks[3] - end
+            for _ in range(skipped):
+                _skip(rings, count, WHO)
+                count += 1
+        key = block_at(skipped, blocks, bounds) * KEYS
     else:
         masked = gl.maximum(visits[3], 1)
         steps = visits[2] + visits[3]
         key = visited_key(0, visits, bounds, KEYS)
-    first = first_of_tile + WHO // HEADS * ROWS
     wait_for(rings.query, WHO, done)
 
-    # The last block of keys, which has no PV before it.
+    # The block that is visited first, which has no PV before it.
     stage = count % STAGES
     wait_for(rings.key, stage, count // STAGES)
     wait_for_turn(WHO)
@@ -416,7 +433,7 @@ def _attend_tile(
     state = (packed, output, reference, sums)
     count += 1
     masks += 1
-    for i in range(1, masked):
+    for i in range(skipped + 1, masked):
         if bounds.visits is None:
             key = block_at(i, blocks, bounds) * KEYS
         else:
@@ -535,6 +552,21 @@ def _step(
         output, weights, packed = warpgroup_mma_wait(0, deps=[output, weights, packed])
         release_shared(rings.value, before, VALUE, CONSUMERS)
     return weights, rescale(output, factor), reference, total
+
+
+@gluon.jit
+def _skip(rings, count, WHO: gl.constexpr):
+    """Give back a block that a consumer's queries do not see, once it is there: before, others may
+    not have given back the one that was in its place."""
+    CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
+    STAGES: gl.constexpr = rings.key.buffers.shape[0]
+    stage, phase = count % STAGES, count // STAGES
+    wait_for_turn(WHO)
+    pass_turn(WHO, CONSUMERS)
+    wait_for(rings.key, stage, phase)
+    release_shared(rings.key, stage, KEY, CONSUMERS)
+    wait_for(rings.value, stage, phase)
+    release_shared(rings.value, stage, VALUE, CONSUMERS)
 
 
 @gluon.jit
