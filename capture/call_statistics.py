@@ -21,14 +21,18 @@ OUTLIER = 4.0
 
 @dataclass(frozen=True)
 class CallStatistics:
-    """Means over batch, heads and queries, but for the channels; NaN where no query counts."""
+    """Means over batch, heads and queries, but for the channels.
+
+    NaN where nothing counts: no query sees enough keys, or a head has fewer than two.
+    """
 
     outlier_channels: float
     """Channels of K whose root mean square is over four times that of the head's median channel, of
     the head that has most. They take the range of an 8-bit scale (KIVI, Liu et al. 2024)."""
     key_offset: float
     """‖mean of K over tokens‖ / ‖its standard deviation‖, norms over channels: what smoothing K
-    removes (SageAttention, Zhang et al. 2024), in units of what remains."""
+    removes (SageAttention, Zhang et al. 2024), in units of what remains. Infinite for equal keys,
+    and NaN for zeros."""
     entropy: float
     """Of the attention weights, relative to that of uniform ones: 1 is uniform."""
     largest: float
@@ -59,7 +63,7 @@ def call_statistics(call: AttentionCall) -> CallStatistics:
     entropy, largest, top_mass = (
         _mean(column) for column in (zip(*weighed, strict=True) if weighed else [()] * 3)
     )
-    return CallStatistics(max(outliers), _mean(offsets), entropy, largest, top_mass)
+    return CallStatistics(_most(outliers), _mean(offsets), entropy, largest, top_mass)
 
 
 def mean(statistics: Iterable[CallStatistics]) -> CallStatistics:
@@ -70,16 +74,21 @@ def mean(statistics: Iterable[CallStatistics]) -> CallStatistics:
         for field in fields(CallStatistics)
     }
     return CallStatistics(
-        **found | {"outlier_channels": max(each.outlier_channels for each in members)}
+        **found | {"outlier_channels": _most(each.outlier_channels for each in members)}
     )
 
 
 def _of_keys(key: Tensor) -> tuple[float, float]:
+    """Outlier channels and offset of a head's keys (Sk, D)."""
+    if len(key) < 2:  # nothing is told from a token's own values
+        return math.nan, math.nan
     sizes = key.square().mean(0).sqrt()
     outliers = int((sizes > OUTLIER * sizes.median()).sum())
     deviation, average = torch.std_mean(key, dim=0, correction=0)
-    spread = float(deviation.norm())
-    return outliers, float(average.norm()) / spread if spread else math.inf
+    spread, offset = float(deviation.norm()), float(average.norm())
+    if spread:
+        return outliers, offset / spread
+    return outliers, math.inf if offset else math.nan
 
 
 def _of_weights(
@@ -106,6 +115,8 @@ def _of_weights(
     else:
         weights = scores.softmax(-1)
     enough = seen >= FEWEST_KEYS
+    if not bool(enough.any()):
+        return
     weights, seen = weights[enough], seen[enough]
     entropy = torch.special.entr(weights).sum(-1) / seen.float().log()
     ranked = weights.sort(dim=-1, descending=True).values
@@ -114,5 +125,13 @@ def _of_weights(
 
 
 def _mean(values: Iterable[float]) -> float:
-    counted = [value for value in values if not math.isnan(value)]
+    counted = _counted(values)
     return sum(counted) / len(counted) if counted else math.nan
+
+
+def _most(values: Iterable[float]) -> float:
+    return max(_counted(values), default=math.nan)
+
+
+def _counted(values: Iterable[float]) -> list[float]:
+    return [value for value in values if not math.isnan(value)]

@@ -70,13 +70,17 @@ def show_statistics(dataset: Dataset, console: Console) -> None:
             calls = layers[module]
             each = mean(calls)
             figures = (each.key_offset, each.entropy, each.largest, each.top_mass)
-            shown = ("-" if math.isnan(figure) else f"{figure:.3f}" for figure in figures)
-            table.add_row(
-                _text(module or "-"), str(len(calls)), f"{each.outlier_channels:.0f}", *shown
-            )
+            shown = (_figure(figure, ".3f") for figure in figures)
+            outliers = _figure(each.outlier_channels, ".0f")
+            table.add_row(_text(module or "-"), str(len(calls)), outliers, *shown)
         console.print(table)
         console.print()
     console.print(Text(STATISTICS, style="dim"))
+
+
+def _figure(value: float, form: str) -> str:
+    """A number, or a dash where no call has one."""
+    return "-" if math.isnan(value) else format(value, form)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

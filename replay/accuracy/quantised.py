@@ -147,8 +147,10 @@ WAYS = (
 def _errors(call: AttentionCall, reference: Tensor, way: Way) -> tuple[Tensor, Tensor]:
     """Σ|error| and ‖error‖ of each row (B, Hq, Sq) of the call computed in 8 bits."""
     call = call.without_pages()
-    absolute = torch.empty(reference.shape[:3], dtype=torch.float64, device=reference.device)
-    lengths = torch.empty_like(absolute)
+    absolute = torch.zeros(reference.shape[:3], dtype=torch.float64, device=reference.device)
+    lengths = torch.zeros_like(absolute)
+    if not call.shape.kv_len:  # zeros, in any number of bits
+        return absolute, lengths
     group = call.shape.q_heads // call.shape.kv_heads
     for batch in range(call.shape.batch):
         for kv_head in range(call.shape.kv_heads):

@@ -236,6 +236,8 @@ def _terms_of_a_sum(call: AttentionCall) -> float:
 def _largest_finite_of_heads(tensor: Tensor) -> Tensor:
     """The largest finite magnitude of each head of (B, H, …), (H,); 0 where there is none."""
     heads = tensor.transpose(0, 1).flatten(1)
+    if not heads.shape[1]:  # no keys
+        return heads.new_zeros(len(heads))
     # NaN stays NaN. On a CPU, `aminmax` of a dimension takes twenty times as long.
     largest = torch.maximum(-heads.amin(1), heads.amax(1))
     if bool(largest.isfinite().all()):

@@ -145,7 +145,9 @@ def make_row(
     block = timed.block if is_timed else None
     tflops = None if time_ms is None else flops.tflops(call, time_ms.p50)
     intensity = flops.arithmetic_intensity(call)
-    share = None if roof is None or tflops is None else tflops / roof.at(intensity)
+    share = None
+    if roof is not None and tflops:  # where no query sees a key there is nothing to share
+        share = tflops / roof.at(intensity)
     is_above = share is not None and share > MOST_OF_ROOF
     above = (ABOVE_ROOF,) * is_above
     return Row(

@@ -101,7 +101,7 @@ class Flip:
             self._changes += [partial(_reverse, part) for part in parts]
         self._call, self._batch, self._heads, self._group = call, batch, heads, group
         # There are few such quarters, and each would come back soon.
-        self._changes.append(partial(_negate, _one_more(draw, call.value)))
+        self._changes += [partial(_negate, row) for row in _one_more(draw, call.value)]
 
     def rows(self, drawn: int) -> tuple[Rows, Rows]:
         """Rows of the head whose keys and queries changed, and of any head.
@@ -143,7 +143,9 @@ class Walk:
         draw = random.Random(f"{seed} walk")
         self.number = number
         values = _blocks(draw, call.value, max(call.value.shape[2] // WALK_SHARE, 1))
-        self._pools: list[list[Callable[[], object]]] = [[block.neg_ for block in values]]
+        self._pools: list[list[Callable[[], object]]] = []
+        if values:  # there are keys
+            self._pools.append([block.neg_ for block in values])
         shares_key = call.key.data_ptr() == call.value.data_ptr()
         if not values_only and not shares_key and call.key.shape[2] > 1:
             self._pools.append([_Exchange(block) for block in _blocks(draw, call.key, 2)])
@@ -231,6 +233,8 @@ def _values(draw: random.Random, tensor: Tensor) -> list[Tensor]:
     """The same rows of every head, as they lie in memory; on a CPU in blocks for one thread."""
     memory = narrow_expanded(tensor)
     batch, heads, length, width = memory.shape
+    if not length:
+        return []
     rows = max(length // VALUE_SHARE, 1)
     if tensor.device.type == "cpu":
         rows = max(min(rows, _most_rows(tensor), MOST_VALUES // (batch * heads * width)), 1)
@@ -244,13 +248,15 @@ def _values(draw: random.Random, tensor: Tensor) -> list[Tensor]:
     return [block for sequence in values for block in sequence.split(at_once)]
 
 
-def _one_more(draw: random.Random, tensor: Tensor) -> Tensor:
+def _one_more(draw: random.Random, tensor: Tensor) -> list[Tensor]:
     """A row of every head; of some where they have one row each, which is flipped already."""
     memory = narrow_expanded(tensor)
     _, heads, length, _ = memory.shape
+    if not length:
+        return []
     place = draw.randrange(length)
     first = draw.randint(1, heads) if length == 1 else 0
-    return memory[:, first:, place : place + 1]
+    return [memory[:, first:, place : place + 1]]
 
 
 def _negate(rows: Tensor) -> None:

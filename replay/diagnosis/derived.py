@@ -65,6 +65,8 @@ def changed(call: AttentionCall) -> AttentionCall:
     found = call.to(call.device).tensors()
     for name in ("query", "key", "value"):
         stored = narrow_expanded(found[name])
+        if not stored.numel():  # no keys
+            continue
         turned = stored.clone() if name == "value" else stored.flip(2)
         if name == "value" and call.value_is_in_key:
             continue

@@ -146,7 +146,7 @@ class _Here:
     def examine(self, kernel: Kernel, workload: Workload, found: Diagnoses) -> None:
         with torch.no_grad():
             try:
-                call = workload.load(self._settings.device)
+                call = workload.load_to_judge(self._settings.device)
             except DatasetError as error:
                 found.unreadable[workload.name] = str(error)
                 return

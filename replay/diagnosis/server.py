@@ -34,7 +34,7 @@ def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
         guard = _guard()
         settings = Settings.from_json(request["settings"])
         try:
-            call = workload_of(request["workload"]).load(settings.device)
+            call = workload_of(request["workload"]).load_to_judge(settings.device)
         except DatasetError as error:
             say(unreadable=str(error))
             return

@@ -88,7 +88,7 @@ class _Search:
         for first, end in _guesses(axis, self.found):
             if end - first < axis.length(self.found.call) and self._fails(axis, first, end):
                 break
-        step = axis.length(self.found.call) - 1
+        step = max(axis.length(self.found.call) - 1, 0)  # there may be no keys
         while step:
             length = axis.length(self.found.call)
             if self._fails(axis, step, length) or self._fails(axis, 0, length - step):

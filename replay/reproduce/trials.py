@@ -113,7 +113,9 @@ class Trials:
         for row in rows:
             if row.kernel == self._kernel:
                 return _outcome(row, hearing.objection(row))
-        raise TrialError(f"{workload.name}: {rows[0].reason if rows else 'no row came back'}")
+            if not row.kernel:  # of the call itself, which it names
+                raise TrialError(row.reason)
+        raise TrialError(f"{workload.name}: no row came back")
 
 
 def _outcome(row: Row, objection: str) -> Outcome:

@@ -314,7 +314,7 @@ class Row:
         float | None,
         Meaning(
             "TFLOPS / the lower of the measured peak and FLOP/B · the measured bandwidth; empty "
-            "where that is above 105 %",
+            "where that is above 105 %, or no query sees a key",
             columns=(Column("work", "roofline", "of roof", digits(".0%")),),
         ),
     ] = None

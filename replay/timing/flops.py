@@ -27,6 +27,8 @@ def valid_pairs(call: AttentionCall) -> int:
     """
     shape = call.shape
     heads = shape.batch * shape.q_heads
+    if not heads * shape.q_len * shape.kv_len:
+        return 0  # a mask for no keys has no entries, or one that broadcasts to none
     restricts = call.is_causal or bool(call.features)
     if call.attn_mask is not None:
         if restricts:
@@ -67,8 +69,12 @@ def bytes_moved(call: AttentionCall) -> int:
 
 
 def arithmetic_intensity(call: AttentionCall) -> float:
-    """Floating-point operations per byte moved: compare with the machine's balance (roofline)."""
-    return flops(call) / bytes_moved(call)
+    """Floating-point operations per byte moved: compare with the machine's balance (roofline).
+
+    0 of a call that moves no byte.
+    """
+    operations = flops(call)
+    return operations / bytes_moved(call) if operations else 0.0
 
 
 def tflops(call: AttentionCall, milliseconds: float) -> float:

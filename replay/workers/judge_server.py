@@ -101,7 +101,7 @@ def _open(request: dict[str, Any], settings: Settings) -> None:
 
 
 def _referee(request: dict[str, Any], settings: Settings) -> LocalReferee:
-    call = workload_of(request["workload"]).load(settings.device)
+    call = workload_of(request["workload"]).load_to_judge(settings.device)
     with torch.no_grad():
         return LocalReferee(
             call,

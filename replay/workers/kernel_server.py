@@ -106,7 +106,7 @@ def _call(request: dict[str, Any], say: Say, guard: Guard) -> None:
     with contextlib.suppress(DatasetError):  # the replay will say that it cannot be read
         kernels = [find(name) for name in request["kernels"]]
         _warm_up(kernels, guard)
-        call = workload_of(request["workload"]).load(settings.device)
+        call = workload_of(request["workload"]).load_to_judge(settings.device)
         for kernel, milliseconds in first_calls(
             call, kernels, settings, guard, lambda name: say(at=name)
         ):

@@ -40,6 +40,18 @@ class Workload:
         """What tells it from the others of a replay."""
         return f"{self.name} on {self.on}" if self.on else self.name
 
+    def load_to_judge(self, device: torch.device) -> AttentionCall:
+        """Load it for kernels whose outputs are to be compared with a reference.
+
+        Raises:
+            DatasetError: it cannot be read, or has an empty output, which nothing can be said of.
+        """
+        call = self.load(device)
+        if not call.query.numel():
+            sizes = "×".join(map(str, call.query.shape))
+            raise DatasetError(f"a query of {sizes} has no output that could be judged", self.name)
+        return call
+
 
 def from_directory(
     where: str | Path,

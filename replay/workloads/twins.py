@@ -27,6 +27,8 @@ def _as_drawn(drawn: Tensor, recorded: Tensor) -> Tensor:
 
 def _matched(drawn: Tensor, recorded: Tensor) -> Tensor:
     """With the mean and the standard deviation of each channel of each head (B, H, S, D)."""
+    if not recorded.numel():  # no keys, of whose moments PyTorch warns
+        return drawn
     deviation, mean = torch.std_mean(recorded.float(), dim=(0, 2), correction=0, keepdim=True)
     return drawn * deviation.nan_to_num(1.0) + mean.nan_to_num(0.0)
 

@@ -122,3 +122,26 @@ def test_half_precision() -> None:
     half = replace(CALL, **{name: each.half() for name, each in CALL.tensors().items()})
     found, usual = call_statistics(half), call_statistics(CALL)
     assert found.entropy == pytest.approx(usual.entropy, abs=0.01)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("q_len", [0, 5])
+@pytest.mark.parametrize("kv_len", [0, 1])
+def test_fewer_than_two_keys_tell_nothing(q_len: int, kv_len: int) -> None:
+    found = call_statistics(random_call(q_len=q_len, kv_len=kv_len))
+    assert all(math.isnan(each) for each in vars(found).values())
+    for together in ([found, call_statistics(CALL)], [call_statistics(CALL), found]):
+        assert mean(together) == call_statistics(CALL)
+    assert math.isnan(mean([found]).outlier_channels)
+
+
+def test_keys_that_no_query_sees_are_looked_at_all_the_same() -> None:
+    hidden = replace(CALL, attn_mask=torch.zeros(40, 200, dtype=torch.bool))
+    for call in (hidden, random_call(q_len=0, kv_len=200)):
+        found = call_statistics(call)
+        assert found.key_offset == call_statistics(replace(call, attn_mask=None)).key_offset > 0
+        assert math.isnan(found.largest)
+
+
+def test_keys_of_zeros_have_no_mean_to_remove() -> None:
+    assert math.isnan(call_statistics(replace(CALL, key=CALL.key * 0)).key_offset)

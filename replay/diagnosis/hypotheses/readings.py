@@ -16,7 +16,6 @@ from torch import Tensor
 
 from capture.call import AttentionCall
 from capture.structure import structure_of
-from capture.variant import PLAIN
 from replay.diagnosis.derived import (
     OutputRows,
     can_be_gathered,
@@ -369,11 +368,11 @@ def _heads(call: AttentionCall) -> Iterator[Reading]:
 
 
 def _nothing_seen(subject: Subject) -> Evidence | None:
-    """Whether only queries that may see no key are wrong: they are to get zeros."""
-    call, (batch, head, rows) = subject.call, subject.place
-    if call.attn_mask is None and not call.is_causal and call.variant == PLAIN:
-        return None
-    call = call.without_pages()
+    """Whether only queries that may see no key are wrong: they are to get zeros.
+
+    Where a call has no key at all, no mask hides one, and no other reading is possible.
+    """
+    call, (batch, head, rows) = subject.call.without_pages(), subject.place
     visible = seen(call, batch, rows)
     mask = mask_of(call, batch, head, rows)
     if mask is not None:
@@ -382,6 +381,12 @@ def _nothing_seen(subject: Subject) -> Evidence | None:
         return None
     given = subject.output[batch, head, rows]
     what = "NaN" if bool(given.isnan().all()) else "something else"
+    if not call.shape.kv_len:
+        return Evidence(
+            "unknown",
+            f"the call has no keys, and queries get {what}, where SDPA returns zeros",
+            {"queries": len(rows)},
+        )
     return Evidence(
         "mask-misread",
         f"queries whose keys are all masked get {what}, where SDPA returns zeros; the other "

@@ -151,12 +151,18 @@ def _sinks_on_gpu(call: AnyCall) -> str | None:
     return "attention sinks on a CPU: FlexAttention compiled for one returns no log-sum-exp"
 
 
+def _some_keys(call: AnyCall) -> str | None:
+    if call.key.shape[2]:
+        return None
+    return "a call without keys: FlexAttention compiled for a CPU divides by their number"
+
+
 def _block_mask_is_kept(call: AnyCall) -> bool:
     """Whether the block mask is made once, as a model would write it, and not at every call."""
     return call.cu_seqlens_q is None and call.seqused_k is None
 
 
-_limits = (no_dropout, up_to_float32, _sinks_on_gpu)
+_limits = (no_dropout, up_to_float32, _sinks_on_gpu, _some_keys)
 _KNOWN = FEATURES.keys() - {"paged"}
 
 register(

@@ -167,7 +167,9 @@ def _notes(comparison: Comparison) -> list[str]:
         if run.is_cut_off:
             notes.append(f"{run.name} was interrupted: its last row is cut off")
         if run.unreadable:
-            notes.append(f"{run.name} has calls that could not be read: {_some(run.unreadable)}")
+            notes.append(
+                f"{run.name} has calls that could not be replayed: {_some(run.unreadable)}"
+            )
     return notes
 
 

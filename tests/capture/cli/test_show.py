@@ -83,3 +83,16 @@ def test_statistics_are_about_a_recording(capsys: pytest.CaptureFixture[str]) ->
         main(["--model", "llama", "--stats"])
     assert stopped.value.code == 2
     assert "give --show DIR too" in capsys.readouterr().err
+
+
+def test_a_layer_without_keys_has_dashes_and_the_others_their_statistics(tmp_path: Path) -> None:
+    for index, (module, kv_len) in enumerate([("layers.0", 0), ("layers.1", 64), ("layers.1", 1)]):
+        call = random_call(q_len=64, kv_len=kv_len)
+        origin = replace(call.origin, model="model", module=module, phase="prefill")
+        PackedCall.of(replace(call, origin=origin)).write(tmp_path / f"m-{index}.safetensors")
+    file = io.StringIO()
+    show_statistics(load(tmp_path), Console(file=file, width=80))
+    lines = [line.split() for line in file.getvalue().splitlines() if line.startswith("layers")]
+    assert lines[0] == ["layers.0", "1", *"-----"]
+    assert lines[1][:3] == ["layers.1", "2", "0"]
+    assert not {"-", "inf"}.intersection(lines[1])

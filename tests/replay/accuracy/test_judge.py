@@ -18,7 +18,7 @@ from replay.accuracy.reference import attention
 from replay.accuracy.thresholds import ExactThresholds, QuantisedThresholds, Thresholds
 from replay.accuracy.tolerance import RowTolerance, Tolerance
 from replay.rows.accuracy import AccuracyClass
-from tests.factories import one_head
+from tests.factories import one_head, random_call
 
 NOTHING = Tolerance(0.0, 0.0)
 
@@ -299,3 +299,23 @@ def test_the_verdict_says_where() -> None:
     where = verdict_of(output, reference).where
     assert (where.head, where.queries) == ((1, 2), (10, 11))
     assert (where.worst, where.typical) == (0.5, 0.0)
+
+
+@pytest.mark.parametrize("accuracy_class", ["exact", "quantised", "sparse"])
+@pytest.mark.parametrize("q_len", [9, 70])
+def test_without_keys_zeros_alone_are_right(accuracy_class: AccuracyClass, q_len: int) -> None:
+    call = random_call(q_heads=4, kv_heads=2, q_len=q_len, kv_len=0, dtype=torch.bfloat16)
+    chosen = torch.ones(q_len, 0, dtype=torch.bool) if accuracy_class == "sparse" else None
+    expected, zeros = Expected.of(call, chosen), torch.zeros_like(call.query)
+    assert judge(zeros, expected, accuracy_class).passed
+    for wrong in (zeros + 0.01, zeros + math.nan):
+        assert not judge(wrong, expected, accuracy_class).passed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_heads_without_keys_may_not_err(dtype: torch.dtype) -> None:
+    """As the rows of a timed sample are judged."""
+    found = Expected.of_heads(random_call(kv_len=0, dtype=dtype))
+    assert len(found) == 2
+    assert all(not bool(each.reference.any()) for each in found)
+    assert all(each.tolerance.same_dtype_error == 0 for each in found)

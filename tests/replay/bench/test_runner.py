@@ -21,7 +21,7 @@ from replay.rows.row import Mask, Roof, Row
 from replay.timing.flops import gb_per_s, tflops
 from replay.timing.rounds import Samples, measure
 from replay.workloads.recorded import Workload, from_directory
-from tests.factories import settings
+from tests.factories import random_call, settings
 from tests.replay.bench.small_kernels import MakeCall, MakeWorkload, Register, rows_of, sdpa
 from tests.variant_calls import CALLS, paged_call
 
@@ -275,3 +275,58 @@ def test_a_kernel_that_reads_another_page_is_found_out() -> None:
     kernel = Kernel("shifted", shifted, features=frozenset({"paged"}))
     rows = replay([Workload("call", lambda device: call, {})], [kernel], settings())
     assert {row.kernel: row.status for row in rows}["shifted"] == "inaccurate"
+
+
+SEES_NOTHING = {
+    "no keys": random_call(kv_len=0),
+    "no keys, mask": random_call(kv_len=0, attn_mask=torch.ones(9, 0, dtype=torch.bool)),
+    "all masked": random_call(attn_mask=torch.zeros(9, 13, dtype=torch.bool)),
+    "all at -inf": random_call(attn_mask=torch.full((9, 13), -torch.inf)),
+    "packed, never together": random_call(
+        q_len=20,
+        kv_len=20,
+        cu_seqlens_q=torch.tensor([0, 0, 0, 20]).int(),
+        cu_seqlens_k=torch.tensor([0, 20, 20, 20]).int(),
+    ),
+    "no key used": random_call(batch=2, seqused_k=torch.tensor([0, 0]).int()),
+    "no page used": paged_call([0, 0], 4),
+}
+
+
+@pytest.mark.parametrize("name", SEES_NOTHING)
+def test_a_call_in_which_no_query_sees_a_key_has_its_rows(
+    name: str, workload: MakeWorkload, quick: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its outputs are zeros, which take their time; no share of any roof can be told."""
+    monkeypatch.setattr("replay.bench.runner.measure_roof", lambda *_: Roof(1.0, 10.0))
+    rows = rows_of(SEES_NOTHING[name], workload, replace(quick, roofline=True), find("eager"))
+    eager = rows["eager"]
+    assert (eager.status, eager.tflops, eager.flop_per_byte) == ("ok", 0.0, 0.0)
+    assert eager.time_ms is not None
+    assert eager.roof_share is None
+
+
+def test_a_kernel_that_is_wrong_without_keys_is_found(
+    workload: MakeWorkload, quick: Settings, kernels: Register
+) -> None:
+    def ones(query: Tensor, **arguments: Any) -> Tensor:
+        return torch.ones_like(query)
+
+    rows = rows_of(SEES_NOTHING["no keys"], workload, quick, kernels("ones", ones))
+    assert rows["ones"].status == "inaccurate"
+    assert rows["torch-default"].status == "ok"
+
+
+def test_a_call_without_queries_is_named_and_the_others_are_replayed(
+    workload: MakeWorkload, quick: Settings
+) -> None:
+    calls = [random_call(q_len=0), random_call(q_len=0, kv_len=0), random_call()]
+    found = list(replay([workload(call) for call in calls], [find("eager")], quick))
+    assert [(row.kernel, row.status) for row in found] == [
+        ("", "error"),
+        ("", "error"),
+        ("eager", "ok"),
+        ("torch-default", "ok"),
+    ]
+    said = "a query of 1×2×0×32 has no output that could be judged"
+    assert found[0].reason == f"{found[0].call.name}: {said}"

@@ -204,3 +204,33 @@ def test_a_flip_reaches_the_rows_that_are_judged_wherever_their_pages_lie(
     assert not torch.allclose(attention(call), before)
     walk.apply()
     assert torch.equal(attention(call), before)
+
+
+NO_KEYS: dict[str, Callable[[], AttentionCall]] = {
+    "plain": lambda: random_call(q_len=40, kv_len=0),
+    "grouped": lambda: random_call(batch=2, q_heads=4, kv_heads=2, kv_len=0),
+    "mask": lambda: random_call(kv_len=0, attn_mask=torch.ones(9, 0, dtype=torch.bool)),
+    "broadcast mask": lambda: random_call(kv_len=0, attn_mask=torch.zeros(9, 1)),
+}
+
+
+@pytest.mark.parametrize("name", NO_KEYS)
+@pytest.mark.parametrize("kind", [Flip, Walk])
+def test_without_keys_there_are_rows_to_judge_all_the_same(
+    kind: type[Flip | Walk], name: str
+) -> None:
+    """As where a model attends to a cache that is still empty."""
+    call = NO_KEYS[name]()
+    before = call.query.clone()
+    for number in range(5):
+        change = kind(call, 7, number)
+        change.apply()
+        for rows in change.rows(number):
+            alone = some_rows(call, rows)
+            assert alone.key.shape[2] == 0
+            assert torch.equal(attention(alone)[0, 0], rows.of(attention(call)))
+        change.apply()
+        assert torch.equal(call.query, before)
+    walk = Walk(call, 7)
+    walk.step()
+    assert walk.number == 1

@@ -141,6 +141,12 @@ def test_healthy_kernels_exit_with_0(run_cli: RunCli, recorded: Path) -> None:
     assert err.splitlines()[-1] == "healthy: nothing wrong in 1 run of a kernel on a call"
 
 
+def test_a_timeout_that_would_do_nothing_is_refused(run_cli: RunCli) -> None:
+    code, out, err = run_cli("doctor", "--dir", "x", "--in-process", "--timeout", "9")
+    assert (code, out) == (2, "")
+    assert err == "replay: --timeout kills a worker process: leave out --in-process\n"
+
+
 @pytest.mark.usefixtures("no_processes")
 def test_findings_of_a_model_are_alone_on_stdout(run_cli: RunCli) -> None:
     asked = ("--model", "llama", "--max", "1", "--kernels", "torch-math", "--json", "-")
@@ -242,3 +248,24 @@ def test_the_worst_call_is_shown_first() -> None:
         "",
         "7 of 9 runs of a kernel on a call are wrong, by 1 kernel",
     ]
+
+
+@pytest.mark.parametrize("in_process", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_call_without_queries_or_keys_costs_no_other_finding(
+    tmp_path: Path, in_process: bool
+) -> None:
+    dataset = Dataset(tmp_path, [], [])
+    for index, (q_len, kv_len) in enumerate([(9, 13), (0, 13), (9, 0)]):
+        call = random_call(q_len=q_len, kv_len=kv_len, scale=0.5, with_output=True)
+        path = tmp_path / f"model-{index:06d}.safetensors"
+        dataset.entries.append(PackedCall.of(call).write(path))
+    dataset.save_manifest()
+    kernels = [CAPTURED, find(f"{FAULTY}:without_options")]
+    found = diagnose(
+        from_directory(tmp_path)[0], kernels, settings(), timeout=60, in_process=in_process
+    )
+    assert [(each.call, each.cause) for each in found.found] == [("model-000000", "wrong-scale")]
+    assert found.unreadable == {
+        "model-000001": "model-000001: a query of 1×2×0×32 has no output that could be judged"
+    }
+    assert found.right["model-000002"] == [kernel.name for kernel in kernels]

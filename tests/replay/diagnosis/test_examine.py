@@ -295,3 +295,36 @@ def test_gathered_rows_take_their_mask_along() -> None:
     torch.testing.assert_close(
         attention(gathered(made, queries=queries)), attention(made)[:, :, queries]
     )
+
+
+NO_KEYS = call(kv_len=0)
+NO_KEY_SEEN = {
+    "no keys": NO_KEYS,
+    "no keys, mask": call(kv_len=0, attn_mask=torch.ones(40, 0, dtype=torch.bool)),
+    "no keys, causal": call(kv_len=0, is_causal=True),
+    "all masked": call(attn_mask=torch.zeros(40, 70, dtype=torch.bool)),
+}
+
+
+@pytest.mark.parametrize("name", NO_KEY_SEEN)
+def test_a_right_kernel_is_right_where_no_query_sees_a_key(name: str) -> None:
+    assert examined(find("eager").attention, NO_KEY_SEEN[name]) == Examined()
+
+
+@pytest.mark.parametrize("kind", ["exact", "quantised"])
+@pytest.mark.parametrize(("number", "what"), [(math.nan, "NaN"), (1.0, "something else")])
+@pytest.mark.parametrize("name", NO_KEY_SEEN)
+def test_what_is_returned_where_no_query_sees_a_key(
+    name: str, number: float, what: str, kind: AccuracyClass
+) -> None:
+    def fills(query: Tensor, **arguments: Any) -> Tensor:
+        return torch.full_like(query, number)
+
+    found = examined(fills, NO_KEY_SEEN[name], kind).evidence
+    assert found is not None
+    said = {
+        "all masked": f"queries whose keys are all masked get {what}, where SDPA returns zeros; "
+        "the other queries are right"
+    }
+    none = f"the call has no keys, and queries get {what}, where SDPA returns zeros"
+    assert found.sentence == said.get(name, none)

@@ -12,7 +12,15 @@ from capture.call import AttentionCall
 from capture.variant import FEATURES
 from replay.accuracy.reference import attention
 from replay.kernels.registry import Kernel, catalogue, find
+from tests.factories import random_call
 from tests.variant_calls import CALLS
+
+
+def test_flex_takes_no_call_without_keys() -> None:
+    """Which ended its worker by a division by zero on a CPU."""
+    reason = find("flex").refuses(random_call(kv_len=0))
+    assert reason is not None
+    assert "without keys" in reason
 
 
 @pytest.mark.parametrize(

@@ -110,3 +110,10 @@ def test_progress_names_what_is_tried() -> None:
     minimise(CALL, WRONG, kernel(lambda call: call.shape.batch == 3), 60.0, lines.append)
     assert lines[0] == "sequences 2-2"
     assert any(line.startswith("queries") for line in lines)
+
+
+def test_without_keys_there_are_none_to_leave_out() -> None:
+    call = random_call(batch=2, q_heads=4, kv_heads=2, kv_len=0)
+    found = minimise(call, WRONG, kernel(lambda call: True), 60.0)
+    assert found.call.shape == (1, 2, 1, 1, 0, 32, 32)
+    assert found.is_complete

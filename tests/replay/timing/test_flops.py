@@ -182,3 +182,17 @@ def test_masks_count_as_their_expansion(
     )
     expanded = allowed.expand(sizes)
     assert valid_pairs(call) == int((expanded.tril() if is_causal else expanded).sum())
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    "attn_mask", [None, torch.zeros(3, 0), torch.zeros(3, 1), torch.zeros(1, 1, 1, 0)]
+)
+def test_without_keys_nothing_is_computed(attn_mask: torch.Tensor | None, is_causal: bool) -> None:
+    call = make_call(3, 0, attn_mask=attn_mask, is_causal=is_causal)
+    assert (valid_pairs(call), arithmetic_intensity(call), tflops(call, 1.0)) == (0, 0.0, 0.0)
+
+
+def test_without_queries_and_keys_nothing_is_moved() -> None:
+    call = make_call(0, 0)
+    assert (bytes_moved(call), arithmetic_intensity(call)) == (0, 0.0)

@@ -53,7 +53,8 @@ def test_a_matched_twin_has_the_moments_of_every_channel() -> None:
     assert found.origin.weights == "none: random values, moments of the recorded ones"
 
 
-@pytest.mark.parametrize("kv_len", [1, 2])
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kv_len", [0, 1, 2])
 def test_a_matched_twin_of_hardly_any_keys(kv_len: int) -> None:
     recorded = Workload("call", lambda device: random_call(q_len=1, kv_len=kv_len))
     assert bool(twin(recorded, "matched", 0).load(CPU).key.isfinite().all())
