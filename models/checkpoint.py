@@ -64,6 +64,11 @@ def _pipeline(request: Request) -> Runnable:
     arguments: dict[str, Any] = {"prompt": prompt}
     if "num_inference_steps" in parameters:
         arguments["num_inference_steps"] = steps
+    elif request.steps is not None:
+        raise ModelError(
+            f"{request.name} is a {type(pipeline).__name__}, which takes no number of steps: leave "
+            "out --steps"
+        )
     # CogVideoX fixes its text length in the transformer, and the pipeline's default ignores that.
     transformer = pipeline.components.get("transformer")
     text_tokens = getattr(getattr(transformer, "config", None), "max_text_seq_length", None)
@@ -101,6 +106,11 @@ def _transformer(request: Request) -> Runnable:
             "instead of text: call it in your own function and give FILE.py:FUNCTION"
         )
     steps = (request.steps or NEW_TOKENS) if model.can_generate() else 0
+    if request.steps is not None and not steps:
+        raise ModelError(
+            f"{request.name} is a {type(model).__name__}, which decodes no tokens: leave out "
+            "--steps"
+        )
     tokenizer = _tokenizer(request)
     input_ids, prompt = _input_ids(tokenizer, request, config.get_text_config(), steps)
     weights = f"pretrained: {request.name}"

@@ -6,6 +6,7 @@ import argparse
 import difflib
 import importlib.metadata
 import math
+import os
 import platform
 import re
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from attention_replay import __version__
+from capture.cli.repeated_options import Once, note_flags
 from capture.cli.standard_streams import give_up_stdout
 from capture.limits import must_be_integer
 from capture.printable import printable
@@ -26,12 +28,15 @@ class OneSentenceParser(argparse.ArgumentParser):
 
     An empty value is invalid too, as an unset variable of a shell script gives; an option that
     takes one says `type=str`. Options of one letter are not run together: argparse takes `-hkv 2`
-    for `-h -k -v 2`, and `-hv 2` for a wish for help.
+    for `-h -k -v 2`, and `-hv 2` for a wish for help. An option that is given twice has one value,
+    unless its action is `Listed`. What was given is in `given` of the parsed arguments.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.register("type", None, not_empty)
+        for action in (None, "store"):
+            self.register("action", action, Once)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -45,7 +50,20 @@ class OneSentenceParser(argparse.ArgumentParser):
                 near = difflib.get_close_matches(name, self._meant(), n=2)
                 hint = f": did you mean {' or '.join(near)}?" if near else ""
                 self.error(f"no option {name}{hint}")
-        return super().parse_known_args(given, namespace)
+        if namespace is None:
+            namespace = argparse.Namespace()
+        namespace.given = {}
+        namespace, others = super().parse_known_args(given, namespace)
+        note_flags(namespace)
+        self._require_current_directory()
+        return namespace, others
+
+    def _require_current_directory(self) -> None:
+        """Refuse to begin where no path can be found, once --help and --version have answered."""
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            self.exit(2, f"{self.prog}: the current directory was deleted: change to another one\n")
 
     def _meant(self) -> list[str]:
         """Options that somebody may have misspelt: not -h, -q and -v."""

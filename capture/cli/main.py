@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from attention_replay import Error
 from capture.cli.arguments import OneSentenceParser, natural, not_empty, positive
+from capture.cli.combinations import misuse
 from capture.cli.models_package import import_models
+from capture.cli.repeated_options import Listed
 from capture.cli.standard_streams import exit_with, give_up_stdout, is_of_stdout, make_usable
 from capture.cli.verbosity import add_verbosity, narrated
 from capture.counted import counted
@@ -56,28 +58,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     except SystemExit as stopped:
         exit_with("capture", stopped.code)
     out = Path(arguments.out).absolute()  # a model may change the directory
+    begun: list[Recording] = []
     try:
         with narrated(arguments.verbose):
-            code = _dispatch(arguments, parser)
+            code = _dispatch(arguments, parser, begun)
     except KeyboardInterrupt:
-        print(f"capture: interrupted{_left_by(arguments, out)}", file=sys.stderr)
+        only_reads = arguments.show or arguments.verify or arguments.repair
+        left = _left_by(begun, out) or ("" if only_reads else "; nothing was recorded")
+        print(f"capture: interrupted{left}", file=sys.stderr)
         code = 130
     except SystemExit:  # of wrong usage
         raise
     except BaseException as error:  # a model may raise what is no Exception
         if arguments.debug:
             raise
-        code = _explain(error)
+        code = _explain(error, _left_by(begun, out))
     exit_with("capture", code)
 
 
-def _left_by(arguments: argparse.Namespace, out: Path) -> str:
-    """What an interrupted recording leaves; nothing is said of what only reads."""
-    if arguments.show or arguments.verify or arguments.repair:
-        return ""
-    if out.is_dir():  # without a call it is not left there
+def _left_by(begun: Sequence[Recording], out: Path) -> str:
+    """Where the calls are that a recording kept before it ended early; empty if it kept none."""
+    if any(recording.kept for recording in begun):
         return f"; calls already in {printable(str(out))} are readable"
-    return "; nothing was recorded"
+    return ""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -107,7 +110,11 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--checkpoint", metavar="ID_OR_DIR", help="weights other than the official ones"
     )
-    what.add_argument("--prompt", type=str, help="text to run the model on; may be empty")
+    what.add_argument(
+        "--prompt",
+        type=str,
+        help="text to run the model on; may be empty, except for a language model",
+    )
     what.add_argument("--steps", type=positive, help="denoising steps, or tokens to decode")
     what.add_argument("--seed", type=natural, default=0, help="for weights and noise (default 0)")
     parser.add_dtype(what)
@@ -127,11 +134,14 @@ def _parser() -> argparse.ArgumentParser:
     store.add_argument("--phase", choices=PHASES, help="store only calls of this phase")
     store.add_argument(
         "--heads",
+        action=Listed,
         type=_heads,
         metavar="LIST",
         help="store only these query heads, e.g. 0,8-11, with their key/value heads",
     )
-    store.add_argument("--modules", metavar="GLOB", help="paths of the modules to record")
+    store.add_argument(
+        "--modules", action=Listed, metavar="A,B,'GLOB*'", help="paths of the modules to record"
+    )
     store.add_argument("--max-bytes", type=_size, metavar="N", help="size limit, e.g. 500M, 20G")
     store.add_argument("--no-output", action="store_true", help="do not store attention outputs")
     store.add_argument(
@@ -190,31 +200,27 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _dispatch(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    jobs = [
-        f"--{each}" for each in ("model", "show", "verify", "repair") if getattr(arguments, each)
-    ]
-    if len(jobs) > 1:
-        parser.error(f"{' and '.join(jobs)} are different jobs: give one of them")
+def _dispatch(
+    arguments: argparse.Namespace, parser: argparse.ArgumentParser, begun: list[Recording]
+) -> int:
+    """Do what the arguments ask for; a recording is added to `begun` before its model runs."""
+    if wrong := misuse(arguments):
+        parser.error(wrong)
     if arguments.show:
         return _show(arguments.show, arguments.stats, quiet=arguments.quiet)
-    if arguments.stats:
-        parser.error("--stats is about a recording: give --show DIR too")
     if arguments.verify:
         return _verify(arguments.verify, quiet=arguments.quiet)
     if arguments.repair:
         return _repair(arguments.repair)
-    if not arguments.model:
-        parser.error("--model is required: cogvideo, flux, llama, a directory or file.py:function")
     # This imports PyTorch's compiler too, which is kept from compiling what is recorded.
     import_for_good("torch", "capture.recording.record")
     from capture.storage.target import no_empty_directory
 
     with no_empty_directory(Path(arguments.out).absolute()):
-        return _capture(arguments)
+        return _capture(arguments, begun)
 
 
-def _capture(arguments: argparse.Namespace) -> int:
+def _capture(arguments: argparse.Namespace, begun: list[Recording]) -> int:
     from rich.console import Console
     from rich.text import Text
 
@@ -272,6 +278,7 @@ def _capture(arguments: argparse.Namespace) -> int:
             audit=arguments.audit,
         ) as recording,
     ):
+        begun.append(recording)
         _run_with_progress(runnable, recording, progress)
         logger.info("ran %s: %d calls seen, %d kept", name, recording.seen, recording.kept)
     logger.info("stored %s", human_bytes(recording.nbytes))
@@ -404,18 +411,22 @@ def _capture_name(model: str) -> str:
     return Path(model).resolve().name if Path(model).is_dir() else Path(model).name
 
 
-def _explain(error: BaseException) -> int:
-    """Print one sentence, with the remedy if it is known; return the exit code."""
+def _explain(error: BaseException, left: str) -> int:
+    """Print one sentence, with the remedy if it is known; return the exit code.
+
+    Args:
+        left: what a recording left, as the end of the sentence.
+    """
     from capture.errors import MissingPackage, described
 
     error = MissingPackage.behind(error)
     if isinstance(error, Error):
-        print(f"capture: {printable(_with_flags(str(error)))}", file=sys.stderr)
+        print(f"capture: {printable(_with_flags(str(error)))}{left}", file=sys.stderr)
         return 2
     if isinstance(error, OSError) and is_of_stdout(error):
         return give_up_stdout("capture", error)
     print(
-        f"capture: failed with {printable(described(error))} (traceback with --debug)",
+        f"capture: failed with {printable(described(error))} (traceback with --debug){left}",
         file=sys.stderr,
     )
     return 1

@@ -28,6 +28,7 @@ from typing import Any, overload
 from capture.call import AttentionCall
 from capture.counted import counted
 from capture.errors import DatasetError
+from capture.printable import quoted
 from capture.storage import plain_files
 from capture.storage.call_file import FORMAT, FileEntry, file_path
 from capture.storage.capture_record import CaptureRecord
@@ -108,7 +109,7 @@ class Dataset(Sequence[AttentionCall]):
         if not dataset.entries:
             reasons = [str(each.error) for each in dataset.damaged[:3]]
             why = "; ".join([dataset.note, *reasons] if dataset.note else reasons)
-            remedy = f"; record some with `capture --model NAME --out {directory}`"
+            remedy = f"; record some with `capture --model NAME --out {quoted(directory)}`"
             raise DatasetError(
                 f"{dataset.address}: holds no recorded calls{why and f' ({why})'}"
                 f"{remedy if source is None else ''}"
@@ -281,7 +282,9 @@ class Dataset(Sequence[AttentionCall]):
             if listed is not None and listed.supersedes(capture):
                 return
             is_other = listed is not None and not listed.is_same(capture)
-            if not journalled.replaces and not is_other:
+            # One that was killed before a call was complete left nothing to protect.
+            has_ended_empty = journalled.active is False and not found.entries
+            if not journalled.replaces and not is_other and not has_ended_empty:
                 self.merge(found)
         except ValueError as error:
             self._add_note(f"{journalled.path} is damaged ({error})")
@@ -297,7 +300,8 @@ class Dataset(Sequence[AttentionCall]):
         if journalled.active is None:
             self._add_note(
                 f"{model} is still being recorded or was killed, which a file system without locks "
-                f"does not tell; if killed, finish it with `capture --repair {self.directory}`"
+                "does not tell; if killed, finish it with "
+                f"`capture --repair {quoted(self.directory)}`"
             )
             return
         lost = found.lacks(journalled)
@@ -310,7 +314,7 @@ class Dataset(Sequence[AttentionCall]):
         kept = "; the one that the manifest lists is read" if is_other else ""
         if journalled.replaces:
             kept = "; the earlier one, which it was to replace, is read"
-        self._add_note(f"{state}{kept}; finish it with `capture --repair {self.directory}`")
+        self._add_note(f"{state}{kept}; finish it with `capture --repair {quoted(self.directory)}`")
 
     def _add_note(self, text: str) -> None:
         self.note = "; ".join(filter(None, (self.note, text)))

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from capture.errors import DatasetError
+from capture.printable import quoted
 from capture.storage import cache, remote
 from capture.storage.archives import ENDINGS, Archive, is_archive
 from capture.storage.source import Report, Source, unheard
@@ -52,7 +53,8 @@ def directory_of(where: str | Path) -> Path | None:
     if is_archive(path.name) and not path.exists():
         raise DatasetError(f"{where}: no such archive; check the path")
     raise DatasetError(
-        f"{path}: no such directory; record into it with `capture --model NAME --out {path}`"
+        f"{path}: no such directory; record into it with "
+        f"`capture --model NAME --out {quoted(path)}`"
     )
 
 

@@ -96,7 +96,7 @@ def finish(
     Raises:
         OSError: the directory cannot be written; then the journals stay.
     """
-    _delete_empty_journals(directory, certain=certain)
+    done = _delete_empty_journals(directory, certain=certain)
     found = journals(directory)
     over = [
         each
@@ -105,7 +105,6 @@ def finish(
     ]
     writing = {each.stem for each in found if each not in over}
     dataset = Dataset.listed(directory, found)
-    done: dict[str, str] = {}
     added: list[Journalled] = []
     over_without_calls: list[Journalled] = []
     for journalled in over:
@@ -133,10 +132,10 @@ def finish(
             )
         elif not count:
             over_without_calls.append(journalled)
-            if lost and not is_own:
+            if not is_own:
                 done[journalled.stem] = (
-                    f"{capture.model}: a killed capture had no complete call; {lost} had been only "
-                    "in memory"
+                    f"deleted {journalled.path}: a killed capture of {capture.model} had no "
+                    "complete call" + (f"; {lost} had been only in memory" if lost else "")
                 )
         elif not capture.complete if journalled.replaces else is_other:
             done[journalled.stem] = _set_aside(listing, journalled, _listed(dataset))
@@ -187,14 +186,17 @@ def _listed(dataset: Dataset) -> set[Path]:
     return {*(each.path for each in dataset.entries), *(each.path for each in dataset.damaged)}
 
 
-def _delete_empty_journals(directory: Path, *, certain: bool) -> None:
-    """Delete those of processes that were killed before they wrote a line."""
+def _delete_empty_journals(directory: Path, *, certain: bool) -> dict[str, str]:
+    """Delete those of processes that were killed before they wrote a line, and say so, by stem."""
+    done = {}
     for path in directory.glob(f"*{JOURNAL}"):
-        held = is_locked(path)
+        held, stem = is_locked(path), path.name.removesuffix(JOURNAL)
         is_empty = path.is_file() and not path.stat().st_size
-        had_none = not call_files(directory, path.name.removesuffix(JOURNAL))
+        had_none = not call_files(directory, stem)
         if is_empty and had_none and not held and (held is False or certain):
             path.unlink(missing_ok=True)
+            done[stem] = f"deleted {path}: a capture was killed before its first call"
+    return done
 
 
 def _delete_unlisted(journalled: Journalled, listed: set[Path]) -> None:

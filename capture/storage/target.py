@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from capture.errors import CaptureError, DatasetError
+from capture.printable import quoted
 from capture.storage import locks
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
@@ -139,13 +140,13 @@ class Target:
                 if self._journal.path.exists():
                     problems.append(
                         f"{self._journal.path} was damaged meanwhile: list its calls with "
-                        f"`capture --repair {self.directory}`"
+                        f"`capture --repair {quoted(self.directory)}`"
                     )
         except (OSError, DatasetError) as error:
             reason = (error.strerror if isinstance(error, OSError) else None) or error
             problems.append(
                 f"could not write the manifest ({reason}): once that is mended, list the calls "
-                f"with `capture --repair {self.directory}`"
+                f"with `capture --repair {quoted(self.directory)}`"
             )
         else:
             if self._journal.stem in told:
@@ -180,7 +181,7 @@ class Target:
             raise CaptureError(
                 f"another capture of {self.model} is writing to {self.directory} or was killed, "
                 "which a file system without locks does not tell; if killed, finish it with "
-                f"`capture --repair {self.directory}`"
+                f"`capture --repair {quoted(self.directory)}`"
             )
 
     def _replaces(self, dataset: Dataset) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from capture.cli.arguments import OneSentenceParser, natural, positive, positive_number, share
+from capture.cli.repeated_options import Listed
 from capture.cli.verbosity import add_verbosity
 from replay.cli.comparison_arguments import add_baselines
 from replay.cli.end_to_end_arguments import add_arguments
@@ -90,14 +91,22 @@ def parser() -> argparse.ArgumentParser:
         "--selftest", action="store_true", help="check that this machine measures right, and exit"
     )
     what.add_argument(
-        "--call", metavar="A,B,'GLOB*'", help="of --dir, only the calls of these names"
+        "--call",
+        action=Listed,
+        metavar="A,B,'GLOB*'",
+        help="of --dir, only the calls of these names",
     )
     what.add_argument(
         "--join-ranks",
         action="store_true",
         help="of --dir, replay the calls that ranks of a distributed model share, each as a whole",
     )
-    what.add_argument("--kernels", metavar="A,B,'GLOB*'", help="default: a few; all for every one")
+    what.add_argument(
+        "--kernels",
+        action=Listed,
+        metavar="A,B,'GLOB*'",
+        help="default: a few; all for every one",
+    )
     what.add_argument(
         "--keep",
         type=share,
@@ -215,6 +224,7 @@ def parser() -> argparse.ArgumentParser:
     where = command.add_argument_group("where kernels run")
     where.add_argument(
         "--gpus",
+        action=Listed,
         metavar="all|0,1",
         help="spread the calls over these GPUs of this host, each of which is measured alone",
     )
@@ -251,6 +261,7 @@ def parser() -> argparse.ArgumentParser:
     report = command.add_argument_group("what to report")
     report.add_argument(
         "--metric",
+        action=Listed,
         default="time,throughput,accuracy",
         metavar="A,B",
         help=f"columns to show: {', '.join(METRICS)}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from capture.cli.arguments import OneSentenceParser
+from capture.cli.repeated_options import Listed
 from replay.comparison.conditions import CONDITIONS
 
 EXAMPLES = """examples:
@@ -58,6 +59,7 @@ def add_judging(group: argparse._ActionsContainer) -> None:
     )
     group.add_argument(
         "--fail-on",
+        action=Listed,
         metavar="A,B",
         help=f"exit with 1 if one holds: {', '.join(CONDITIONS)}; slow:3%% only by more than 3 %%",
     )

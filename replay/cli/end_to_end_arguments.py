@@ -6,6 +6,12 @@ import argparse
 
 from capture.cli.arguments import positive
 
+OPTIONS = (
+    *("e2e", "model_rounds", "text", "e2e_json", "use_plan", "any_device", "trust_code"),
+    *("plan", "budget"),
+)
+"""Their attributes."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `--e2e` and `--plan`."""

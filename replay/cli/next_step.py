@@ -11,11 +11,11 @@ from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
 from capture.storage.joined_calls import is_part
 from replay.cli.arguments import parser
+from replay.cli.combinations import SHAPE, flag
 from replay.end_to_end.rebuild import load_arguments
 from replay.plan.plan import Plan
 from replay.rows.row import Row
 
-SHAPE = ("b", "hq", "hk", "sq", "sk", "d", "dv")
 CARRIED = (
     *("dir", "join_ranks", "random", "suite", *SHAPE, "causal", "dtype", "max_seq", "seed"),
     *("kernels", "keep", "page_size", "device", "env", "env_file", "timeout", "tolerances"),
@@ -107,9 +107,8 @@ def _carried(arguments: argparse.Namespace) -> Iterator[str]:
         given = getattr(arguments, name)
         if given == getattr(defaults, name):
             continue
-        option = f"-{name}" if name in SHAPE else f"--{name.replace('_', '-')}"
         for value in given if isinstance(given, list) else [given]:
-            yield option
+            yield flag(name)
             if value is not True:
                 yield f"{value:g}" if isinstance(value, float) else str(value)
 

@@ -21,24 +21,12 @@ WARM_UP = 3
 be replayed."""
 
 
-ALONE = (
-    "watch",
-    "e2e",
-    "plan",
-    "env",
-    "env_file",
-    "gpus",
-    "ray",
-    "list_kernels",
-    "selftest",
-    "versus_random",
-    "max_time",
-    "resume",
-    "check",
-    *("json", "csv", "benchmark_json", "e2e_json", "report", "plot", "save_output"),
-    *("save_baseline", "compare_to"),
+USED = (
+    *("ncu", "once", "dir", "call", "join_ranks", "random", "suite", "max_seq", "seed"),
+    *("b", "hq", "hk", "sq", "sk", "d", "dv", "causal", "mask", "scale", "distribution", "dtype"),
+    *("kernels", "variants", "keep", "page_size", "device", "quiet", "verbose", "debug"),
 )
-"""Options of `replay` that a profile of one kernel in one process has no place for."""
+"""Options of `replay` that a profile of one kernel in one process has a place for."""
 
 
 def misuse(arguments: argparse.Namespace) -> str:
@@ -48,8 +36,8 @@ def misuse(arguments: argparse.Namespace) -> str:
     if arguments.ncu and arguments.once:
         return "--ncu prints the command that runs --once: give one of them"
     asked = "ncu" if arguments.ncu else "once"
-    for name in ALONE:
-        if getattr(arguments, name):
+    for name in arguments.given:
+        if name not in USED:
             option = name.replace("_", "-")
             return f"--{asked} is about one kernel, run once in one process: leave out --{option}"
     return ""

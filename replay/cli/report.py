@@ -6,6 +6,7 @@ Imports torch only once the arguments and the files that they name can be used.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,6 +66,10 @@ def run(argv: Sequence[str]) -> int:
         if arguments.out.resolve() in [path.resolve() for path in _read_files(arguments)]:
             raise UsageError(f"-o would overwrite {arguments.out}: name another file")
         check_report(arguments.out)
+    for name in ("e2e_json", "outputs", "budget"):
+        if arguments.out is None and getattr(arguments, name) is not None:
+            option = name.replace("_", "-")
+            raise UsageError(f"--{option} is shown in a report: give -o FILE too")
     if arguments.outputs is not None and arguments.e2e_json is None:
         raise UsageError("--outputs are those of an end-to-end check: give --e2e-json FILE too")
     if arguments.outputs is not None and not arguments.outputs.is_dir():
@@ -75,7 +80,8 @@ def run(argv: Sequence[str]) -> int:
         rows, is_cut_off = read_jsonl(arguments.rows)
     except FileNotFoundError as error:
         raise RowsError(
-            f"there is no file {arguments.rows}: write one with replay --json {arguments.rows}"
+            f"there is no file {arguments.rows}: write one with "
+            f"{shlex.join(['replay', '--json', str(arguments.rows)])}"
         ) from error
     checks = [] if arguments.e2e_json is None else _read_checks(arguments.e2e_json)
     if arguments.out is not None:

@@ -72,7 +72,7 @@ def metrics_of(text: str) -> list[str]:
     Raises:
         UsageError: there is none, or one that does not exist.
     """
-    metrics = [part.strip() for part in text.split(",") if part.strip()]
+    metrics = [*dict.fromkeys(part.strip() for part in text.split(",") if part.strip())]
     for metric in metrics:
         if metric not in METRICS:
             near = difflib.get_close_matches(metric, METRICS, n=1, cutoff=0.4)

@@ -32,16 +32,38 @@ def load_arguments(
         trust_code: whether files of Python code that the recording names may run.
 
     Raises:
-        NotRebuildable: `capture` did not build that model, or an older version did.
+        NotRebuildable: `capture` did not build that model, an older version did, or what builds it
+            is gone.
         NotTrusted: building it runs code that the recording names.
     """
     arguments = _arguments(capture, device)
+    if gone := _gone(arguments):
+        where = "" if Path(gone).is_absolute() else " in this directory"
+        raise NotRebuildable(
+            f"the recording of {capture.model} says that its model is built from {gone}, which "
+            f"does not exist{where}: put it there, or capture the model again"
+        )
     if not trust_code and (file := _code_of(arguments)):
         raise NotTrusted(
             f"the recording of {capture.model} names code that builds its model, {file}: read it, "
             "and allow it to run with --trust-code"
         )
     return arguments
+
+
+def _gone(arguments: dict[str, Any]) -> str:
+    """The file or directory that the model is built from, if there is no such; empty if there is.
+
+    What may be a name on the Hub counts as there.
+    """
+    model, checkpoint = str(arguments["model"]), str(arguments.get("checkpoint") or "")
+    file = model.rpartition(":")[0]
+    if file.endswith(".py"):
+        return "" if Path(file).expanduser().is_file() else file
+    if model not in import_models().NAMES:
+        return "" if Path(model).is_dir() else model
+    is_path = checkpoint.startswith(("/", "."))
+    return checkpoint if is_path and not Path(checkpoint).is_dir() else ""
 
 
 def _code_of(arguments: dict[str, Any]) -> str:

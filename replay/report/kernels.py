@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from capture.counted import counted
 from replay.kernels.registry import Kernel
 from replay.workers.environments import Found
 
@@ -27,7 +28,7 @@ def print_kernels(
             continue
         notes = [] if kernel.default else ["not by default"]
         if variants[kernel.name]:
-            notes.append(f"{variants[kernel.name]} variants")
+            notes.append(counted(variants[kernel.name], "variant"))
         line = Text(kernel.name, "bold").append(f"  {kernel.about}", "not bold")
         console.print(line.append(f" ({', '.join(notes)})" if notes else "", "not bold"))
         for environment, findings in found.items():

@@ -37,11 +37,14 @@ def interpreters(
     found: dict[str, str] = {}
     if file is not None:
         found.update(_from_toml(Path(file)))
+    given: dict[str, str] = {}
     for option in options:
         name, _, python = option.partition("=")
         if not name or not python:
             raise WorkerError(f"--env {option}: write NAME=PATH/TO/python")
-        found[name] = python
+        if given.setdefault(name, python) != python:
+            raise WorkerError(f"--env names two Pythons {name}: give each a name of its own")
+    found.update(given)
     for name, python in found.items():
         found[name] = python = os.path.expanduser(python)  # no shell does it here
         if name == HERE:

@@ -77,6 +77,8 @@ def test_an_encoder_without_tokenizer_runs_on_random_ids(tmp_path: Path) -> None
     assert torch.equal(first, second)
     with pytest.raises(models.ModelError, match="has no tokenizer for --prompt"):
         models.load(str(tmp_path), prompt="a fox")
+    with pytest.raises(models.ModelError, match="a BertModel, which decodes no tokens: leave out"):
+        models.load(str(tmp_path), steps=3)
 
 
 @pytest.mark.parametrize("model_class", [T5EncoderModel, T5Model])

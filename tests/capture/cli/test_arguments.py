@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -93,6 +94,30 @@ def test_a_misspelt_option_is_one_sentence(
     assert stopped.value.code == 2
     printed = capsys.readouterr()
     assert (printed.out, printed.err) == ("", f"replay: {sentence} (see replay --help)\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "given"),
+    [(_parser(), ["--model", "llama", "--out", "x"]), (parser(), ["--random"])],
+    ids=["capture", "replay"],
+)
+def test_a_current_directory_that_was_deleted_is_one_sentence(
+    command: argparse.ArgumentParser,
+    given: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for arguments, code in ((given, 2), (["--help"], 0)):
+        with pytest.raises(SystemExit) as stopped:
+            command.parse_args(arguments)
+        assert stopped.value.code == code
+        sentence = "the current directory was deleted: change to another one"
+        expected = f"{command.prog}: {sentence}\n" if code else ""
+        assert capsys.readouterr().err == expected
 
 
 def test_what_else_begins_with_a_dash() -> None:

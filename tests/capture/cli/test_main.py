@@ -125,6 +125,16 @@ class Speechless(Exception):
         raise RuntimeError("no text")
 
 
+def exits():
+    attention = Attention()
+
+    def run():
+        attention(torch.randn(1, 2, 5, 8))
+        sys.exit(3)
+
+    return attention, run
+
+
 def raising(error):
     attention = Attention()
 
@@ -365,19 +375,32 @@ def test_runs_that_keep_nothing(
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "code", "said"),
     [
-        ("own", "failed with Own: mine (traceback with --debug)"),
-        ("generator_exit", "failed with GeneratorExit: mine (traceback with --debug)"),
-        ("speechless", "failed with Speechless (traceback with --debug)"),
+        ("own", 1, "failed with Own: mine (traceback with --debug)"),
+        ("generator_exit", 1, "failed with GeneratorExit: mine (traceback with --debug)"),
+        ("speechless", 1, "failed with Speechless (traceback with --debug)"),
+        ("exits", 2, "the run of exits in {file} ended in SystemExit: 3"),
     ],
 )
 def test_whatever_a_model_raises_is_a_sentence_and_its_calls_are_kept(
-    run_cli: Run, tmp_path: Path, model_file: Path, function: str, said: str
+    run_cli: Run, tmp_path: Path, model_file: Path, function: str, code: int, said: str
 ) -> None:
-    result = run_cli("--model", f"{model_file}:{function}", "--out", str(tmp_path / "out"))
-    assert sentence_of(result, 1) == said
-    assert len(load(tmp_path / "out")) == 1
+    out = tmp_path / "out"
+    result = run_cli("--model", f"{model_file}:{function}", "--out", str(out))
+    kept = f"; calls already in {out} are readable"
+    assert sentence_of(result, code) == said.format(file=model_file) + kept
+    assert len(load(out)) == 1
+
+
+def test_what_fails_among_earlier_captures_claims_none_of_their_calls(
+    run_cli: Run, tmp_path: Path, model_file: Path
+) -> None:
+    out = tmp_path / "out"
+    run_cli("--model", f"{model_file}:build", "--out", str(out))
+    for function, code in (("broken", 1), ("absent", 2), ("build", 2)):
+        result = run_cli("--model", f"{model_file}:{function}", "--out", str(out))
+        assert "calls already in" not in sentence_of(result, code)
 
 
 def test_a_problem_is_told_once_and_at_once(run_cli: Run, tmp_path: Path, model_file: Path) -> None:

@@ -30,7 +30,8 @@ from replay.workloads.recorded import from_directory
 RunCli = Callable[..., tuple[int, str, str]]
 REPOSITORY = Path(replay_package.__file__).resolve().parent.parent
 SHAPE = ("--random", "-b", "1", "-hq", "4", "-hk", "2", "-sq", "70", "-d", "32")
-QUICK = ("--rounds", "3", "--device", "cpu", "--in-process")
+HERE = ("--device", "cpu", "--in-process")
+QUICK = ("--rounds", "3", *HERE)
 """In this process, where the fake kernels are; `test_workers.py` has the rest."""
 
 
@@ -130,6 +131,19 @@ def test_random_shape(run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
         ((*SHAPE, "--join-ranks"), ("--join-ranks joins recorded calls", "--dir")),
         ((*SHAPE, "--versus-random"), ("--versus-random requires recorded calls", "--dir")),
         (("--dir", "x", "--mask", "window"), ("--mask is for random calls", "--random")),
+        (("--dir", "x", "--mask", "none"), ("--mask is for random calls", "--random")),
+        (("--dir", "x", "-sq", "16"), ("-sq is of one random shape: give --random",)),
+        (("--dir", "x", "--dtype", "bf16"), ("--dtype is for random calls", "--suite")),
+        (("--dir", "x", "--causal"), ("--causal is for random calls", "--suite")),
+        (("--dir", "x", "--max-seq", "5"), ("--max-seq chooses from a list of shapes: give --su",)),
+        (("--suite", "llama", "-d", "64"), ("-d is of one random shape: give --random",)),
+        ((*SHAPE, "--max-seq", "16"), ("--max-seq chooses from a list of shapes: give --suite N",)),
+        (("--list-kernels", "--json", "x"), ("--json is for what is measured", "--selftest")),
+        (("--selftest", "--kernels", "flex"), ("--kernels is about a replay", "--random")),
+        (("--selftest", "--env-file", "x"), ("--env-file is about kernels", "--list-kernels")),
+        ((*SHAPE, "--timeout", "5"), ("--timeout kills a worker process: leave out --in-process",)),
+        ((*SHAPE, "--per-call", "--csv", "-"), ("--per-call is about tables: name a file in",)),
+        ((*SHAPE, "--rounds", "4"), ("argument --rounds: is given twice, with two values: leave",)),
         ((*SHAPE, "--scale", "0"), ("--scale: must be a finite number greater than 0",)),
         ((*SHAPE, "--keep", "0.1"), ("--keep requires one of triton-sparse-decode", "--kernels")),
         (
@@ -146,8 +160,8 @@ def test_random_shape(run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
         ((*SHAPE, "--csv", "."), ("cannot write .: it is a directory",)),
         ((*SHAPE, "--benchmark-json", "no/x"), ("cannot write no/x: create its directory",)),
         ((*SHAPE, "--save-output", "/dev/null"), ("cannot write --save-output /dev/null",)),
-        ((*SHAPE, "-sq", "1000000000000000000"), ("too large for any machine",)),
-        ((*SHAPE, "-b", "9223372036854775807"), ("too large for any machine",)),
+        (("--random", "-sq", "1000000000000000000"), ("too large for any machine",)),
+        (("--random", "-b", "9223372036854775807"), ("too large for any machine",)),
         ((*SHAPE, "--json", "x", "--csv", "./x"), ("--json and --csv both name ./x",)),
         ((*SHAPE, "--json", "-", "--csv", "-"), ("--json and --csv both name stdout",)),
         ((*SHAPE, "--tolerances", "x", "--csv", "x"), ("--tolerances and --csv both name x",)),
@@ -215,7 +229,7 @@ def test_rows_for_a_model_are_of_calls_as_it_makes_them(
 def test_rounds_that_end_when_the_noise_is_low(run_cli: RunCli) -> None:
     # Half the width of an interval is never more than its middle: any noise will do.
     options = ("--rounds", "30", "--max-noise", "1", "--kernels", "torch-math", "--json=-")
-    *_, out, _ = run_cli(*SHAPE, *QUICK, "--max-seconds", "100", *options)
+    *_, out, _ = run_cli(*SHAPE, *HERE, "--max-seconds", "100", *options)
     assert {row["time_ms"]["n"] for row in rows(out)} == {9}
 
 
@@ -435,7 +449,7 @@ def test_interrupted(run_cli: RunCli, kernels: Callable[..., Kernel], tmp_path: 
     kernels("interrupted", interrupt)
     code, _, err = run_cli(*SHAPE, *QUICK, "--kernels", "interrupted")
     assert code == 130
-    assert err.strip().endswith("replay: interrupted")
+    assert err.strip().endswith("replay: interrupted: no call was replayed")
 
 
 @pytest.mark.parametrize("device", ["mps", "meta", "cpu:7", "cuda:-1", "abacus", ""])
@@ -555,9 +569,11 @@ def test_verbose_says_where_the_time_goes(run_cli: RunCli, recorded: Path) -> No
 
 def test_list_kernels(run_cli: RunCli, kernels: Callable[..., Kernel]) -> None:
     kernels("mine", F.scaled_dot_product_attention, default=False, about="a kernel of a test")
-    code, out, err = run_cli("--list-kernels", *QUICK)
+    code, out, err = run_cli("--list-kernels", *HERE)
     assert (code, err) == (0, "")
     text = " ".join(out.split())
+    assert re.search(r"\(1 variant\)", text)
+    assert "1 variants" not in text
     assert re.search(r"torch-cudnn \S.* PyTorch has it on GPUs only", text)
     assert "mine a kernel of a test (not by default) available" in text
     assert max(map(len, out.splitlines())) <= 80

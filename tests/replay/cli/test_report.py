@@ -74,6 +74,10 @@ def test_rows_of_an_interrupted_replay(run_cli: RunCli, stored: Path) -> None:
         (("ROWS", "-o", "x", "--plot", "./x"), "--out and --plot both name"),
         (("ROWS",), "give -o FILE for a report, --plot DIR for charts"),
         (("ROWS", "--plot", "ROWS"), "cannot write --plot"),
+        (("ROWS", "--plot", "x", "--budget", "rmse=1"), "--budget is shown in a report: give -o"),
+        (("ROWS", "--plot", "x", "--e2e-json", "e2e.jsonl"), "--e2e-json is shown in a report"),
+        (("ROWS", "--plot", "x", "--outputs", "."), "--outputs is shown in a report: give -o"),
+        (("a [b].jsonl", "-o", "x"), "write one with replay --json 'a [b].jsonl'"),
         (("NOTE", "-o", "out.html"), "line 1: not a row of `replay --json`"),
     ],
 )

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,8 +69,10 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def command(kernel: str, *others: str) -> tuple[str, ...]:
-    call = ("--dir", "recorded", "--call", "model-000000", "--kernel", kernel)
-    return ("reproduce", *call, "--out", "bug", "--device", "cpu", *others)
+    """The arguments, of which others replace these."""
+    given = {"--dir": "recorded", "--call": "model-000000", "--kernel": kernel, "--out": "bug"}
+    given |= {"--device": "cpu"} | dict(zip(others[::2], others[1::2], strict=True))
+    return ("reproduce", *chain.from_iterable(given.items()))
 
 
 def run_alone() -> subprocess.CompletedProcess[str]:
@@ -211,3 +214,16 @@ def test_wrong_arguments_are_one_sentence(run_cli: RunCli) -> None:
         code, out, err = run_cli(*command("planted.py:right", *changed))
         assert (code, out) == (2, "")
         assert err.startswith(sentence)
+
+
+def test_a_call_without_queries_is_one_sentence(
+    run_cli: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("calls").mkdir()
+    PackedCall.of(random_call(q_len=0)).write(Path("calls/model-000000.safetensors"))
+    asked = ["--dir", "calls", "--call", "model-000000", "--kernel", "eager", "--device", "cpu"]
+    code, _, err = run_cli("reproduce", *asked, "--out", "out")
+    said = "model-000000: a query of 1×2×0×32 has no output that could be judged"
+    assert (code, err.splitlines()[-1]) == (2, f"replay: {said}")
+    assert not Path("out").exists()

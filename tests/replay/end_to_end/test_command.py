@@ -166,10 +166,30 @@ def test_how_a_model_is_built_again(capture_record: CaptureRecord, tmp_path: Pat
 
 def test_code_that_a_recording_names_does_not_run(refused: Refused) -> None:
     """Anybody may have written the recording, and sent a file along with it."""
+    Path("evil").mkdir()
+    Path("evil/evil.py").write_text("")
     edit(lambda data: data["captures"][0]["settings"].update(model="evil/evil.py:f"))
     sentence = refused("--dir", "recorded", "--e2e")
     assert "names code that builds its model, evil/evil.py:f: read it" in sentence
     assert sentence.endswith("allow it to run with --trust-code")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"model": "mm.py:build"}, "mm.py, which does not exist in this directory: put it there"),
+        ({"model": "/x/mm.py:build"}, "/x/mm.py, which does not exist: put it there, or capture"),
+        ({"model": "gone"}, "gone, which does not exist in this directory: put it there, or capt"),
+        ({"model": "llama", "checkpoint": "./gone"}, "./gone, which does not exist in this direc"),
+    ],
+)
+@pytest.mark.parametrize("trust", [(), ("--trust-code",)])
+def test_what_a_model_was_built_from_has_moved(
+    refused: Refused, settings: dict[str, Any], said: str, trust: tuple[str, ...]
+) -> None:
+    edit(lambda data: data["captures"][0].update(settings={"given": {}, **settings}))
+    sentence = refused("--dir", "recorded", "--e2e", *trust)
+    assert f"the recording of model.py:build says that its model is built from {said}" in sentence
 
 
 @pytest.mark.parametrize("setting", ["model", "checkpoint"])
@@ -193,6 +213,10 @@ def test_code_that_a_plan_names_does_not_run(
     Plan(model, "", budget, "evil.py:k").save("baseline.json")
     choice = Choice("a", "decode", "evil.py:k", True, True, None, None, None, 0.0, 1, 1)
     Plan(model, "", budget, "torch-default", [choice]).save("choice.json")
+    for plan in ("baseline.json", "choice.json"):
+        sentence = refused("--dir", "recorded", "--e2e", "--use-plan", plan, "--trust-code")
+        assert f"{plan} names a kernel in evil.py, which does not exist: put it there" in sentence
+    Path("evil.py").write_text("")
     for plan in ("baseline.json", "choice.json"):
         sentence = refused("--dir", "recorded", "--e2e", "--use-plan", plan)
         assert f"{plan} names kernels whose code would run, evil.py:k: read it" in sentence

@@ -55,6 +55,7 @@ def test_budgets(text: str, budget: Budget) -> None:
         ("cosine=1.2", "cosine must be between -1 and 1"),
         ("rmse=-1", "out of range"),
         ("rmse=nan", "out of range"),
+        ("cosine=0.9,rmse=1", "one limit, not several as in cosine=0.9,rmse=1: give one of them"),
     ],
 )
 def test_wrong_budgets(text: str, message: str) -> None:

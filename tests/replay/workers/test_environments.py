@@ -209,7 +209,7 @@ def test_one_table(
 @pytest.mark.slow
 def test_an_interpreter_without_torch(run_cli: RunCli, tmp_path: Path) -> None:
     bare = _interpreter(tmp_path / "bare", "PYTHONPATH=", "-S")
-    code, out, err = run_cli("--list-kernels", *QUICK, "--env", f"bare={bare}")
+    code, out, err = run_cli("--list-kernels", "--device", "cpu", "--env", f"bare={bare}")
     assert (code, out) == (2, "")
     assert err == (
         f"replay: environment bare ({bare}) does not work: the worker exited with code 1: "
@@ -264,6 +264,7 @@ def test_interpreters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["=python"], "", "write NAME=PATH/TO/python"),
         (["fa4="], "", "write NAME=PATH/TO/python"),
         (["this=/bin/sh"], "", "'this' is taken"),
+        (["a=/bin/sh", "a=/bin/ls"], "", "--env names two Pythons a: give each a name of its own"),
         (["fa4=/no/such/python"], "", "--env fa4: there is no Python at /no/such/python"),
         (["fa4=/tmp"], "", "--env fa4: there is no Python at /tmp"),
         ([], "environments = 3", r"needs \[environments\] with lines"),

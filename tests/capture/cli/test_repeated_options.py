@@ -1,0 +1,92 @@
+"""An option that is given twice: a list grows, two values of anything else are refused.
+
+The list of options is made from the parsers of both commands and the sub-commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Iterator
+
+import pytest
+
+from capture.cli.main import _parser
+from replay.cli.arguments import parser
+from replay.cli.main import SUBCOMMANDS
+from tests.noted_options import options, values_of
+
+LISTS = {
+    "capture": {"--heads", "--modules"},
+    "replay": {"--kernels", "--call", "--metric", "--gpus", "--env", "--fail-on"},
+    "replay compare": {"--fail-on"},
+    "replay doctor": {"--kernels", "--call"},
+}
+
+NEEDED = {
+    "replay compare": ["before", "after"],
+    "replay devices": ["rows"],
+    "replay doctor": ["--dir", "x"],
+    "replay explain": ["checks"],
+    "replay report": ["rows"],
+}
+
+
+def cases() -> Iterator[tuple[argparse.ArgumentParser, str, list[str]]]:
+    others = (importlib.import_module(name).parser() for name in SUBCOMMANDS.values())
+    for command in (_parser(), parser(), *others):
+        for action in options(command):
+            if len(values := values_of(action)) == 2:
+                yield command, action.option_strings[-1], values
+
+
+CASES = list(cases())
+
+
+def test_every_list_is_among_them() -> None:
+    there = {(command.prog, option) for command, option, _ in CASES}
+    assert there > {(prog, option) for prog, lists in LISTS.items() for option in lists}
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "values"),
+    CASES,
+    ids=[f"{command.prog} {option}" for command, option, _ in CASES],
+)
+def test_no_value_is_dropped(
+    command: argparse.ArgumentParser,
+    option: str,
+    values: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    first, second = values
+    given = [option, first, option, second, *NEEDED.get(command.prog, [])]
+    if option in LISTS.get(command.prog, ()):
+        found = getattr(command.parse_args(given), option.strip("-").replace("-", "_"))
+        parts = found.split(",") if isinstance(found, str) else map(str, found)
+        assert [*parts] == values
+        return
+    with pytest.raises(SystemExit) as stopped:
+        command.parse_args(given)
+    assert stopped.value.code == 2
+    printed = capsys.readouterr().err
+    assert f"{option}: is given twice, with two values: leave out one (see " in printed
+    assert printed.count("\n") == 1
+
+
+def test_the_same_twice_is_no_contradiction() -> None:
+    """In two ways of writing it, and beside a flag that is given twice."""
+    found = _parser().parse_args(["--max", "2", "--max=02", "--audit", "--audit"])
+    assert (found.max, found.audit) == (2, True)
+    assert parser().parse_args(["--random", "-d", "64", "-d64"]).d == 64
+
+
+def test_names_of_a_default_are_not_among_those_given() -> None:
+    assert parser().parse_args(["--metric", "energy"]).metric == "energy"
+    assert _parser().parse_args(["--heads", "0-2", "--heads", "2,9"]).heads == (0, 1, 2, 9)
+
+
+def test_what_was_given_is_known_even_where_it_is_the_default() -> None:
+    assert parser().parse_args([]).given == {}
+    found = parser().parse_args(["-d", "64", "--causal", "--env", "a=b"]).given
+    assert found == {"d": 64, "causal": True, "env": ["a=b"]}

@@ -1,0 +1,193 @@
+"""What is left of a replay that is interrupted, fails midway, or has no room for its files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replay.cli.files import NotWritten, opened
+from replay.kernels.registry import Kernel
+from replay.rows.files import read_jsonl
+
+RunCli = Callable[..., tuple[int, str, str]]
+QUICK = ("--rounds", "3", "--device", "cpu", "--in-process", "--kernels")
+FULL = "/dev/full"
+NO_ROOM = f"replay: cannot write {FULL}: No space left on device: make room"
+
+
+def calls(path: Path) -> set[str]:
+    return {row.call.name for row in read_jsonl(path).rows}
+
+
+@pytest.fixture
+def two_calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
+    """`two_calls(error)`: a replay raises once two calls are replayed."""
+    from replay.workers.execution import replay
+
+    def arrange(error: BaseException) -> None:
+        def some(*given: Any, **options: Any) -> Iterator[Any]:
+            for row in replay(*given, **options):
+                if row.call.name == "model-000002":
+                    raise error
+                yield row
+
+        monkeypatch.setattr("replay.workers.execution.replay", some)
+
+    return arrange
+
+
+def arguments(recorded: Path, *given: str) -> tuple[str, ...]:
+    return ("--dir", str(recorded), *QUICK, "torch-flash", *given)
+
+
+def test_what_was_measured_before_control_c_is_shown_and_kept(
+    run_cli: RunCli, recorded: Path, tmp_path: Path, two_calls: Callable[..., None]
+) -> None:
+    two_calls(KeyboardInterrupt())
+    rows, table, times = (tmp_path / name for name in ("rows.jsonl", "rows.csv", "times.json"))
+    times.write_text("earlier")
+    written = ("--json", str(rows), "--csv", str(table), "--benchmark-json", str(times))
+    code, out, err = run_cli(*arguments(recorded, *written))
+    assert code == 130
+    assert "torch-flash" in out
+    assert "2 calls" in out
+    assert err.splitlines()[-1] == (
+        "replay: interrupted: not made: --benchmark-json; 1 of 3 calls left out; the same command "
+        f"with --resume completes {rows}"
+    )
+    assert calls(rows) == {"model-000000", "model-000001"}
+    assert len(table.read_text().splitlines()) == 1 + 2 * 2
+    assert times.read_text() == "earlier"
+    err = run_cli(*arguments(recorded))[2]
+    assert err.endswith("; give --json FILE, so that --resume can complete it\n")
+
+
+def test_rows_of_a_call_that_is_not_complete_are_not_shown(
+    run_cli: RunCli, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from replay.workers.execution import replay
+
+    def some(*given: Any, **options: Any) -> Iterator[Any]:
+        for number, row in enumerate(replay(*given, **options)):
+            if number == 3:  # of the second call, the baseline lacks its row
+                raise KeyboardInterrupt
+            yield row
+
+    monkeypatch.setattr("replay.workers.execution.replay", some)
+    rows = tmp_path / "rows.jsonl"
+    given = ("--dir", str(recorded), *QUICK, "torch-math,torch-flash", "--json", str(rows))
+    code, out, err = run_cli(*given)
+    assert code == 130
+    assert "1 call\n" in out
+    assert "2 of 3 calls left out" in err
+    assert calls(rows) == {"model-000000"}
+
+
+def test_an_earlier_file_stays_until_there_is_a_row(
+    run_cli: RunCli, recorded: Path, tmp_path: Path, kernels: Callable[..., Kernel]
+) -> None:
+    def interrupt(**_: Any) -> None:
+        raise KeyboardInterrupt
+
+    kernels("early", interrupt)
+    for option in ("--json", "--csv", "--benchmark-json"):
+        earlier = tmp_path / "earlier"
+        earlier.write_text("earlier")
+        code, out, err = run_cli("--dir", str(recorded), *QUICK, "early", option, str(earlier))
+        assert (code, out, earlier.read_text()) == (130, "", "earlier")
+        assert "replay: interrupted: no call was replayed" in err
+
+
+def test_a_failure_midway_costs_no_table(
+    run_cli: RunCli, recorded: Path, two_calls: Callable[..., None]
+) -> None:
+    two_calls(RuntimeError("boom"))
+    code, out, err = run_cli(*arguments(recorded))
+    assert code == 1
+    assert "2 calls" in out
+    assert err.splitlines()[-1] == "replay: unexpected RuntimeError: boom (traceback with --debug)"
+
+
+@pytest.mark.parametrize("option", ["--json", "--csv", "--benchmark-json"])
+def test_a_file_without_room_is_named_and_costs_no_table(
+    run_cli: RunCli, recorded: Path, option: str
+) -> None:
+    code, out, err = run_cli(*arguments(recorded, option, FULL))
+    assert code == 2
+    assert "3 calls" in out
+    assert err.splitlines().count(NO_ROOM) == 1
+    assert (f"{NO_ROOM}; the replay goes on" in err) == (option == "--json")
+
+
+def test_rows_are_written_at_the_end_if_there_is_room_then(
+    run_cli: RunCli, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise NotWritten("cannot write rows.jsonl: No space left on device: make room")
+
+    monkeypatch.setattr("replay.cli.run.write_jsonl", full)
+    rows = tmp_path / "rows.jsonl"
+    code, _, err = run_cli(*arguments(recorded, "--json", str(rows)))
+    assert code == 0
+    assert err.count("cannot write") == err.count("; the replay goes on") == 1
+    assert len(calls(rows)) == 3
+
+
+@pytest.mark.parametrize("option", ["--plan", "--save-baseline"])
+def test_what_is_replaced_in_one_step_leaves_nothing_behind(
+    run_cli: RunCli, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    from replay.plan.plan import Budget, Plan, PlanError
+    from replay.rows.files import RowsError, save_jsonl
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    path = tmp_path / "kept" / "file.jsonl"
+    path.parent.mkdir()
+    path.write_text("earlier")
+    monkeypatch.setattr("replay.rows.replacement.os.replace", full)
+    told = f"cannot write.* {path}: No space left on device: make room"
+    if option == "--plan":
+        with pytest.raises(PlanError, match=told):
+            Plan("model", "random", Budget("cosine", 0.9), "own").save(path)
+    else:
+        with pytest.raises(RowsError, match=told):
+            save_jsonl([], path)
+    assert path.read_text() == "earlier"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_file_is_opened_when_something_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.write_text("earlier")
+    monkeypatch.chdir(tmp_path)
+    with opened("file") as file:
+        assert file is not None
+        assert path.read_text() == "earlier"
+        (tmp_path / "elsewhere").mkdir()
+        os.chdir("elsewhere")  # as a kernel may
+        file.write("later")
+        file.flush()
+        assert path.read_text() == "later"
+    with pytest.raises(ZeroDivisionError), opened(str(path)):
+        raise ZeroDivisionError
+    assert path.read_text() == "later"
+    with opened(str(path)):
+        pass
+    assert path.read_text() == ""
+
+
+def test_a_reader_of_a_pipe_need_not_wait_for_the_first_row(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    with opened(str(tmp_path / "pipe")), pytest.raises(BlockingIOError):
+        os.read(reader, 1)  # nothing yet, and somebody who writes
+    assert os.read(reader, 1) == b""
+    os.close(reader)
