@@ -1,11 +1,13 @@
 """Counts every attention call of a model, so that the stored calls can predict an entire run.
 
 As JSON a census is `{"signatures": [...], "rows": [{"module", "phase", "signature", "calls",
-"kept", "first_step", "last_step"}]}`, where `signature` is an index into the list of signatures.
+"kept", "first_step", "last_step"}]}`, where `signature` is an index into the list of signatures. A
+scale that is no number, which JSON does not have, is told in `refusal`: such calls are not stored.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -49,12 +51,18 @@ class Signature(NamedTuple):
             mask=None if mask is None else _sizes(mask),
             mask_dtype=None if mask is None else dtype_name(mask.dtype),
             is_causal=bool(arguments.is_causal),
-            scale=arguments.scale,
+            scale=_alike(arguments.scale),
             enable_gqa=bool(arguments.enable_gqa),
             beyond=beyond(arguments),
             road=arguments.road,
             refusal=arguments.refusal,
         )
+
+    def to_json(self) -> dict[str, Any]:
+        if self.scale is None or math.isfinite(self.scale):
+            return self._asdict()
+        refusal = self.refusal or f"scale {self.scale}"
+        return self._replace(scale=None, refusal=refusal)._asdict()
 
     @property
     def stratum(self) -> tuple[object, ...]:
@@ -132,7 +140,7 @@ class Census:
             )
         }
         return {
-            "signatures": [signature._asdict() for signature in signatures],
+            "signatures": [signature.to_json() for signature in signatures],
             "rows": [
                 {
                     "module": module,
@@ -146,6 +154,11 @@ class Census:
                 for (module, phase, signature), count in self._counts.items()
             ],
         }
+
+
+def _alike(scale: float | None) -> float | None:
+    """Return the scale, and for every NaN the same one: two NaN are not equal otherwise."""
+    return math.nan if scale is not None and math.isnan(scale) else scale
 
 
 def _sizes_of_all(tensor: Tensor, arguments: Arguments) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections import Counter
 from dataclasses import dataclass
@@ -85,8 +86,12 @@ class CallsSeen:
             if count not in self._places:
                 self._places[count] = self._place(site, count)
             found = Alike(count, self._places[count])
-            # A nested tensor is unlike any other; of a tensor as an option, only its identity is.
-            if like and not (arguments.query.is_nested or any(isinstance(e, Tensor) for e in like)):
+            # A nested tensor is unlike any other, and so is NaN; of a tensor as an option, only its
+            # identity is.
+            has_nan = count.signature.scale is math.nan
+            if like and not (
+                has_nan or arguments.query.is_nested or any(isinstance(e, Tensor) for e in like)
+            ):
                 with contextlib.suppress(TypeError):  # symbolic sizes have no hash
                     found = self.alike.setdefault(like, found)
             return found

@@ -46,7 +46,7 @@ def plain_settings(settings: dict[str, Any]) -> dict[str, Any]:
         CaptureError: they are not JSON.
     """
     try:
-        plain: dict[str, Any] = json.loads(json.dumps(settings))
+        plain: dict[str, Any] = json.loads(json.dumps(settings, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise CaptureError(f"`settings=` cannot be written as JSON: {error}") from error
     return plain

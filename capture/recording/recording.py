@@ -26,6 +26,7 @@ from capture.hooks.interceptor import TORCH_SDPA, Arguments, Observer, bind
 from capture.hooks.modes import outside_of_modes
 from capture.hooks.modules import ModuleTracker, outside
 from capture.hooks.signals import is_meant_for_program
+from capture.printable import quoted
 from capture.recording.attention_call import has_symbolic_sizes
 from capture.recording.calls_kept import CallsKept, reason_of
 from capture.recording.calls_seen import CallsSeen
@@ -444,5 +445,5 @@ class Recording:
                 raise
             self.tell(
                 f"could not end the recording in {self._target.directory}: {reason_of(error)}; "
-                f"finish it with `capture --repair {self._target.directory}`"
+                f"finish it with `capture --repair {quoted(self._target.directory)}`"
             )

@@ -24,7 +24,7 @@ from replay.bench.forms import Forms, refusal
 from replay.bench.guard import Guard
 from replay.bench.inputs import Inputs
 from replay.bench.referee import LocalReferee, Referee
-from replay.bench.settings import Settings, WorkerOptions
+from replay.bench.settings import Settings, SettingsError, WorkerOptions
 from replay.bench.stages import Checked, Timed, make_row
 from replay.bench.witness import Part, Witness
 from replay.kernels.registry import Kernel, catalogue, find
@@ -81,8 +81,38 @@ def replay(
     is checked again.
 
     Raises:
+        SettingsError: an argument is no such thing, or there is no such device here.
         ContextLost: a kernel made the GPU unusable for this process.
     """
+    _check(workloads, kernels, settings)
+    return _replay(workloads, kernels, settings, on_progress, on_loaded, options, referees, guard)
+
+
+def _check(workloads: object, kernels: object, settings: object) -> None:
+    """Raise SettingsError where something else was given than `replay` takes."""
+    if isinstance(workloads, str | Path) or not isinstance(workloads, Iterable):
+        raise SettingsError(
+            f"{workloads!r} is no list of calls: give workloads, _ = from_directory(DIR)"
+        )
+    listed = kernels if isinstance(kernels, Sequence) else (kernels,)
+    if not all(isinstance(each, Kernel) for each in listed):
+        raise SettingsError(f"{kernels!r} is no list of kernels: give kernels, _ = select(NAMES)")
+    if not isinstance(settings, Settings):
+        raise SettingsError(f"{settings!r} are no settings: give Settings('cpu', 'warm')")
+    if settings.device.type == "cuda" and not torch.cuda.is_available():
+        raise SettingsError(f"PyTorch finds no CUDA device for {settings.device}: give 'cpu'")
+
+
+def _replay(
+    workloads: Iterable[Workload],
+    kernels: Sequence[Kernel],
+    settings: Settings,
+    on_progress: Callable[[Workload, str], None] | None,
+    on_loaded: Callable[[Loaded], None] | None,
+    options: WorkerOptions,
+    referees: Referees | None,
+    guard: Guard | None,
+) -> Iterator[Row]:
     with torch.no_grad():  # as kernels run, so that a change of that is seen
         guard = guard or Guard()
     referees = referees or local_referee
@@ -95,9 +125,14 @@ def replay(
         return Row("", facts, status, reason, options.environment, machine=machine)
 
     for workload in workloads:
+        if not isinstance(workload, Workload):
+            raise SettingsError(
+                f"{type(workload).__name__} is no call to replay: give workloads, _ = "
+                "from_directory(DIR)"
+            )
         report(workload, LOADING)
         try:
-            call = workload.load(settings.device)
+            call = workload.load_to_judge(settings.device)
             forms = Forms.of(call)
             if settings.roofline and call.dtype not in roofs:
                 roofs[call.dtype] = measure_roof(call.dtype, settings.device)

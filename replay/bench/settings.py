@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
+from attention_replay import Error
+from capture.limits import natural, positive
 from replay.accuracy.thresholds import Thresholds
 from replay.rows.row import HERE
 from replay.timing.defaults import ROUNDS, SECONDS
 from replay.timing.timer import Cache
 
 
+class SettingsError(Error):
+    """A replay cannot run as asked; the message names what can be given instead."""
+
+
 @dataclass(frozen=True)
 class Settings:
-    """What a user asks for."""
+    """What a user asks for.
+
+    Raises:
+        SettingsError: a value is none of its field's.
+    """
 
     device: torch.device
+    """Or its name."""
     cache: Cache
     rounds: int = ROUNDS
     max_seconds: float = SECONDS
@@ -34,6 +46,7 @@ class Settings:
     """`reference`, `captured` or a kernel: an output to compare with beside the first two."""
     compare_stats: bool = False
     save_output: Path | None = None
+    """Or its name."""
     for_model: bool = False
     """Rows are to tell what a model gains that passes its masks: a kernel that takes them runs no
     other form of a call, not even one that it prefers."""
@@ -45,6 +58,31 @@ class Settings:
     """Note the registers and shared memory of Triton programs."""
     tolerances: Thresholds = field(default_factory=Thresholds)
     """The constants that outputs are judged by."""
+
+    def __post_init__(self) -> None:
+        try:
+            device = torch.device(self.device)
+            positive("rounds", self.rounds)
+            natural("calls_before", self.calls_before)
+            natural("seed", self.seed)
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise SettingsError(str(error).partition("\n")[0]) from error
+        if self.cache not in get_args(Cache):
+            raise SettingsError(f"cache must be cold or warm, not {self.cache!r}")
+        if device.type == "cpu" and self.cache == "cold":
+            raise SettingsError("a cold cache requires a GPU: give cache='warm'")
+        if not (_is_number(self.max_seconds) and 0 < self.max_seconds < math.inf):
+            raise SettingsError(
+                f"max_seconds must be a number greater than 0, not {self.max_seconds!r}"
+            )
+        noise = self.max_noise
+        if noise is not None and not (_is_number(noise) and 0 < noise <= 1):
+            raise SettingsError(
+                f"max_noise must be a number greater than 0 and at most 1, or None, not {noise!r}"
+            )
+        object.__setattr__(self, "device", device)
+        if self.save_output is not None:
+            object.__setattr__(self, "save_output", Path(self.save_output))
 
     @property
     def compared_kernel(self) -> str | None:
@@ -69,6 +107,10 @@ class Settings:
         return cls(
             **{**data, "device": device, "save_output": save_output, "tolerances": tolerances}
         )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)

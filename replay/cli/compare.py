@@ -25,7 +25,7 @@ from replay.report.comparison.html import to_html
 from replay.report.comparison.markdown import to_markdown
 from replay.report.comparison.sections import Sections, sections
 from replay.report.comparison.text import print_comparison
-from replay.rows.files import read_jsonl
+from replay.rows.files import plain, read_jsonl
 from replay.rows.row import Machine, Row
 
 WRITTEN = ("markdown", "html", "json")
@@ -54,14 +54,16 @@ def run(argv: Sequence[str]) -> int:
     formats: dict[str, Callable[[], str]] = {
         "markdown": lambda: to_markdown(said),
         "html": lambda: to_html(said),
-        "json": lambda: json.dumps([to_json(each) for each in compared], indent=1) + "\n",
+        "json": lambda: json.dumps(plain([to_json(each) for each in compared]), indent=1) + "\n",
     }
-    for name, write in formats.items():
-        with opened(getattr(arguments, name)) as file:
-            if file is not None:
-                file.write(write())
     taken = "-" in [getattr(arguments, name) for name in formats]
-    print_all(said, Console(highlight=False, stderr=taken))
+    try:
+        for name, write in formats.items():
+            with opened(getattr(arguments, name)) as file:
+                if file is not None:
+                    file.write(write())
+    finally:  # also where there is no room for a file
+        print_all(said, Console(highlight=False, stderr=taken))
     if arguments.save_baseline is not None:
         keep(arguments.save_baseline, after[-1].rows, machine)
     return exit_code(compared, conditions)

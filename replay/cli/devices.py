@@ -50,10 +50,12 @@ def run(argv: Sequence[str]) -> int:
         raise UsageError(f"--markdown would overwrite {written}: name another file")
     check_place(written)
     merged = across_devices([read_run(name) for name in arguments.rows])
-    with opened(written) as file:
-        if file is not None:
-            file.write(devices_markdown(merged))
-    print_devices(merged, Console(highlight=False, stderr=written == "-"))
+    try:
+        with opened(written) as file:
+            if file is not None:
+                file.write(devices_markdown(merged))
+    finally:  # also where there is no room for the file
+        print_devices(merged, Console(highlight=False, stderr=written == "-"))
     return 0
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from capture.cli.arguments import OneSentenceParser, positive, positive_number
+from capture.cli.repeated_options import Listed
 from capture.cli.verbosity import add_verbosity, narrated
 from capture.printable import printable
 from replay.cli.device import device_of
@@ -70,10 +71,13 @@ def parser() -> OneSentenceParser:
     )
     command.add_argument(
         "--kernels",
+        action=Listed,
         metavar="A,B,'GLOB*'",
         help="default: a few; all for every one; captured for the recorded outputs",
     )
-    command.add_argument("--call", metavar="A,B,'GLOB*'", help="only the calls of these names")
+    command.add_argument(
+        "--call", action=Listed, metavar="A,B,'GLOB*'", help="only the calls of these names"
+    )
     command.add_argument("--device", help="cuda, cpu … (default: cuda if available)")
     command.add_argument(
         "--timeout",
@@ -109,6 +113,8 @@ def run(argv: Sequence[str]) -> int:
         raise UsageError(wrong)
     if arguments.max is not None and arguments.model is None:
         raise UsageError("--max limits what is recorded: give --model MODEL")
+    if arguments.in_process and "timeout" in arguments.given:
+        raise UsageError("--timeout kills a worker process: leave out --in-process")
     check_place(arguments.json)
     return narrated(arguments.verbose)(partial(_examine, arguments))()
 
@@ -145,13 +151,14 @@ def _examine_directory(
     from capture.cli.arrivals import shown_arrivals
     from replay.cli.progress import Pace, shown_progress
     from replay.diagnosis.doctor import diagnose
+    from replay.rows.files import plain
     from replay.workloads.recorded import from_directory
 
     device = device_of(arguments.device)
     with shown_arrivals(quiet=arguments.quiet) as report_arrivals:
         workloads, note = from_directory(arguments.dir, arguments.call, report=report_arrivals)
     settings = _settings(arguments, device)
-    with reserved_stdout() as stdout:
+    with reserved_stdout():
         if kernels is None:
             kernels = _kernels(arguments, device)
         tasks = [f"{each.name}, {kernel.name}" for each in workloads for kernel in kernels]
@@ -164,11 +171,13 @@ def _examine_directory(
                 _one_by_one(report, tasks),
                 in_process=arguments.in_process,
             )
-        with opened(arguments.json, stdout) as file:
+    try:
+        with opened(arguments.json) as file:
             if file is not None:
-                json.dump([each.to_json() for each in found.found], file, indent=1)
+                json.dump(plain([each.to_json() for each in found.found]), file, indent=1)
                 file.write("\n")
-    print(found, file=sys.stderr if arguments.json == "-" else sys.stdout)
+    finally:  # also where there is no room for the file
+        print(found, file=sys.stderr if arguments.json == "-" else sys.stdout)
     _say_what_was_left_out(found, note)
     return 1 if found.found or found.unreadable else 0
 

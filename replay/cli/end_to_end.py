@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -26,6 +26,7 @@ from replay.end_to_end.rebuild import load_arguments
 from replay.kernels.registry import Kernel
 from replay.plan.devices import mismatch, type_of
 from replay.plan.plan import Budget, Plan, parse_budget
+from replay.rows.files import Writable, plain
 from replay.rows.row import HERE, KernelId, Row
 from replay.workers.execution import Assignment
 
@@ -93,6 +94,12 @@ def read_options(
             f"{arguments.use_plan} is a plan for {plan.model}, but {arguments.dir} contains "
             f"{models}: use a plan for this model"
         )
+    for file in [] if plan is None else [code.rpartition(":")[0] for code in plan.code]:
+        if not Path(file).is_file():
+            raise CheckError(
+                f"{arguments.use_plan} names a kernel in {file}, which does not exist: put it "
+                "there, or make the plan again with --plan FILE"
+            )
     if plan is not None and plan.code and not arguments.trust_code:
         raise CheckError(
             f"{arguments.use_plan} names kernels whose code would run, {', '.join(plan.code)}: "
@@ -247,13 +254,14 @@ def _tried(rows: Sequence[Row], environment: str, kernel: Kernel) -> list[Row]:
     ]
 
 
-def write_json(checks: Sequence[Checked], file: TextIO) -> None:
-    """Write one JSON line per kernel and model; NaN and infinity do not occur."""
+def write_json(checks: Sequence[Checked], file: Writable) -> None:
+    """Write one JSON line per kernel and model."""
     for checked in checks:
         file.write(json.dumps(as_json(checked)) + "\n")
 
 
 def as_json(checked: Checked) -> dict[str, Any]:
-    """A result as plain JSON."""
+    """A result as plain JSON, with null for what is no finite number."""
     errors = {span: checked.prediction_error(span) for span in checked.measured}
-    return asdict(checked) | {"prediction_error": errors}
+    tree: dict[str, Any] = plain(asdict(checked) | {"prediction_error": errors})
+    return tree

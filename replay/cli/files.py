@@ -11,38 +11,104 @@ from typing import TextIO
 
 from attention_replay import Error
 from capture.storage.names import is_of_dataset
+from replay.rows.files import Writable
+from replay.rows.replacement import why_not_written
 
 
 class UsageError(Error):
     """The arguments cannot be used; the message names the remedy."""
 
 
+class NotWritten(Error):
+    """What was to go to a file is not there; the message names the file."""
+
+
 @contextlib.contextmanager
 def opened(
     path: str | None, stdout: TextIO | None = None, *, append: bool = False
-) -> Iterator[TextIO | None]:
+) -> Iterator[Writable | None]:
     """Yield a file to write, None without a path; `-` is stdout.
 
+    What the file held stays until there is something to put in its place: the first text that is
+    written, or nothing at all if the `with` block ends without any. So somebody may follow what is
+    written, and a block that raises before leaves everything as it was.
+
     Raises:
-        UsageError: it cannot be written.
+        NotWritten: it cannot be written.
     """
     if path is None:
         yield None
     elif path == "-":
         yield stdout or sys.stdout
     else:
+        output = _Output(path, append=append)
         try:
-            file = open(  # noqa: SIM115 - closed below
-                path,
-                "a" if append else "w",
-                encoding="utf-8",
-                errors="backslashreplace",
-                newline="",
-            )
+            if os.path.exists(path) and not os.path.isfile(path):
+                output.begin()  # a pipe keeps nothing, and somebody may wait at its other end
+            yield output
+        except BaseException:
+            with contextlib.suppress(NotWritten):  # the block has its own error to tell
+                output.close()
+            raise
+        output.begin()
+        output.close()
+
+
+class _Output:
+    """A file that is opened when something is written to it.
+
+    Args:
+        path: what the user calls it; a kernel may change the current directory meanwhile.
+        append: keep what it holds.
+    """
+
+    def __init__(self, path: str, *, append: bool) -> None:
+        self._name, self._path = path, os.path.abspath(path)
+        self._append = append
+        self._file: TextIO | None = None
+        self._has_failed = False
+
+    def write(self, text: str) -> int:
+        file = self.begin()
+        with self._named():
+            return file.write(text)
+
+    def flush(self) -> None:
+        with self._named():
+            if self._file is not None:
+                self._file.flush()
+
+    def begin(self) -> TextIO:
+        """Open the file, unless that was done."""
+        with self._named():
+            if self._file is None:
+                self._file = open(  # noqa: SIM115 - `close` closes it
+                    self._path,
+                    "a" if self._append else "w",
+                    encoding="utf-8",
+                    errors="backslashreplace",
+                    newline="",
+                )
+        return self._file
+
+    def close(self) -> None:
+        """Close the file; what failed before does not fail again."""
+        if self._file is None:
+            return
+        if self._has_failed:
+            with contextlib.suppress(OSError):
+                self._file.close()
+        else:
+            with self._named():
+                self._file.close()
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
-            raise UsageError(f"cannot write {path}: {error.strerror}") from error
-        with file:
-            yield file
+            self._has_failed = True
+            raise NotWritten(f"cannot write {self._name}: {why_not_written(error)}") from error
 
 
 def check_place(path: str | os.PathLike[str] | None) -> None:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from attention_replay import Error
 from capture.cli.standard_streams import (
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from replay.end_to_end.check import Checked
     from replay.kernels.registry import Kernel
     from replay.plan.plan import Budget, Plan
+    from replay.rows.files import Writable
     from replay.rows.row import Machine, Row
     from replay.workers.execution import Assignment, Execution
     from replay.workers.process import First
@@ -82,8 +83,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         code = _subcommand(given)()
     except SystemExit as stopped:
         exit_with("replay", stopped.code)
-    except KeyboardInterrupt:
-        print("replay: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as stopped:
+        told = f": {printable(str(stopped))}" if str(stopped) else ""
+        print(f"replay: interrupted{told}", file=sys.stderr)
         code = 130
     except Exception as error:
         if "--debug" in given:
@@ -198,8 +200,7 @@ def _replay(
         raise UsageError("environments require worker processes: leave out --in-process or --env")
     dataset = opened_dataset(arguments)
     options = _model_options(arguments, dataset, device)
-    # Opened first, like the other files: an hour-long run must not fail on a missing directory.
-    with opened(arguments.e2e_json) as models_file:
+    with contextlib.ExitStack() as stack, opened(arguments.e2e_json) as models_file:
         with _place_to_run(arguments, device, early, pythons, limit, cluster) as where:
             if arguments.list_kernels:
                 list_kernels(where, device)
@@ -217,10 +218,14 @@ def _replay(
             assigned = where.assign(kernels, settings.device)
             for name, those in assigned.items():
                 logger.info("in %s: %s", name, ", ".join(kernel.name for kernel in those))
-            rows = run(workloads, assigned, settings, where, limit, arguments)
+            replayed = run(workloads, assigned, settings, where, limit, arguments)
             logger.info("every row is there")
-        if _tables_are_shown(arguments):
+        rows = replayed.rows
+        stack.callback(_say_what_is_missing, replayed.unwritten)
+        if _tables_are_shown(arguments) and (rows or replayed.ended_by is None):
             print_tables(rows, machines, settings, metrics, arguments)
+        if replayed.ended_by is not None:
+            raise replayed.ended_by
         changed = _compare(earlier, rows, arguments)
         plan = None
         if options is not None and options.budget is not None:
@@ -235,11 +240,16 @@ def _replay(
             _report(rows, checks, options, settings, arguments)
         if plots is not None:
             draw(rows, plots)
-    code = max(changed, _exit_code(rows, checks, arguments))
+    code = max(changed, _exit_code(rows, checks, arguments), 2 if replayed.unwritten else 0)
     if not (arguments.quiet or arguments.watch) and _tables_are_shown(arguments):
         _print_next_step(arguments, rows, plan, dataset)
     logger.info("all is printed")
     return code, rows
+
+
+def _say_what_is_missing(unwritten: Sequence[str]) -> None:
+    for sentence in unwritten:
+        print(f"replay: {printable(sentence)}", file=sys.stderr)
 
 
 def _place_to_run(
@@ -284,12 +294,17 @@ def _one_device(
 
 
 def _selftest(arguments: argparse.Namespace, device: torch.device) -> int:
-    from replay.cli.selftest import run_selftest
+    from replay.cli.selftest import run_selftest, write_json
     from replay.report.selftest import print_selftest
 
-    with reserved_stdout() as stdout, opened(arguments.json, stdout) as file:
-        verdict = run_selftest(device, file, quiet=arguments.quiet)
-    print_selftest(verdict, _console(arguments))
+    with reserved_stdout():
+        verdict = run_selftest(device, quiet=arguments.quiet)
+    try:
+        with opened(arguments.json) as file:
+            if file is not None:
+                write_json(verdict, file)
+    finally:  # also where there is no room for the file
+        print_selftest(verdict, _console(arguments))
     return 0 if verdict.passed else 1
 
 
@@ -362,10 +377,10 @@ def _plan(
     census = options.captures[0].census
     exclusive = {kernel.name for kernel in kernels if kernel.own_process}
     plan = choose(rows, census, budget, OWN, exclusive)
-    plan.save(arguments.plan)
     if short := shortfall(options.captures[0]):
         print(f"replay: {printable(short)}", file=sys.stderr)
     print_plan(plan, uniform(rows, census, budget, OWN), _console(arguments))
+    plan.save(arguments.plan)
     return plan
 
 
@@ -376,7 +391,7 @@ def _check_models(
     pythons: dict[str, str],
     settings: Settings,
     arguments: argparse.Namespace,
-    file: TextIO | None,
+    file: Writable | None,
 ) -> list[Checked]:
     from rich.console import Console
     from rich.text import Text
@@ -460,8 +475,9 @@ def _explain(error: BaseException, given: list[str]) -> int:
     if isinstance(error, OSError) and is_of_stdout(error) and _is_stdouts_own(error):
         return give_up_stdout("replay", error)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        named = f" {printable(str(error.filename))}" if error.filename else ""
         remedy = "make room" + ("; --resume continues the --json file" if _keeps(given) else "")
-        print(f"replay: cannot write: {error.strerror}: {remedy}", file=sys.stderr)
+        print(f"replay: cannot write{named}: {error.strerror}: {remedy}", file=sys.stderr)
         return 2
     text = printable(str(error))
     print(

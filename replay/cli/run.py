@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from capture.counted import counted
 from capture.printable import printable
 from replay.bench.resume import finished_rows, label_of, latest
 from replay.bench.settings import Settings
-from replay.cli.files import opened
+from replay.cli.files import NotWritten, opened
 from replay.cli.kernels import able_kernels
 from replay.cli.progress import Pace, shown_progress
 from replay.cli.stdout import reserved_stdout
 from replay.cli.time_limit import TimeLimit, in_words
 from replay.distribution.estimate import History, Rates, expected_seconds, together
 from replay.report.benchmark_json import benchmark_entries
-from replay.rows.files import save_jsonl, write_csv, write_jsonl
+from replay.rows.files import RowsError, plain, save_jsonl, write_csv, write_jsonl
 from replay.rows.row import Machine, Row
 from replay.workers.execution import Assignment, Execution
 from replay.workers.process import Stopped
@@ -36,6 +38,22 @@ LONG_SECONDS = 30.0
 
 NOT_COMPARED = ("--rounds", "--max-seconds", "--max-noise", "--seed", "--resources")
 """What rows do not say they were measured with, so that `--resume` cannot see it change."""
+
+OF_ALL_CALLS = (
+    *("benchmark_json", "compare_to", "save_baseline", "plan", "e2e", "e2e_json", "report", "plot"),
+)
+"""Options for what is made of a whole replay, and not of one that was interrupted."""
+
+
+class Replayed(NamedTuple):
+    """What a replay measured."""
+
+    rows: list[Row]
+    """In the order of the calls, those of a resumed file included."""
+    unwritten: list[str]
+    """Which files are not there as they should be and why, a sentence each."""
+    ended_by: BaseException | None
+    """What ended it early, to be raised once the rows are shown; None if nothing did."""
 
 
 @dataclass
@@ -64,12 +82,12 @@ def run(
     where: Execution,
     limit: TimeLimit,
     arguments: argparse.Namespace,
-) -> list[Row]:
+) -> Replayed:
     """Replay the calls, or what is left of them, and write rows as the arguments say.
 
-    JSON is written call by call, so that an interrupted run keeps what it measured.
-
-    Returns the rows in the order of the calls, those of a resumed file included.
+    JSON is written call by call, so that an interrupted run keeps what it measured. Neither Ctrl-C
+    nor a file that cannot be written costs what was measured: of an early end, the rows are those
+    of complete calls.
     """
     machines, history = where.machines(settings.device), History()
     told = {}
@@ -79,8 +97,9 @@ def run(
         workloads = [replace(call, on=each.device) for each in machines for call in workloads]
     places = {workload.label: place for place, workload in enumerate(workloads)}
     stages = [assigned]
-    if (plain := without_variants(assigned)) is not None:
-        stages.insert(0, plain)
+    if (first := without_variants(assigned)) is not None:
+        stages.insert(0, first)
+    every_stage = stages
     rows: list[Row] = []
     left = [workloads] * len(stages)
     if arguments.resume:
@@ -103,37 +122,57 @@ def run(
             parts.append(
                 Part(stage, calls, [told.get(call.name, 0) for call in calls], pace, kernels)
             )
-    with (
-        reserved_stdout() as stdout,
-        opened(arguments.json, stdout, append=arguments.resume) as json_file,
-        opened(arguments.csv, stdout) as csv_file,
-        opened(arguments.benchmark_json, stdout) as benchmark_file,
-    ):
+    # Kernels may change the current directory.
+    json_file = None if arguments.json in (None, "-") else Path(arguments.json).absolute()
+    unwritten: list[str] = []
+    not_followed: list[str] = []
+    ended_by: BaseException | None = None
+    with reserved_stdout() as stdout:
         is_long = limit.seconds is not None or sum(part.seconds for part in parts) >= LONG_SECONDS
         if parts and is_long and not arguments.quiet:
             print(f"replay: {_announced(parts, machines, limit, scale)}", file=sys.stderr)
-        produced = _collected(_measured(parts, settings, where, limit, arguments.quiet), rows)
-        if json_file is not None:
-            write_jsonl(produced, json_file)
-        for _ in produced:
-            pass
+        measured = _measured(parts, settings, where, limit, arguments.quiet)
+        try:
+            with contextlib.closing(measured):
+                produced = _collected(measured, rows)
+                with (
+                    _noted(not_followed),
+                    opened(arguments.json, stdout, append=arguments.resume) as file,
+                ):
+                    if file is not None:
+                        write_jsonl(produced, file)
+                for sentence in not_followed:
+                    print(f"replay: {printable(sentence)}; the replay goes on", file=sys.stderr)
+                for _ in produced:
+                    pass
+        except (KeyboardInterrupt, Exception) as error:
+            ended_by = error
         in_order = sorted(latest(rows), key=lambda row: places[label_of(row, machines)])
-        if csv_file is not None:
-            write_csv(in_order, csv_file)
-        if benchmark_file is not None:
-            json.dump(benchmark_entries(in_order), benchmark_file, indent=1)
-            benchmark_file.write("\n")
-    is_written = [id(row) for row in in_order] == [id(row) for row in rows]
-    if not is_written and arguments.json not in (None, "-"):
-        save_jsonl(in_order, Path(arguments.json))
+        if ended_by is not None:
+            in_order = _of_complete_calls(in_order, every_stage, machines)
+        if in_order or ended_by is None:
+            with _noted(unwritten), opened(arguments.csv, stdout) as file:
+                if file is not None:
+                    write_csv(in_order, file)
+        if ended_by is None:
+            with _noted(unwritten), opened(arguments.benchmark_json, stdout) as file:
+                if file is not None:
+                    json.dump(plain(benchmark_entries(in_order)), file, indent=1)
+                    file.write("\n")
+    if not_followed or [id(row) for row in in_order] != [id(row) for row in rows]:
+        unwritten += _written_again(in_order, json_file, not_followed)
     # Calls whose kernels hung took as long as --timeout let them.
     paces = [] if any(row.status == "timeout" for row in rows) else [part.pace for part in parts]
     for pace in paces:
         if pace.is_reliable and pace.scale is not None:
             history.note(machines, pace.scale, pace.elapsed)
-    if said := _left_out(workloads, in_order, machines, assigned, limit, arguments):
-        print(f"replay: {printable(said)}", file=sys.stderr)
-    return in_order
+    said = _left_out(workloads, in_order, machines, assigned, arguments)
+    if isinstance(ended_by, KeyboardInterrupt):
+        ended_by = KeyboardInterrupt(_interruption(said, rows, arguments))
+    elif said and limit.seconds is not None:
+        within = in_words(limit.seconds)
+        print(f"replay: to end within {within}: {printable(said)}", file=sys.stderr)
+    return Replayed(in_order, unwritten, ended_by)
 
 
 def without_variants(assigned: Assignment) -> Assignment | None:
@@ -175,7 +214,7 @@ def _kept(count: int, left: int) -> str:
 
 def _measured(
     parts: Sequence[Part], settings: Settings, where: Execution, limit: TimeLimit, quiet: bool
-) -> Iterator[Row]:
+) -> Generator[Row, None, None]:
     """The rows of all parts, as far as there is time."""
     with limit.watched():
         for part in parts:
@@ -191,6 +230,51 @@ def _measured(
                     yield from where.replay(schedule, part.assigned, settings, report)
                 except Stopped:
                     return
+
+
+@contextlib.contextmanager
+def _noted(unwritten: list[str]) -> Iterator[None]:
+    """Note what cannot be written, and go on: what was measured is still to be shown."""
+    try:
+        yield
+    except (NotWritten, RowsError) as error:
+        unwritten.append(str(error))
+
+
+def _written_again(rows: Sequence[Row], path: Path | None, not_followed: list[str]) -> list[str]:
+    """Write rows that came in another order, or could not be written then; say why that fails.
+
+    Args:
+        path: of the JSON file; None without one.
+        not_followed: why they could not be written as they came.
+    """
+    if path is None or not rows:
+        return not_followed
+    if not_followed and path.exists() and not path.is_file():
+        return not_followed  # a device has what it took
+    again: list[str] = []
+    with _noted(again):
+        save_jsonl(rows, path)
+    return again
+
+
+def _of_complete_calls(
+    rows: Sequence[Row], stages: Sequence[Assignment], machines: Sequence[Machine]
+) -> list[Row]:
+    """Those of calls that every kernel of a stage has a row of, or that cannot be read."""
+    found: dict[str, set[tuple[str, str]]] = {}
+    for row in rows:
+        found.setdefault(label_of(row, machines), set()).add((row.environment, row.kernel))
+    wanted = [
+        {(name, kernel.name) for name, kernels in stage.items() for kernel in kernels}
+        for stage in stages
+    ]
+    complete = {
+        call
+        for call, there in found.items()
+        if any(each <= there for each in wanted) or any(not kernel for _, kernel in there)
+    }
+    return [row for row in rows if label_of(row, machines) in complete]
 
 
 def _collected(produced: Iterator[Row], rows: list[Row]) -> Iterator[Row]:
@@ -225,12 +309,9 @@ def _left_out(
     rows: Sequence[Row],
     machines: Sequence[Machine],
     assigned: Assignment,
-    limit: TimeLimit,
     arguments: argparse.Namespace,
 ) -> str:
     """What there was no time for, and how to complete it; empty for nothing."""
-    if limit.seconds is None:
-        return ""
     measured: dict[tuple[str, str], set[str]] = {}
     for row in rows:
         key = label_of(row, machines), row.environment
@@ -252,4 +333,15 @@ def _left_out(
     how = f"the same command with --resume completes {arguments.json}"
     if arguments.json in (None, "-"):
         how = "give --json FILE, so that --resume can complete it"
-    return f"to end within {in_words(limit.seconds)}: {', '.join(parts)}; {how}"
+    return f"{', '.join(parts)}; {how}"
+
+
+def _interruption(left_out: str, rows: Sequence[Row], arguments: argparse.Namespace) -> str:
+    """What an interrupted replay does not have, and how to complete it."""
+    if not rows:
+        files = [path for path in (arguments.json, arguments.csv) if path not in (None, "-")]
+        as_they_were = f", {' and '.join(files)} left as they were" if files else ""
+        return f"no call was replayed{as_they_were}"
+    options = [f"--{name.replace('_', '-')}" for name in OF_ALL_CALLS if getattr(arguments, name)]
+    not_made = f"not made: {', '.join(options)}" if options else ""
+    return "; ".join(filter(None, (not_made, left_out)))

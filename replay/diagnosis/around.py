@@ -16,7 +16,7 @@ from capture.recording.record import record
 from replay.bench.settings import Settings
 from replay.diagnosis.captured import CAPTURED
 from replay.diagnosis.doctor import Diagnoses, diagnose
-from replay.kernels.registry import Kernel, catalogue, find
+from replay.kernels.registry import Kernel, KernelNameError, catalogue, find
 from replay.workloads.recorded import Workload, from_directory
 
 Attention = Callable[..., Tensor]
@@ -52,7 +52,7 @@ def doctor(
         `Diagnoses`, empty until the block has ended; print it, or read `found`.
 
     Raises:
-        KernelNameError: no kernel has that name.
+        KernelNameError: no kernel has that name, or none is named.
         CaptureError: as `record`; or, after the block, it made no call that could be recorded.
         RuntimeError, TypeError, ValueError: as `record`; a swap that is active is one reason.
 
@@ -62,6 +62,8 @@ def doctor(
         >>> print(diagnosis)
     """
     given = [kernel] if kernel is None or isinstance(kernel, str) or callable(kernel) else kernel
+    if not given:
+        raise KernelNameError("no kernel is named: leave `kernel=` out for what the model called")
     kernels = [each for name in given for each in _kernels(name)]
     diagnoses = Diagnoses()
     with contextlib.ExitStack() as stack:

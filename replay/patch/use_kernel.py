@@ -223,10 +223,18 @@ def _fitting(
         PlanError: none is, or several are.
         PlanMismatch: no module has a name in a plan.
     """
-    several = [given] if isinstance(given, str | Path | Plan) else given
-    plans = [each if isinstance(each, Plan) else Plan.load(each) for each in several]
-    if not plans:
+    several: Sequence[PlanFile] = (
+        [given] if isinstance(given, str) or not isinstance(given, Sequence) else given
+    )
+    if not several:
         raise PlanError("no plan is named: name a file that `replay --plan FILE` wrote")
+    for each in several:
+        if not isinstance(each, str | Path | Plan):
+            raise PlanError(
+                f"{type(each).__name__} is no plan: name a file that `replay --plan FILE` wrote, "
+                "or several in a list"
+            )
+    plans = [each if isinstance(each, Plan) else Plan.load(each) for each in several]
     found = [PlannedModules(_choices(plan), module) for plan in plans]
     misfits = [
         mismatch(plan.device, types_at_hand(places.devices))

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from attention_replay import Error
 from capture.storage.json_data import parsed, shown
 from capture.storage.plain_files import given_text
-from replay.rows.files import rebuilt
+from replay.rows.files import plain, rebuilt
 from replay.rows.meaning import COSINE_NOISE
+from replay.rows.replacement import replacing, why_not_written
 
 FORMAT = "attention-replay-plan/1"
 
@@ -58,8 +57,11 @@ def parse_budget(text: str) -> Budget:
     """Parse a budget such as `cosine=0.998`.
 
     Raises:
-        PlanError: the metric is unknown, or the limit is not a number in the metric's range.
+        PlanError: the metric is unknown, the limit is not a number in the metric's range, or there
+            are several limits.
     """
+    if text.count("=") > 1:
+        raise PlanError(f"a budget is one limit, not several as in {text}: give one of them")
     metric, _, limit = (part.strip() for part in text.partition("="))
     if metric not in METRICS:
         raise PlanError(
@@ -155,12 +157,11 @@ class Plan:
         return sum(choice.saved_ms for choice in self.choices)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON, atomically; a pipe or a device is written to, not replaced.
+        """Write the plan as JSON, in one step (`replay.rows.replacement`).
 
         Raises:
             PlanError: the file cannot be written.
         """
-        path = Path(path).resolve()
         data = {
             "format": FORMAT,
             "model": self.model,
@@ -170,16 +171,13 @@ class Plan:
             "baseline": self.baseline,
             "saved_ms": self.saved_ms,
             "left_out": self.left_out,
-            "choices": [_without_nan(asdict(choice)) for choice in self.choices],
+            "choices": [asdict(choice) for choice in self.choices],
         }
-        is_replaced = path.is_file() or not path.exists()
-        written = path.with_name(f".{path.name}.tmp") if is_replaced else path
         try:
-            written.write_text(json.dumps(data, indent=1))
-            if is_replaced:
-                os.replace(written, path)
+            with replacing(Path(path)) as file:
+                file.write(json.dumps(plain(data), indent=1))
         except OSError as error:
-            raise PlanError(f"cannot write the plan {path}: {error.strerror}") from error
+            raise PlanError(f"cannot write the plan {path}: {why_not_written(error)}") from error
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -217,10 +215,3 @@ class Plan:
         if not all(isinstance(name, str) for each in names for name in each):
             raise PlanError(f"the plan {path} is damaged (a name is not a string): {HOW}")
         return plan
-
-
-def _without_nan(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON does not have, by None."""
-    if isinstance(value, dict):
-        return {key: _without_nan(part) for key, part in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -8,7 +8,7 @@ from pathlib import Path
 from capture.html_table import html_table
 from replay.report.cells import speedup_text
 from replay.report.groups import place
-from replay.rows.files import read_jsonl
+from replay.rows.files import RowsError, read_jsonl
 from replay.rows.row import Row
 
 HEADINGS = (
@@ -41,10 +41,14 @@ def read_rows(path: str | Path) -> Rows:
         UserWarning: the file ends within a row, because its replay was interrupted.
 
     Raises:
-        FileNotFoundError: there is none.
-        RowsError: it holds something other than rows of this version.
+        RowsError: there is none, or it holds something other than rows of this version.
     """
-    rows, is_cut_off = read_jsonl(Path(path))
+    if not isinstance(path, str | Path):
+        raise RowsError(f"rows are read from a file, not from {type(path).__name__}: give its path")
+    try:
+        rows, is_cut_off = read_jsonl(Path(path))
+    except FileNotFoundError as error:
+        raise RowsError(f"there is no file {path}: write one with `replay --json FILE`") from error
     if is_cut_off:
         warnings.warn(f"{path} ends within a row: its replay was interrupted", stacklevel=2)
     return Rows(rows)

@@ -7,7 +7,6 @@ import csv
 import functools
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import (
     Any,
     Literal,
     NamedTuple,
-    TextIO,
+    Protocol,
     TypeVar,
     Union,
     cast,
@@ -31,6 +30,7 @@ from capture.storage.json_data import parsed, shown, typed
 from capture.storage.plain_files import given_text
 from replay.rows.fields import FIELDS, SCHEMA, leaf
 from replay.rows.formulas import no_formula
+from replay.rows.replacement import replacing, why_not_written
 from replay.rows.row import Row
 
 T = TypeVar("T")
@@ -41,6 +41,13 @@ BEGINNING = '{"schema": '
 
 class RowsError(Error):
     """A file of rows cannot be used; the message names the remedy."""
+
+
+class Writable(Protocol):
+    """What text is written to."""
+
+    def write(self, text: str, /) -> int: ...
+    def flush(self) -> None: ...
 
 
 class StoredRows(NamedTuple):
@@ -130,7 +137,7 @@ def _one_of(options: tuple[Any, ...], value: Any, name: str) -> Any:
     return _value(last, value, name)
 
 
-def write_jsonl(rows: Iterable[Row], file: TextIO) -> None:
+def write_jsonl(rows: Iterable[Row], file: Writable) -> None:
     """One JSON object a line."""
     for row in rows:
         file.write(json.dumps(row_to_json(row)) + "\n")
@@ -138,23 +145,16 @@ def write_jsonl(rows: Iterable[Row], file: TextIO) -> None:
 
 
 def save_jsonl(rows: Iterable[Row], path: Path) -> None:
-    """Make these rows the file's, in one step, so that an interruption leaves what there was.
-
-    A pipe or a device is written to, not replaced.
+    """Make these rows the file's, in one step.
 
     Raises:
         RowsError: it cannot be written.
     """
-    path = path.resolve()
-    is_replaced = path.is_file() or not path.exists()
-    written = path.with_name(f".{path.name}.tmp") if is_replaced else path
     try:
-        with written.open("w") as file:
+        with replacing(path) as file:
             write_jsonl(rows, file)
-        if is_replaced:
-            os.replace(written, path)
     except OSError as error:
-        raise RowsError(f"cannot write {path}: {error.strerror}") from error
+        raise RowsError(f"cannot write {path}: {why_not_written(error)}") from error
 
 
 def read_jsonl(path: Path) -> StoredRows:
@@ -192,7 +192,7 @@ def read_jsonl(path: Path) -> StoredRows:
     return StoredRows(rows, is_cut_off=bool(last))
 
 
-def write_csv(rows: Iterable[Row], file: TextIO) -> None:
+def write_csv(rows: Iterable[Row], file: Writable) -> None:
     """A column per field of `FIELDS`; lists joined with spaces, text printable and no formula."""
     writer = csv.writer(file)
     writer.writerow(item.path for item in FIELDS)

@@ -175,7 +175,7 @@ def test_a_missing_library_is_one_sentence(tmp_path: Path, missing: str, sentenc
 def test_a_missing_part_of_ours_is_no_missing_package(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(arguments: object) -> int:
+    def broken(arguments: object, begun: object) -> int:
         raise ModuleNotFoundError("No module named 'capture.gone'", name="capture.gone")
 
     monkeypatch.setattr("capture.cli.main._capture", broken)
@@ -248,7 +248,7 @@ def test_short_names_of_dtypes(
     assert replay_parser().parse_args(["--random", "--dtype", short]).dtype == dtype
     seen: list[str] = []
     monkeypatch.setattr(
-        "capture.cli.main._capture", lambda arguments: seen.append(arguments.dtype) or 0
+        "capture.cli.main._capture", lambda arguments, begun: seen.append(arguments.dtype) or 0
     )
     with pytest.raises(SystemExit):
         capture_main(["--model", "llama", "--dtype", short])

@@ -13,6 +13,7 @@ from replay.report.charts.layers import layer_charts
 from replay.report.charts.models import model_charts
 from replay.report.charts.sweeps import sweep_charts
 from replay.report.html import library
+from replay.rows.replacement import why_not_written
 from replay.rows.row import Row
 
 PNG_SCALE = 3.0
@@ -34,7 +35,7 @@ def prepare(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise PlotError(f"cannot write --plot {directory}: {error.strerror}") from error
+        raise PlotError(f"cannot write --plot {directory}: {why_not_written(error)}") from error
 
 
 def charts(rows: Sequence[Row]) -> Iterator[Chart]:
@@ -60,7 +61,7 @@ def write_plots(rows: Sequence[Row], directory: Path) -> list[Path]:
         for name, spec in _with_names_of_their_own(charts(rows)):
             written += write_chart(spec, directory / name)
     except OSError as error:
-        raise PlotError(f"cannot write --plot {directory}: {error.strerror}") from error
+        raise PlotError(f"cannot write --plot {directory}: {why_not_written(error)}") from error
     return written
 
 

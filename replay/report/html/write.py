@@ -27,6 +27,7 @@ from replay.report.html.answer import fastest_kernels
 from replay.report.html.data import page_data
 from replay.report.html.outputs import KERNELS, saved_outputs
 from replay.rows.files import plain
+from replay.rows.replacement import replacing, why_not_written
 from replay.rows.row import Row
 
 MOST_ANSWERS = 12
@@ -83,9 +84,10 @@ def write_html(
         library=_packed(library.bundle()),
     )
     try:
-        path.write_text(page, "utf-8")
+        with replacing(path) as file:
+            file.write(page)
     except OSError as error:
-        raise ReportError(f"cannot write {path}: {error.strerror}") from error
+        raise ReportError(f"cannot write {path}: {why_not_written(error)}") from error
 
 
 def _models(checks: Sequence[model.Check]) -> list[str]:

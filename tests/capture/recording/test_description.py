@@ -42,6 +42,8 @@ def test_settings_are_kept(layers: nn.Module, states: Tensor, tmp_path: Path) ->
         ({"seed": 2**70}, "`seed=` is 11805"),
         ({"name": "n" * 5000}, "`name=` has more than 4096 characters"),
         ({"weights": "w" * 5000}, "`weights=` has more than 4096 characters"),
+        ({"settings": {"a": [float("nan")]}}, "`settings=` cannot be written as JSON"),
+        ({"settings": {"a": float("-inf")}}, "`settings=` cannot be written as JSON"),
         ({"settings": {"prompt": "p" * (17 << 20)}}, "more than 16777216 bytes, most of them set"),
     ],
 )

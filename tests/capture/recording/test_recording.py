@@ -7,6 +7,7 @@ import gc
 import signal
 import threading
 import time
+import warnings
 import weakref
 from collections import Counter
 from pathlib import Path
@@ -69,6 +70,26 @@ def test_max_bytes_counts_what_is_stored(layers: nn.Module, states: Tensor, tmp_
         record(layers, tmp_path / "none", max_bytes=one - 1),
     ):
         layers(states)
+
+
+@pytest.mark.parametrize("scale", ["nan", "inf", "-inf"])
+def test_a_scale_that_is_no_number_costs_only_its_own_calls(tmp_path: Path, scale: str) -> None:
+    model = nn.ModuleDict({"normal": Caller(), "odd": Caller()})
+    inputs = torch.randn(3, 1, 2, 5, 8)
+    with warnings.catch_warnings(record=True), record(model, tmp_path) as recording:
+        for _ in range(5):
+            model["normal"](attend(*inputs))
+            model["odd"](attend(*inputs, scale=float(scale)))  # each time another NaN
+    assert recording.kept == 5
+    assert recording.problems == [f"a call cannot be stored: scale {scale}"]
+    census = load(tmp_path).captures[0].census
+    assert [(row["module"], row["calls"], row["kept"]) for row in census["rows"]] == [
+        ("normal", 5, 5),
+        ("odd", 5, 0),
+    ]
+    of = {row["module"]: census["signatures"][row["signature"]] for row in census["rows"]}
+    assert (of["normal"]["scale"], of["normal"]["refusal"]) == (None, "")
+    assert (of["odd"]["scale"], of["odd"]["refusal"]) == (None, f"scale {scale}")
 
 
 def test_two_threads_with_two_models(

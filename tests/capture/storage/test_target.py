@@ -15,7 +15,7 @@ import pytest
 
 from capture import load
 from capture.call import AttentionCall
-from capture.errors import CaptureError
+from capture.errors import CaptureError, DatasetError
 from capture.storage import locks
 from capture.storage.call_file import PackedCall
 from capture.storage.capture_record import CaptureRecord
@@ -84,6 +84,50 @@ def test_the_next_capture_finishes_a_killed_one(tmp_path: Path, started: Started
     assert load(tmp_path).note == ""
     with pytest.raises(CaptureError, match="already contains a capture of model"):
         Target.check(tmp_path, "model", overwrite=False)
+
+
+@pytest.mark.parametrize("in_memory", [0, 2])
+def test_a_directory_in_which_nothing_was_recorded_may_be_used_again(
+    tmp_path: Path, started: Started, in_memory: int
+) -> None:
+    _, journal = started(tmp_path, "model", range(0))
+    for index in range(in_memory):
+        journal.append(sampled=index)
+    with pytest.raises(CaptureError, match="another capture of model is writing"):
+        Target.check(tmp_path, "model", overwrite=False)
+    journal.close()
+    with pytest.raises(DatasetError, match=r"model was killed: 0 complete calls.* --repair"):
+        load(tmp_path)
+    started(tmp_path, "model", range(1, 3))[0].end(ended("model"))
+    assert calls(tmp_path) == {"model": [1, 2]}
+    assert load(tmp_path).note == ""
+    assert repair(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("in_memory", "told"), [(0, ""), (2, "; 2 had been only in memory")], ids=["seen", "chosen"]
+)
+def test_a_repair_says_that_a_killed_capture_had_no_call(
+    tmp_path: Path, started: Started, in_memory: int, told: str
+) -> None:
+    _, journal = started(tmp_path, "model", range(0))
+    for index in range(in_memory):
+        journal.append(sampled=index)
+    journal.close()
+    (tmp_path / "other.journal").touch()
+    assert sorted(repair(tmp_path)) == [
+        f"deleted {journal.path}: a killed capture of model had no complete call{told}",
+        f"deleted {tmp_path / 'other.journal'}: a capture was killed before its first call",
+    ]
+    assert list(tmp_path.iterdir()) == []
+    assert repair(tmp_path) == []
+
+
+def test_the_calls_of_a_killed_capture_keep_their_place(tmp_path: Path, started: Started) -> None:
+    started(tmp_path, "model", range(1))[1].close()
+    with pytest.raises(CaptureError, match="already contains a capture of model"):
+        Target.check(tmp_path, "model", overwrite=False)
+    assert calls(tmp_path) == {"model": [0]}
 
 
 def copied_twice(tmp_path: Path, started: Started, *, complete: bool) -> tuple[Path, Path]:

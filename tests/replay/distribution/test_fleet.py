@@ -569,7 +569,8 @@ def test_ctrl_c_leaves_finished_rows_and_no_process(recorded: Path, tmp_path: Pa
         process.kill()
         process.communicate()
     assert process.returncode == 130
-    assert err.strip().endswith("replay: interrupted")
+    told = f"2 of 3 calls left out; the same command with --resume completes {rows}"
+    assert err.strip().endswith(f"replay: interrupted: {told}")
     assert "Traceback" not in err
     assert rows.read_text().count("\n") == 2
     mark = f"MARK={tmp_path}".encode()

@@ -280,7 +280,7 @@ def test_ctrl_c_leaves_a_file_to_resume(
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=200)
     assert process.returncode == 130
-    assert err.strip().endswith("replay: interrupted")
+    assert "replay: interrupted" in err.splitlines()[-1]
     assert "Traceback" not in err
     kept = rows_of(rows)
     assert len(kept) == 2
@@ -344,7 +344,7 @@ def test_ctrl_c_ends_it_where_ray_waits(replays: Replays, recorded: Path) -> Non
                 process.send_signal(signal.SIGINT)
                 _, err = process.communicate(timeout=100)
     assert process.returncode == 130
-    assert err.strip().endswith("replay: interrupted")
+    assert "replay: interrupted" in err.splitlines()[-1]
 
 
 def test_without_ray_it_says_how_to_install_it(

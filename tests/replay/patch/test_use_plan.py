@@ -421,10 +421,13 @@ def test_of_several_plans_the_one_of_this_device_is_used(
         r"old\.json was made on an unknown type of GPU": [files[0], files[3]],
         "several are for this machine, cpu": [files[1], files[1]],
         "no plan is named": [],
+        "NoneType is no plan: name a file": [None],
     }
     for message, given in wrong.items():
         with pytest.raises(PlanError, match=message), use_plan(given, transformer):
             pass
+    with pytest.raises(PlanError, match="NoneType is no plan"), use_plan(None, transformer):
+        pass
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ import pytest
 
 import replay
 from replay.report.notebook import HEADINGS, Rows, read_rows
-from replay.rows.files import write_jsonl
+from replay.rows.files import RowsError, write_jsonl
 from tests.factories import call_facts, row, speedup_over, unreadable
 
 HOSTILE = "<img src=x onerror=alert(1)>&amp;\x1b[31m"
@@ -75,3 +75,10 @@ def test_rows_of_a_file(tmp_path: Path) -> None:
     path.write_text(path.read_text()[:-20])
     with pytest.warns(UserWarning, match="ends within a row"):
         assert len(read_rows(path)) == 1
+
+
+def test_rows_of_no_file(tmp_path: Path) -> None:
+    with pytest.raises(RowsError, match=r"there is no file .*: write one with `replay --json"):
+        read_rows(tmp_path / "nosuch")
+    with pytest.raises(RowsError, match="not from NoneType: give its path"):
+        read_rows(None)  # type: ignore[arg-type]

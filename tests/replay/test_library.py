@@ -1,0 +1,74 @@
+"""What a program may give to `replay`, and what it is told of anything else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import replay
+from replay.bench.settings import Settings, SettingsError
+from replay.kernels.registry import KernelNameError
+from tests.factories import tiny_llama
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"cache": "foo"}, "cache must be cold or warm, not 'foo'"),
+        ({"cache": "cold"}, "a cold cache requires a GPU"),
+        ({"max_seconds": -1}, "max_seconds must be a number greater than 0, not -1"),
+        ({"max_seconds": float("nan")}, "max_seconds must be a number"),
+        ({"max_noise": 7}, "max_noise must be a number greater than 0 and at most 1"),
+        ({"calls_before": -1}, "calls_before must be an integer of at least 0, not -1"),
+        ({"rounds": 0}, "rounds must be an integer of at least 1, not 0"),
+        ({"seed": -1}, "seed must be an integer of at least 0, not -1"),
+        ({"device": "gpu"}, "device"),
+        ({"device": None}, "device"),
+    ],
+)
+def test_settings_that_the_command_line_refuses(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(SettingsError, match=told):
+        replay.Settings(**{"device": "cpu", "cache": "warm", **given})
+
+
+def test_names_of_devices_and_directories_are_taken_as_torch_takes_them() -> None:
+    settings = replay.Settings("cpu", "warm", save_output="kept")  # type: ignore[arg-type]
+    assert (settings.device, settings.save_output) == (torch.device("cpu"), Path("kept"))
+    assert Settings.from_json(settings.to_json()).device == torch.device("cpu")
+
+
+def test_what_is_no_argument_of_a_replay(recorded: Path) -> None:
+    workloads, _ = replay.from_directory(recorded)
+    kernels, _ = replay.select("torch-flash")
+    settings = replay.Settings("cpu", "warm", rounds=3)  # type: ignore[arg-type]
+    wrong: list[tuple[str, tuple[Any, Any, Any]]] = [
+        ("'x1' is no list of calls", ("x1", kernels, settings)),
+        ("AttentionCall is no call to replay", (replay_calls(recorded), kernels, settings)),
+        ("'torch-flash' is no list of kernels", (workloads, "torch-flash", settings)),
+        ("is no list of kernels", (workloads, ["torch-flash"], settings)),
+        ("None are no settings", (workloads, kernels, None)),
+    ]
+    if not torch.cuda.is_available():
+        on_gpu = replay.Settings("cuda", "cold")  # type: ignore[arg-type]
+        wrong.append(("PyTorch finds no CUDA device for cuda", (workloads, kernels, on_gpu)))
+    for told, given in wrong:
+        with pytest.raises(SettingsError, match=told):
+            list(replay.replay(*given))
+
+
+def replay_calls(recorded: Path) -> Any:
+    from capture import load
+
+    return load(recorded)
+
+
+def test_a_doctor_without_a_kernel_is_refused(tmp_path: Path) -> None:
+    with (
+        pytest.raises(KernelNameError, match="no kernel is named"),
+        replay.doctor(tiny_llama(), kernel=[], out=tmp_path / "out"),
+    ):
+        pass
+    assert not (tmp_path / "out").exists()
