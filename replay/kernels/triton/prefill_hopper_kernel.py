@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -32,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from replay.kernels.triton.dividing import quotient
 from replay.kernels.triton.hopper_masks import fill_mask
+from replay.kernels.triton.hopper_output import Outputs, finish, sink_of
 from replay.kernels.triton.hopper_pipeline import (
     KEY,
     LOADER_REGISTERS,
@@ -45,7 +45,6 @@ from replay.kernels.triton.hopper_pipeline import (
     pass_turn,
     release,
     release_shared,
-    tma_store,
     wait_for,
     wait_for_turn,
 )
@@ -53,7 +52,6 @@ from replay.kernels.triton.hopper_rescale import rescale
 from replay.kernels.triton.hopper_scores import (
     ROWS,
     add_scores,
-    add_sink,
     matrix,
     own_sums,
     start_scores,
@@ -65,11 +63,10 @@ from replay.kernels.triton.hopper_spans import (
     key_blocks_of,
     masked_of,
     span_of,
-    store_rows,
     visited_key,
     visits_of,
 )
-from replay.kernels.triton.online_softmax import LN_2, LOG2_E
+from replay.kernels.triton.online_softmax import LOG2_E
 from replay.kernels.triton.persistent import (
     Work,
     blocks_of_tile,
@@ -223,9 +220,9 @@ def prefill_kernel(
     work = Work(q_heads, tiles, turns, blocks, bundles, section, reciprocals, share)
     descriptors = (q_desc, k_desc, v_desc, q_rest_desc, k_rest_desc, mask_desc)
     load = (descriptors, rings, work, bounds, of_group, (mask_batch, mask_head))
-    pointers = (output, stride_output_head, stride_output_token, lse, rows)
     extras = Extras(scale, cap, sinks)
-    attend = (rings, (o_buffers, o_desc, pointers), work, bounds, extras)
+    outputs = Outputs(o_buffers, o_desc, output, stride_output_head, stride_output_token, lse, rows)
+    attend = (rings, outputs, work, bounds, extras)
     # The first consumer is the program's own four warps. Gluon wants every list written out.
     if CONSUMERS == 2:
         gl.warp_specialize(
@@ -342,7 +339,7 @@ def _attend(
         q_head += WHO % HEADS
         span = span_of(batch, bounds)
         if has_tile(turn, block * QUERIES, span, work, bounds, QUERIES, KEYS):
-            place = (element_of(batch, bounds), work.q_heads, q_head)
+            place = (element_of(batch, bounds), q_head)
             visits = ()
             if bounds.visits is not None:
                 visits = visits_of(batch, q_head, block, bounds, KEYS)
@@ -467,32 +464,11 @@ def _attend_tile(
             output, reference, total, turn - work.turns, work.share, end - begin, WHO, CONSUMERS
         )
     if is_whole:
-        _finish(output, reference, total, outputs, extras, place, span, first, WHO, V_HEAD_DIM)
+        batch, q_head = place
+        sink = sink_of(extras.sinks, q_head)
+        at = (batch, work.q_heads, q_head, first)
+        finish(output, reference, total, sink, outputs, at, span, WHO, V_HEAD_DIM)
     return count, masks
-
-
-@gluon.jit
-def _finish(
-    output,
-    reference,
-    total,
-    outputs,
-    extras,
-    place,
-    span,
-    first,
-    WHO: gl.constexpr,
-    V_HEAD_DIM: gl.constexpr,
-):
-    """Divide a consumer's output by the sums of the weights, and store it."""
-    _, _, q_head = place
-    shrink = 1.0
-    if extras.sinks is not None:
-        sink = gl.load(extras.sinks + q_head).to(gl.float32) * LOG2_E
-        shrink, reference, total = add_sink(sink, reference, total, 0.0)
-    factor = gl.where(total == 0.0, 0.0, shrink / total)  # a query may see nothing
-    output *= gl.convert_layout(factor, gl.SliceLayout(1, output.type.layout))[:, None]
-    _store(output, reference, total, outputs, place, span, first, WHO, V_HEAD_DIM)
 
 
 @gluon.jit
@@ -575,65 +551,6 @@ def _release_keys(rings, stage, CONSUMERS: gl.constexpr):
     release_shared(rings.key, stage, KEY, CONSUMERS)
     if rings.mask is None and rings.bias is None:  # else they meet when they give back a mask's
         meet()
-
-
-@gluon.jit
-def _store(
-    output,
-    reference,
-    total,
-    outputs,
-    place,
-    span,
-    first,
-    WHO: gl.constexpr,
-    V_HEAD_DIM: gl.constexpr,
-):
-    """A consumer's output, and its logarithms if they are asked for."""
-    batch, q_heads, q_head = place
-    o_buffers, o_desc, pointers = outputs
-    o_pointer, stride_head, stride_token, lse, rows = pointers
-    o_buffer = o_buffers.index(WHO)
-    COLUMNS: gl.constexpr = o_desc.block_type.shape[3]
-    parts = _column_parts(output, COLUMNS)
-    if o_pointer is not None:
-        o_pointer += q_head.to(gl.int64) * stride_head
-    for i in gl.static_range(len(parts)):
-        tma.store_wait(0)  # that of the part or tile before, which still reads this memory
-        matrix(o_buffer).store(parts[i].to(o_buffer.dtype))
-        fence_async_shared()
-        if o_pointer is None:
-            tma_store(o_desc, [batch, q_head, first, i * COLUMNS], o_buffer)
-        else:
-            to = o_pointer + i * COLUMNS
-            store_rows(o_buffer, to, stride_token, first, span, V_HEAD_DIM - i * COLUMNS)
-    if lse is not None:
-        queries = first + gl.arange(0, ROWS, total.type.layout)
-        start = (batch * q_heads + q_head).to(gl.int64) * rows + span.q_start
-        logarithms = (reference + gl.log2(total)) * LN_2
-        gl.store(lse + start + queries, logarithms, mask=queries < span.q_len)
-
-
-@gluon.jit
-def _column_parts(output, COLUMNS: gl.constexpr):
-    """An output (ROWS, Dv) as one, two or four of (ROWS, COLUMNS), whose registers it shares."""
-    if output.shape[1] == COLUMNS:
-        parts = (output,)
-    elif output.shape[1] == 2 * COLUMNS:
-        parts = _column_halves(output)
-    else:
-        left, right = _column_halves(output)
-        parts = _column_halves(left) + _column_halves(right)
-    return parts
-
-
-@gluon.jit
-def _column_halves(output):
-    HALF: gl.constexpr = output.shape[1] // 2
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    left, right = gl.split(output.reshape((ROWS, 2, HALF)).permute((0, 2, 1)))
-    left = gl.convert_layout(left, LAYOUT, assert_trivial=True)
-    return left, gl.convert_layout(right, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -27,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from replay.kernels.triton.dividing import quotient
 from replay.kernels.triton.hopper_masks import fill_mask
+from replay.kernels.triton.hopper_output import Outputs, finish, sink_of
 from replay.kernels.triton.hopper_pipeline import (
     KEY,
     LOADER_REGISTERS,
@@ -42,13 +42,11 @@ from replay.kernels.triton.hopper_pipeline import (
     pass_turn,
     release,
     release_shared,
-    tma_store,
     wait_for,
     wait_for_turn_after,
 )
 from replay.kernels.triton.hopper_scores import (
     ROWS,
-    add_sink,
     matrix,
     own_sums,
     start_scores,
@@ -60,12 +58,10 @@ from replay.kernels.triton.hopper_spans import (
     key_blocks_of,
     masked_of,
     span_of,
-    store_rows,
     visited_key,
     visits_of,
 )
 from replay.kernels.triton.hopper_special_functions import LOG2, approximately
-from replay.kernels.triton.online_softmax import LOG2_E
 from replay.kernels.triton.persistent import (
     Work,
     blocks_of_tile,
@@ -230,7 +226,13 @@ def quantised_hopper_kernel(
     extras = Extras(factor, cap, key_mean_ptr, sinks_ptr)
     descriptors = (query_desc, key_desc, value_desc, mask_desc)
     load = (descriptors, rings, work, bounds, of_group, groups, (mask_batch, mask_head))
-    outputs = (o_buffers, output, stride_output_head, stride_output_token)
+    output_desc = None
+    pointer = None
+    if q_offsets_ptr is None:
+        output_desc = output
+    else:
+        pointer = output
+    outputs = Outputs(o_buffers, output_desc, pointer, stride_output_head, stride_output_token)
     attend = (queries, rings, scales, outputs, work, bounds, extras)
     # The first consumer is the program's own four warps. Gluon wants every list written out.
     if CONSUMERS == 2:
@@ -379,7 +381,7 @@ def _attend_tile(
     KEYS: gl.constexpr = rings.key.buffers.shape[1]
     QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
     FP8_VALUE: gl.constexpr = rings.value.buffers.dtype == gl.float8e4nv
-    DV: gl.constexpr = outputs[0].shape[4]
+    DV: gl.constexpr = outputs.buffers.shape[4]
     # What `start_scores` gives; an instruction of INT8 or FP8 takes 32 of the head_dim.
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 32])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout(
@@ -484,57 +486,13 @@ def _attend_tile(
     if extras.cap is not None:  # scores then have it themselves
         shift = None
     LOG2_UNIT: gl.constexpr = LOG2_FP8_MAX if FP8_VALUE else 0.0
-    place = (batch, q_head, first)
     if is_whole:
-        _finish(
-            output, maximum, total, shift, outputs, extras, place, span, bounds,
-            WHO, LOG2_UNIT, V_HEAD_DIM,
-        )  # fmt: skip
-    return count, masks
-
-
-@gluon.jit
-def _finish(
-    output,
-    maximum,
-    total,
-    shift,
-    outputs,
-    extras,
-    place,
-    span,
-    bounds,
-    WHO: gl.constexpr,
-    LOG2_UNIT: gl.constexpr,
-    V_HEAD_DIM: gl.constexpr,
-):
-    """Divide a consumer's output by the sums of the weights, and store it. `shift` is what the mean
-    of the keys would add to the scores, where a sink must know."""
-    batch, q_head, first = place
-    rescale = 1.0
-    if extras.sinks is not None:
-        sink = gl.load(extras.sinks + q_head).to(gl.float32) * LOG2_E
-        if shift is not None:
+        sink = sink_of(extras.sinks, q_head)
+        if sink is not None and shift is not None:  # what the keys' mean would add to the scores
             sink = sink - gl.convert_layout(shift, total.type.layout)
-        rescale, maximum, total = add_sink(sink, maximum, total, LOG2_UNIT)
-    factor = gl.where(total == 0.0, 0.0, rescale / total)  # a query may see nothing
-    output *= gl.convert_layout(factor, gl.SliceLayout(1, output.type.layout))[:, None]
-    _store(output, outputs, [batch, q_head, first, 0], span, bounds, WHO, V_HEAD_DIM)
-
-
-@gluon.jit
-def _store(output, outputs, place, span, bounds, WHO: gl.constexpr, V_HEAD_DIM: gl.constexpr):
-    """A consumer's output."""
-    o_buffers, to, stride_head, stride_token = outputs
-    o_buffer = o_buffers.index(WHO)
-    tma.store_wait(0)  # that of the tile before, which still reads this memory
-    matrix(o_buffer).store(output.to(o_buffer.dtype))
-    if bounds.q_offsets is None:
-        fence_async_shared()
-        tma_store(to, place, o_buffer)
-    else:
-        to += place[1].to(gl.int64) * stride_head
-        store_rows(o_buffer, to, stride_token, place[2], span, V_HEAD_DIM)
+        at = (batch, work.q_heads, q_head, first)
+        finish(output, maximum, total, sink, outputs, at, span, WHO, V_HEAD_DIM, LOG2_UNIT)
+    return count, masks
 
 
 @gluon.jit
