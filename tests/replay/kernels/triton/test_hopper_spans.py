@@ -96,8 +96,17 @@ def test_blocks(
             numbered = [block_at(number, blocks, bounds) for number in range(end - first)]
             assert numbered[0] == end - 1
             assert sorted(numbered) == list(range(first, end))
-            without_mask = numbered[masked_of(blocks, bounds) :]
-            assert without_mask == list(reversed(range(whole_first, whole_end)))
+            masked = masked_of(blocks, bounds)
+            assert numbered[masked:] == list(reversed(range(whole_first, whole_end)))
+            if left is not None:
+                continue
+            for own in range(row, row + rows, rows // 2):  # a consumer's, which skips the first
+                *_, own_end = key_blocks_of(own, span, bounds, rows // 2, keys)
+                skipped = end - own_end
+                assert 0 <= skipped < masked
+                for query, key in itertools.product(range(own, own + rows // 2), range(kv_len)):
+                    seen_by = sees(span, bounds, query, key)
+                    assert not (seen_by and key // keys in numbered[:skipped])
 
 
 def test_most_blocks_need_no_mask() -> None:
