@@ -25,7 +25,7 @@ class Once(argparse._StoreAction):
 
 
 class Listed(argparse._StoreAction):
-    """Stores a text of names with commas between them, or a set of numbers: those of all times."""
+    """Stores names with commas between them, or numbers: those of every time it is given."""
 
     def __call__(
         self,

@@ -150,7 +150,7 @@ def _examine_directory(
     """Examine kernels that can run here; without any, those that the arguments name."""
     from capture.cli.arrivals import shown_arrivals
     from replay.cli.progress import Pace, shown_progress
-    from replay.diagnosis.doctor import diagnose
+    from replay.diagnosis.doctor import Diagnoses, diagnose
     from replay.rows.files import plain
     from replay.workloads.recorded import from_directory
 
@@ -158,19 +158,24 @@ def _examine_directory(
     with shown_arrivals(quiet=arguments.quiet) as report_arrivals:
         workloads, note = from_directory(arguments.dir, arguments.call, report=report_arrivals)
     settings = _settings(arguments, device)
-    with reserved_stdout():
-        if kernels is None:
-            kernels = _kernels(arguments, device)
-        tasks = [f"{each.name}, {kernel.name}" for each in workloads for kernel in kernels]
-        with shown_progress(Pace(dict.fromkeys(tasks, 1.0)), quiet=arguments.quiet) as report:
-            found = diagnose(
-                workloads,
-                kernels,
-                settings,
-                arguments.timeout,
-                _one_by_one(report, tasks),
-                in_process=arguments.in_process,
-            )
+    found, tasks = Diagnoses(), []
+    try:
+        with reserved_stdout():
+            if kernels is None:
+                kernels = _kernels(arguments, device)
+            tasks = [f"{each.name}, {kernel.name}" for each in workloads for kernel in kernels]
+            with shown_progress(Pace(dict.fromkeys(tasks, 1.0)), quiet=arguments.quiet) as report:
+                diagnose(
+                    workloads,
+                    kernels,
+                    settings,
+                    arguments.timeout,
+                    _one_by_one(report, tasks),
+                    in_process=arguments.in_process,
+                    found=found,
+                )
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_interruption(found, len(tasks), arguments.json)) from None
     try:
         with opened(arguments.json) as file:
             if file is not None:
@@ -180,6 +185,15 @@ def _examine_directory(
         print(found, file=sys.stderr if arguments.json == "-" else sys.stdout)
     _say_what_was_left_out(found, note)
     return 1 if found.found or found.unreadable else 0
+
+
+def _interruption(found: Diagnoses, tasks: int, file: str | None) -> str:
+    """What an interrupted examination does not have, once what it has is printed."""
+    if not found.examined:
+        return "nothing was examined"
+    print(found, file=sys.stderr if file == "-" else sys.stdout)
+    as_it_was = f"; {file} left as it was" if file not in (None, "-") else ""
+    return f"{found.examined} of {tasks} runs of a kernel on a call were examined{as_it_was}"
 
 
 def _one_by_one(report: Progress, tasks: Sequence[str]) -> Progress:

@@ -166,7 +166,9 @@ def run(
     for pace in paces:
         if pace.is_reliable and pace.scale is not None:
             history.note(machines, pace.scale, pace.elapsed)
-    said = _left_out(workloads, in_order, machines, assigned, arguments)
+    is_kept = json_file is not None and json_file.is_file()
+    resumed = arguments.json if is_kept else None
+    said = _left_out(workloads, in_order, machines, assigned, resumed)
     if isinstance(ended_by, KeyboardInterrupt):
         ended_by = KeyboardInterrupt(_interruption(said, rows, arguments))
     elif said and limit.seconds is not None:
@@ -250,8 +252,8 @@ def _written_again(rows: Sequence[Row], path: Path | None, not_followed: list[st
     """
     if path is None or not rows:
         return not_followed
-    if not_followed and path.exists() and not path.is_file():
-        return not_followed  # a device has what it took
+    if path.exists() and not path.is_file():
+        return not_followed  # a pipe or a device has what it took
     again: list[str] = []
     with _noted(again):
         save_jsonl(rows, path)
@@ -309,9 +311,13 @@ def _left_out(
     rows: Sequence[Row],
     machines: Sequence[Machine],
     assigned: Assignment,
-    arguments: argparse.Namespace,
+    file: str | None,
 ) -> str:
-    """What there was no time for, and how to complete it; empty for nothing."""
+    """What there was no time for, and how to complete it; empty for nothing.
+
+    Args:
+        file: which `--resume` can complete; None if there is none.
+    """
     measured: dict[tuple[str, str], set[str]] = {}
     for row in rows:
         key = label_of(row, machines), row.environment
@@ -330,9 +336,9 @@ def _left_out(
     parts = [f"{missing} of {len(workloads)} calls left out"] if missing else []
     some = f"{counted(len(partly), 'call')} without some kernels"
     parts += [some] if partly else []
-    how = f"the same command with --resume completes {arguments.json}"
-    if arguments.json in (None, "-"):
-        how = "give --json FILE, so that --resume can complete it"
+    how = "give --json FILE, so that --resume can complete it"
+    if file is not None:
+        how = f"the same command with --resume completes {file}"
     return f"{', '.join(parts)}; {how}"
 
 

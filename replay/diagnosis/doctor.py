@@ -78,14 +78,16 @@ def diagnose(
     report: Progress = lambda workload, stage: None,
     *,
     in_process: bool = False,
+    found: Diagnoses | None = None,
 ) -> Diagnoses:
     """Examine kernels on calls, and name one to use instead where one is wrong.
 
     Args:
         timeout: seconds without a sign of life after which a kernel's process is ended.
         in_process: run the kernels here, where one that crashes ends this process.
+        found: what to note everything in as it is found, for a caller who may be interrupted.
     """
-    found = Diagnoses()
+    found = Diagnoses() if found is None else found
     examiner: _Examiner = _Here(settings) if in_process else _Processes(settings, timeout)
     try:
         for kernel in kernels:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
@@ -14,25 +15,41 @@ from typing import TextIO
 def replacing(path: Path) -> Iterator[TextIO]:
     """Yield a file that takes the place of the one at `path` when the `with` block ends.
 
-    If the block raises, nothing is left of it. A link is followed; a pipe or a device is written
-    to, not replaced.
+    If the block raises, nothing is left of it. A link is followed, and permissions are kept. What
+    cannot be replaced is written to: a pipe, a device, a file with several names.
 
     Raises:
         OSError: it cannot be written.
     """
+    if not _can_be_replaced(path):
+        with path.open("w", encoding="utf-8") as file:
+            yield file
+        return
     path = path.resolve()
-    is_replaced = path.is_file() or not path.exists()
-    written = path.with_name(f".{path.name}.tmp") if is_replaced else path
+    written = path.with_name(f".{path.name}.tmp")
     try:
         with written.open("w", encoding="utf-8") as file:
+            with contextlib.suppress(OSError):  # there is none yet, or all have the same
+                os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
             yield file
-        if is_replaced:
-            os.replace(written, path)
+        os.replace(written, path)
     except BaseException:
-        if is_replaced:
-            with contextlib.suppress(OSError):
-                written.unlink()
+        with contextlib.suppress(OSError):
+            written.unlink()
         raise
+
+
+def _can_be_replaced(path: Path) -> bool:
+    """Whether another file can take its place without a loss.
+
+    Not in a directory that takes no other file, or where the file alone is mounted, as in a
+    container. `/dev/stdout` and `/dev/fd/63` are links to a pipe, which has no path of its own.
+    """
+    if not path.exists():
+        return True
+    status, place = path.stat(), path.resolve()
+    has_one_name = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
+    return has_one_name and os.access(place.parent, os.W_OK) and not os.path.ismount(place)
 
 
 def why_not_written(error: OSError) -> str:

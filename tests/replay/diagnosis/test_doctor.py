@@ -18,9 +18,9 @@ from capture.storage.call_file import PackedCall
 from capture.storage.dataset import Dataset
 from replay.diagnosis.captured import CAPTURED
 from replay.diagnosis.diagnosis import Diagnosis, layer_index
-from replay.diagnosis.doctor import Diagnoses, _Processes, diagnose
+from replay.diagnosis.doctor import Diagnoses, _Here, _Processes, diagnose
 from replay.diagnosis.text import paragraphs
-from replay.kernels.registry import find
+from replay.kernels.registry import Kernel, find
 from replay.workers.process import Process
 from replay.workloads.recorded import Workload, from_directory
 from tests.factories import random_call, settings
@@ -162,6 +162,32 @@ def test_earlier_findings_are_kept_until_there_are_new_ones(
     earlier.write_text("[]\n")
     asked = ("--dir", str(recorded), "--kernels", "eagr", "--json", str(earlier))
     assert run_cli("doctor", *asked)[0] == 2
+    assert earlier.read_text() == "[]\n"
+
+
+def test_what_was_found_before_control_c_is_shown(
+    run_cli: RunCli, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    examine, calls = _Here.examine, []
+
+    def interrupted(here: _Here, kernel: Kernel, workload: Workload, found: Diagnoses) -> None:
+        if workload.name in calls:  # of the second kernel
+            raise KeyboardInterrupt
+        calls.append(workload.name)
+        examine(here, kernel, workload, found)
+
+    monkeypatch.setattr(_Here, "examine", interrupted)
+    earlier = tmp_path / "findings.json"
+    earlier.write_text("[]\n")
+    kernels = f"{FAULTY}:scales_query,torch-math"
+    asked = ("--dir", str(recorded), "--kernels", kernels, "--in-process", "--device", "cpu")
+    code, out, err = run_cli("doctor", *asked, "--json", str(earlier))
+    assert code == 130
+    assert f"{FAULTY}:scales_query: input-changed on 3 calls" in out
+    assert err.splitlines()[-1] == (
+        "replay: interrupted: 3 of 6 runs of a kernel on a call were examined; "
+        f"{earlier} left as it was"
+    )
     assert earlier.read_text() == "[]\n"
 
 
