@@ -81,7 +81,7 @@ def replay(
     is checked again.
 
     Raises:
-        SettingsError: an argument is no such thing, or there is no such device here.
+        SettingsError: an argument is of another type, or there is no such device here.
         ContextLost: a kernel made the GPU unusable for this process.
     """
     _check(workloads, kernels, settings)

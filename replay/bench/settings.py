@@ -26,7 +26,7 @@ class Settings:
     """What a user asks for.
 
     Raises:
-        SettingsError: a value is none of its field's.
+        SettingsError: a field cannot have this value.
     """
 
     device: torch.device

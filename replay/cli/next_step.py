@@ -17,7 +17,8 @@ from replay.plan.plan import Plan
 from replay.rows.row import Row
 
 CARRIED = (
-    *("dir", "join_ranks", "random", "suite", *SHAPE, "causal", "dtype", "max_seq", "seed"),
+    *("dir", "join_ranks", "random", "suite", *SHAPE, "max_seq", "seed"),
+    *("causal", "mask", "scale", "distribution", "dtype"),
     *("kernels", "keep", "page_size", "device", "env", "env_file", "timeout", "tolerances"),
 )
 """Options that the next command takes over from this one, where they were given."""

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import logging
+import os
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -345,9 +346,9 @@ def _left_out(
 def _interruption(left_out: str, rows: Sequence[Row], arguments: argparse.Namespace) -> str:
     """What an interrupted replay does not have, and how to complete it."""
     if not rows:
-        files = [path for path in (arguments.json, arguments.csv) if path not in (None, "-")]
-        as_they_were = f", {' and '.join(files)} left as they were" if files else ""
-        return f"no call was replayed{as_they_were}"
+        files = [path for path in (arguments.json, arguments.csv) if path and os.path.isfile(path)]
+        kept = f", and {' and '.join(files)} stayed as before" if files else ""
+        return f"no call was replayed{kept}"
     options = [f"--{name.replace('_', '-')}" for name in OF_ALL_CALLS if getattr(arguments, name)]
     not_made = f"not made: {', '.join(options)}" if options else ""
     return "; ".join(filter(None, (not_made, left_out)))

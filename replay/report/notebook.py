@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 
@@ -34,7 +35,7 @@ class Rows(list[Row]):
         return html_table(HEADINGS, [_line(row) for row in self], [repr(self)])
 
 
-def read_rows(path: str | Path) -> Rows:
+def read_rows(path: str | os.PathLike[str]) -> Rows:
     """Read the rows that `replay --json` wrote.
 
     Warns:
@@ -43,7 +44,7 @@ def read_rows(path: str | Path) -> Rows:
     Raises:
         RowsError: there is none, or it holds something other than rows of this version.
     """
-    if not isinstance(path, str | Path):
+    if not isinstance(path, str | os.PathLike):
         raise RowsError(f"rows are read from a file, not from {type(path).__name__}: give its path")
     try:
         rows, is_cut_off = read_jsonl(Path(path))

@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
+
+_FIXED = (errno.EBUSY, errno.EPERM)
+"""Of a file that is mounted alone, as in a container, or is another user's in `/tmp`."""
 
 
 @contextlib.contextmanager
@@ -32,7 +36,13 @@ def replacing(path: Path) -> Iterator[TextIO]:
             with contextlib.suppress(OSError):  # there is none yet, or all have the same
                 os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
             yield file
-        os.replace(written, path)
+        try:
+            os.replace(written, path)
+        except OSError as error:
+            if error.errno not in _FIXED:
+                raise
+            shutil.copyfile(written, path)
+            written.unlink()
     except BaseException:
         with contextlib.suppress(OSError):
             written.unlink()
@@ -42,14 +52,14 @@ def replacing(path: Path) -> Iterator[TextIO]:
 def _can_be_replaced(path: Path) -> bool:
     """Whether another file can take its place without a loss.
 
-    Not in a directory that takes no other file, or where the file alone is mounted, as in a
-    container. `/dev/stdout` and `/dev/fd/63` are links to a pipe, which has no path of its own.
+    Not in a directory that takes no other file. `/dev/stdout` and `/dev/fd/63` may be links to a
+    pipe, which has no path of its own.
     """
     if not path.exists():
         return True
-    status, place = path.stat(), path.resolve()
+    status = path.stat()
     has_one_name = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
-    return has_one_name and os.access(place.parent, os.W_OK) and not os.path.ismount(place)
+    return has_one_name and os.access(path.resolve().parent, os.W_OK)
 
 
 def why_not_written(error: OSError) -> str:

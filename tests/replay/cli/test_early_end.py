@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from replay.cli.files import NotWritten, opened
+from replay.cli.run import _written_again
 from replay.kernels.registry import Kernel
 from replay.rows.files import read_jsonl
+from tests import factories
 
 RunCli = Callable[..., tuple[int, str, str]]
 QUICK = ("--rounds", "3", "--device", "cpu", "--in-process", "--kernels")
@@ -99,7 +101,10 @@ def test_an_earlier_file_stays_until_there_is_a_row(
         earlier.write_text("earlier")
         code, out, err = run_cli("--dir", str(recorded), *QUICK, "early", option, str(earlier))
         assert (code, out, earlier.read_text()) == (130, "", "earlier")
-        assert "replay: interrupted: no call was replayed" in err
+        stayed = f", and {earlier} stayed as before" if option != "--benchmark-json" else ""
+        assert err.endswith(f"replay: interrupted: no call was replayed{stayed}\n")
+    err = run_cli("--dir", str(recorded), *QUICK, "early", "--csv", str(tmp_path / "new"))[2]
+    assert err.endswith("replay: interrupted: no call was replayed\n")
 
 
 def test_a_failure_midway_costs_no_table(
@@ -191,3 +196,22 @@ def test_a_reader_of_a_pipe_need_not_wait_for_the_first_row(tmp_path: Path) -> N
         os.read(reader, 1)  # nothing yet, and somebody who writes
     assert os.read(reader, 1) == b""
     os.close(reader)
+
+
+def test_rows_that_went_to_a_pipe_do_not_go_there_again(tmp_path: Path) -> None:
+    """Whoever read them has gone, and opening the pipe would wait for another one."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for told in ([], ["cannot write pipe: Broken pipe"]):
+        assert _written_again([factories.row("eager")], pipe, told) == told
+
+
+def test_a_pipe_is_not_said_to_be_resumable(
+    run_cli: RunCli, recorded: Path, two_calls: Callable[..., None]
+) -> None:
+    two_calls(KeyboardInterrupt())
+    reader, writer = os.pipe()
+    err = run_cli(*arguments(recorded, "--json", f"/dev/fd/{writer}"))[2]
+    os.close(writer)
+    os.close(reader)
+    assert err.endswith("; give --json FILE, so that --resume can complete it\n")

@@ -189,6 +189,8 @@ def test_nothing_correct_and_nothing_run() -> None:
         "--random", "-hq", "4", "-sq", "70", "--causal", "--dtype", "float16",
         "--metric", "accuracy", "--per-call", "--compare-stats",
     ]  # fmt: skip
+    drawn = ("--mask", "window", "--scale", "0.5", "--distribution", "sink")
+    assert command(said("--random", *drawn, rows=measured("inaccurate")))[1:7] == [*drawn]
     missing = row("mine", status="unavailable", reason="not installed")
     assert command(said(*shape, rows=[measured()[0], missing])) == ["--list-kernels"]
     alone = row("torch-default", call_facts(), status="inaccurate", accuracy=accuracy())

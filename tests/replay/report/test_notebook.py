@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from html.parser import HTMLParser
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import pytest
 
@@ -80,5 +80,7 @@ def test_rows_of_a_file(tmp_path: Path) -> None:
 def test_rows_of_no_file(tmp_path: Path) -> None:
     with pytest.raises(RowsError, match=r"there is no file .*: write one with `replay --json"):
         read_rows(tmp_path / "nosuch")
+    with pytest.raises(RowsError, match="there is no file nosuch"):
+        read_rows(PurePath("nosuch"))
     with pytest.raises(RowsError, match="not from NoneType: give its path"):
         read_rows(None)  # type: ignore[arg-type]
