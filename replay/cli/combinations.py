@@ -100,7 +100,7 @@ def _unused(arguments: argparse.Namespace) -> str:
         if source not in uses[name].sources:
             return f"{flag(name)} {uses[name].remedy}"
     if arguments.in_process and "timeout" in arguments.given:
-        return "--timeout kills a worker process: leave out --in-process"
+        return "--in-process has no worker that --timeout could end: leave out one of them"
     if arguments.per_call and "-" in (arguments.json, arguments.csv, arguments.benchmark_json):
         return "--per-call is about tables: name a file in place of -"
     return ""

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import io
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -114,7 +115,9 @@ def run(argv: Sequence[str]) -> int:
     if arguments.max is not None and arguments.model is None:
         raise UsageError("--max limits what is recorded: give --model MODEL")
     if arguments.in_process and "timeout" in arguments.given:
-        raise UsageError("--timeout kills a worker process: leave out --in-process")
+        raise UsageError(
+            "--in-process has no worker that --timeout could end: leave out one of them"
+        )
     check_place(arguments.json)
     return narrated(arguments.verbose)(partial(_examine, arguments))()
 
@@ -192,8 +195,8 @@ def _interruption(found: Diagnoses, tasks: int, file: str | None) -> str:
     if not found.examined:
         return "nothing was examined"
     print(found, file=sys.stderr if file == "-" else sys.stdout)
-    as_it_was = f"; {file} left as it was" if file not in (None, "-") else ""
-    return f"{found.examined} of {tasks} runs of a kernel on a call were examined{as_it_was}"
+    kept = f", and {file} stayed as before" if file is not None and os.path.isfile(file) else ""
+    return f"{found.examined} of {tasks} runs of a kernel on a call were examined{kept}"
 
 
 def _one_by_one(report: Progress, tasks: Sequence[str]) -> Progress:

@@ -10,6 +10,7 @@ from attention_replay import Error
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
 from capture.storage.joined_calls import is_part
+from replay.bench.runner import DEFAULT_BASELINE
 from replay.cli.arguments import parser
 from replay.cli.combinations import SHAPE, flag
 from replay.end_to_end.rebuild import load_arguments
@@ -45,7 +46,9 @@ def next_step(
     if len(ran) < 2 and any(row.status == "unavailable" for row in rows):
         return "see what the other kernels need: replay --list-kernels"
     baselines = {row.speedup.vs for row in rows if row.speedup}
-    is_none_correct = not any(row.is_correct for row in rows if row.kernel not in baselines)
+    baselines.add(arguments.baseline_kernel or DEFAULT_BASELINE)  # where none has a speed-up
+    compared = [row for row in rows if row.kernel not in baselines] or rows
+    is_none_correct = not any(row.is_correct for row in compared)
     wrong = dict.fromkeys(row.kernel for row in rows if row.status in ("inaccurate", "crash"))
     own = [kernel for kernel in wrong if ".py:" in kernel]
     if (own or (wrong and is_none_correct)) and _can_be_diagnosed(arguments):

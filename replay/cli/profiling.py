@@ -39,7 +39,7 @@ def misuse(arguments: argparse.Namespace) -> str:
     for name in arguments.given:
         if name not in USED:
             option = name.replace("_", "-")
-            return f"--{asked} is about one kernel, run once in one process: leave out --{option}"
+            return f"--{asked} is for one kernel on one call: leave out --{option}"
     return ""
 
 

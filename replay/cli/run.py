@@ -87,8 +87,8 @@ def run(
     """Replay the calls, or what is left of them, and write rows as the arguments say.
 
     JSON is written call by call, so that an interrupted run keeps what it measured. Neither Ctrl-C
-    nor a file that cannot be written costs what was measured: of an early end, the rows are those
-    of complete calls.
+    nor a file that cannot be written costs what was measured: of an early end, the rows returned
+    are those of complete calls.
     """
     machines, history = where.machines(settings.device), History()
     told = {}
@@ -149,16 +149,17 @@ def run(
         except (KeyboardInterrupt, Exception) as error:
             ended_by = error
         in_order = sorted(latest(rows), key=lambda row: places[label_of(row, machines)])
+        shown = in_order
         if ended_by is not None:
-            in_order = _of_complete_calls(in_order, every_stage, machines)
-        if in_order or ended_by is None:
+            shown = _of_complete_calls(in_order, every_stage, machines)
+        if shown or ended_by is None:
             with _noted(unwritten), opened(arguments.csv, stdout) as file:
                 if file is not None:
-                    write_csv(in_order, file)
+                    write_csv(shown, file)
         if ended_by is None:
             with _noted(unwritten), opened(arguments.benchmark_json, stdout) as file:
                 if file is not None:
-                    json.dump(plain(benchmark_entries(in_order)), file, indent=1)
+                    json.dump(plain(benchmark_entries(shown)), file, indent=1)
                     file.write("\n")
     if not_followed or [id(row) for row in in_order] != [id(row) for row in rows]:
         unwritten += _written_again(in_order, json_file, not_followed)
@@ -169,13 +170,13 @@ def run(
             history.note(machines, pace.scale, pace.elapsed)
     is_kept = json_file is not None and json_file.is_file()
     resumed = arguments.json if is_kept else None
-    said = _left_out(workloads, in_order, machines, assigned, resumed)
+    said = _left_out(workloads, shown, machines, assigned, resumed)
     if isinstance(ended_by, KeyboardInterrupt):
         ended_by = KeyboardInterrupt(_interruption(said, rows, arguments))
     elif said and limit.seconds is not None:
         within = in_words(limit.seconds)
         print(f"replay: to end within {within}: {printable(said)}", file=sys.stderr)
-    return Replayed(in_order, unwritten, ended_by)
+    return Replayed(shown, unwritten, ended_by)
 
 
 def without_variants(assigned: Assignment) -> Assignment | None:

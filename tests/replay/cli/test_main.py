@@ -141,7 +141,7 @@ def test_random_shape(run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
         (("--list-kernels", "--json", "x"), ("--json is for what is measured", "--selftest")),
         (("--selftest", "--kernels", "flex"), ("--kernels is about a replay", "--random")),
         (("--selftest", "--env-file", "x"), ("--env-file is about kernels", "--list-kernels")),
-        ((*SHAPE, "--timeout", "5"), ("--timeout kills a worker process: leave out --in-process",)),
+        ((*SHAPE, "--timeout", "5"), ("--in-process has no worker that --timeout could end",)),
         ((*SHAPE, "--per-call", "--csv", "-"), ("--per-call is about tables: name a file in",)),
         ((*SHAPE, "--rounds", "4"), ("argument --rounds: is given twice, with two values: leave",)),
         ((*SHAPE, "--scale", "0"), ("--scale: must be a finite number greater than 0",)),

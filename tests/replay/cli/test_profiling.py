@@ -61,10 +61,10 @@ def test_nothing_but_the_kernel_runs(run_cli: RunCli, kernels: Callable[..., Ker
     [
         ("--ncu", "a profile is of one kernel on one call"),
         ("--ncu --once --kernels torch-math", "--ncu prints the command that runs --once"),
-        ("--ncu --watch --kernels a.py:f", "--ncu is about one kernel, run once in one process: "),
-        ("--once --env x=python --kernels torch-math", "--once is about one kernel, run once"),
-        ("--once --json x --kernels torch-math", "--once is about one kernel, run once in one"),
-        ("--ncu --max-time 9s --kernels torch-math", "--ncu is about one kernel, run once in one"),
+        ("--ncu --watch --kernels a.py:f", "--ncu is for one kernel on one call"),
+        ("--once --env x=python --kernels torch-math", "--once is for one kernel on one call"),
+        ("--once --json x --kernels torch-math", "--once is for one kernel on one call"),
+        ("--ncu --max-time 9s --kernels torch-math", "--ncu is for one kernel on one call"),
         ("--once --kernels torch-cudnn", "torch-cudnn cannot run "),
     ],
 )

@@ -144,7 +144,10 @@ def test_healthy_kernels_exit_with_0(run_cli: RunCli, recorded: Path) -> None:
 def test_a_timeout_that_would_do_nothing_is_refused(run_cli: RunCli) -> None:
     code, out, err = run_cli("doctor", "--dir", "x", "--in-process", "--timeout", "9")
     assert (code, out) == (2, "")
-    assert err == "replay: --timeout kills a worker process: leave out --in-process\n"
+    assert (
+        err
+        == "replay: --in-process has no worker that --timeout could end: leave out one of them\n"
+    )
 
 
 @pytest.mark.usefixtures("no_processes")
@@ -185,8 +188,8 @@ def test_what_was_found_before_control_c_is_shown(
     assert code == 130
     assert f"{FAULTY}:scales_query: input-changed on 3 calls" in out
     assert err.splitlines()[-1] == (
-        "replay: interrupted: 3 of 6 runs of a kernel on a call were examined; "
-        f"{earlier} left as it was"
+        "replay: interrupted: 3 of 6 runs of a kernel on a call were examined, "
+        f"and {earlier} stayed as before"
     )
     assert earlier.read_text() == "[]\n"
 
