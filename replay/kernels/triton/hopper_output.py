@@ -87,8 +87,8 @@ def _store(output, outputs, place, span, WHO: gl.constexpr, V_HEAD_DIM: gl.const
     for i in gl.static_range(len(parts)):
         tma.store_wait(0)  # that of the part or tile before, which still reads this memory
         matrix(buffer).store(parts[i].to(buffer.dtype))
+        fence_async_shared()
         if pointer is None:
-            fence_async_shared()
             tma_store(outputs.descriptor, [batch, q_head, first, i * COLUMNS], buffer)
         else:
             to = pointer + i * COLUMNS
