@@ -33,6 +33,8 @@ DISTRIBUTIONS = (
 MASKS = ("none", "causal", "padding", "window", "random")
 """`causal`, and those of `replay.workloads.random_masks`."""
 SUITES = ("flux", "sage", "aiter", "cogvideo", "llama")
+SHAPE = ("b", "hq", "hk", "sq", "sk", "d", "dv")
+"""The options of one letter or two, which have one dash."""
 
 EXAMPLES = """examples:
   replay --dir captured_inputs                          every kernel × every recorded call

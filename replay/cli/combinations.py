@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from replay.cli import comparison_arguments, end_to_end_arguments, profiling, watch
+from replay.cli.arguments import SHAPE
 
 SOURCES = ("dir", "random", "suite", "list_kernels", "selftest")
 """Arguments that say what to do."""
-
-SHAPE = ("b", "hq", "hk", "sq", "sk", "d", "dv")
-"""Arguments of one letter or two, which have one dash."""
 
 REPLAYS = ("dir", "random", "suite")
 

@@ -11,8 +11,8 @@ from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
 from capture.storage.joined_calls import is_part
 from replay.bench.runner import DEFAULT_BASELINE
-from replay.cli.arguments import parser
-from replay.cli.combinations import SHAPE, flag
+from replay.cli.arguments import SHAPE, parser
+from replay.cli.combinations import flag
 from replay.end_to_end.rebuild import load_arguments
 from replay.plan.plan import Plan
 from replay.rows.row import Row

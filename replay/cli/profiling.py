@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from replay.cli.arguments import SHAPE
 from replay.cli.files import UsageError
 
 if TYPE_CHECKING:
@@ -20,10 +21,9 @@ WARM_UP = 3
 """Calls before the one that is profiled: the first compile, and from the third on a CUDA graph may
 be replayed."""
 
-
 USED = (
     *("ncu", "once", "dir", "call", "join_ranks", "random", "suite", "max_seq", "seed"),
-    *("b", "hq", "hk", "sq", "sk", "d", "dv", "causal", "mask", "scale", "distribution", "dtype"),
+    *(*SHAPE, "causal", "mask", "scale", "distribution", "dtype"),
     *("kernels", "variants", "keep", "page_size", "device", "quiet", "verbose", "debug"),
 )
 """Options of `replay` that a profile of one kernel in one process has a place for."""
