@@ -1,13 +1,15 @@
 """How one sample of a kernel's time is taken.
 
 - On CUDA: GPU time between two events on the stream, from the moment it reaches the kernel until
-  the kernel ends. The GPU is kept busy (by a wait, and by the cache flush) while the host enqueues,
+  the kernel ends. The GPU is kept busy (by a wait, and by the reads) while the host enqueues,
   so launch cost is not in it unless the host needs longer than that. `host_ms` reports that cost on
   its own, amid other work as a model has it (`replay.timing.host_load`), and `layer_host_ms`
   together with that of the work after it: a launcher written in Python leaves it cold processor
   caches.
-  `cold` overwrites a buffer of at least twice the L2 cache before each sample, so neither the
-  kernel's inputs nor its output are cached; `warm` runs the kernel once, untimed, before.
+  `cold` reads a buffer of at least twice the L2 cache before each sample, so neither the kernel's
+  inputs nor its output are cached. It does not write it: what is written there has yet to go to
+  memory while the kernel runs, 4 to 11 µs of traffic that no model's layer leaves, which reads its
+  weights (`benchmarks.cold_cache`). `warm` runs the kernel once, untimed, before.
 - On CPU: wall time, the mean of enough calls to last a millisecond. The cache is always warm.
 
 In a model the layer before ran the same kernel; in a replay another kernel did. `calls_before` puts
@@ -39,7 +41,7 @@ T = TypeVar("T")
 TIMERS = {"cuda": "cuda-events", "cpu": "perf_counter"}
 """What takes samples, by the kind of device."""
 
-MINIMUM_FLUSH_BYTES = 256 * 2**20
+LEAST_UNRELATED_BYTES = 256 * 2**20
 CYCLES_PER_MS = 2_000_000
 """About a millisecond at a GPU's usual 1–2 GHz; a wait only has to be long enough."""
 MAXIMUM_WAIT_MS = 5.0
@@ -143,8 +145,8 @@ class CudaTimer:
         self.pending: list[_Enqueued] = []
         if cache == "cold":
             l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-            flush_bytes = max(2 * l2_bytes, MINIMUM_FLUSH_BYTES)
-            self.flush = torch.empty(flush_bytes, dtype=torch.int8, device=device)
+            size = max(2 * l2_bytes, LEAST_UNRELATED_BYTES)
+            self.unrelated = torch.zeros(size // 4, dtype=torch.float32, device=device)
 
     def warm_up_ms(self, function: Function) -> float:
         return first_call(function, self.device)[1]
@@ -170,7 +172,7 @@ class CudaTimer:
             self.rest_of_layer()
             torch.cuda._sleep(self.wait_cycles[candidate])
             if self.cache == "cold":
-                self.flush.zero_()
+                self.unrelated.sum()
             watch = Watch()
             start.record()
             began = time.perf_counter()

@@ -128,6 +128,21 @@ def test_latents_in_one_piece(heads: int) -> None:
     assert_kernel_right("triton-decode", replace(call, value=call.key[..., :512]))
 
 
+def test_programs_merge_together_whatever_else_runs() -> None:
+    """Beside another stream's calls some have to wait for longer than they do. The same bits each
+    time, since a row's parts are added in their order."""
+    call = call_of((8, 16, 1, 1, 9000, 576, 512))
+    arguments = replace(call, value=call.key[..., :512]).arguments()
+    decode = find("triton-decode").attention
+    expected = decode(**arguments)
+    other = torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        beside = [decode(**arguments) for _ in range(200)]
+    own = [decode(**arguments) for _ in range(200)]
+    torch.cuda.synchronize()
+    assert all(torch.equal(each, expected) for each in own + beside)
+
+
 @pytest.mark.parametrize("sizes", [SMALL, (2, 8, 2, 3, 127, 72, 96)])
 def test_decode_in_float16(sizes: Sizes) -> None:
     assert_kernel_right("triton-decode", call_of(sizes, dtype=torch.float16))

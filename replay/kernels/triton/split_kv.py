@@ -18,7 +18,8 @@ from replay.kernels.triton.quantised_cache import QuantisedCache
 from replay.kernels.triton.shapes import Sizes, check_shapes, sizes_of
 from replay.kernels.triton.split_kv_deal import Deal
 from replay.kernels.triton.split_kv_kernel import split_kv_kernel
-from replay.kernels.triton.split_kv_plan import Plan, Tiling, plan
+from replay.kernels.triton.split_kv_merge import COUNTERS
+from replay.kernels.triton.split_kv_plan import Plan, Tiling, merging, plan
 from replay.kernels.triton.workspace import workspace
 
 
@@ -69,9 +70,9 @@ def attend(
         _plan_call(query, cache, attn_mask, is_causal, scale, variant, tiles, sizes_of(sinks)),
     )
     output = torch.empty(planned.output_shape, dtype=query.dtype, device=query.device)
-    parts = arrivals = None
+    parts = counters = None
     if planned.parts_numbers:
-        parts, arrivals = workspace(planned.parts_numbers, planned.arrivals, query.device)
+        parts, counters = workspace(planned.parts_numbers, planned.counters, query.device)
     planned.call.launch(
         query,
         *planned.call.operands(cache.key, cache.value),
@@ -83,7 +84,7 @@ def attend(
         cache.block_table,
         output,
         parts,
-        arrivals,
+        counters,
     )
     return output
 
@@ -123,7 +124,7 @@ class _PlannedCall(NamedTuple):
     output_shape: tuple[int, int, int, int]
     parts_numbers: int
     """Room for the parts; 0 where there is one part only."""
-    arrivals: int
+    counters: int
 
 
 _calls: Kept[_PlannedCall] = Kept()
@@ -160,6 +161,7 @@ def _plan_call(
     if deal is not None:
         programs, splits = deal.programs(heads_of_keys), 1
     is_merged = splits > 1 or deal is not None
+    merged = merging(cut, tiles, heads_of_keys, group * q_len, _processors(query.device))
     scale, cap = head_dim**-0.5 if scale is None else float(scale), None
     if variant.softcap is not None:
         scale, cap = 2 * scale / variant.softcap, variant.softcap * LOG2_E.value
@@ -205,9 +207,10 @@ def _plan_call(
             "BLOCK_D": cut.block_d,
             "BLOCK_TAIL": cut.block_tail,
             "BLOCK_DV": cut.block_dv,
-            "BLOCK_ROWS": cut.block_rows,
-            "ROW_CHUNKS": cut.row_chunks,
-            "BLOCK_SPLITS": cut.block_splits,
+            "BLOCK_ROWS": merged.block_rows,
+            "ROW_CHUNKS": merged.row_chunks,
+            "BLOCK_SPLITS": merged.block_splits,
+            "TOGETHER": merged.together,
             "BLOCK_SEQUENCES": 0 if deal is None else triton.next_power_of_2(batch),
         },
         num_warps=tiles.warps,
@@ -220,7 +223,7 @@ def _plan_call(
         PlannedCall(launch, descriptors),
         (batch, heads, q_len, v_dim),
         programs * splits * group * q_len * (v_dim + 2) if is_merged else 0,
-        heads_of_keys * cut.row_blocks,
+        heads_of_keys * cut.row_blocks * COUNTERS.value,
     )
 
 

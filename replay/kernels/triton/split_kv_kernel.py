@@ -3,8 +3,7 @@
 Decoding has one query token, so there is no work to share out but along the keys (Flash-Decoding,
 Dao, Haziza, Massa and Sizov 2023). A program attends with all query heads of one key/value head,
 times the few query tokens, to one part of the keys, and leaves its maximum, its sum and its
-unnormalised output. Whichever program of a head arrives last merges all parts, in their order: the
-sums do not depend on who was last, and there is no second kernel to launch.
+unnormalised output. They become one in the same launch (`split_kv_merge.py`).
 
 One program text serves four kinds of cache. Position i of a sequence is token i, or the token that
 `indices` names; a token lies in its batch element's row, or in the page that `block_table` names.
@@ -39,6 +38,7 @@ from replay.kernels.triton.quantised_cache import (
     log2,
 )
 from replay.kernels.triton.split_kv_deal import dealt, seen_positions
+from replay.kernels.triton.split_kv_merge import COUNTERS, merge
 
 
 # Numbers that change from call to call must not each compile the kernel again.
@@ -62,7 +62,7 @@ def split_kv_kernel(
     table_ptr,
     output_ptr,
     parts_ptr,
-    arrivals_ptr,
+    counters_ptr,
     scale,
     cap,
     left,
@@ -111,6 +111,7 @@ def split_kv_kernel(
     BLOCK_ROWS: tl.constexpr,
     ROW_CHUNKS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
+    TOGETHER: tl.constexpr,
     BLOCK_SEQUENCES: tl.constexpr,
 ):
     """What a call lacks is None, and no argument of the compiled program: the mask, sinks, lengths,
@@ -384,31 +385,23 @@ def split_kv_kernel(
             mask=has_row[:, None] & has_column[None, :],
         )
         tl.debug_barrier()  # every thread's part is stored before one of them says so
-        arrivals_ptr += head * tl.num_programs(2) + tl.program_id(2)
-        if tl.atomic_add(arrivals_ptr, 1, sem="acq_rel") == parts - 1:
-            tl.store(arrivals_ptr, 0)
-            # Without the rows that only fill up a tensor core's tile.
-            for chunk in tl.static_range(ROW_CHUNKS):
-                own_rows = tl.program_id(2) * BLOCK_M + chunk * BLOCK_ROWS
-                own_rows += tl.arange(0, BLOCK_ROWS)
-                has_own = own_rows < q_rows
-                merged = _merge(
-                    parts_ptr,
-                    sums_ptr,
-                    own_rows,
-                    has_own,
-                    columns,
-                    has_column,
-                    parts,
-                    q_rows,
-                    v_dim,
-                    BLOCK_SPLITS,
-                )
-                tl.store(
-                    output_ptr + own_rows[:, None] * v_dim + columns[None, :],
-                    merged.to(output_ptr.dtype.element_ty),
-                    mask=has_own[:, None] & has_column[None, :],
-                )
+        counters_ptr += (head * tl.num_programs(2) + tl.program_id(2)) * COUNTERS
+        merge(
+            parts_ptr,
+            sums_ptr,
+            counters_ptr,
+            output_ptr,
+            tl.program_id(2) * BLOCK_M,
+            columns,
+            has_column,
+            parts,
+            q_rows,
+            v_dim,
+            BLOCK_ROWS,
+            ROW_CHUNKS,
+            BLOCK_SPLITS,
+            TOGETHER,
+        )
     else:
         _store(output, total, output_ptr, rows, has_row, columns, has_column, v_dim)
 
@@ -469,41 +462,3 @@ def _mask_bias(
     else:
         bias = in_base_2(entries.to(tl.float32))
     return bias
-
-
-@triton.jit
-def _merge(
-    parts_ptr,
-    sums_ptr,
-    rows,
-    has_row,
-    columns,
-    has_column,
-    splits,
-    q_rows,
-    v_dim,
-    BLOCK_SPLITS: tl.constexpr,
-):
-    """The output of some rows (R, Dv) from all their parts, `BLOCK_SPLITS` at a time."""
-    maximum = tl.full(rows.shape, float("-inf"), tl.float32)
-    total = tl.zeros(rows.shape, tl.float32)
-    output = tl.zeros((rows.shape[0], columns.shape[0]), tl.float32)
-    for first in tl.range(0, splits, BLOCK_SPLITS, num_stages=3):
-        group = first + tl.arange(0, BLOCK_SPLITS)
-        places = group[:, None] * q_rows + rows[None, :]
-        is_there = (group < splits)[:, None] & has_row[None, :]
-        maxima = tl.load(sums_ptr + places * 2, mask=is_there, other=float("-inf"))
-        sums = tl.load(sums_ptr + places * 2 + 1, mask=is_there, other=0.0)
-        parts = tl.load(
-            parts_ptr + places[:, :, None] * v_dim + columns[None, None, :],
-            mask=is_there[:, :, None] & has_column[None, None, :],
-            other=0.0,
-        )
-        new_maximum = tl.maximum(maximum, tl.max(maxima, axis=0))
-        origin = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        weights = tl.exp2(maxima - origin[None, :])
-        rescale = tl.exp2(maximum - origin)
-        maximum = new_maximum
-        total = total * rescale + tl.sum(weights * sums, axis=0)
-        output = output * rescale[:, None] + tl.sum(weights[:, :, None] * parts, axis=0)
-    return output / tl.where(total == 0.0, 1.0, total)[:, None]

@@ -24,10 +24,14 @@ WORTH_DEALING = 2**26
 it does to add them up."""
 MOST_SEQUENCES = 1024
 """Lengths that a program can read and add up at once."""
-MERGED_ELEMENTS = 4096
-"""Numbers that a program reads at once when it merges parts: 32 registers of each thread."""
+MERGED_REGISTERS = 32
+"""Numbers that a thread reads at once when its program merges parts."""
 MERGED_OUTPUT = 2**14
-"""Numbers of the output that it merges at once."""
+"""Numbers of the output that a program alone merges at once."""
+ALONE = 2**12
+"""Numbers of the output that one program merges about as fast as several do."""
+FEW_PARTS = 2
+"""So many, too."""
 
 
 class Tiles(NamedTuple):
@@ -106,15 +110,42 @@ class Plan(NamedTuple):
     row_blocks: int
     block_m: int
     """Rows of a program, padded to a tensor core's tile."""
-    block_rows: int
-    """Rows that it merges at once, without that padding; so many `row_chunks` are all of them."""
-    row_chunks: int
     block_d: int
     block_tail: int
     """0 where the key and the value are two."""
     block_dv: int
+
+
+class Merging(NamedTuple):
+    """How the parts of an output become one."""
+
+    block_rows: int
+    """Rows that are merged at once, without those that pad a tile; so many `row_chunks` are all of
+    a program's."""
+    row_chunks: int
     block_splits: int
-    """Parts that a program merges at a time."""
+    """Parts that are read at a time."""
+    together: bool
+    """Whether all programs of a head merge, once they have arrived."""
+
+
+def merging(cut: Plan, tiling: Tiling, heads: int, rows: int, processors: int) -> Merging:
+    """How, for a `plan` of these sizes whose tiling may be another one.
+
+    Programs wait for each other only where all of them run at once: else those that wait would be
+    in the way of those that are waited for.
+    """
+    programs = heads * tiling.splits if tiling.deal is None else tiling.deal.programs(heads)
+    parts = programs // heads
+    merged_rows = _stored(rows, cut.block_m)
+    runs_at_once = programs * cut.row_blocks <= processors
+    together = runs_at_once and parts > FEW_PARTS and merged_rows * cut.block_dv > ALONE
+    block_rows = min(merged_rows, MERGED_OUTPUT // cut.block_dv)
+    if together:
+        block_rows = max(1, merged_rows >> (parts - 1).bit_length())
+    elements = MERGED_REGISTERS * 32 * tiling.warps
+    block_splits = max(1, min(elements // (block_rows * cut.block_dv), 16))
+    return Merging(block_rows, merged_rows // block_rows, block_splits, together)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -152,8 +183,6 @@ def plan(
     if access == "quantised":
         block_d = max(block_d, 32)  # bytes that a tensor core sums at once
     widest = max(block_d, block_dv)
-    merged_rows = min(1 << (rows - 1).bit_length(), block_m)
-    block_rows = min(merged_rows, MERGED_OUTPUT // block_dv)
     in_blocks = access == "described" and largest_block is not None
     _, _, block_n, warps, stages = next(
         tiles
@@ -172,11 +201,15 @@ def plan(
     if access == "quantised" or (block_m == 32 and widest <= 128):
         splits *= 2
     # Loading takes as long as bytes / splits and merging as bytes · splits: the sum is least where
-    # both take as long. A program loads about twice as fast as it merges.
+    # both take as long. A program loads about twice as fast as it merges. Of a large output each
+    # row may have a program that merges it.
     itemsize = 1 if access == "quantised" else 2
     loaded = positions * (block_d + (block_tail or block_dv)) * itemsize
-    merged = merged_rows * block_dv * 4
-    splits = max(1, min(splits, math.isqrt(loaded // (2 * merged)), -(-positions // SHORTEST)))
+    stored_rows = _stored(rows, block_m)
+    merged = stored_rows * block_dv * 4
+    mergers = stored_rows if stored_rows * block_dv > ALONE else 1
+    most = math.isqrt(mergers * loaded // (2 * merged))
+    splits = max(1, min(splits, most, -(-positions // SHORTEST)))
     deal = None
     if 1 < sequences <= MOST_SEQUENCES and heads * loaded >= WORTH_DEALING:
         a_block = block_n * loaded // positions
@@ -201,13 +234,15 @@ def plan(
         Tiling(block_n, warps, stages, splits, deal),
         row_blocks,
         block_m,
-        block_rows,
-        merged_rows // block_rows,
         block_d,
         block_tail,
         block_dv,
-        max(1, min(MERGED_ELEMENTS // (block_rows * block_dv), 16)),
     )
+
+
+def _stored(rows: int, most: int) -> int:
+    """Rows that a program of `most` leaves, a power of two: without those that pad its tile."""
+    return min(1 << (rows - 1).bit_length(), most)
 
 
 def _side(numbers: int) -> int:

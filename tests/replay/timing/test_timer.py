@@ -146,8 +146,8 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def __call__(self) -> None:
             asked.append("layer")
 
-    def flush(*arguments: object, **options: object) -> SimpleNamespace:
-        return SimpleNamespace(zero_=lambda: asked.append("flush"))
+    def unrelated(*arguments: object, **options: object) -> SimpleNamespace:
+        return SimpleNamespace(sum=lambda: asked.append("read"))
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: asked.append("synchronise"))
@@ -155,7 +155,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     properties = SimpleNamespace(L2_cache_size=1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch, "empty", flush)
+    monkeypatch.setattr(torch, "zeros", unrelated)
     monkeypatch.setattr(timer, "RestOfLayer", Layer)
     return asked
 
@@ -166,8 +166,8 @@ SAMPLE = ["event", "call", "event", "layer"]
 @pytest.mark.parametrize(
     ("cache", "calls_before", "expected"),
     [
-        ("cold", 0, ["synchronise", "layer", "wait", "flush", *SAMPLE]),
-        ("cold", 2, ["call", "call", "synchronise", "layer", "wait", "flush", *SAMPLE]),
+        ("cold", 0, ["synchronise", "layer", "wait", "read", *SAMPLE]),
+        ("cold", 2, ["call", "call", "synchronise", "layer", "wait", "read", *SAMPLE]),
         ("warm", 0, ["call", "synchronise", "layer", "wait", *SAMPLE]),
         ("warm", 2, ["call", "call", "synchronise", "layer", "wait", *SAMPLE]),
     ],

@@ -21,9 +21,10 @@ from replay.kernels.triton.decode import decode
 from replay.kernels.triton.kv_cache import Access, Cache
 from replay.kernels.triton.paging import page
 from replay.kernels.triton.split_kv_deal import Deal
-from replay.kernels.triton.split_kv_plan import MOST_SHARES, Tiling, plan
+from replay.kernels.triton.split_kv_plan import MOST_SHARES, Tiling, merging, plan
 from tests import factories
 from tests.replay.kernels.triton.eager import attend
+from tests.replay.kernels.triton.rooms import watched_rooms
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -152,19 +153,6 @@ def test_keys_dealt_by_length(
     is_written = ~room[programs * 2 * 64 :].view(programs, 2, 2).isnan().any(dim=(1, 2))
     expected = [count > 1 for count in parts for _ in range(2 * count)]
     assert is_written.tolist() == expected + [False] * (programs - len(expected))
-
-
-def watched_rooms(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
-    """What calls get for their parts from now on: NaN, and zeros for counters."""
-    rooms: list[tuple[Tensor, Tensor]] = []
-
-    def workspace(numbers: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        room = torch.full((numbers,), math.nan, device=device)
-        rooms.append((room, torch.zeros(count, dtype=torch.int32, device=device)))
-        return rooms[-1]
-
-    monkeypatch.setattr(split_kv, "workspace", workspace)
-    return rooms
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -313,8 +301,24 @@ def test_plans(heads: int, rows: int, positions: int, dim: int, access: Access) 
     assert found.row_blocks * found.block_m >= rows
     assert found.block_d >= dim
     assert 1 <= found.tiling.splits <= max(1, -(-positions // 128))
-    assert found.block_splits >= 1
     assert found == plan.__wrapped__(heads, rows, positions, dim, dim, access, 132)
+
+
+@any_plan
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_plans_to_merge(
+    sequences: int, heads: int, rows: int, positions: int, dim: int, access: Access
+) -> None:
+    """Every row is merged, and nobody waits for a program that may not have begun."""
+    cut = plan(heads, rows, positions, dim, dim, access, 132, sequences=sequences)
+    found = merging(cut, cut.tiling, heads, rows, 132)
+    assert found.block_rows * found.row_chunks >= min(rows, cut.block_m)
+    assert found.block_splits >= 1
+    if found.together:
+        deal = cut.tiling.deal
+        programs = heads * cut.tiling.splits if deal is None else deal.programs(heads)
+        assert programs * cut.row_blocks <= 132
+    assert not merging(cut, cut.tiling, heads, rows, heads * cut.row_blocks - 1).together
 
 
 @any_plan

@@ -12,15 +12,17 @@ from torch import Tensor
 from capture.call import AttentionCall
 from capture.variant import Variant
 from replay.kernels.registry import find
+from replay.kernels.triton import split_kv
 from replay.kernels.triton.decode import decode
 from replay.kernels.triton.kv_cache import Cache
 from replay.kernels.triton.paged_decode import paged_decode
 from replay.kernels.triton.paging import page
 from replay.kernels.triton.split_kv import attend
 from replay.kernels.triton.split_kv_deal import Deal
-from replay.kernels.triton.split_kv_plan import Tiling, plan
+from replay.kernels.triton.split_kv_plan import Tiling, merging, plan
 from tests import factories
 from tests.replay.kernels.triton import eager
+from tests.replay.kernels.triton.rooms import watched_rooms
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -92,12 +94,23 @@ def test_some_queries_a_diagonal_and_a_soft_cap() -> None:
     torch.testing.assert_close(output, separate, rtol=0, atol=2e-3)
 
 
-def test_many_rows_are_merged_a_part_at_a_time() -> None:
-    query, key, value = inputs(64, 512, 64, kv_len=100)
-    cut = plan(2, 64, 100, 576, 512, "direct", processors=4, tail=64)
-    assert cut.row_chunks > 1
-    output = attend(query, Cache(key, value), tiles=Tiling(32, 8, 3, splits=3))
+@pytest.mark.parametrize("processors", [4, 6])
+def test_many_rows_are_merged_some_at_a_time(
+    processors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the last of three programs to arrive, or, where all run at once, by those still there:
+    interpreted programs run one after the other, so that the others have left."""
+    monkeypatch.setattr(split_kv, "_processors", lambda device: processors)
+    rooms = watched_rooms(monkeypatch)
+    query, key, value = inputs(64, 512, 64, kv_len=100 + processors)
+    tiles = Tiling(32, 8, 3, splits=3)
+    cut = plan(2, 64, 100 + processors, 576, 512, "direct", processors, tail=64)
+    found = merging(cut, tiles, 2, 64, processors)
+    assert (found.row_chunks > 1, found.together) == (True, processors == 6)
+    output = attend(query, Cache(key, value), tiles=tiles)
     assert_near(output, eager.attend(query, key, value).output)
+    ((_, counters),) = rooms
+    assert not counters.any()
 
 
 def test_equal_shapes_are_told_apart_by_where_the_value_lies() -> None:

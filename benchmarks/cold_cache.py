@@ -1,0 +1,136 @@
+"""What a GPU's L2 cache should hold when a kernel is timed (needs a GPU; half a minute).
+
+    python -m benchmarks.cold_cache [--out FILE]
+
+Microbenchmarks write a large buffer before each sample, so that nothing of the kernel's inputs is
+cached. What was written there last is still in the cache, and has to go to memory while the kernel
+runs. `written` is a call's time behind that, `read` behind a buffer that is read instead, as
+`replay` does it, and `layer` behind the products of a model's MLP, whose weights are larger than
+the cache. The three take turns in shuffled rounds. Writes `benchmarks/results/cold_cache.csv`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import results
+from benchmarks.gpu import gpu
+from replay.kernels.registry import find
+from replay.timing.machine import describe
+from replay.workloads.random_calls import Spec
+
+ROUNDS = 30
+BYTES = 2**28
+"""Of the buffer that is written or read: five times an H100's L2 cache."""
+HIDDEN, INSIDE = 4096, 11008
+"""Llama-2-7b's."""
+WAIT_CYCLES = 400_000
+"""Until the host has enqueued a sample."""
+
+CALLS = {
+    "decode 1×32×4096": Spec(1, 32, 32, 1, 4096, 128, 128),
+    "decode 8×32/8×4096": Spec(8, 32, 8, 1, 4096, 128, 128),
+    "decode 8×64/16×1024×64": Spec(8, 64, 16, 1, 1024, 64, 64),
+    "1×32/8×1024 causal": Spec(1, 32, 8, 1024, 1024, 128, 128, is_causal=True),
+    "16×32×512 causal": Spec(16, 32, 32, 512, 512, 128, 128, is_causal=True),
+    "8×12×77×64": Spec(8, 12, 12, 77, 77, 64, 64),
+    "1×24×4608": Spec(1, 24, 24, 4608, 4608, 128, 128),
+}
+KERNELS = {1: ("torch-cudnn", "torch-flash", "triton-decode")}
+OTHERS = ("torch-cudnn", "torch-flash", "triton-fa3")
+"""Where there is more than one query."""
+
+BEHIND = ("written", "read", "layer")
+COLUMNS = (
+    "call",
+    "kernel",
+    *(f"{name}, µs" for name in BEHIND),
+    *(f"{name} / layer" for name in BEHIND[:2]),
+    "machine.device",
+    "machine.torch",
+    "machine.triton",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=results.DIRECTORY / "cold_cache.csv")
+    arguments = parser.parse_args()
+    device = gpu()
+    machine = describe(device)
+    before = _before(device)
+    lines: list[dict[str, Any]] = []
+    for name, spec in CALLS.items():
+        call = spec.call(device, torch.Generator(device).manual_seed(0))
+        for kernel in map(find, KERNELS.get(spec.q_len, OTHERS)):
+            if kernel.unavailable(device) is not None or kernel.refuses(call) is not None:
+                continue
+            times = measure(partial(kernel.attention, **call.arguments()), before)
+            shares = {each: times[each] / times["layer"] for each in BEHIND[:2]}
+            lines.append(
+                {
+                    "call": name,
+                    "kernel": kernel.name,
+                    **{f"{each}, µs": time for each, time in times.items()},
+                    **{f"{each} / layer": share for each, share in shares.items()},
+                    "machine.device": machine.device,
+                    "machine.torch": machine.torch,
+                    "machine.triton": machine.triton,
+                }
+            )
+            shown = ", ".join(f"{each} {time:.1f} µs" for each, time in times.items())
+            print(f"{name:24} {kernel.name:14} {shown}")
+    results.write_lines(lines, COLUMNS, arguments.out)
+
+
+def _before(device: torch.device) -> dict[str, Callable[[], object]]:
+    """What runs before a call, by its name."""
+    buffer = torch.zeros(BYTES // 4, device=device)
+    weights = [
+        torch.full(shape, 0.01, dtype=torch.bfloat16, device=device)
+        for shape in ((HIDDEN, INSIDE), (INSIDE, HIDDEN)) * 2
+    ]
+    hidden = torch.ones(8, HIDDEN, dtype=torch.bfloat16, device=device)
+
+    def layer() -> Tensor:
+        x = hidden
+        for weight in weights:
+            x = x @ weight
+        return x
+
+    return {"written": buffer.zero_, "read": buffer.sum, "layer": layer}
+
+
+def measure(run: Callable[[], Tensor], before: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Median µs of a call behind each of them."""
+    for _ in range(3):
+        run()
+    samples: dict[str, list[float]] = {name: [] for name in before}
+    order, shuffle = list(before), random.Random(0)
+    for _ in range(ROUNDS):
+        shuffle.shuffle(order)
+        for name in order:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            torch.cuda._sleep(WAIT_CYCLES)
+            before[name]()
+            begin.record()
+            run()
+            end.record()
+            torch.cuda.synchronize()
+            samples[name].append(1000 * begin.elapsed_time(end))
+    return {name: statistics.median(each) for name, each in samples.items()}
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        main()

@@ -1,0 +1,122 @@
+"""How the parts of an output, one of each program, become one without a second kernel.
+
+Each program counts itself in when its part is stored. Mostly the last to arrive merges all parts: a
+head has a few KB of them. Those of absorbed latent attention, of 512 numbers a row, are 32 KB and
+more: 16 of them, which one program merges in 13 µs, are a tenth of the time of eight sequences of
+32,768 tokens (H100). There programs wait until all have arrived, and draw rows of the output by
+turns until none is left. Nothing depends on who waits: whoever has waited for long leaves, since
+the others may not have begun yet, and the last to arrive stays in any case.
+
+A row is the sum of its parts in their order, whoever adds them up.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+COUNTERS = tl.constexpr(3)
+"""Of each head and block of rows, zeros before and after: programs that have arrived, draws, and
+programs that have left."""
+PATIENCE = tl.constexpr(64)
+"""How often a program looks whether all have arrived, at most; a look takes some 0.7 µs."""
+
+
+@triton.jit
+def merge(
+    parts_ptr,
+    sums_ptr,
+    counters_ptr,
+    output_ptr,
+    first_row,
+    columns,
+    has_column,
+    parts,
+    q_rows,
+    v_dim,
+    BLOCK_ROWS: tl.constexpr,
+    ROW_CHUNKS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
+    """Count this program in, and merge what is its own to merge.
+
+    Args:
+        parts_ptr, sums_ptr: of one head, (parts, M, Dv) and (parts, M, 2): the unnormalised
+            outputs, and the maximum and sum of each row.
+        counters_ptr: COUNTERS of the head and of this block of rows.
+        output_ptr: of the head, (M, Dv).
+        first_row: of ROW_CHUNKS times BLOCK_ROWS.
+        BLOCK_SPLITS: how many parts are read at a time.
+        TOGETHER: whether those who have arrived help.
+    """
+    arrived = tl.atomic_add(counters_ptr, 1, sem="acq_rel") + 1
+    if TOGETHER:
+        looks = 0
+        while (arrived < parts) & (looks < PATIENCE):
+            arrived = tl.atomic_add(counters_ptr, 0, sem="acquire")
+            looks += 1
+        if arrived == parts:
+            chunk = tl.atomic_add(counters_ptr + 1, 1, sem="relaxed")
+            while chunk < ROW_CHUNKS:
+                _merge_rows(
+                    parts_ptr, sums_ptr, output_ptr, first_row + chunk * BLOCK_ROWS,
+                    columns, has_column, parts, q_rows, v_dim, BLOCK_ROWS, BLOCK_SPLITS,
+                )  # fmt: skip
+                chunk = tl.atomic_add(counters_ptr + 1, 1, sem="relaxed")
+        if tl.atomic_add(counters_ptr + 2, 1, sem="acq_rel") == parts - 1:
+            for counter in tl.static_range(COUNTERS):
+                tl.store(counters_ptr + counter, 0)
+    elif arrived == parts:
+        tl.store(counters_ptr, 0)
+        for chunk in tl.static_range(ROW_CHUNKS):
+            _merge_rows(
+                parts_ptr, sums_ptr, output_ptr, first_row + chunk * BLOCK_ROWS,
+                columns, has_column, parts, q_rows, v_dim, BLOCK_ROWS, BLOCK_SPLITS,
+            )  # fmt: skip
+
+
+@triton.jit
+def _merge_rows(
+    parts_ptr,
+    sums_ptr,
+    output_ptr,
+    first_row,
+    columns,
+    has_column,
+    parts,
+    q_rows,
+    v_dim,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+):
+    """The output of BLOCK_ROWS rows from all their parts."""
+    rows = first_row + tl.arange(0, BLOCK_ROWS)
+    has_row = rows < q_rows
+    maximum = tl.full(rows.shape, float("-inf"), tl.float32)
+    total = tl.zeros(rows.shape, tl.float32)
+    output = tl.zeros((BLOCK_ROWS, columns.shape[0]), tl.float32)
+    for first in tl.range(0, parts, BLOCK_SPLITS, num_stages=3):
+        group = first + tl.arange(0, BLOCK_SPLITS)
+        places = group[:, None] * q_rows + rows[None, :]
+        is_there = (group < parts)[:, None] & has_row[None, :]
+        maxima = tl.load(sums_ptr + places * 2, mask=is_there, other=float("-inf"))
+        sums = tl.load(sums_ptr + places * 2 + 1, mask=is_there, other=0.0)
+        outputs = tl.load(
+            parts_ptr + places[:, :, None] * v_dim + columns[None, None, :],
+            mask=is_there[:, :, None] & has_column[None, None, :],
+            other=0.0,
+        )
+        new_maximum = tl.maximum(maximum, tl.max(maxima, axis=0))
+        origin = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        weights = tl.exp2(maxima - origin[None, :])
+        rescale = tl.exp2(maximum - origin)
+        maximum = new_maximum
+        total = total * rescale + tl.sum(weights * sums, axis=0)
+        output = output * rescale[:, None] + tl.sum(weights[:, :, None] * outputs, axis=0)
+    output = output / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(
+        output_ptr + rows[:, None] * v_dim + columns[None, :],
+        output.to(output_ptr.dtype.element_ty),
+        mask=has_row[:, None] & has_column[None, :],
+    )
