@@ -33,7 +33,7 @@ BYTES = 2**28
 """Of the buffer that is written or read: five times an H100's L2 cache."""
 HIDDEN, INSIDE = 4096, 11008
 """Llama-2-7b's."""
-WAIT_CYCLES = 400_000
+WAIT_CYCLES = 2_000_000
 """Until the host has enqueued a sample."""
 
 CALLS = {

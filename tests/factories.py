@@ -240,7 +240,7 @@ def full_row() -> Row:
         energy=Energy(150.0, 0.8, 690.0, 1.05),
         burst_ms=1.9,
         sustained_ms=2.2,
-        timer="cuda-events",
+        timer="cuda-events-after-reads",
         host_ms=0.02,
         layer_host_ms=summarize([0.6, 0.7, 0.8]),
         cache="cold",

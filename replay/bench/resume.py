@@ -14,6 +14,7 @@ from replay.bench.stages import NO_ENERGY
 from replay.kernels.registry import Kernel
 from replay.rows.files import RowsError, read_jsonl
 from replay.rows.row import HERE, CallFacts, Machine, Row
+from replay.timing.timer import TIMERS
 from replay.workloads.random_calls import random_weights
 from replay.workloads.recorded import Workload
 
@@ -121,6 +122,8 @@ def _unlike(row: Row, machine: Machine, settings: Settings) -> str:
     if row.time_ms is not None:
         there |= {"--cache": row.cache, "--calls-before": row.calls_before}
         here |= {"--cache": settings.cache, "--calls-before": settings.calls_before}
+        there |= {"timer": row.timer}
+        here |= {"timer": TIMERS[settings.device.type, settings.cache]}
         there |= {"--metric energy": "on" if _was_energy_wanted(row) else "off"}
         here |= {"--metric energy": "on" if settings.energy else "off"}
     for name, value in there.items():

@@ -200,7 +200,7 @@ def make_row(
         programs=checked.programs,
         gpu_before=None if timed.samples is None else timed.samples.gpu_before,
         gpu_during=None if timed.samples is None else timed.samples.gpu_during,
-        timer="" if samples is None else TIMERS[settings.device.type],
+        timer="" if samples is None else TIMERS[settings.device.type, settings.cache],
         cache="" if samples is None else settings.cache,
         calls_before=None if samples is None else settings.calls_before,
         machine=machine,

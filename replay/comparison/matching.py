@@ -123,3 +123,8 @@ def check_settings(pairs: Iterable[tuple[Row, Row]], before: Run, after: Run) ->
                     f"{before.name} was measured with {option} {one} and {after.name} with "
                     f"{option} {other}: replay one of them again"
                 )
+        if old.timer != new.timer:
+            raise ComparisonError(
+                f"{before.name} was timed by {old.timer} and {after.name} by {new.timer}: replay "
+                "the earlier one again"
+            )

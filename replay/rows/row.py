@@ -417,7 +417,11 @@ class Row:
             ),
         ),
     ] = None
-    timer: Annotated[str, "what took the samples: cuda-events or perf_counter"] = ""
+    timer: Annotated[
+        str,
+        "what took the samples: cuda-events-after-reads (behind a cold cache; cuda-events where an "
+        "earlier version overwrote it), cuda-events (behind a warm one) or perf_counter",
+    ] = ""
     cache: Annotated[str, "cold or warm L2, as the samples were taken"] = ""
     calls_before: Annotated[int | None, "untimed calls of the kernel before each sample"] = None
     machine: Annotated[Machine, "{}"] = field(default_factory=Machine)

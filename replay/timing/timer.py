@@ -38,8 +38,13 @@ Cache = Literal["cold", "warm"]
 
 T = TypeVar("T")
 
-TIMERS = {"cuda": "cuda-events", "cpu": "perf_counter"}
-"""What takes samples, by the kind of device."""
+TIMERS = {
+    ("cuda", "cold"): "cuda-events-after-reads",
+    ("cuda", "warm"): "cuda-events",
+    ("cpu", "warm"): "perf_counter",
+}
+"""What takes samples, by the kind of device and cache. `cuda-events` of a cold cache are those of
+earlier versions, which overwrote it."""
 
 LEAST_UNRELATED_BYTES = 256 * 2**20
 CYCLES_PER_MS = 2_000_000

@@ -167,6 +167,8 @@ def test_no_field_of_a_row_is_forgotten_here() -> None:
 CALLS = workloads("random", [Spec(1, 2, 2, length, length, 8, 8) for length in (4, 5, 6)], 0)
 ASSIGNED = {"this": [kernel("a"), kernel("b")]}
 SETTINGS = factories.settings()
+TIMED: dict[str, Any] = {"cache": "warm", "calls_before": 0, "timer": "perf_counter"}
+"""As `SETTINGS` times on a CPU."""
 HERE = Machine("H200", torch="2.11.0")
 
 
@@ -375,7 +377,7 @@ ENERGY = Energy(150.0, 0.8, 690.0, 1.05)
 def test_energy_is_measured_for_all_rows_of_a_file_or_none(
     written: Callable[..., Path], wanted: bool, changed: dict[str, Any], sentence: str | None
 ) -> None:
-    timed = replace(row(0, "a"), time_ms=summarize([1.0]), cache="warm", calls_before=0)
+    timed = replace(row(0, "a"), time_ms=summarize([1.0]), **TIMED)
     path, asked = written([replace(timed, **changed)]), replace(SETTINGS, energy=wanted)
     if sentence is None:
         finished_rows(path, CALLS, ASSIGNED, [HERE], asked)
@@ -390,13 +392,14 @@ def test_energy_is_measured_for_all_rows_of_a_file_or_none(
         ({}, None),
         ({"cache": "cold"}, r"with --cache cold \(now warm\)"),
         ({"calls_before": 4}, r"with --calls-before 4 \(now 0\)"),
+        ({"timer": "cuda-events"}, r"with timer cuda-events \(now perf_counter\)"),
         ({"time_ms": None, "cache": ""}, None),  # it has no time
     ],
 )
 def test_rows_that_were_timed_in_another_way(
     written: Callable[..., Path], changed: dict[str, Any], sentence: str | None
 ) -> None:
-    timed = replace(row(0, "a"), time_ms=summarize([1.0]), cache="warm", calls_before=0)
+    timed = replace(row(0, "a"), time_ms=summarize([1.0]), **TIMED)
     path = written([replace(timed, **changed)])
     if sentence is None:
         finished_rows(path, CALLS, ASSIGNED, [HERE], SETTINGS)

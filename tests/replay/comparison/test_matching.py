@@ -80,3 +80,12 @@ def test_times_taken_in_another_way_are_refused(option: str, fields: dict[str, A
     with pytest.raises(ComparisonError, match=f"before was measured with {option} and after with"):
         check_settings([(old, new)], before, after)
     check_settings([(replace(old, time_ms=None), new)], before, after)
+
+
+def test_times_of_another_timer_are_refused() -> None:
+    """Of a version before, whose cold cache was overwritten."""
+    new = row("a", ms=1.0, cache="cold", timer="cuda-events-after-reads")
+    old = replace(new, timer="cuda-events")
+    sentence = "before was timed by cuda-events and after by cuda-events-after-reads: replay the ea"
+    with pytest.raises(ComparisonError, match=sentence):
+        check_settings([(old, new)], Run("before", [old]), Run("after", [new]))
