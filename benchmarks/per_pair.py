@@ -32,6 +32,7 @@ from benchmarks.variants import (
     GPT_OSS,
     LLAMA_8K,
     LLAMA_32K,
+    LONG_WINDOW,
     SHORT_WINDOW,
     SOFT_CAP,
     WINDOW,
@@ -68,7 +69,7 @@ def _side_by_side(call: AttentionCall) -> Fields:
 
 GROUPS: dict[str, tuple[Spec, dict[str, Callable[[AttentionCall], Fields]]]] = {
     "8k": (LLAMA_8K, {"window-1024": lambda _: WINDOW, "soft-cap": lambda _: SOFT_CAP}),
-    "32k": (LLAMA_32K, {"window-1024": lambda _: WINDOW}),
+    "32k": (LLAMA_32K, {"window-4096": lambda _: LONG_WINDOW}),
     "8k-gpt-oss": (
         GPT_OSS,
         {

@@ -20,6 +20,8 @@ from benchmarks.tables.speed import by_call
 from capture.variant import Variant
 from replay.workloads.random_calls import Spec
 
+LONG_WINDOW = {"variant": Variant(bottom_right=True, window=(4095, None))}
+"""Mistral's and Gemma 2's."""
 WINDOW = {"variant": Variant(bottom_right=True, window=(1023, None))}
 SHORT_WINDOW = {"variant": Variant(bottom_right=True, window=(127, None))}
 SOFT_CAP = {"variant": Variant(softcap=50.0)}
