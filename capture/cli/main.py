@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import logging
 import re
 import shlex
@@ -422,6 +423,10 @@ def _explain(error: BaseException, left: str) -> int:
     error = MissingPackage.behind(error)
     if isinstance(error, Error):
         print(f"capture: {printable(_with_flags(str(error)))}{left}", file=sys.stderr)
+        return 2
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        named = printable(str(error.filename))
+        print(f"capture: {named}: {error.strerror}, name another", file=sys.stderr)
         return 2
     if isinstance(error, OSError) and is_of_stdout(error):
         return give_up_stdout("capture", error)

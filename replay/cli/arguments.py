@@ -9,6 +9,7 @@ from capture.cli.repeated_options import Listed
 from capture.cli.verbosity import add_verbosity
 from replay.cli.comparison_arguments import add_baselines
 from replay.cli.end_to_end_arguments import add_arguments
+from replay.cli.files import output_file
 from replay.cli.time_limit import duration
 from replay.rows.fields import METRICS
 from replay.timing.defaults import (
@@ -288,10 +289,22 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument(
         "--per-call", action="store_true", help="show one table per call, not per shape"
     )
-    report.add_argument("--json", metavar="FILE", help="write a JSON object per row (- for stdout)")
+    report.add_argument(
+        "--json",
+        type=output_file,
+        metavar="FILE",
+        help="write a JSON object per row (- for stdout)",
+    )
     report.add_argument("--resume", action="store_true", help="continue the --json file")
-    report.add_argument("--csv", metavar="FILE", help="write the rows as CSV (- for stdout)")
-    report.add_argument("--report", metavar="FILE", help="write all of it as one HTML file")
+    report.add_argument(
+        "--csv", type=output_file, metavar="FILE", help="write the rows as CSV (- for stdout)"
+    )
+    report.add_argument(
+        "--report",
+        type=output_file,
+        metavar="FILE",
+        help="write all of it as one HTML file (- for stdout)",
+    )
     report.add_argument(
         "--plot",
         metavar="DIR",
@@ -299,6 +312,7 @@ def parser() -> argparse.ArgumentParser:
     )
     report.add_argument(
         "--benchmark-json",
+        type=output_file,
         metavar="FILE",
         help="write each kernel's time as github-action-benchmark reads it (- for stdout)",
     )

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from replay.cli import comparison_arguments, end_to_end_arguments, profiling, watch
 from replay.cli.arguments import SHAPE
+from replay.cli.files import stdout_is_taken
 
 SOURCES = ("dir", "random", "suite", "list_kernels", "selftest")
 """Arguments that say what to do."""
@@ -99,7 +100,7 @@ def _unused(arguments: argparse.Namespace) -> str:
             return f"{flag(name)} {uses[name].remedy}"
     if arguments.in_process and "timeout" in arguments.given:
         return "--in-process has no worker that --timeout could end: leave out one of them"
-    if arguments.per_call and "-" in (arguments.json, arguments.csv, arguments.benchmark_json):
+    if arguments.per_call and stdout_is_taken(arguments):
         return "--per-call is about tables: name a file in place of -"
     return ""
 

@@ -14,8 +14,15 @@ from rich.console import Console
 
 from capture.printable import printable
 from replay.cli.comparison_arguments import parser
-from replay.cli.files import UsageError, check_place, opened, shared_file
-from replay.comparison.baselines import as_run, is_file, load, location, machine_of, save
+from replay.cli.files import (
+    UsageError,
+    check_place,
+    noted,
+    opened,
+    say_unwritten,
+    shared_file,
+)
+from replay.comparison.baselines import as_run, is_file, load, machine_of, place, save
 from replay.comparison.comparison import Comparison, basis_of, compare, to_json
 from replay.comparison.conditions import Condition, failures, read_conditions
 from replay.comparison.matching import Run
@@ -56,17 +63,19 @@ def run(argv: Sequence[str]) -> int:
         "html": lambda: to_html(said),
         "json": lambda: json.dumps(plain([to_json(each) for each in compared]), indent=1) + "\n",
     }
-    taken = "-" in [getattr(arguments, name) for name in formats]
-    try:
-        for name, write in formats.items():
-            with opened(getattr(arguments, name)) as file:
-                if file is not None:
-                    file.write(write())
-    finally:  # also where there is no room for a file
-        print_all(said, Console(highlight=False, stderr=taken))
+    unwritten: list[str] = []
     if arguments.save_baseline is not None:
-        keep(arguments.save_baseline, after[-1].rows, machine)
-    return exit_code(compared, conditions)
+        with noted(unwritten):
+            keep(arguments.save_baseline, after[-1].rows, machine)
+    places = {name: getattr(arguments, name) for name in formats}
+    try:
+        for name in sorted(formats, key=lambda each: places[each] == "-"):  # it may have no reader
+            with noted(unwritten), opened(places[name]) as file:
+                if file is not None:
+                    file.write(formats[name]())
+    finally:
+        print_all(said, Console(highlight=False, stderr="-" in places.values()))
+    return max(exit_code(compared, conditions), say_unwritten(unwritten))
 
 
 def keep(name: str, rows: Sequence[Row], machine: Machine) -> None:
@@ -83,14 +92,11 @@ def _check_baseline(name: str | None, machine: Machine) -> None:
     """Find out before any work whether a baseline can be kept.
 
     Raises:
-        ComparisonError: its name cannot be one.
+        ComparisonError: its name cannot be one, or has no directory.
         UsageError: its file cannot be written.
     """
-    if name is None:
-        return
-    path = location(name, machine)
-    if is_file(name):
-        check_place(path)
+    if name is not None:
+        check_place(place(name, machine))
 
 
 class Earlier(NamedTuple):

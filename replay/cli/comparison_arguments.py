@@ -6,6 +6,7 @@ import argparse
 
 from capture.cli.arguments import OneSentenceParser
 from capture.cli.repeated_options import Listed
+from replay.cli.files import output_file
 from replay.comparison.conditions import CONDITIONS
 
 EXAMPLES = """examples:
@@ -40,10 +41,17 @@ def parser() -> argparse.ArgumentParser:
         "--save-baseline", metavar="NAME", help="keep AFTER as the baseline of this name"
     )
     command.add_argument(
-        "--markdown", metavar="FILE", help="write it for a pull request (- for stdout)"
+        "--markdown",
+        type=output_file,
+        metavar="FILE",
+        help="write it for a pull request (- for stdout)",
     )
-    command.add_argument("--html", metavar="FILE", help="write it as a page")
-    command.add_argument("--json", metavar="FILE", help="write every row of it (- for stdout)")
+    command.add_argument(
+        "--html", type=output_file, metavar="FILE", help="write it as a page (- for stdout)"
+    )
+    command.add_argument(
+        "--json", type=output_file, metavar="FILE", help="write every row of it (- for stdout)"
+    )
     command.add_argument("--debug", action="store_true", help="show tracebacks")
     command.add_version()
     return command

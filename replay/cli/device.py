@@ -23,7 +23,7 @@ def device_of(name: str | None) -> torch.device:
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:
-        raise UsageError(f"--device {name}: {str(error).partition(chr(10))[0]}") from error
+        raise UsageError(f"--device {name}: write, e.g., cpu, cuda or cuda:1") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"--device {name}: PyTorch finds no CUDA device, use --device cpu")
     if device.type not in ("cpu", "cuda"):

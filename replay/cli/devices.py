@@ -10,7 +10,7 @@ from rich.console import Console
 
 from capture.cli.arguments import OneSentenceParser
 from replay.cli.compare import read_run
-from replay.cli.files import UsageError, check_place, opened
+from replay.cli.files import UsageError, check_place, opened, output_file
 from replay.comparison.devices import across_devices
 from replay.report.devices import devices_markdown, print_devices
 
@@ -30,7 +30,9 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("rows", nargs="+", metavar="ROWS", help="what `replay --json` wrote")
-    command.add_argument("--markdown", metavar="FILE", help="write the matrix (- for stdout)")
+    command.add_argument(
+        "--markdown", type=output_file, metavar="FILE", help="write the matrix (- for stdout)"
+    )
     command.add_argument("--debug", action="store_true", help="show tracebacks")
     command.add_version()
     return command

@@ -20,7 +20,7 @@ from capture.cli.repeated_options import Listed
 from capture.cli.verbosity import add_verbosity, narrated
 from capture.printable import printable
 from replay.cli.device import device_of
-from replay.cli.files import UsageError, check_place, opened, shared_file
+from replay.cli.files import UsageError, check_place, opened, output_file, shared_file
 from replay.cli.settings import thresholds
 from replay.cli.stdout import reserved_stdout
 
@@ -95,6 +95,7 @@ def parser() -> OneSentenceParser:
     command.add_argument("--tolerances", metavar="TOML", help="judge accuracy by other constants")
     command.add_argument(
         "--json",
+        type=output_file,
         metavar="FILE",
         help="write the list of findings, one per kernel and call (- for stdout)",
     )
@@ -134,6 +135,10 @@ def _examine(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as directory:
         arguments.dir = str(Path(directory) / "captured_inputs")
         asked = ["--model", arguments.model, "--out", arguments.dir, "--sample", "hard", "--quiet"]
+        if device != device_of(None):  # where even a function that takes no device builds a model
+            asked += ["--device", str(device)]
+        if arguments.debug:
+            asked.append("--debug")
         try:
             # It would name the directory, which is gone before anybody can look into it.
             with contextlib.redirect_stdout(io.StringIO()):

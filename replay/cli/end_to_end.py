@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -151,7 +151,9 @@ def _text(path: str | None, captures: Sequence[CaptureRecord]) -> str | None:
     return text
 
 
-def check_models(
+def check_model(
+    capture: CaptureRecord,
+    build: dict[str, Any],
     options: ModelOptions,
     arguments: argparse.Namespace,
     rows: Sequence[Row],
@@ -159,43 +161,45 @@ def check_models(
     pythons: Mapping[str, str],
     settings: Settings,
     report: Callable[[str], None],
-) -> Iterator[list[Checked]]:
-    """Check the recorded models one by one; the first result of each is its own attention.
+) -> list[Checked]:
+    """Check a recorded model; the first result is its own attention.
+
+    Args:
+        build: the arguments that build it.
 
     Raises:
-        ModelRefused: a model cannot be built.
-        RunFailed: a model fails even with its own attention.
+        ModelRefused: it cannot be built.
+        RunFailed: it fails even with its own attention.
     """
-    for capture, build in zip(options.captures, options.builds, strict=True):
-        model_rows = [row for row in rows if row.call.model == capture.model]
-        groups, failed = _variants(model_rows, assigned, pythons, capture)
-        kernel_at = {}
-        if options.plan is not None and options.plan.model == capture.model:
-            path = Path(arguments.use_plan)
-            groups[0].append(Variant(path.name, plan=path, trust_code=arguments.trust_code))
-            kernel_at[path.name] = partial(_planned, options.plan)
-        found: list[Checked] = []
-        for variants in groups:
-            process = ModelProcess(
-                sys.executable,
-                build,
-                arguments.timeout,
-                partial(_report, report, capture.model),
-            )
-            checks = check(
-                capture,
-                model_rows,
-                variants,
-                process,
-                rounds=arguments.model_rounds,
-                seed=settings.seed,
-                text=options.text,
-                kernel_at=kernel_at,
-                save_output=settings.save_output,
-            )
-            # Each process has its own baseline run; only the first is shown.
-            found += checks[1:] if found else checks
-        yield [*found, *failed]
+    model_rows = [row for row in rows if row.call.model == capture.model]
+    groups, failed = _variants(model_rows, assigned, pythons, capture)
+    kernel_at = {}
+    if options.plan is not None and options.plan.model == capture.model:
+        path = Path(arguments.use_plan)
+        groups[0].append(Variant(path.name, plan=path, trust_code=arguments.trust_code))
+        kernel_at[path.name] = partial(_planned, options.plan)
+    found: list[Checked] = []
+    for variants in groups:
+        process = ModelProcess(
+            sys.executable,
+            build,
+            arguments.timeout,
+            partial(_report, report, capture.model),
+        )
+        checks = check(
+            capture,
+            model_rows,
+            variants,
+            process,
+            rounds=arguments.model_rounds,
+            seed=settings.seed,
+            text=options.text,
+            kernel_at=kernel_at,
+            save_output=settings.save_output,
+        )
+        # Each process has its own baseline run; only the first is shown.
+        found += checks[1:] if found else checks
+    return [*found, *failed]
 
 
 def _planned(plan: Plan, module: str, phase: str) -> KernelId:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from capture.cli.arguments import positive
+from replay.cli.files import output_file
 
 OPTIONS = (
     *("e2e", "model_rounds", "text", "e2e_json", "use_plan", "any_device", "trust_code"),
@@ -32,7 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--text", metavar="FILE", help="measure a language model's perplexity on this text"
     )
     model.add_argument(
-        "--e2e-json", metavar="FILE", help="write a JSON object per kernel and model"
+        "--e2e-json",
+        type=output_file,
+        metavar="FILE",
+        help="write a JSON object per kernel and model (- for stdout)",
     )
     model.add_argument(
         "--use-plan", metavar="FILE", help="with --e2e: also run the model with this plan"
@@ -49,7 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "yourself always runs",
     )
     model.add_argument(
-        "--plan", metavar="FILE", help="write the kernel to use at each layer, within --budget"
+        "--plan",
+        type=output_file,
+        metavar="FILE",
+        help="write the kernel to use at each layer, within --budget (- for stdout)",
     )
     model.add_argument(
         "--budget",

@@ -10,9 +10,17 @@ from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from attention_replay import Error
+from capture.cli.arguments import not_empty
+from capture.printable import printable
 from capture.storage.names import is_of_dataset
 from replay.rows.files import Writable
 from replay.rows.replacement import why_not_written
+
+WRITTEN_FILES = ("json", "csv", "benchmark_json", "e2e_json", "plan", "report")
+"""Options of `replay` that name a file to write; `-` is stdout."""
+
+STDOUT = ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
+"""Names of stdout. What is opened by them is stderr while kernels run (`replay.cli.stdout`)."""
 
 
 class UsageError(Error):
@@ -21,6 +29,33 @@ class UsageError(Error):
 
 class NotWritten(Error):
     """What was to go to a file is not there; the message names the file."""
+
+
+def output_file(given: str) -> str:
+    """Return a file to write, for `add_argument(type=…)`; `-` for stdout, whatever its name."""
+    return "-" if os.path.abspath(given) in STDOUT else not_empty(given)
+
+
+def stdout_is_taken(arguments: argparse.Namespace) -> bool:
+    """Whether an option of `replay` writes to stdout, so that tables have no place there."""
+    return "-" in [getattr(arguments, name) for name in WRITTEN_FILES]
+
+
+@contextlib.contextmanager
+def noted(unwritten: list[str], errors: type[Error] = Error) -> Iterator[None]:
+    """Note, once, why something cannot be written, and go on: there is more to be shown."""
+    try:
+        yield
+    except errors as error:
+        if str(error) not in unwritten:
+            unwritten.append(str(error))
+
+
+def say_unwritten(unwritten: Sequence[str]) -> int:
+    """Say on stderr what was noted; the exit code."""
+    for sentence in unwritten:
+        print(f"replay: {printable(sentence)}", file=sys.stderr)
+    return 2 if unwritten else 0
 
 
 @contextlib.contextmanager
@@ -50,7 +85,8 @@ def opened(
             with contextlib.suppress(NotWritten):  # the block has its own error to tell
                 output.close()
             raise
-        output.begin()
+        if not output.has_failed:
+            output.begin()
         output.close()
 
 
@@ -66,7 +102,7 @@ class _Output:
         self._name, self._path = path, os.path.abspath(path)
         self._append = append
         self._file: TextIO | None = None
-        self._has_failed = False
+        self.has_failed = False
 
     def write(self, text: str) -> int:
         file = self.begin()
@@ -95,7 +131,7 @@ class _Output:
         """Close the file; what failed before does not fail again."""
         if self._file is None:
             return
-        if self._has_failed:
+        if self.has_failed:
             with contextlib.suppress(OSError):
                 self._file.close()
         else:
@@ -107,7 +143,7 @@ class _Output:
         try:
             yield
         except OSError as error:
-            self._has_failed = True
+            self.has_failed = True
             raise NotWritten(f"cannot write {self._name}: {why_not_written(error)}") from error
 
 

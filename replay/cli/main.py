@@ -31,7 +31,16 @@ from replay.cli.arguments import parser
 from replay.cli.combinations import misuse, misuse_of_types
 from replay.cli.device import device_of
 from replay.cli.early_checks import check_early
-from replay.cli.files import UsageError, check_place, opened, shared_file
+from replay.cli.files import (
+    WRITTEN_FILES,
+    UsageError,
+    check_place,
+    noted,
+    opened,
+    say_unwritten,
+    shared_file,
+    stdout_is_taken,
+)
 from replay.cli.kernels import chosen_kernels, list_kernels, with_given_options
 from replay.cli.report import draw
 from replay.cli.settings import metrics_of, settings_of, wants
@@ -69,7 +78,6 @@ SUBCOMMANDS = {
 }
 """Whose `run(argv)` returns the exit code, by the first argument."""
 
-WRITTEN_FILES = ("json", "csv", "benchmark_json", "e2e_json", "plan", "report")
 WRITTEN = (*WRITTEN_FILES, "save_output", "plot")
 READ = ("dir", "use_plan", "text", "tolerances", "env_file", "spread")
 """Options that name files."""
@@ -220,36 +228,38 @@ def _replay(
                 logger.info("in %s: %s", name, ", ".join(kernel.name for kernel in those))
             replayed = run(workloads, assigned, settings, where, limit, arguments)
             logger.info("every row is there")
-        rows = replayed.rows
-        stack.callback(_say_what_is_missing, replayed.unwritten)
-        if _tables_are_shown(arguments) and (rows or replayed.ended_by is None):
+        rows, unwritten = replayed.rows, replayed.unwritten
+        stack.callback(say_unwritten, unwritten)
+        if not stdout_is_taken(arguments) and (rows or replayed.ended_by is None):
             print_tables(rows, machines, settings, metrics, arguments)
         if replayed.ended_by is not None:
             raise replayed.ended_by
-        changed = _compare(earlier, rows, arguments)
+        changed = _compare(earlier, rows, arguments, unwritten)
         plan = None
         if options is not None and options.budget is not None:
-            plan = _plan(options, options.budget, kernels, rows, arguments)
+            with noted(unwritten):
+                plan = _plan(options, options.budget, kernels, rows, arguments)
         checks: list[Checked] = []
+        refused: list[str] = []
         if options is not None and arguments.e2e:
             # The workers have exited: a full-size model needs their memory.
-            checks = _check_models(
+            checks, refused = _check_models(
                 options, rows, assigned, pythons, settings, arguments, models_file
             )
         if arguments.report:
-            _report(rows, checks, options, settings, arguments)
+            with noted(unwritten):
+                _report(rows, checks, options, settings, arguments)
         if plots is not None:
-            draw(rows, plots)
-    code = max(changed, _exit_code(rows, checks, arguments), 2 if replayed.unwritten else 0)
-    if not (arguments.quiet or arguments.watch) and _tables_are_shown(arguments):
+            with noted(unwritten):
+                draw(rows, plots)
+        if refused and not checks:  # and an earlier --e2e-json stays
+            raise Error("; ".join(refused))
+        unwritten += refused
+    code = max(changed, _exit_code(rows, checks, arguments), 2 if unwritten else 0)
+    if not (arguments.quiet or arguments.watch or unwritten or stdout_is_taken(arguments)):
         _print_next_step(arguments, rows, plan, dataset)
     logger.info("all is printed")
     return code, rows
-
-
-def _say_what_is_missing(unwritten: Sequence[str]) -> None:
-    for sentence in unwritten:
-        print(f"replay: {printable(sentence)}", file=sys.stderr)
 
 
 def _place_to_run(
@@ -319,11 +329,6 @@ def _model_options(
     return read_options(arguments, dataset, str(device))
 
 
-def _tables_are_shown(arguments: argparse.Namespace) -> bool:
-    """Whether stdout is for people, not for rows."""
-    return "-" not in (arguments.json, arguments.csv, arguments.benchmark_json)
-
-
 def _print_next_step(
     arguments: argparse.Namespace, rows: list[Row], plan: Plan | None, dataset: Dataset | None
 ) -> None:
@@ -338,8 +343,7 @@ def _console(arguments: argparse.Namespace) -> Console:
     """Print tables to stdout, or to stderr if stdout carries JSON or CSV."""
     from rich.console import Console
 
-    taken = not _tables_are_shown(arguments) or arguments.e2e_json == "-"
-    return Console(highlight=False, stderr=taken)
+    return Console(highlight=False, stderr=stdout_is_taken(arguments))
 
 
 def _earlier(arguments: argparse.Namespace, machine: Machine) -> Earlier | None:
@@ -351,14 +355,19 @@ def _earlier(arguments: argparse.Namespace, machine: Machine) -> Earlier | None:
     return read_earlier(arguments, machine)
 
 
-def _compare(earlier: Earlier | None, rows: list[Row], arguments: argparse.Namespace) -> int:
+def _compare(
+    earlier: Earlier | None, rows: list[Row], arguments: argparse.Namespace, unwritten: list[str]
+) -> int:
     """Compare with `--compare-to`, keep as `--save-baseline`; 1 if a `--fail-on` holds."""
     from replay.cli.compare import compare_with, keep
     from replay.comparison.baselines import machine_of
 
-    code = 0 if earlier is None else compare_with(earlier, rows, _console(arguments))
+    code = 0
+    with noted(unwritten):
+        code = 0 if earlier is None else compare_with(earlier, rows, _console(arguments))
     if arguments.save_baseline is not None:
-        keep(arguments.save_baseline, rows, machine_of(rows))
+        with noted(unwritten):
+            keep(arguments.save_baseline, rows, machine_of(rows))
     return code
 
 
@@ -392,14 +401,17 @@ def _check_models(
     settings: Settings,
     arguments: argparse.Namespace,
     file: Writable | None,
-) -> list[Checked]:
+) -> tuple[list[Checked], list[str]]:
+    """What was found, and what is missing, a sentence each."""
     from rich.console import Console
     from rich.text import Text
 
-    from replay.cli.end_to_end import check_models, write_json
+    from replay.cli.end_to_end import check_model, write_json
     from replay.report.end_to_end import print_checks
 
-    console, found, stages = _console(arguments), [], [""]
+    console, stages = _console(arguments), [""]
+    found: list[Checked] = []
+    missing: list[str] = []
     with Console(stderr=True, quiet=arguments.quiet).status("") as status:
 
         def report(stage: str) -> None:
@@ -408,17 +420,24 @@ def _check_models(
                 stages.append(stage)
             status.update(Text(printable(stage)))
 
-        produced = check_models(options, arguments, rows, assigned, pythons, settings, report)
-        for checks in produced:
+        for capture, build in zip(options.captures, options.builds, strict=True):
+            try:
+                checks = check_model(
+                    capture, build, options, arguments, rows, assigned, pythons, settings, report
+                )
+            except Error as error:
+                missing.append(f"{capture.model}: {error}")
+                continue
             found += checks
             status.stop()  # the spinner would be drawn into the tables
             console.print()
             print_checks(checks, console)
             status.start()
             if file is not None:
-                write_json(checks, file)
-                file.flush()
-    return found
+                with noted(missing):
+                    write_json(checks, file)
+                    file.flush()
+    return found, missing
 
 
 def _report(
@@ -471,6 +490,10 @@ def _explain(error: BaseException, given: list[str]) -> int:
     error = MissingPackage.behind(error)
     if isinstance(error, Error):
         print(f"replay: {printable(str(error))}", file=sys.stderr)
+        return 2
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        named = printable(str(error.filename))
+        print(f"replay: {named}: {error.strerror}, name another", file=sys.stderr)
         return 2
     if isinstance(error, OSError) and is_of_stdout(error) and _is_stdouts_own(error):
         return give_up_stdout("replay", error)

@@ -16,7 +16,14 @@ from capture.cli.arguments import OneSentenceParser
 from capture.printable import printable
 from capture.storage.json_data import parsed
 from capture.storage.plain_files import given_text
-from replay.cli.files import UsageError, check_place, shared_file
+from replay.cli.files import (
+    UsageError,
+    check_place,
+    noted,
+    output_file,
+    say_unwritten,
+    shared_file,
+)
 from replay.rows.files import RowsError, read_jsonl
 
 if TYPE_CHECKING:
@@ -34,7 +41,9 @@ def parser() -> OneSentenceParser:
         "rows of a replay.",
     )
     command.add_argument("rows", type=Path, metavar="ROWS", help="what `replay --json` wrote")
-    command.add_argument("-o", "--out", type=Path, metavar="FILE", help="the report")
+    command.add_argument(
+        "-o", "--out", type=output_file, metavar="FILE", help="the report (- for stdout)"
+    )
     command.add_argument("--plot", metavar="DIR", help="the charts, as SVG, PNG and Vega-Lite")
     command.add_argument(
         "--e2e-json", type=Path, metavar="FILE", help="what `replay --e2e --e2e-json` wrote"
@@ -62,12 +71,13 @@ def run(argv: Sequence[str]) -> int:
         raise UsageError("nothing to write: give -o FILE for a report, --plot DIR for charts")
     if wrong := shared_file(arguments, (), ("out", "plot")):
         raise UsageError(wrong)
-    if arguments.out is not None:
-        if arguments.out.resolve() in [path.resolve() for path in _read_files(arguments)]:
-            raise UsageError(f"-o would overwrite {arguments.out}: name another file")
-        check_report(arguments.out)
+    out = None if arguments.out is None else Path(arguments.out)
+    if out is not None:
+        if out.resolve() in [path.resolve() for path in _read_files(arguments)]:
+            raise UsageError(f"-o would overwrite {out}: name another file")
+        check_report(out)
     for name in ("e2e_json", "outputs", "budget"):
-        if arguments.out is None and getattr(arguments, name) is not None:
+        if out is None and getattr(arguments, name) is not None:
             option = name.replace("_", "-")
             raise UsageError(f"--{option} is shown in a report: give -o FILE too")
     if arguments.outputs is not None and arguments.e2e_json is None:
@@ -84,14 +94,17 @@ def run(argv: Sequence[str]) -> int:
             f"{shlex.join(['replay', '--json', str(arguments.rows)])}"
         ) from error
     checks = [] if arguments.e2e_json is None else _read_checks(arguments.e2e_json)
-    if arguments.out is not None:
-        write(rows, checks, arguments.out, arguments.outputs, budget)
+    unwritten: list[str] = []
+    if out is not None:
+        with noted(unwritten):
+            write(rows, checks, out, arguments.outputs, budget)
     if plots is not None:
-        draw(rows, plots)
+        with noted(unwritten):
+            draw(rows, plots)
     if is_cut_off:
         sentence = "ends within a row: its replay was interrupted"
         print(f"replay: {printable(str(arguments.rows))} {sentence}", file=sys.stderr)
-    return 0
+    return say_unwritten(unwritten)
 
 
 def _read_files(arguments: argparse.Namespace) -> list[Path]:
@@ -125,7 +138,8 @@ def write(
     from replay.report.html.write import write_html
 
     write_html(rows, out, checks=checks, outputs=outputs, budget=budget)
-    print(f"report: {out} ({out.stat().st_size / 1e6:.1f} MB)", file=sys.stderr)
+    if out.is_file():
+        print(f"report: {out} ({out.stat().st_size / 1e6:.1f} MB)", file=sys.stderr)
 
 
 def check_directory(given: str) -> Path:

@@ -17,14 +17,14 @@ from capture.counted import counted
 from capture.printable import printable
 from replay.bench.resume import finished_rows, label_of, latest
 from replay.bench.settings import Settings
-from replay.cli.files import NotWritten, opened
+from replay.cli.files import NotWritten, noted, opened
 from replay.cli.kernels import able_kernels
 from replay.cli.progress import Pace, shown_progress
 from replay.cli.stdout import reserved_stdout
 from replay.cli.time_limit import TimeLimit, in_words
 from replay.distribution.estimate import History, Rates, expected_seconds, together
 from replay.report.benchmark_json import benchmark_entries
-from replay.rows.files import RowsError, plain, save_jsonl, write_csv, write_jsonl
+from replay.rows.files import plain, save_jsonl, write_csv, write_jsonl
 from replay.rows.row import Machine, Row
 from replay.workers.execution import Assignment, Execution
 from replay.workers.process import Stopped
@@ -137,7 +137,7 @@ def run(
             with contextlib.closing(measured):
                 produced = _collected(measured, rows)
                 with (
-                    _noted(not_followed),
+                    noted(not_followed, NotWritten),
                     opened(arguments.json, stdout, append=arguments.resume) as file,
                 ):
                     if file is not None:
@@ -153,11 +153,11 @@ def run(
         if ended_by is not None:
             shown = _of_complete_calls(in_order, every_stage, machines)
         if shown or ended_by is None:
-            with _noted(unwritten), opened(arguments.csv, stdout) as file:
+            with noted(unwritten), opened(arguments.csv, stdout) as file:
                 if file is not None:
                     write_csv(shown, file)
         if ended_by is None:
-            with _noted(unwritten), opened(arguments.benchmark_json, stdout) as file:
+            with noted(unwritten), opened(arguments.benchmark_json, stdout) as file:
                 if file is not None:
                     json.dump(plain(benchmark_entries(shown)), file, indent=1)
                     file.write("\n")
@@ -236,15 +236,6 @@ def _measured(
                     return
 
 
-@contextlib.contextmanager
-def _noted(unwritten: list[str]) -> Iterator[None]:
-    """Note what cannot be written, and go on: what was measured is still to be shown."""
-    try:
-        yield
-    except (NotWritten, RowsError) as error:
-        unwritten.append(str(error))
-
-
 def _written_again(rows: Sequence[Row], path: Path | None, not_followed: list[str]) -> list[str]:
     """Write rows that came in another order, or could not be written then; say why that fails.
 
@@ -257,7 +248,7 @@ def _written_again(rows: Sequence[Row], path: Path | None, not_followed: list[st
     if path.exists() and not path.is_file():
         return not_followed  # a pipe or a device has what it took
     again: list[str] = []
-    with _noted(again):
+    with noted(again):
         save_jsonl(rows, path)
     return again
 

@@ -100,5 +100,7 @@ def _output_directory(given: str | None) -> Path | None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"cannot write --save-output {given}: {error.strerror}") from error
+        raise UsageError(
+            f"cannot write --save-output {given} ({error.strerror}): name another directory"
+        ) from error
     return directory

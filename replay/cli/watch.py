@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from attention_replay import Error
 from capture.printable import printable
+from replay.cli.files import stdout_is_taken
 from replay.kernels.own_files import own_files
 from replay.report.rerun import changes
 
@@ -40,7 +41,7 @@ def misuse(arguments: argparse.Namespace) -> str:
     for name in ALONE:
         if getattr(arguments, name):
             return f"--watch replays again and again: leave out --{name.replace('_', '-')}"
-    if "-" in (arguments.json, arguments.csv, arguments.benchmark_json):
+    if stdout_is_taken(arguments):
         return "--watch shows tables: name a file in place of -"
     if not _kernel_files(arguments.kernels):
         return "--watch waits for a file to change: give --kernels FILE.py:FUNCTION"

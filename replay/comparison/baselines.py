@@ -57,6 +57,23 @@ def location(name: str, machine: Machine) -> Path:
     return directory() / machine_type(machine) / f"{name}{SUFFIX}"
 
 
+def place(name: str, machine: Machine) -> Path:
+    """The file of a baseline that is to be kept; the directory of a name is made.
+
+    Raises:
+        ComparisonError: it is neither a name nor a path, or there can be no such directory.
+    """
+    path = location(name, machine)
+    if not is_file(name):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ComparisonError(
+                f"cannot make {path.parent} ({error.strerror}): name a file, e.g. {path.name}"
+            ) from error
+    return path
+
+
 def load(name: str, machine: Machine) -> Run:
     """Read a baseline of a machine's type, or a file.
 
@@ -82,14 +99,9 @@ def save(name: str, rows: Sequence[Row], machine: Machine) -> Path:
         ComparisonError: the name cannot be used, or there are no rows.
         RowsError: the file cannot be written.
     """
-    path = location(name, machine)
     if not rows:
         raise ComparisonError(f"no rows to keep as baseline {name!r}")
-    if not is_file(name):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ComparisonError(f"cannot make {path.parent}: {error.strerror}") from error
+    path = place(name, machine)
     save_jsonl(rows, path)
     return path
 

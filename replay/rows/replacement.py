@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
@@ -20,17 +21,21 @@ def replacing(path: Path) -> Iterator[TextIO]:
     """Yield a file that takes the place of the one at `path` when the `with` block ends.
 
     If the block raises, nothing is left of it. A link is followed, and permissions are kept. What
-    cannot be replaced is written to: a pipe, a device, a file with several names.
+    cannot be replaced is written to: a pipe, a device, a file with several names, and `-`, stdout.
 
     Raises:
         OSError: it cannot be written.
     """
+    if str(path) == "-":
+        yield sys.stdout
+        return
     if not _can_be_replaced(path):
         with path.open("w", encoding="utf-8") as file:
             yield file
         return
     path = path.resolve()
-    written = path.with_name(f".{path.name}.tmp")
+    # Its name may be as long as the file system allows, and leave no room for a suffix.
+    written = path.with_name(f".{path.name[:25]}.{os.getpid()}.tmp")
     try:
         with written.open("w", encoding="utf-8") as file:
             with contextlib.suppress(OSError):  # there is none yet, or all have the same

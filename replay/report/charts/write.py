@@ -35,7 +35,9 @@ def prepare(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise PlotError(f"cannot write --plot {directory}: {why_not_written(error)}") from error
+        raise PlotError(
+            f"cannot write --plot {directory} ({error.strerror}): name another directory"
+        ) from error
 
 
 def charts(rows: Sequence[Row]) -> Iterator[Chart]:

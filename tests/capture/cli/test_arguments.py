@@ -14,6 +14,7 @@ import pytest
 
 from capture.cli.main import _parser
 from replay.cli.arguments import parser
+from replay.cli.files import output_file
 
 EMPTY = ("", " ", "\t\n")
 NO_NUMBERS = (*EMPTY, "x", "1x", "nan", "inf", "-inf", "1e400", "9" * 30, "9" * 5000, "0", "-1")
@@ -27,7 +28,7 @@ def cases() -> Iterator[tuple[argparse.ArgumentParser, str, str]]:
             option = action.option_strings[-1]
             if action.nargs == 0 or option == "--prompt":  # which may be empty
                 continue
-            is_text = action.type is None or action.choices is not None
+            is_text = action.type in (None, output_file) or action.choices is not None
             for value in EMPTY if is_text else NO_NUMBERS:
                 if value == "0" and option in MAY_BE_ZERO:
                     continue

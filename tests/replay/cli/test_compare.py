@@ -19,6 +19,7 @@ from tests.replay.comparison.simulated import run
 
 RunCli = Callable[..., tuple[int, str, str]]
 SHAPE = ("--random", "-b", "1", "-hq", "4", "-sq", "70", "-d", "32", "--dtype", "fp32")
+RUNS = ("before.jsonl", "slow.jsonl")
 QUICK = ("--rounds", "6", "--device", "cpu", "--in-process")
 
 
@@ -63,6 +64,35 @@ def test_every_format_is_written(run_cli: RunCli) -> None:
     _, out, err = run_cli("compare", "before.jsonl", "slow.jsonl", "--json", "-")
     assert json.loads(out)[0]["before"] == "before.jsonl"
     assert "slower: a" in err
+
+
+@pytest.mark.parametrize("full", ["markdown", "html", "json"])
+def test_a_file_without_room_costs_no_other(run_cli: RunCli, full: str) -> None:
+    places = {name: f"x.{name}" for name in ("markdown", "html", "json")} | {full: "/dev/full"}
+    given = [part for name, place in places.items() for part in (f"--{name}", place)]
+    code, out, err = run_cli("compare", *RUNS, *given, "--save-baseline", "main")
+    assert code == 2
+    assert "slower: a" in out
+    assert err.splitlines()[1:] == [
+        "replay: cannot write /dev/full: No space left on device: make room"
+    ]
+    assert all(Path(place).stat().st_size for name, place in places.items() if name != full)
+    assert run_cli("compare", "main", "before.jsonl")[0] == 0
+
+
+def test_each_file_that_cannot_be_written_is_named(
+    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replay.cli.compare.check_place", lambda _: None)
+    given = ("--markdown", "no/x.md", "--html", "x.html", "--json", "no/x.json")
+    code, _, err = run_cli("compare", *RUNS, *given, "--fail-on", "slow")
+    assert code == 2
+    assert err.splitlines() == [
+        "replay: failed: slow: a on 12 of 12 calls",
+        "replay: cannot write no/x.md: No such file or directory",
+        "replay: cannot write no/x.json: No such file or directory",
+    ]
+    assert Path("x.html").is_file()
 
 
 @pytest.mark.parametrize(
@@ -185,6 +215,7 @@ def test_times_are_written_for_a_chart(run_cli: RunCli) -> None:
         (("--compare-to", "nightly"), "no baseline 'nightly' of"),
         (("--compare-to", "x.jsonl"), "x.jsonl: no such file"),
         (("--save-baseline", ".."), "cannot be a baseline's name"),
+        (("--save-baseline", "n" * 250), "File name too long"),
         (("--fail-on", "slow"), "--fail-on requires --compare-to"),
         (("--spread", "1%"), "--spread requires --compare-to"),
         (("--compare-to", "before.jsonl", "--fail-on", "x"), "no such condition"),

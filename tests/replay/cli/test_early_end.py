@@ -189,6 +189,13 @@ def test_a_file_is_opened_when_something_is_written(
     assert path.read_text() == ""
 
 
+def test_what_was_told_is_not_told_again_at_the_end(tmp_path: Path) -> None:
+    with opened(str(tmp_path / "nowhere" / "file")) as file:
+        assert file is not None
+        with pytest.raises(NotWritten, match="No such file or directory"):
+            file.write("text")
+
+
 def test_a_reader_of_a_pipe_need_not_wait_for_the_first_row(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)

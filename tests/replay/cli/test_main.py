@@ -152,6 +152,7 @@ def test_random_shape(run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ((*SHAPE, "--kernels", "triton-sparse-decode[keep=2]"), ("at most 1, not 2",)),
         (("--dir", "missing"), ("missing: no such directory", "capture --model")),
+        (("--dir", "n" * 300), ("nnn: File name too long, name another",)),
         (("--suite", "llama", "--max-seq", "10"), ("--max-seq 10 excludes every shape", "1024")),
         (
             (*SHAPE, "--json", "no/such/folder/rows.jsonl"),
@@ -159,11 +160,13 @@ def test_random_shape(run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ((*SHAPE, "--csv", "."), ("cannot write .: it is a directory",)),
         ((*SHAPE, "--benchmark-json", "no/x"), ("cannot write no/x: create its directory",)),
-        ((*SHAPE, "--save-output", "/dev/null"), ("cannot write --save-output /dev/null",)),
+        ((*SHAPE, "--save-output", "/dev/null"), ("(File exists): name another directory",)),
         (("--random", "-sq", "1000000000000000000"), ("too large for any machine",)),
         (("--random", "-b", "9223372036854775807"), ("too large for any machine",)),
         ((*SHAPE, "--json", "x", "--csv", "./x"), ("--json and --csv both name ./x",)),
         ((*SHAPE, "--json", "-", "--csv", "-"), ("--json and --csv both name stdout",)),
+        ((*SHAPE, "--json", "/dev/stdout", "--csv", "/dev/fd/1"), ("--csv both name stdout",)),
+        ((*SHAPE, "--per-call", "--report", "-"), ("--per-call is about tables: name a file in",)),
         ((*SHAPE, "--tolerances", "x", "--csv", "x"), ("--tolerances and --csv both name x",)),
     ],
 )
@@ -345,8 +348,9 @@ def test_an_altered_file_is_named_and_the_others_are_replayed(
     assert status == {"model-000000": "ok", "model-000001": "error", "model-000002": "ok"}
 
 
-def test_stdout_is_only_json(run_cli: RunCli) -> None:
-    code, out, _ = run_cli(*SHAPE, *QUICK, "--kernels", "torch-math,torch-cud?n", "--json", "-")
+@pytest.mark.parametrize("stdout", ["-", "/dev/stdout"])
+def test_stdout_is_only_json(run_cli: RunCli, stdout: str) -> None:
+    code, out, _ = run_cli(*SHAPE, *QUICK, "--kernels", "torch-math,torch-cud?n", "--json", stdout)
     assert code == 0
     found = {row["kernel"]: row for row in rows(out)}
     assert found["torch-math"]["status"] == "ok"

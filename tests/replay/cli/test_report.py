@@ -46,6 +46,30 @@ def test_a_report_of_stored_rows(run_cli: RunCli, stored: Path) -> None:
     assert "one denoising step: kernel-1 1.10×" in out.read_text("utf-8")
 
 
+def test_a_report_of_stored_rows_on_stdout(
+    run_cli: RunCli, stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("vl_convert")
+    monkeypatch.chdir(stored.parent)
+    for name in ("-", "/dev/stdout"):
+        code, out, err = run_cli("report", str(stored), "-o", name)
+        assert (code, err) == (0, "")
+        assert out.startswith("<!doctype html>")
+    assert list(stored.parent.iterdir()) == [stored]
+
+
+@pytest.mark.parametrize("command", [("report", "ROWS", "-o"), (*RANDOM, *QUICK, "--report")])
+def test_a_report_without_room_costs_no_chart(
+    run_cli: RunCli, stored: Path, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    pytest.importorskip("vl_convert")
+    given = [str(stored) if each == "ROWS" else each for each in command]
+    code, _, err = run_cli(*given, "/dev/full", "--plot", str(tmp_path / "charts"))
+    assert code == 2
+    assert f"charts in {tmp_path / 'charts'}: " in err
+    assert err.endswith("replay: cannot write /dev/full: No space left on device: make room\n")
+
+
 def test_rows_of_an_interrupted_replay(run_cli: RunCli, stored: Path) -> None:
     pytest.importorskip("vl_convert")
     text = stored.read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import subprocess
@@ -10,7 +11,11 @@ import sys
 import pytest
 
 from replay.bench.streams import keep_open
+from replay.cli.arguments import parser
+from replay.cli.files import STDOUT, WRITTEN_FILES
+from replay.cli.main import SUBCOMMANDS
 from replay.cli.stdout import reserved_stdout
+from tests.noted_options import options
 
 
 def make_noise() -> None:
@@ -78,3 +83,16 @@ def test_a_stdout_without_a_descriptor_is_used_as_it_is(monkeypatch: pytest.Monk
         print("noise")
         stdout.write("row\n")
     assert notebook.getvalue() == "row\n"
+
+
+@pytest.mark.parametrize("name", STDOUT)
+def test_every_file_that_is_written_may_be_stdout_by_any_of_its_names(name: str) -> None:
+    commands = [importlib.import_module(module).parser() for module in SUBCOMMANDS.values()]
+    found = set()
+    for action in (action for each in (parser(), *commands) for action in options(each)):
+        if "- for stdout" in (action.help or ""):
+            assert callable(action.type)
+            assert action.type(name) == "-"
+            assert action.type("file") == "file"
+            found.add(action.dest)
+    assert found == {*WRITTEN_FILES, "markdown", "html", "out"}

@@ -72,6 +72,12 @@ def test_what_cannot_be_a_name(name: str) -> None:
         save(name, [row("a")], H200)
 
 
+def test_a_home_that_takes_no_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", "/dev/null")
+    with pytest.raises(ComparisonError, match=r"directory\): name a file, e\.g\. main\.jsonl"):
+        save("main", [row("a")], H200)
+
+
 def test_a_run_without_rows_is_not_kept() -> None:
     with pytest.raises(ComparisonError, match="no rows to keep"):
         save("main", [], H200)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,25 @@ def test_findings_of_a_model_are_alone_on_stdout(run_cli: RunCli) -> None:
     code, out, err = run_cli("doctor", *asked, "--in-process", "--quiet")
     assert (code, json.loads(out)) == (0, [])
     assert re.match(r"recorded 1 of \d+ attention calls \([0-9.]+ [kM]B\)\n", err)
+
+
+@pytest.mark.parametrize(("default", "said"), [("cuda", ["cpu"]), ("cpu", [])])
+def test_a_model_is_recorded_on_the_device_that_is_named(
+    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch, default: str, said: list[str]
+) -> None:
+    """Where it is the default, a function that takes no device is not asked to."""
+    asked: list[str] = []
+
+    def record(argv: Sequence[str]) -> None:
+        asked[:] = argv
+        raise SystemExit(2)
+
+    monkeypatch.setattr("capture.cli.main.main", record)
+    device_of = "replay.cli.doctor.device_of"
+    monkeypatch.setattr(device_of, lambda name: torch.device(name or default))
+    given = ("--model", "llama", "--kernels", "torch-math", "--in-process", "--device", "cpu")
+    assert run_cli("doctor", *given)[0] == 2
+    assert [each for before, each in pairwise(asked) if before == "--device"] == said
 
 
 def test_earlier_findings_are_kept_until_there_are_new_ones(

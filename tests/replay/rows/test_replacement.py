@@ -51,6 +51,22 @@ def test_a_link_to_nothing_yet_is_followed(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "new"
 
 
+@pytest.mark.parametrize("name", ["n" * 255, "名" * 85])
+def test_the_longest_name_that_a_file_can_have(tmp_path: Path, name: str) -> None:
+    write(tmp_path / name)
+    assert (tmp_path / name).read_text() == "new"
+    assert list(tmp_path.iterdir()) == [tmp_path / name]
+
+
+def test_a_hyphen_is_stdout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(Path("-"))
+    assert capsys.readouterr().out == "new"
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_pipe_that_has_no_path_of_its_own_is_written_to() -> None:
     """As `>(…)` gives, and `/dev/stdout` before a `|`."""
     reader, writer = os.pipe()

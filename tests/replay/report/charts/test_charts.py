@@ -335,5 +335,5 @@ def test_charts_with_like_names_have_files_of_their_own(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     pytest.importorskip("vl_convert")
     (tmp_path / "file").touch()
-    with pytest.raises(PlotError, match=r"cannot write --plot .*file: File exists"):
+    with pytest.raises(PlotError, match=r"--plot .*file \(File exists\): name another"):
         write_plots(everything(), tmp_path / "file")

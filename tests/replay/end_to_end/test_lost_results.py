@@ -1,0 +1,93 @@
+"""A model that cannot be run, and a file that cannot be written, cost no other result."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from capture.storage.capture_record import CaptureRecord
+from replay.cli import main
+from replay.end_to_end.check import Checked, Measured
+from replay.end_to_end.model_process import BASELINE, ModelRefused
+from replay.end_to_end.predicted_times import RUN
+from replay.timing.statistics import summarize
+from tests.in_this_process import RunCli
+
+FIRST = "model.py:build"
+FULL = "/dev/full"
+NO_ROOM = f"replay: cannot write {FULL}: No space left on device: make room"
+QUICK = ("--trust-code", "--kernels", "torch-math", "--device", "cpu", "--rounds", "3", "--quiet")
+
+
+@pytest.fixture
+def run_models(
+    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli: RunCli
+) -> Callable[..., tuple[int, str, str]]:
+    """`run_models(options, refused={"second"})` of two models, `model.py:build` and `second`."""
+    shutil.copytree(workshop / "recorded", tmp_path / "recorded")
+    monkeypatch.chdir(tmp_path)
+    manifest = Path("recorded/manifest.json")
+    data = json.loads(manifest.read_text())
+    data["captures"].append({**data["captures"][0], "model": "second"})
+    manifest.write_text(json.dumps(data))
+    monkeypatch.setattr(main, "_first_processes", lambda *_: contextlib.nullcontext([]))
+
+    def run(*options: str, refused: Collection[str] = ()) -> tuple[int, str, str]:
+        def check(capture: CaptureRecord, *_: Any) -> list[Checked]:
+            if capture.model in refused:
+                raise ModelRefused("it cannot be built")
+            found = Checked(BASELINE.name, capture.model, "random")
+            found.measured[RUN] = Measured(summarize([2.0] * 5), None, None)
+            return [found]
+
+        monkeypatch.setattr("replay.cli.end_to_end.check_model", check)
+        return run_cli("--dir", "recorded", "--e2e", *QUICK, *options)
+
+    return run
+
+
+def models(text: str) -> list[str]:
+    return [json.loads(line)["model"] for line in text.splitlines()]
+
+
+def test_a_full_disk_costs_no_other_model_and_no_report(
+    run_models: Callable[..., tuple[int, str, str]],
+) -> None:
+    pytest.importorskip("vl_convert")
+    code, out, err = run_models("--e2e-json", FULL, "--report", "out.html")
+    assert code == 2
+    assert f"{FIRST} end to end" in out
+    assert "second end to end" in out
+    assert err.splitlines()[1:] == [NO_ROOM]
+    assert Path("out.html").is_file()
+
+
+def test_a_model_that_cannot_be_run_costs_its_own_results(
+    run_models: Callable[..., tuple[int, str, str]],
+) -> None:
+    pytest.importorskip("vl_convert")
+    given = ("--e2e-json", "e2e.jsonl", "--report", "out.html")
+    code, out, err = run_models(*given, refused={FIRST})
+    assert code == 2
+    assert "second end to end" in out
+    assert err.splitlines()[1:] == [f"replay: {FIRST}: it cannot be built"]
+    earlier = Path("e2e.jsonl").read_text()
+    assert models(earlier) == ["second"]
+    Path("out.html").unlink()
+    code, _, err = run_models(*given, refused={FIRST, "second"})
+    assert code == 2
+    assert err.endswith(f"replay: {FIRST}: it cannot be built; second: it cannot be built\n")
+    assert Path("e2e.jsonl").read_text() == earlier
+    assert Path("out.html").is_file()
+
+
+def test_stdout_is_only_json(run_models: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, err = run_models("--e2e-json", "-")
+    assert (code, models(out)) == (0, [FIRST, "second"])
+    assert "second end to end" in err
