@@ -1,11 +1,12 @@
 """Times decode against the memory's floor: ms, and how much of that time reading the keys takes.
 
-    python -m benchmarks.decode [--only mixed ...] [--stages 3,4] [--parts 0.5,1,2] ...
+    python -m benchmarks.decode [--only mixed ...] [--out FILE] [--stages 3,4] [--parts 0.5,1,2] ...
 
 The floor is the bytes of the keys and values that count, once each, at the bandwidth of copies on
 the same GPU. Our kernels are timed without what makes their cache (pages, 8 bits), others as their
 cores are. All kernels of a case take turns in shuffled rounds, with a cold L2, and each one's
 output is compared with a reference before. Needs a GPU with 60 GB of memory, and two minutes.
+Writes `benchmarks/results/decode.csv`, a line for each kernel of a case.
 
 `--blocks`, `--warps`, `--stages` and `--parts` are alternatives to what our kernels plan: all that
 they can be combined to is compiled (seconds each) and timed beside the plan, and the fastest are
@@ -22,11 +23,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks import results
 from benchmarks.gpu import gpu
 from capture.call import AttentionCall
 from capture.variant import Variant
@@ -36,6 +40,7 @@ from replay.kernels.triton.quantised_cache import QuantisedCache, quantise_cache
 from replay.kernels.triton.quantised_decode import random_pages
 from replay.kernels.triton.split_kv import attend, planned
 from replay.kernels.triton.split_kv_plan import Tiling
+from replay.timing.machine import describe
 from replay.timing.roof import measure_roof
 from replay.timing.rounds import measure
 
@@ -51,6 +56,19 @@ IN_8_BITS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 ERRORS = {"fp8": 0.08, "int8": 0.03}
 """Of the output's norm, at most; 0.01 in 16 bits."""
 RIVALS = ("torch-cudnn", "torch-flash", "flashinfer-decode")
+
+COLUMNS = (
+    "case",
+    "keys",
+    "cache",
+    "tiling",
+    "ms",
+    "least, ms",
+    "floor / time",
+    "machine.device",
+    "machine.torch",
+    "machine.triton",
+)
 
 Run = Callable[[], Tensor]
 Alternatives = dict[str, list[float] | None]
@@ -87,7 +105,7 @@ def _even() -> Iterator[Case]:
     key, value = normal(8, 8, 32768, 128), normal(8, 8, 32768, 128)
     call = AttentionCall(normal(8, 32, 1, 128), key, value, enable_gqa=True)
     caches = ("16 bits", "16 bits paged", "fp8", "fp8 paged", "int8", "int8 paged")
-    yield Case("even 8x32/8x32768", call, [32768] * 8, caches, RIVALS)
+    yield Case("even, 8×32/8×32768", call, [32768] * 8, caches, RIVALS)
 
 
 def _queries() -> Iterator[Case]:
@@ -275,8 +293,8 @@ def runs(case: Case, alternatives: Alternatives) -> Iterator[tuple[str, Run, int
         yield name, run if kernel.prepare is None else kernel.prepare(theirs), read, 0.01
 
 
-def show(case: Case, alternatives: Alternatives, copied: float) -> None:
-    """Check and time one case, and print it; `copied` is in bytes a second."""
+def show(case: Case, alternatives: Alternatives, copied: float) -> list[dict[str, Any]]:
+    """Check and time one case, print it and return its lines; `copied` is in bytes a second."""
     print(f"{case.name} ({sum(case.lengths)} keys)", flush=True)
     longest, shortest = (pick(case.lengths) for pick in (max, min))
     references = {
@@ -297,13 +315,26 @@ def show(case: Case, alternatives: Alternatives, copied: float) -> None:
     samples = measure(candidates, DEVICE, cache="cold", rounds=ROUNDS, max_seconds=1.0)
     times = {name: statistics.median(each.ms) for name, each in samples.items() if each.ms}
     shown: dict[str, int] = {}
+    lines: list[dict[str, Any]] = []
     for name in sorted(times, key=lambda name: times[name]):
-        kind = name.partition(":")[0]
+        kind, _, tiling = name.partition(": ")
         shown[kind] = shown.get(kind, 0) + 1
         if shown[kind] <= FASTEST or ": plan" in name:
             ms, least = times[name], min(samples[name].ms)
             print(f"    {floors[name] / ms:6.1%} {ms:9.4f} ms (least {least:.4f})  {name}")
+            lines.append(
+                {
+                    "case": case.name,
+                    "keys": sum(case.lengths),
+                    "cache": kind,
+                    "tiling": tiling,
+                    "ms": ms,
+                    "least, ms": least,
+                    "floor / time": floors[name] / ms,
+                }
+            )
     print(flush=True)
+    return lines
 
 
 def _numbers(text: str) -> list[float]:
@@ -315,8 +346,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=GROUPS, default=list(GROUPS))
     for name in ("blocks", "warps", "stages", "parts"):
         parser.add_argument(f"--{name}", type=_numbers, metavar="N,...")
+    parser.add_argument("--out", type=Path, default=results.DIRECTORY / "decode.csv")
     arguments = parser.parse_args()
-    gpu()
+    machine = describe(gpu())
     alternatives = {
         name: getattr(arguments, name) for name in ("blocks", "warps", "stages", "parts")
     }
@@ -325,9 +357,15 @@ def main() -> None:
         raise SystemExit("no memory is left to measure copies with")
     name = torch.cuda.get_device_name(DEVICE)
     print(f"{name}: copies {roof.gb_per_s / 1000:.2f} TB/s, products {roof.tflops:.0f} TFLOPS\n")
+    measured_on = {
+        f"machine.{field}": getattr(machine, field) for field in ("device", "torch", "triton")
+    }
+    lines: list[dict[str, Any]] = []
     for group in arguments.only:
         for case in GROUPS[group]():
-            show(case, alternatives, roof.gb_per_s * 1e9)
+            found = show(case, alternatives, roof.gb_per_s * 1e9)
+            lines += [line | measured_on for line in found]
+            results.write_lines(lines, COLUMNS, arguments.out)
         torch.cuda.empty_cache()
 
 

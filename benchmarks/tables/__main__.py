@@ -70,7 +70,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "hopper_16_bits": partial(speed.by_shape, "hopper_16_bits.csv"),
     "hopper_kernels": partial(speed.by_shape, "hopper_kernels.csv", cores=True, errors=True),
     "accumulation": trials.accumulation,
-    "quantised_decode": partial(speed.by_shape, "quantised_decode.csv", decode=True),
+    "decode": partial(speed.decode, results.DIRECTORY / "decode.csv"),
+    "cold_cache": partial(speed.cold_cache, results.DIRECTORY / "cold_cache.csv"),
     "end_to_end": end_to_end.speedups,
     "end_to_end_short": partial(
         end_to_end.speedups, ("torch-flash", "sage1", "triton-fa3", "triton-fp8", "fa4@fa4")

@@ -9,6 +9,9 @@ from pathlib import Path
 from benchmarks import results
 from benchmarks.tables.markdown import machine_line, markdown_table
 
+IN_8_BITS = ("fp8", "int8")
+"""Caches of `benchmarks.decode`."""
+
 
 def full_size() -> str:
     """List TFLOPS by kernel on calls of full-size models; memory-bound decode in ms."""
@@ -113,6 +116,36 @@ def per_pair(path: Path) -> str:
             for kernel in kernels
         ]
     return markdown_table(["time per visible pair", *kernels], lines) + machine_line(rows)
+
+
+def decode(path: Path) -> str:
+    """List ms of decode by what is read, and in brackets how much of that the memory needs.
+
+    Of each cache the tiling that the kernel plans; others are beside it where they were asked for.
+    """
+    rows = [
+        row for row in results.read(path) if row["tiling"].startswith("plan") or not row["tiling"]
+    ]
+    caches = list(dict.fromkeys(row["cache"] for row in rows))
+    caches.sort(
+        key=lambda name: (not name.startswith("16"), name.partition(" ")[0] not in IN_8_BITS)
+    )
+    lines: dict[str, list[str]] = {row["case"]: [""] * len(caches) for row in rows}
+    for row in rows:
+        cell = f"{float(row['ms']):.3f} ({float(row['floor / time']):.0%})".replace("%", " %")
+        lines[row["case"]][caches.index(row["cache"])] = cell
+    return markdown_table(["ms", *caches], lines) + machine_line(rows)
+
+
+def cold_cache(path: Path) -> str:
+    """List µs behind what may have filled the cache, as multiples of those behind a layer."""
+    rows = results.read(path)
+    lines: dict[str, list[str]] = {}
+    for row in rows:
+        cells = [f"{float(row[f'{name} / layer']):.2f}" for name in ("written", "read")]
+        lines[f"{row['call']}: {row['kernel']}"] = [f"{float(row['layer, µs']):.1f}", *cells]
+    heading = ["call", "behind a layer, µs", "behind writes", "behind reads"]
+    return markdown_table(heading, lines) + machine_line(rows)
 
 
 def narrow_heads(path: Path) -> str:

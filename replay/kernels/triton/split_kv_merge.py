@@ -19,7 +19,8 @@ COUNTERS = tl.constexpr(3)
 """Of each head and block of rows, zeros before and after: programs that have arrived, draws, and
 programs that have left."""
 PATIENCE = tl.constexpr(64)
-"""How often a program looks whether all have arrived, at most; a look takes some 0.7 µs."""
+"""How often a program looks whether all have arrived, at most: as long as so many atomic operations
+take, some 50 µs."""
 
 
 @triton.jit
