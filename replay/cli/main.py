@@ -116,9 +116,23 @@ def _subcommand(given: list[str]) -> Callable[[], int]:
     return narrated(arguments.verbose)(partial(_dispatch, arguments, given))
 
 
+def _file_of_two(arguments: argparse.Namespace) -> str:
+    """Say which two options name one file; a baseline may be kept where it was read."""
+    wrong = shared_file(arguments, READ, WRITTEN)
+    names = {name: getattr(arguments, name) for name in ("compare_to", "save_baseline")}
+    if wrong or not any(names.values()):
+        return wrong
+    from replay.comparison.baselines import is_file
+
+    files = [name for name, given in names.items() if given and is_file(given)]
+    read = [name for name in files if name == "compare_to"]
+    kept = [name for name in files if name == "save_baseline"]
+    return shared_file(arguments, read, WRITTEN) or shared_file(arguments, READ, (*WRITTEN, *kept))
+
+
 def _dispatch(arguments: argparse.Namespace, given: list[str]) -> int:
     metrics = metrics_of(arguments.metric)
-    if wrong := misuse(arguments) or shared_file(arguments, READ, WRITTEN):
+    if wrong := misuse(arguments) or _file_of_two(arguments):
         raise UsageError(wrong)
     for name in WRITTEN_FILES:
         check_place(getattr(arguments, name))

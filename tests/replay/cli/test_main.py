@@ -168,6 +168,14 @@ def test_random_shape(run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
         ((*SHAPE, "--json", "/dev/stdout", "--csv", "/dev/fd/1"), ("--csv both name stdout",)),
         ((*SHAPE, "--per-call", "--report", "-"), ("--per-call is about tables: name a file in",)),
         ((*SHAPE, "--tolerances", "x", "--csv", "x"), ("--tolerances and --csv both name x",)),
+        (
+            (*SHAPE, "--compare-to", "x.jsonl", "--json", "./x.jsonl"),
+            ("--compare-to and --json both name ./x.jsonl",),
+        ),
+        (
+            (*SHAPE, "--csv", "x.jsonl", "--save-baseline", "x.jsonl"),
+            ("--csv and --save-baseline both name x.jsonl",),
+        ),
     ],
 )
 def test_wrong_usage_is_one_sentence_with_the_remedy(
