@@ -18,7 +18,7 @@ from replay.kernels.triton.quantised_cache import QuantisedCache
 from replay.kernels.triton.shapes import Sizes, check_shapes, sizes_of
 from replay.kernels.triton.split_kv_deal import Deal
 from replay.kernels.triton.split_kv_kernel import split_kv_kernel
-from replay.kernels.triton.split_kv_merge import COUNTERS
+from replay.kernels.triton.split_kv_merge import COUNTERS_TOGETHER
 from replay.kernels.triton.split_kv_plan import Plan, Tiling, merging, plan
 from replay.kernels.triton.workspace import workspace
 
@@ -223,7 +223,7 @@ def _plan_call(
         PlannedCall(launch, descriptors),
         (batch, heads, q_len, v_dim),
         programs * splits * group * q_len * (v_dim + 2) if is_merged else 0,
-        heads_of_keys * cut.row_blocks * COUNTERS.value,
+        heads_of_keys * cut.row_blocks * (COUNTERS_TOGETHER.value if merged.together else 1),
     )
 
 

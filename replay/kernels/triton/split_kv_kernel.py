@@ -38,7 +38,7 @@ from replay.kernels.triton.quantised_cache import (
     log2,
 )
 from replay.kernels.triton.split_kv_deal import dealt, seen_positions
-from replay.kernels.triton.split_kv_merge import COUNTERS, merge
+from replay.kernels.triton.split_kv_merge import COUNTERS_TOGETHER, merge
 
 
 # Numbers that change from call to call must not each compile the kernel again.
@@ -385,7 +385,8 @@ def split_kv_kernel(
             mask=has_row[:, None] & has_column[None, :],
         )
         tl.debug_barrier()  # every thread's part is stored before one of them says so
-        counters_ptr += (head * tl.num_programs(2) + tl.program_id(2)) * COUNTERS
+        counters: tl.constexpr = COUNTERS_TOGETHER if TOGETHER else 1
+        counters_ptr += (head * tl.num_programs(2) + tl.program_id(2)) * counters
         merge(
             parts_ptr,
             sums_ptr,

@@ -15,9 +15,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-COUNTERS = tl.constexpr(3)
+COUNTERS_TOGETHER = tl.constexpr(3)
 """Of each head and block of rows, zeros before and after: programs that have arrived, draws, and
-programs that have left."""
+programs that have left. Where one program merges, the first does."""
 PATIENCE = tl.constexpr(64)
 """How often a program looks whether all have arrived, at most: as long as so many atomic operations
 take, some 50 µs."""
@@ -45,7 +45,7 @@ def merge(
     Args:
         parts_ptr, sums_ptr: of one head, (parts, M, Dv) and (parts, M, 2): the unnormalised
             outputs, and the maximum and sum of each row.
-        counters_ptr: COUNTERS of the head and of this block of rows.
+        counters_ptr: those of the head and this block of rows.
         output_ptr: of the head, (M, Dv).
         first_row: of ROW_CHUNKS times BLOCK_ROWS.
         BLOCK_SPLITS: how many parts are read at a time.
@@ -66,7 +66,7 @@ def merge(
                 )  # fmt: skip
                 chunk = tl.atomic_add(counters_ptr + 1, 1, sem="relaxed")
         if tl.atomic_add(counters_ptr + 2, 1, sem="acq_rel") == parts - 1:
-            for counter in tl.static_range(COUNTERS):
+            for counter in tl.static_range(COUNTERS_TOGETHER):
                 tl.store(counters_ptr + counter, 0)
     elif arrived == parts:
         tl.store(counters_ptr, 0)
