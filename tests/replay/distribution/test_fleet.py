@@ -336,6 +336,7 @@ class Measured(OfKind):
                 1.0 if kernel.name == faster else 2.0,
                 machine=Machine(self._kind),
                 cache="warm",
+                timer="perf_counter",
                 calls_before=0,
                 speedup=factories.speedup_over("torch-math", factories.speedup(2.0))
                 if kernel.name == faster == "torch-flash"

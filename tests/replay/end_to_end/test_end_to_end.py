@@ -135,7 +135,8 @@ def test_a_model_that_fails_by_itself_is_one_sentence(
     assert stopped.value.code == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == (
-        "replay: the model fails with its own attention: ValueError: the model is broken"
+        "replay: model.py:build: the model fails with its own attention: "
+        "ValueError: the model is broken"
     )
 
 
