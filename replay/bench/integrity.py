@@ -74,7 +74,7 @@ BORROWED: list[tuple[Any, tuple[str, ...]]] = [
     (
         torch,
         (
-            *("empty", "full", "equal", "isnan", "tensor", "arange", "cat"),
+            *("empty", "full", "zeros", "equal", "isnan", "tensor", "arange", "cat"),
             *("no_grad", "inference_mode"),
         ),
     ),
@@ -85,6 +85,7 @@ BORROWED: list[tuple[Any, tuple[str, ...]]] = [
         (
             *("clone", "copy_", "neg_", "neg", "flip", "fill_", "zero_", "detach", "cpu", "to"),
             *("narrow", "as_strided", "expand", "transpose", "contiguous", "isnan", "isfinite"),
+            "sum",
             *("__eq__", "__getitem__", "__setitem__"),
         ),
     ),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
+import inspect
 import secrets
+import textwrap
 from collections.abc import Callable, Container
 from dataclasses import replace
 from typing import Any
@@ -13,10 +16,11 @@ import torch
 from torch import Tensor
 
 from replay.bench import variation
-from replay.bench.integrity import Functions
+from replay.bench.integrity import BORROWED, Functions
 from replay.bench.settings import Settings
 from replay.bench.variation import Flip
 from replay.timing.rounds import run_rounds
+from replay.timing.timer import CudaTimer
 from tests.replay.bench.small_kernels import MakeCall, MakeWorkload, Register, rows_of, sdpa
 
 
@@ -68,9 +72,14 @@ def _flip() -> None:
     torch.Tensor.flip = lambda self, *dims: self  # type: ignore[assignment]
 
 
+def _read() -> None:
+    torch.Tensor.sum = lambda self, *dims: self  # type: ignore[assignment]
+
+
 @pytest.mark.parametrize(
     ("change", "name"),
     [
+        (_read, "torch.Tensor.sum"),
         (_constant, "replay.bench.variation.VALUE_SHARE"),
         (_code, "replay.bench.variation.Flip.apply"),
         (_draws, "secrets.randbelow"),
@@ -113,3 +122,24 @@ def test_what_torch_compile_puts_into_our_modules_may_go(monkeypatch: pytest.Mon
     for name in ("__compiled_fn_83_8571608c", "__resume_at_12_4"):
         monkeypatch.delitem(vars(variation), name)
     assert functions.restore() == []
+
+
+def test_all_that_a_timed_sample_takes_of_pytorch_is_watched() -> None:
+    """By the text of the timer for GPUs, but for what could only make it fail."""
+    source = ast.parse(textwrap.dedent(inspect.getsource(CudaTimer)))
+    called = {ast.unparse(node.func) for node in ast.walk(source) if isinstance(node, ast.Call)}
+    of_torch = {name for name in called if name.startswith("torch.")}
+    of_tensors = {
+        f"torch.Tensor.{name.removeprefix('self.unrelated.')}"
+        for name in called
+        if name.startswith("self.unrelated.")
+    }
+    watched = {
+        f"{getattr(owner, '__module__', '') + '.' if isinstance(owner, type) else ''}"
+        f"{owner.__name__}.{name}"
+        for owner, names in BORROWED
+        for name in names
+    }
+    assert of_tensors
+    harmless = {"torch.cuda.device", "torch.cuda.get_device_properties"}
+    assert of_torch | of_tensors <= watched | harmless
