@@ -355,8 +355,8 @@ def main() -> None:
     roof = measure_roof(torch.bfloat16, DEVICE)
     if roof is None:
         raise SystemExit("no memory is left to measure copies with")
-    name = torch.cuda.get_device_name(DEVICE)
-    print(f"{name}: copies {roof.gb_per_s / 1000:.2f} TB/s, products {roof.tflops:.0f} TFLOPS\n")
+    copied, products = roof.gb_per_s / 1000, roof.tflops
+    print(f"{machine.device}: copies {copied:.2f} TB/s, products {products:.0f} TFLOPS\n")
     measured_on = {
         f"machine.{field}": getattr(machine, field) for field in ("device", "torch", "triton")
     }

@@ -8,8 +8,9 @@
   caches.
   `cold` reads a buffer of at least twice the L2 cache before each sample, so neither the kernel's
   inputs nor its output are cached. It does not write it: what is written there has yet to go to
-  memory while the kernel runs, 4 to 11 µs of traffic that no model's layer leaves, which reads its
-  weights (`benchmarks.cold_cache`). `warm` runs the kernel once, untimed, before.
+  memory while the kernel runs, which takes up to 9 µs (H100). A model's layer reads its weights and
+  leaves next to nothing to write (`benchmarks.cold_cache`). `warm` runs the kernel once, untimed,
+  before.
 - On CPU: wall time, the mean of enough calls to last a millisecond. The cache is always warm.
 
 In a model the layer before ran the same kernel; in a replay another kernel did. `calls_before` puts

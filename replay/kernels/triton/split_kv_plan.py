@@ -201,14 +201,16 @@ def plan(
     if access == "quantised" or (block_m == 32 and widest <= 128):
         splits *= 2
     # Loading takes as long as bytes / splits and merging as bytes · splits: the sum is least where
-    # both take as long. A program loads about twice as fast as it merges. Of a large output each
-    # row may have a program that merges it.
+    # both take as long. A program loads about twice as fast as it merges. Where all run at once,
+    # each row of a large output may have a program that merges it.
     itemsize = 1 if access == "quantised" else 2
     loaded = positions * (block_d + (block_tail or block_dv)) * itemsize
     stored_rows = _stored(rows, block_m)
     merged = stored_rows * block_dv * 4
-    mergers = stored_rows if stored_rows * block_dv > ALONE else 1
-    most = math.isqrt(mergers * loaded // (2 * merged))
+    most = math.isqrt(loaded // (2 * merged))
+    if stored_rows * block_dv > ALONE:
+        at_once = processors // (heads * row_blocks)
+        most = max(most, min(at_once, math.isqrt(stored_rows * loaded // (2 * merged))))
     splits = max(1, min(splits, most, -(-positions // SHORTEST)))
     deal = None
     if 1 < sequences <= MOST_SEQUENCES and heads * loaded >= WORTH_DEALING:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -305,11 +305,13 @@ def test_plans(heads: int, rows: int, positions: int, dim: int, access: Access) 
 
 
 @any_plan
+@example(1, 32, 200_000, 256, "quantised")
 @pytest.mark.parametrize("sequences", [1, 2])
 def test_plans_to_merge(
     sequences: int, heads: int, rows: int, positions: int, dim: int, access: Access
 ) -> None:
-    """Every row is merged, and nobody waits for a program that may not have begun."""
+    """Every row is merged, nobody waits for a program that may not have begun, and one program
+    alone reads no more of parts than each has read of keys and values."""
     cut = plan(heads, rows, positions, dim, dim, access, 132, sequences=sequences)
     found = merging(cut, cut.tiling, heads, rows, 132)
     assert found.block_rows * found.row_chunks >= min(rows, cut.block_m)
@@ -318,6 +320,10 @@ def test_plans_to_merge(
         deal = cut.tiling.deal
         programs = heads * cut.tiling.splits if deal is None else deal.programs(heads)
         assert programs * cut.row_blocks <= 132
+    elif cut.tiling.deal is None and cut.tiling.splits > 2:
+        loaded = positions * (cut.block_d + cut.block_dv) * (1 if access == "quantised" else 2)
+        parts = cut.tiling.splits * found.block_rows * found.row_chunks * cut.block_dv * 4
+        assert parts <= loaded / cut.tiling.splits
     assert not merging(cut, cut.tiling, heads, rows, heads * cut.row_blocks - 1).together
 
 
